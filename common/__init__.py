@@ -1,0 +1,1 @@
+"""What every chapter of the course shares and none of them teaches."""

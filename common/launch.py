@@ -1,0 +1,240 @@
+"""launch(fn, nproc): run a plain function on N ranks from a notebook or a test and get the N results back.
+
+Underneath is PyTorch's elastic agent, the engine of torchrun. On Linux the ranks are forked, so that functions
+written in a notebook cell just work; where forking is not safe (macOS, Windows, or once CUDA is initialised)
+they are spawned, and the function travels by cloudpickle, which can carry functions of a notebook.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import cloudpickle
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from common.ranks import process_group
+
+RETURNED = "returned\n"
+
+
+class RankFailed(RuntimeError):
+    """A rank died, raised, or waited in vain.
+
+    rank:   the rank whose failure came first
+    where:  for each rank, what it was doing when the launch ended
+    output: for each rank, what it had printed
+    """
+
+    def __init__(self, message: str, rank: int, where: list[str], output: list[str]):
+        super().__init__(message)
+        self.rank, self.where, self.output = rank, where, output
+
+
+def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_method: str | None = None) -> list:
+    """Run `fn(*args)` on `nproc` ranks of a fresh process group and return their results in rank order.
+
+    What the ranks print appears afterwards, in rank order, each line headed by its rank. Tensors inside `fn`
+    live on the CPU (gloo); each rank computes with one thread. `timeout` is in seconds: for a collective that
+    somebody does not join, and for the whole launch.
+
+    Raises RankFailed with the failing rank, its traceback, and what every other rank was doing.
+    """
+    if start_method is None:
+        start_method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
+    if start_method == "fork":
+        from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank (1 s)
+    payload = (fn, args) if start_method == "fork" else cloudpickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder, _quiet_agent():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            start_method=start_method,
+            max_restarts=0,
+            run_id="launch",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # port 0: the system picks a free one
+            local_addr="localhost",
+            monitor_interval=0.02,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        try:
+            results = elastic_launch(config, _run_rank)(payload, folder, timeout)
+        except SignalException as interrupted:
+            raise KeyboardInterrupt from interrupted
+        except ChildFailedError as failed:
+            raise _explain(failed, Path(folder), nproc) from None
+        for rank, text in enumerate(_output(Path(folder), nproc)):
+            for line in text.splitlines():
+                print(f"[rank {rank}] {line}")
+        return [cloudpickle.loads(results[rank]) for rank in range(nproc)]
+
+
+@contextlib.contextmanager
+def environment(**values: str):
+    """Set environment variables inside the block, for ranks that are started there; restore them afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet_agent():
+    """The agent logs, and keeps its signal handlers; a notebook wants neither."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    sys.stdout.flush()  # a forked rank inherits what is still in the buffers
+    sys.stderr.flush()
+    try:
+        with environment(OMP_NUM_THREADS="1"):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        with contextlib.suppress(ValueError):  # only the main thread has signal handlers
+            for name, handler in handlers.items():
+                signal.signal(getattr(signal, name), handler)
+
+
+def _run_rank(payload, folder: str, timeout: float) -> bytes:
+    # A notebook's own stdout object talks to a thread that a forked child does not have.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    rank = os.environ["RANK"]
+    stack = open(Path(folder, f"stack-{rank}"), "w", buffering=1)  # noqa: SIM115  must outlive this function
+    # Where is this rank when the agent ends it, or when time is up? faulthandler can tell even inside a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
+    faulthandler.dump_traceback_later(timeout + 5, file=stack, exit=True)
+    try:
+        fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
+        with process_group("cpu", "gloo", timeout):
+            result = cloudpickle.dumps(fn(*args))
+            stack.write(RETURNED)
+    except BaseException as error:
+        if hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGTERM)  # from here on the report says more than the stack
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report = {"time": time.time(), "error": _short(error), **_frames(error.__traceback__)}
+        Path(folder, f"error-{rank}").write_text(json.dumps(report))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if "by peer" in report["error"]:
+            time.sleep(1)  # somebody else died: let the agent see that one first
+        os._exit(1)  # no tear-down while others may be in a collective
+    faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def _short(error: BaseException) -> str:
+    text = re.sub(r"\[[^\]]*\.cc:\d+\] ", "", str(error))  # where in gloo's C++ the message was written
+    text = re.sub(r" This is typically caused by .*", "", text)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _frames(tb) -> dict:
+    """The lines of a traceback that are the caller's own, and the collective that was under way."""
+    own, operation = [], ""
+    for frame in traceback.extract_tb(tb):
+        if frame.filename.endswith("distributed_c10d.py"):
+            operation = operation or frame.name
+        elif _is_own(frame.filename):
+            # A notebook's cells are files in a temporary folder, under a name that says nothing.
+            name = "<notebook cell>" if "ipykernel_" in frame.filename else Path(frame.filename).name
+            own += [f"  {name}, line {frame.lineno}, in {frame.name}", f"    {frame.line}"]
+    place = f"line {own[-2].split('line ')[1].replace(', in', ' of')}" if own else ""
+    return {"frames": own, "operation": operation, "place": place}
+
+
+def _is_own(filename: str) -> bool:
+    return "/torch/" not in filename and "/lib/python" not in filename and filename != __file__
+
+
+def _doing(stack: str) -> str:
+    """What a rank was doing, from the stack that faulthandler wrote (innermost frame first)."""
+    if stack.startswith(RETURNED):
+        return "had returned already"
+    operation = ""
+    for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', stack):
+        if file.endswith("distributed_c10d.py"):
+            operation = name
+        elif name == "_run_rank":
+            break
+        elif _is_own(file):
+            return f"was waiting in {operation}, line {line} of {name}" if operation else f"was at line {line} of {name}"
+    return "was starting or ending"
+
+
+def _output(folder: Path, nproc: int) -> list[str]:
+    """What each rank printed on stdout, then on stderr."""
+    texts = []
+    for rank in range(nproc):
+        logs = sorted(folder.rglob(f"{rank}/stdout.log")) + sorted(folder.rglob(f"{rank}/stderr.log"))
+        texts.append("".join(log.read_text(errors="replace") for log in logs))
+    return texts
+
+
+def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
+    """Find the failure that the others follow from: an error of one's own, else a silent death, else the first."""
+    errors, where = {}, []
+    for rank in range(nproc):
+        error, stack = folder / f"error-{rank}", folder / f"stack-{rank}"
+        if error.exists():
+            errors[rank] = json.loads(error.read_text())
+            report = errors[rank]
+            did = f"was waiting in {report['operation']}" if report["operation"] else "raised " + report["error"]
+            where.append(f"{did}, {report['place']}")
+        elif stack.exists() and stack.read_text():
+            where.append(_doing(stack.read_text()))
+        else:
+            failure = failed.failures.get(rank)
+            died = failure is not None and failure.exitcode
+            where.append("died" if not died else f"died with {_ending(failure.exitcode)}")
+    own = {rank: error for rank, error in errors.items() if "by peer" not in error["error"]}
+    dead = [rank for rank, state in enumerate(where) if state.startswith("died")]
+    lines = []
+    if own or (errors and not dead):
+        first = min(own or errors, key=lambda rank: errors[rank]["time"])
+        report = errors[first]
+        what = report["error"] + (f" (in {report['operation']})" if report["operation"] else "")
+        lines = report["frames"]
+    elif dead:
+        first = next((rank for rank in dead if rank in failed.failures), dead[0])
+        what = where[first]
+    else:  # the watchdog's exit: every rank is where its stack says
+        first, _ = failed.get_first_failure()
+        what = f"not finished in time: {where[first]}"
+    others = [f"  rank {rank} {state}" for rank, state in enumerate(where) if rank != first]
+    message = "\n".join([f"rank {first} of {nproc}: {what}", *lines, *(["meanwhile"] if others else []), *others])
+    return RankFailed(message, first, where, _output(folder, nproc))
+
+
+def _ending(exitcode: int) -> str:
+    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"

@@ -1,0 +1,158 @@
+"""The ledger: which messages did this rank cause, how many, and how many bytes?
+
+Inside `with Ledger() as ledger:` every call into torch.distributed is entered, from Python and from C++ alike
+(DistributedDataParallel's reducer included), because all of them pass PyTorch's dispatcher as `c10d` operators.
+
+A collective is one entry. What it costs on the wire depends on the algorithm of the backend; the ledger
+charges what the bandwidth-optimal (ring) algorithm sends, the convention of nccl-tests
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). A send or receive is one entry too, and
+exact: so an algorithm built from sends and receives is counted, not assumed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# c10d operator -> (name in torch.distributed, index of the argument that holds the full payload)
+OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "scatter_": ("scatter", 1),
+    "gather_": ("gather", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+
+
+# The same for functional collectives, which DTensor calls: name -> (name in torch.distributed, does its input
+# hold only one rank's part of the full payload?)
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", False),
+    "all_reduce_": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", True),
+    "all_gather_into_tensor_out": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+    "broadcast": ("broadcast", False),
+    "broadcast_": ("broadcast", False),
+}
+
+
+def wire_bytes(operation: str, payload: float, size: int) -> float:
+    """Bytes that each of `size` ranks sends for a collective over a full payload of `payload` bytes.
+
+    `payload` is the whole buffer: the vector of an all-reduce, broadcast or reduce, the *gathered* result of an
+    all-gather or gather, the *unreduced* input of a reduce-scatter, everything one rank hands in to an
+    all-to-all. Rooted operations are charged to the average rank. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    share = (size - 1) / size
+    factor = {"all_reduce": 2 * share, "barrier": 0.0, "send": 1.0, "recv": 0.0}
+    return payload * factor.get(operation, share)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call: `payload` in bytes as in `wire_bytes`; `peer` is the other rank of a send or recv, the root of a
+    rooted collective, else None; `ranks` is the number of ranks in the group."""
+
+    operation: str
+    payload: int
+    ranks: int
+    dtype: torch.dtype | None = None
+    peer: int | None = None
+
+    @property
+    def sent(self) -> float:
+        """Bytes this rank sends: exact for send, by the ring formula for a collective."""
+        return wire_bytes(self.operation, self.payload, self.ranks)
+
+    @property
+    def received(self) -> float:
+        """Bytes this rank receives; a collective's ranks receive as much as they send."""
+        if self.operation in ("send", "recv"):
+            return float(self.payload) if self.operation == "recv" else 0.0
+        return self.sent
+
+
+class Ledger(TorchDispatchMode):
+    """Enters each collective, send and receive of this rank while the block runs, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries: list[Entry] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        entry = describe(func, args)
+        if entry is not None:
+            self.entries.append(entry)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each operation was called."""
+        return dict(Counter(entry.operation for entry in self.entries))
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent by this rank."""
+        return sum(entry.sent for entry in self.entries)
+
+    @property
+    def received(self) -> float:
+        """Bytes received by this rank."""
+        return sum(entry.received for entry in self.entries)
+
+    @property
+    def messages(self) -> list[tuple[int, int]]:
+        """(peer, bytes) of each send, in order: the message pattern."""
+        return [(entry.peer, entry.payload) for entry in self.entries if entry.operation == "send"]
+
+
+def describe(func, args) -> Entry | None:
+    """Read one operator call as an Entry; None for operators that send nothing."""
+    name = func.overloadpacket.__name__
+    if func.namespace == "_c10d_functional" and name in FUNCTIONAL:
+        operation, is_part = FUNCTIONAL[name]
+        group = dist.distributed_c10d._resolve_process_group(next(a for a in reversed(args) if isinstance(a, str)))
+        payload = args[0].numel() * args[0].element_size() * (group.size() if is_part else 1)
+        return Entry(operation, payload, group.size(), args[0].dtype)
+    if func.namespace != "c10d" or name not in OPERATORS:
+        return None
+    operation, index = OPERATORS[name]
+    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
+    tensors = _tensors(args[index]) if index is not None else []
+    if not tensors and operation in ("scatter", "gather"):
+        # Only the root of a scatter or gather holds the full payload: the others have 1/size of it.
+        tensors = _tensors(args[1 - index]) * group.size()
+    payload = sum(t.numel() * t.element_size() for t in tensors)
+    peer = None
+    if operation in ("send", "recv", "broadcast", "reduce", "scatter", "gather"):
+        peer = next((a for a in args if type(a) is int), None)
+        peer = dist.get_global_rank(group, peer) if peer is not None and name != "recv_any_source_" else None
+    return Entry(operation, payload, group.size(), tensors[0].dtype if tensors else None, peer)
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(argument._type())
+
+
+def _tensors(argument) -> list[torch.Tensor]:
+    """The tensors of an operator's argument: a tensor, a list, or a list of lists."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [tensor for item in argument for tensor in _tensors(item)]

@@ -1,0 +1,124 @@
+"""Who am I: the process group of this process, from set-up to tear-down.
+
+Scripts and `launch` both enter through `process_group`; nobody sets up or tears down by hand, because
+tearing down wrongly makes correct programs abort at exit (pytorch#190489) or hang.
+"""
+
+import datetime
+import gc
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier as store_barrier
+
+from common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all processes of a run.
+
+    rank:        number of this process, 0 .. size-1, over all nodes
+    size:        number of processes (the world size)
+    local_rank:  number of this process on its own node; it picks the GPU and nothing else
+    device:      where this process computes
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on at least one. A collective: every rank must call it."""
+        votes = torch.tensor(int(flag))
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
+
+
+def loopback_interface() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def choose(device: str = "auto", backend: str = "auto", processes: int = 1) -> tuple[str, str, str | None]:
+    """Pick (device type, backend, remark) for `processes` processes on this node.
+
+    `device` is "auto", "cpu" or "cuda"; `backend` is "auto", "gloo" or "nccl". NCCL wants a GPU for each
+    process; where there are fewer, processes share GPUs and gloo carries the messages.
+    Raises UserError where what was asked for cannot be had.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and gpus == 0:
+        raise UserError("--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if backend == "nccl":
+        if device != "cuda":
+            raise UserError("--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo")
+        if gpus < processes:
+            raise UserError(
+                f"--backend nccl needs one GPU per process: {processes} processes on this node, {gpus} GPU(s); "
+                f"start --nproc_per_node={gpus}, or use --backend gloo to share GPUs"
+            )
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" and gpus >= processes else "gloo"
+    remark = None
+    if device == "cuda" and backend == "gloo" and gpus < processes:
+        remark = f"{processes} processes share {gpus} GPU(s), which NCCL refuses: using gloo instead"
+    return device, backend, remark
+
+
+def environment() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, processes on this node) as the launcher set them; (0, 1, 0, 1) without one."""
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    return rank, size, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+@contextmanager
+def process_group(device: str = "auto", backend: str = "auto", timeout: float = 300.0):
+    """Join the process group that the launcher's environment describes and yield this process's `Ranks`.
+
+    Without a launcher it is a group of one, with no port opened. `timeout` is in seconds, for one collective.
+    Raises UserError for bad devices, backends and ports.
+
+    On the way out of a *successful* block: collect garbage (else gloo's threads can abort the interpreter at
+    exit), wait until every rank is done, destroy. After an exception nothing is torn down: a rank that
+    destroys the group while others wait in a collective can hang them, whereas a rank that just exits ends them.
+    """
+    rank, size, local_rank, local_size = environment()
+    device, backend, remark = choose(device, backend, local_size)
+    if remark and rank == 0:
+        print(f"note: {remark}", file=sys.stderr)
+    if device == "cuda":
+        device = f"cuda:{local_rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # several ranks share these cores
+    if size == local_size:  # one node: some hosts cannot resolve their own name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    wait = datetime.timedelta(seconds=timeout)
+    # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo.
+    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    # A group of one needs no port; keep the store alive as long as the group.
+    single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    try:
+        dist.init_process_group(backend, timeout=wait, **single)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"cannot meet the other ranks at {address} ({str(error).splitlines()[0]}); if the port is in use, "
+            f"give another: torchrun --master_port=PORT"
+        ) from error
+    yield Ranks(rank, size, local_rank, torch.device(device))
+    if dist.is_initialized():
+        gc.collect()
+        if size > 1:
+            # Through the store, not a collective: a rank that still owes one must not be paired with this.
+            store = dist.distributed_c10d._get_default_store()
+            store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout)
+        dist.destroy_process_group()

@@ -1,0 +1,116 @@
+"""One style for every picture of the course, and the drawings that more than one chapter needs.
+
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart too
+(https://jfly.uni-koeln.de/color/). The background is white whatever the page's theme is.
+"""
+
+import io
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, YELLOW, BLACK = "#CC79A7", "#56B4E9", "#F0E442", "#000000"
+PALETTE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]
+
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+        "figure.constrained_layout.use": True,
+        "font.size": 13,
+        "axes.prop_cycle": plt.cycler(color=PALETTE),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "lines.linewidth": 2.5,
+        "lines.markersize": 8,
+        "legend.frameon": False,
+    }
+)
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Show `fig` under a notebook cell as a PNG whose alternative text is `alt`, and close it."""
+    from IPython.display import Image, display  # scripts draw too, and need no IPython
+
+    png = io.BytesIO()
+    fig.savefig(png, format="png", dpi=180)  # twice the pixels it is shown at: sharp on a projector
+    plt.close(fig)
+    display(Image(png.getvalue(), width=round(90 * fig.get_figwidth()), alt=alt))
+
+
+def digits(number: int) -> list[int]:
+    """The ranks whose data is in `number`, if rank r put a digit in the place of 10**r: 1010 -> [1, 3]."""
+    return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
+
+
+def collective(states, captions=("before", "after"), sources=digits, title: str | None = None) -> Figure:
+    """Draw what each rank held at two or more moments, left to right with an arrow between.
+
+    states:   for each moment, for each rank, the list of chunks it holds; None is an empty place
+    captions: one per moment
+    sources:  function from a chunk to the ranks whose data is in it; the chunk is painted in their colours
+
+    Each chunk is labelled with str(chunk), so hand in what a run returned.
+    """
+    places = [max(len(chunks) for chunks in state) for state in states]
+    ranks = max(len(state) for state in states)
+    gap = 1.1  # room for the arrow, in chunk widths
+    width = sum(places) + gap * (len(states) - 1)
+    inch = min(0.8, 8.6 / width)  # of one chunk; the figure never grows wider than a page
+    fig, ax = plt.subplots(figsize=(width * inch + 1.1, ranks * 0.55 + (1.0 if title else 0.6)))
+    left = 0.0
+    for state, caption, count in zip(states, captions, places, strict=True):
+        ax.text(left + count / 2, -0.25, caption, ha="center", va="bottom")
+        for rank, chunks in enumerate(state):
+            for place, chunk in enumerate(chunks):
+                _chunk(ax, left + place, rank, chunk, [] if chunk is None else sources(chunk), inch)
+        left += count + gap
+        if left < width:
+            arrow = {"arrowstyle": "-|>", "lw": 2.5, "color": BLACK, "shrinkA": 0, "shrinkB": 0}
+            ax.annotate("", (left - 0.25, ranks / 2), (left - gap + 0.25, ranks / 2), arrowprops=arrow)
+    ax.set(xlim=(-0.05, width + 0.05), ylim=(ranks + 0.1, -0.75), xticks=[])
+    ax.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if title:
+        ax.set_title(title)
+    return fig
+
+
+def _chunk(ax, x: float, y: float, chunk, sources: list[int], inch: float) -> None:
+    """One chunk: a stripe for each rank whose data is in it, and its label on a white ground."""
+    for stripe, rank in enumerate(sources):
+        width = 0.9 / len(sources)
+        colour = PALETTE[rank % len(PALETTE)]
+        ax.add_patch(Rectangle((x + 0.05 + stripe * width, y + 0.1), width, 0.8, color=colour, lw=0))
+    line = "-" if sources else ":"
+    ax.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, fill=False, ls=line, lw=1.2, ec="#444444"))
+    if chunk is not None:
+        ground = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"}
+        size = min(13, 72 * 0.68 * inch / max(2.5, 0.62 * len(str(chunk))))
+        ax.text(x + 0.5, y + 0.52, str(chunk), ha="center", va="center", size=size, bbox=ground)
+
+
+def timeline(events, title: str | None = None, colours: dict[str, str] | None = None) -> Figure:
+    """Draw what each rank did when: one row per rank, one bar per event.
+
+    events:  tuples (rank, name, start, end), times in seconds on one clock; the first start becomes 0 ms
+    colours: name -> colour; by default the palette in the order in which names come
+    """
+    origin = min(start for _, _, start, _ in events)
+    names = list(dict.fromkeys(name for _, name, _, _ in events))
+    colours = colours or {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+    ranks = sorted({rank for rank, _, _, _ in events})
+    fig, ax = plt.subplots(figsize=(9.5, 0.5 * len(ranks) + 1.5))
+    for name in names:
+        for rank in ranks:
+            spans = [event[2:] for event in events if event[:2] == (rank, name)]
+            bars = [((start - origin) * 1e3, (end - start) * 1e3) for start, end in spans]
+            ax.broken_barh(bars, (rank - 0.38, 0.76), color=colours[name], ec="white", lw=0.6)
+    ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    ax.set(ylim=(max(ranks) + 0.6, min(ranks) - 0.6), xlabel="time (ms)")
+    handles = [Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    fig.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), title=title)
+    return fig

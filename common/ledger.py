@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # c10d operator -> (name in torch.distributed, index of the argument that holds the full payload)
@@ -97,6 +98,8 @@ class Ledger(TorchDispatchMode):
         self.entries: list[Entry] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it calls collectives inside, which come by one at a time
         entry = describe(func, args)
         if entry is not None:
             self.entries.append(entry)
@@ -128,17 +131,17 @@ def describe(func, args) -> Entry | None:
     name = func.overloadpacket.__name__
     if func.namespace == "_c10d_functional" and name in FUNCTIONAL:
         operation, is_part = FUNCTIONAL[name]
-        group = dist.distributed_c10d._resolve_process_group(next(a for a in reversed(args) if isinstance(a, str)))
+        group = group_of(args)
         payload = args[0].numel() * args[0].element_size() * (group.size() if is_part else 1)
         return Entry(operation, payload, group.size(), args[0].dtype)
     if func.namespace != "c10d" or name not in OPERATORS:
         return None
     operation, index = OPERATORS[name]
-    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-    tensors = _tensors(args[index]) if index is not None else []
+    group = group_of(args)
+    tensors = tensors_of(args[index]) if index is not None else []
     if not tensors and operation in ("scatter", "gather"):
         # Only the root of a scatter or gather holds the full payload: the others have 1/size of it.
-        tensors = _tensors(args[1 - index]) * group.size()
+        tensors = tensors_of(args[1 - index]) * group.size()
     payload = sum(t.numel() * t.element_size() for t in tensors)
     peer = None
     if operation in ("send", "recv", "broadcast", "reduce", "scatter", "gather"):
@@ -147,12 +150,18 @@ def describe(func, args) -> Entry | None:
     return Entry(operation, payload, group.size(), tensors[0].dtype if tensors else None, peer)
 
 
-def _is_group(argument: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(argument._type())
+def group_of(args) -> dist.ProcessGroup:
+    """The process group among an operator's arguments: an object for c10d, a name for functional collectives."""
+    for argument in reversed(args):
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, str):
+            return dist.distributed_c10d._resolve_process_group(argument)
+    raise ValueError("no process group among these arguments")
 
 
-def _tensors(argument) -> list[torch.Tensor]:
+def tensors_of(argument) -> list[torch.Tensor]:
     """The tensors of an operator's argument: a tensor, a list, or a list of lists."""
     if isinstance(argument, torch.Tensor):
         return [argument]
-    return [tensor for item in argument for tensor in _tensors(item)]
+    return [tensor for item in argument for tensor in tensors_of(item)]

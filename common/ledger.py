@@ -45,9 +45,14 @@ OPERATORS = {
 FUNCTIONAL = {
     "all_reduce": ("all_reduce", False),
     "all_reduce_": ("all_reduce", False),
+    "all_reduce_coalesced": ("all_reduce", False),
+    "all_reduce_coalesced_": ("all_reduce", False),
     "all_gather_into_tensor": ("all_gather", True),
     "all_gather_into_tensor_out": ("all_gather", True),
+    "all_gather_into_tensor_coalesced": ("all_gather", True),
     "reduce_scatter_tensor": ("reduce_scatter", False),
+    "reduce_scatter_tensor_out": ("reduce_scatter", False),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", False),
     "all_to_all_single": ("all_to_all", False),
     "broadcast": ("broadcast", False),
     "broadcast_": ("broadcast", False),
@@ -132,8 +137,10 @@ def describe(func, args) -> Entry | None:
     if func.namespace == "_c10d_functional" and name in FUNCTIONAL:
         operation, is_part = FUNCTIONAL[name]
         group = group_of(args)
-        payload = args[0].numel() * args[0].element_size() * (group.size() if is_part else 1)
-        return Entry(operation, payload, group.size(), args[0].dtype)
+        tensors = tensors_of(args[0]) * (group.size() if is_part else 1)
+        payload = sum(t.numel() * t.element_size() for t in tensors)
+        peer = dist.get_global_rank(group, args[1]) if operation == "broadcast" else None
+        return Entry(operation, payload, group.size(), tensors[0].dtype, peer)
     if func.namespace != "c10d" or name not in OPERATORS:
         return None
     operation, index = OPERATORS[name]

@@ -1,0 +1,247 @@
+"""The doctor finds nothing on a healthy machine, and each planted fault."""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import doctor
+
+
+def run(*options, **environment):
+    command = [sys.executable, *options, "-m", "common.doctor"]
+    return subprocess.run(command, cwd=doctor.ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def fix(check):
+    """What the check says is to fix."""
+    verdict, text = doctor.examine(check)
+    assert verdict == "FIX", f"not noticed: {text}"
+    assert "\n" not in text
+    return text
+
+
+def returns(value):
+    return lambda *args, **kwargs: value
+
+
+def raises(error):
+    def raise_it(*args, **kwargs):
+        raise error
+
+    return raise_it
+
+
+def test_a_healthy_machine_needs_nothing():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]  # free once it is closed
+    result = run(OMP_NUM_THREADS="1", PET_MASTER_PORT=str(port))
+    lines = result.stdout.splitlines()
+    assert [line[:3] for line in lines[:-1]] == ["OK "] * len(doctor.CHECKS), result.stdout + result.stderr
+    assert lines[-1] == "all OK"
+    assert result.returncode == 0
+
+
+def test_without_any_package_there_is_advice_and_no_traceback():
+    result = run("-S")  # no site-packages
+    lines = result.stdout.splitlines()
+    assert result.returncode == 1
+    assert result.stderr == ""
+    assert len(lines) == len(doctor.CHECKS) + 1
+    assert "torch is missing" in result.stdout
+    assert "FIX  gloo        No module named 'torch': pip install -r requirements.txt" in lines
+    assert lines[-1].endswith(" to fix")
+
+
+def test_every_check_is_called():
+    assert set(doctor.CHECKS) == {value for name, value in vars(doctor).items() if name.startswith("check_")}
+
+
+def test_a_check_that_breaks_is_reported():
+    assert fix(raises(ValueError("one\ntwo"))) == "ValueError: one two"
+
+
+def test_python_too_old(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    assert "3.9.18 is too old" in fix(doctor.check_python)
+
+
+@pytest.mark.parametrize("python, numpy", [((3, 10, 4), "2.2.6"), ((3, 11, 0), "2.4.6"), ((3, 14, 1), "2.4.6")])
+def test_pins_for_this_python(monkeypatch, python, numpy):
+    monkeypatch.setattr(sys, "version_info", python)
+    pins = doctor.pinned((doctor.ROOT / "requirements.txt").read_text())
+    assert pins["numpy"] == numpy
+    assert {"torch", "torchvision", "jupyterlab", "nbval", "scikit-learn", "PyYAML", "ruff"} <= set(pins)
+    assert all(pins.values())
+
+
+def test_other_version(monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "tqdm" else version(name))
+    assert fix(doctor.check_packages).startswith("tqdm is 9.9 instead of ")
+
+
+def test_missing_package_and_one_without_a_pin(monkeypatch, tmp_path):
+    tmp_path.joinpath("requirements.txt").write_text("# some\ntorch\nno-such-package==1.0\n-e .\n")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert fix(doctor.check_packages) == "no-such-package is missing: pip install -r requirements.txt"
+
+
+def test_the_build_of_a_version_does_not_matter(monkeypatch, tmp_path):
+    tmp_path.joinpath("requirements.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", returns("2.13.0+cu130"))
+    assert doctor.examine(doctor.check_packages)[0] == "OK"
+
+
+def test_common_from_another_checkout_or_none(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "ROOT", tmp_path)
+        assert "another checkout" in fix(doctor.check_common)
+    monkeypatch.setattr(doctor.subprocess, "run", returns(subprocess.CompletedProcess([], 1, stdout="")))
+    assert "not importable" in fix(doctor.check_common)
+
+
+@pytest.fixture
+def import_beside(monkeypatch, tmp_path):
+    """Import common.vision anew, with the given source in the place of torchvision."""
+    ours = [name for name in sys.modules if name.split(".")[0] == "torchvision" or name == "common.vision"]
+    before = {name: sys.modules.pop(name) for name in ours}
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def import_it(source):
+        tmp_path.joinpath("torchvision.py").write_text(source)
+        return importlib.import_module("common.vision")
+
+    yield import_it
+    for name in ("torchvision", "common.vision"):
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def test_torchvision_can_be_used():
+    from common.vision import torchvision
+
+    assert torchvision.models.resnet18(num_classes=3)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+    assert doctor.examine(doctor.check_torchvision)[0] == "OK"
+
+
+def test_torchvision_that_imports_is_left_alone(import_beside):
+    assert not hasattr(import_beside(""), "_library")
+
+
+def test_torchvision_that_is_broken_otherwise_is_not_hidden(import_beside):
+    with pytest.raises(RuntimeError, match="different CUDA"):
+        import_beside("raise RuntimeError('compiled with different CUDA versions')")
+    assert "different CUDA" in fix(doctor.check_torchvision)
+
+
+def test_kernel_of_another_python(monkeypatch, tmp_path):
+    folder = tmp_path / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    kernel = {"argv": [str(tmp_path / "python"), "-m", "ipykernel_launcher"], "display_name": "other"}
+    folder.joinpath("kernel.json").write_text(json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    assert "not this Python" in fix(doctor.check_jupyter)
+
+
+def test_no_kernel_and_no_jupyterlab(monkeypatch):
+    from jupyter_client import kernelspec
+
+    with monkeypatch.context() as patch:
+        no_kernel = raises(kernelspec.NoSuchKernel("python3"))
+        patch.setattr(kernelspec.KernelSpecManager, "get_kernel_spec", no_kernel)
+        assert "no kernel named python3" in fix(doctor.check_jupyter)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", returns(None))
+    assert "JupyterLab is missing" in fix(doctor.check_jupyter)
+
+
+@pytest.mark.parametrize("threads, told", [("many", "no number"), ("0", "no number"), ("100000", "crowd")])
+def test_threads(monkeypatch, threads, told):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert told in fix(doctor.check_cores)
+
+
+def test_disk(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.examine(doctor.check_disk)[0] == "OK"
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 10**9, 10**6)))
+        assert "1 MB are free" in fix(doctor.check_disk)
+    tmp_path.joinpath("runs").touch()  # a file where the folder should be
+    assert "cannot be written" in fix(doctor.check_disk)
+
+
+def test_gpus_that_this_torch_cannot_use(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", returns(False))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.examine(doctor.check_gpus) == ("OK", "none: ranks compute on the CPU and talk through gloo")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: some GPU'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is for the CPU" in fix(doctor.check_gpus)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "update the driver" in fix(doctor.check_gpus)
+
+
+def test_gpus_without_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", returns(True))
+    monkeypatch.setattr(dist, "is_nccl_available", returns(False))
+    assert "no NCCL" in fix(doctor.check_gpus)
+
+
+def test_loopback(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostbyname", raises(socket.gaierror("unknown")))
+        assert "does not resolve" in fix(doctor.check_loopback)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostbyname", returns("192.0.2.1"))  # an address for documentation: nobody's
+        assert "resolves to 192.0.2.1" in fix(doctor.check_loopback)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_connection", raises(TimeoutError("timed out")))
+        assert "firewall" in fix(doctor.check_loopback)
+    monkeypatch.setattr(socket, "if_nameindex", returns([(1, "eth0")]))
+    assert "GLOO_SOCKET_IFNAME to one of eth0" in fix(doctor.check_loopback)
+
+
+def test_own_name(monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", returns("nowhere"))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostbyname", raises(socket.gaierror("unknown")))
+        assert '"127.0.0.1 nowhere"' in fix(doctor.check_own_name)
+    monkeypatch.setattr(socket, "gethostbyname", returns("192.0.2.1"))
+    assert "--local_addr" in fix(doctor.check_own_name)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_occupied_port(monkeypatch, address):
+    with socket.create_server((address, 0)) as server:
+        monkeypatch.setenv("PET_MASTER_PORT", str(server.getsockname()[1]))
+        text = fix(doctor.check_port)
+    assert "--master_port" in text and "--standalone" in text
+    assert doctor.examine(doctor.check_port)[0] == "OK"
+
+
+def test_torch_without_libuv(monkeypatch):
+    error = dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
+    monkeypatch.setattr(dist, "TCPStore", raises(error))
+    assert "USE_LIBUV=0" in fix(doctor.check_store)
+
+
+def test_gloo(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_gloo_available", returns(False))
+        assert "no gloo" in fix(doctor.check_gloo)
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "sum_of_ranks", returns(1.0))
+        assert "to [1.0, 1.0]" in fix(doctor.check_gloo)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert "could not sum" in fix(doctor.check_gloo)

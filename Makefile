@@ -1,0 +1,65 @@
+# The course's commands. README.md gives the plain pip and torchrun commands behind them.
+#   make test PYTHON=python3.12      with another Python (3.10 or newer)
+#   make test VENV=/path/to/venv     in a virtual environment of your own
+
+PYTHON ?= python3
+VENV ?= .venv
+CHAPTER ?= 01_intro
+BIN := $(abspath $(VENV))/bin
+INSTALLED := $(VENV)/.installed
+NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
+
+# Ranks share the cores: one thread each. And what a recipe or a notebook starts comes from the environment.
+export OMP_NUM_THREADS := 1
+export PATH := $(BIN):$(PATH)
+
+.PHONY: train test lint test-python test-notebooks lab notebooks doctor check soak bench clean
+
+train: $(INSTALLED)
+	torchrun --nproc_per_node=2 distributed_training.py --distributed
+
+test: lint test-python test-notebooks
+.NOTPARALLEL: # each of the three keeps two cores busy
+
+lint: $(INSTALLED)
+	ruff check .
+
+test-python: $(INSTALLED)
+	python -m pytest -n 2 tests
+
+# A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
+# pytest would take the tests instead.
+test-notebooks: $(INSTALLED)
+	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
+	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
+
+lab: $(INSTALLED)
+	jupyter lab
+
+# Run every notebook and store what it puts out.
+notebooks: $(INSTALLED)
+	jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=120 \
+		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+
+doctor: $(INSTALLED)
+	python -m common.doctor
+
+check: $(INSTALLED)
+	python -m common.check $(CHAPTER)
+
+soak: $(INSTALLED)
+	python tests/soak.py
+
+bench: $(INSTALLED)
+	python tests/bench.py
+
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("needs Python 3.10 or newer: make PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements.txt
+	@touch $@
+
+# Runs stay: they are yours.
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -125,7 +125,7 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     rank = os.environ["RANK"]
-    stack = open(Path(folder, f"stack-{rank}"), "w", buffering=1)  # noqa: SIM115  must outlive this function
+    stack = open(Path(folder, f"stack-{rank}"), "w", buffering=1)  # must outlive this function
     # Where is this rank when the agent ends it, or when time is up? faulthandler can tell even inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -188,7 +188,9 @@ def _doing(stack: str) -> str:
         elif name == "_run_rank":
             break
         elif _is_own(file):
-            return f"was waiting in {operation}, line {line} of {name}" if operation else f"was at line {line} of {name}"
+            return (
+                f"was waiting in {operation}, line {line} of {name}" if operation else f"was at line {line} of {name}"
+            )
     return "was starting or ending"
 
 

@@ -53,7 +53,9 @@ def choose(device: str = "auto", backend: str = "auto", processes: int = 1) -> t
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and gpus == 0:
-        raise UserError("--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
+        raise UserError(
+            "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
+        )
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if backend == "nccl":

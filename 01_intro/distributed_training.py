@@ -1,0 +1,54 @@
+"""One process: the baseline that every other chapter's script is a change to.
+
+Each step sums the gradients of a few micro-batches, clips them, and lets the optimizer step.
+
+    python distributed_training.py
+    torchrun --nproc_per_node=2 distributed_training.py --distributed
+"""
+
+from torch.nn.utils import clip_grad_norm_
+
+from common.config import Config
+from common.model import cross_entropy
+from common.ranks import process_group
+from common.strategies import load
+from common.strategy import Strategy
+from common.task import make_task
+from common.train import start, train
+
+
+class SingleProcess(Strategy):
+    """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
+
+    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
+        super().__init__(ranks, precision, max_norm)
+        self.model = model.to(ranks.device)
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for inputs, targets in micro_batches:
+            with self.autocast():
+                # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
+                part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
+            self.scaler.scale(part).backward()
+            loss += part.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss, grad_norm
+
+
+def main(config: Config):
+    with process_group(config.device, config.backend) as ranks:
+        task = make_task(config)
+        strategy = load(config.strategy, config.by_hand)(
+            task.make_model(), task.make_optimizer, ranks, config.precision
+        )
+        train(strategy, task, config, ranks)
+
+
+if __name__ == "__main__":
+    start(main, strategy="single")

@@ -1,0 +1,199 @@
+"""The command line and the configuration file: one set of options for every strategy, defined once."""
+
+import argparse
+import difflib
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+
+from common.errors import UserError
+from common.ranks import choose, environment
+from common.strategies import find
+
+
+def option(default, help: str, choices: tuple = ()):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class Config:
+    """Every option, in the order in which --help shows them; `run_dir` is --run-dir, and so on."""
+
+    distributed: bool = option(False, "join the processes that torchrun started")
+    strategy: str = option("", "how training is spread over the ranks (default: the chapter's own)")
+    by_hand: bool = option(False, "the implementation from collectives instead of PyTorch's")
+    check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
+    task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"))
+    dataset: str = option("digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"))
+    data_dir: str = option("data", "where fashion-mnist or cifar10 lie")
+    download: bool = option(False, "download the dataset to --data-dir if it is not there")
+    steps: int = option(250, "optimizer steps")
+    batch_size: int = option(32, "examples in the GLOBAL batch of a step")
+    accumulate: int = option(1, "micro-batches per step on each rank")
+    optimizer: str = option("adamw", "", ("sgd", "adamw"))
+    lr: float = option(2e-3, "learning rate, reached after a linear warm-up of 20 steps")
+    seed: int = option(0, "of the initial weights and of the order of the data")
+    precision: str = option("fp32", "of the forward pass", ("fp32", "bf16", "fp16"))
+    layers: int = option(4, "the GPT's blocks")
+    width: int = option(128, "the GPT's activations per token")
+    heads: int = option(4, "the GPT's attention heads; they divide the width")
+    context: int = option(128, "tokens per example of text")
+    backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
+    device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
+    run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
+    checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end")
+    resume: bool = option(False, "go on from the newest checkpoint of --run-dir (default: of the newest run)")
+    log_every: int = option(10, "steps between the lines that rank 0 prints")
+
+
+# What defines a run's numbers: on --resume these come from the run itself.
+IDENTITY = ("task", "dataset", "batch_size", "optimizer", "lr", "seed", "layers", "width", "heads", "context")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def parse(default_strategy: str | None = None, argv: list[str] | None = None) -> Config:
+    """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
+
+    Without a default strategy it is "ddp" for --distributed, else "single".
+    Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
+    """
+    parser = Parser(description="Train a small model; see README.md.", allow_abbrev=False)
+    for item in fields(Config):
+        flag, about = "--" + item.name.replace("_", "-"), item.metadata["help"]
+        if item.type is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=about)
+        else:
+            choices = item.metadata["choices"] or None
+            about += f" (default: {item.default})" if item.default != "" else ""
+            parser.add_argument(flag, type=item.type, choices=choices, default=argparse.SUPPRESS, help=about)
+    parser.add_argument("--config", metavar="FILE.yaml", help="read options from a file; the command line wins")
+    given = vars(parser.parse_args(argv))
+    file = given.pop("config", None)
+    values = (read_yaml(Path(file)) if file else {}) | given
+    if values.get("resume"):
+        values = resumed(values)
+    config = Config(**values)
+    if not config.strategy:
+        config.strategy = default_strategy or ("ddp" if config.distributed else "single")
+    config.run_dir = config.run_dir or new_run_dir(config)
+    check(config)
+    return config
+
+
+def read_yaml(path: Path) -> dict:
+    """Options from a YAML file, under the command line's names with - or _. Raises UserError."""
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
+    known = {item.name: item for item in fields(Config)}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0].replace("_", "-")
+            raise UserError(f"--config {path}: unknown key '{key}'; did you mean '{nearest}'?")
+        values[name] = convert(f"--config {path}: {key}", value, known[name])
+    return values
+
+
+def convert(where: str, value, item):
+    """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
+    if item.type is bool and isinstance(value, bool):
+        return value
+    try:
+        if item.type is bool or isinstance(value, bool | list | dict | type(None)):
+            raise ValueError
+        if item.type is int and float(value) != int(value):
+            raise ValueError
+        value = item.type(value)
+    except (ValueError, TypeError):
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+        raise UserError(f"{where}: expected {names[item.type]}, got {value!r}") from None
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise UserError(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def resumed(values: dict) -> dict:
+    """Fill in from the run that is resumed. Raises UserError where there is none, or where `values` would change
+    what makes its numbers what they are."""
+    runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    folder = Path(values["run_dir"]) if values.get("run_dir") else runs[-1].parent if runs else None
+    if folder is None:
+        raise UserError("--resume: there is no run under runs/; name its folder with --run-dir")
+    if not (folder / "config.json").exists() or not list(folder.glob("checkpoint-*.pt")):
+        raise UserError(f"--resume: no checkpoint in {folder}; leave --resume out to start there")
+    saved = json.loads((folder / "config.json").read_text())["config"]
+    changed = [name for name in IDENTITY if name in values and values[name] != saved[name]]
+    if changed:
+        told = ", ".join(f"--{n.replace('_', '-')} {values[n]} (it has {saved[n]})" for n in changed)
+        raise UserError(
+            f"--resume: a resumed run keeps its settings, but got {told}; leave that out, or start a new run"
+        )
+    anew = ("distributed", "download", "backend", "device")  # these belong to the machine, not to the run
+    kept = {item.name: saved[item.name] for item in fields(Config) if item.name in saved and item.name not in anew}
+    return kept | values | {"run_dir": str(folder)}
+
+
+def check(config: Config) -> None:
+    """Raise UserError for what cannot work."""
+    find(config.strategy)
+    rank, size, _, local_size = environment()
+    if config.distributed and "RANK" not in os.environ:
+        raise UserError(
+            "--distributed: no launcher started this process; "
+            "try: torchrun --nproc_per_node=2 distributed_training.py --distributed"
+        )
+    if size > 1 and not config.distributed:
+        raise UserError(
+            f"{size} processes were started without --distributed: each would train alone; add --distributed"
+        )
+    for name in ("steps", "batch_size", "accumulate", "layers", "width", "heads", "context", "log_every"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
+    for name, top in (("checkpoint_every", None), ("seed", 2**31 - 1)):
+        value = getattr(config, name)
+        if value < 0 or (top and value > top):
+            raise UserError(
+                f"--{name.replace('_', '-')} must be at least 0{f' and at most {top}' if top else ''}, got {value}"
+            )
+    if not 0 < config.lr < float("inf"):
+        raise UserError(f"--lr must be a positive number, got {config.lr}")
+    if config.width % config.heads:
+        raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
+    choose(config.device, config.backend, local_size)
+    if rank == 0:
+        claim(Path(config.run_dir), config.resume)
+
+
+def new_run_dir(config: Config) -> str:
+    """A folder under runs/ that is not there yet."""
+    name = time.strftime("%Y%m%d-%H%M%S-") + config.strategy + ("-by-hand" if config.by_hand else "")
+    taken = len(list(Path("runs").glob(name + "*")))
+    return str(Path("runs", f"{name}-{taken + 1}" if taken else name))
+
+
+def claim(folder: Path, resume: bool) -> None:
+    """Raise UserError unless a run can be written to `folder`."""
+    if (folder / "metrics.jsonl").exists() and not resume:
+        raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}; name another folder") from error

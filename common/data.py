@@ -1,0 +1,102 @@
+"""What is learned from, and in which order.
+
+The examples of step k depend on the seed and on k alone: not on the number of ranks, not on the number of
+micro-batches, not on whether the run was stopped and resumed. All of the course's comparisons rest on that.
+"""
+
+import functools
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import UserError
+
+
+class Text:
+    """Bytes of the Python standard library's own source: windows of `context` + 1 bytes, `context` apart."""
+
+    unit = "tokens"
+
+    def __init__(self, context: int, root: str | None = None):
+        """`root` is the folder whose *.py files are read, one level deep; the standard library by default."""
+        folder = Path(root or sysconfig.get_paths()["stdlib"])
+        files = sorted(folder.glob("*.py"))
+        text = b"\n".join(file.read_bytes() for file in files)
+        self.context = context
+        self.tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()) if text else torch.empty(0)
+        self.size = (len(self.tokens) - 1) // context
+        if self.size < 1:
+            raise UserError(
+                f"{folder} holds {len(text)} bytes of *.py files, fewer than one context of {context} bytes"
+            )
+
+    def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Example numbers [n] -> inputs and targets, both [n, context] int64; the target is the next byte."""
+        windows = self.tokens[indices[:, None] * self.context + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+class Images:
+    """A labelled set of pictures, held in memory: inputs [n, channels, height, width] float32 in 0..1."""
+
+    unit = "examples"
+    classes = 10
+
+    def __init__(self, pixels: torch.Tensor, labels: torch.Tensor):
+        self.pixels, self.labels = pixels, labels
+        self.size, self.channels = pixels.shape[:2]
+
+    def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Example numbers [n] -> pixels [n, channels, height, width] and labels [n] int64."""
+        return self.pixels[indices], self.labels[indices]
+
+
+def digits() -> Images:
+    """1,797 handwritten digits of 8 x 8 pixels, which ship inside scikit-learn (UCI; Alpaydin & Kaynak 1998)."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return Images(torch.from_numpy(data.images / 16.0).float().unsqueeze(1), torch.from_numpy(data.target).long())
+
+
+def torchvision_images(name: str, folder: str, download: bool) -> Images:
+    """ "fashion-mnist" or "cifar10" through torchvision, from `folder`. Raises UserError where it is not there."""
+    from common.vision import torchvision
+
+    dataset = {"fashion-mnist": torchvision.datasets.FashionMNIST, "cifar10": torchvision.datasets.CIFAR10}[name]
+    try:
+        data = dataset(folder, train=True, download=download)
+    except RuntimeError as error:
+        raise UserError(f"--dataset {name}: not found in {folder}; add --download, or give its --data-dir") from error
+    except OSError as error:
+        raise UserError(f"--dataset {name}: cannot be downloaded to {folder} ({error})") from error
+    pixels = torch.as_tensor(data.data).float() / 255
+    pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+    return Images(pixels, torch.as_tensor(data.targets).long())
+
+
+@functools.lru_cache(maxsize=2)  # a batch reaches into at most two epochs, unless it is larger than the dataset
+def epoch_order(seed: int, epoch: int, size: int) -> torch.Tensor:
+    """The order of one pass over `size` examples: a permutation [size] that depends on seed and epoch alone."""
+    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    return torch.randperm(size, generator=generator)
+
+
+def global_batch(seed: int, step: int, batch_size: int, size: int) -> torch.Tensor:
+    """The example numbers [batch_size] of step `step`, counted from 0.
+
+    The epochs' orders, one after the other, cut into batches: every example comes up once before any comes twice.
+    """
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return torch.stack([epoch_order(seed, position // size, size)[position % size] for position in positions])
+
+
+def micro_batches(dataset, indices: torch.Tensor, data_rank: int, data_size: int, accumulate: int, device) -> list:
+    """This rank's slice of a global batch, as `accumulate` pairs (inputs, targets) of equal size on `device`.
+
+    The number of indices must divide by data_size x accumulate.
+    """
+    mine = indices.chunk(data_size)[data_rank]
+    return [tuple(part.to(device) for part in dataset.batch(chunk)) for chunk in mine.chunk(accumulate)]

@@ -1,0 +1,123 @@
+"""The run directory: configuration, metrics, checkpoints, loss curve. Only rank 0 writes.
+
+config.json          every setting, with the strategy, the world size and the versions
+metrics.jsonl        one JSON object per optimizer step, flushed at each
+checkpoint-000150.pt the full state after 150 steps; the newest two are kept
+loss.png             the loss curve
+"""
+
+import contextlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from common.config import Config
+from common.errors import UserError
+
+KEEP = 2  # if the newest checkpoint proves bad there is one before it
+
+
+class RunDirectory:
+    def __init__(self, config: Config, world_size: int):
+        """Begin a run in config.run_dir, or go on with one. Raises UserError where it cannot be written."""
+        self.path = Path(config.run_dir)
+        with self.told():
+            facts = {
+                "config": asdict(config),
+                "strategy": config.strategy,
+                "world_size": world_size,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+            self._replace("config.json", lambda path: path.write_text(json.dumps(facts, indent=2) + "\n"))
+            self.metrics = open(self.path / "metrics.jsonl", "a")
+
+    @contextlib.contextmanager
+    def told(self):
+        """Failures of the disk become one line."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise UserError(
+                f"run directory {self.path}: {reason}; make room or name another with --run-dir "
+                f"(checkpoints written before are whole; --resume goes on from them)"
+            ) from error
+
+    def _replace(self, name: str, write) -> None:
+        """Write beside the file and rename, so that at every moment `name` is whole or as it was."""
+        beside = self.path / f".{name}.partial"
+        try:
+            write(beside)
+            with open(beside, "rb+") as file:
+                os.fsync(file.fileno())
+            beside.replace(self.path / name)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def log(self, record: dict) -> None:
+        with self.told():
+            self.metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self.metrics.flush()
+
+    def records(self) -> list[dict]:
+        """All lines of metrics.jsonl."""
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of steps after `step`, which a resumed run is about to do again."""
+        kept = []
+        for line in (self.path / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a last line cut off by a full disk
+                kept += [line] if json.loads(line)["step"] <= step else []
+        with self.told():
+            self.metrics.close()
+            self._replace("metrics.jsonl", lambda path: path.write_text("".join(line + "\n" for line in kept)))
+            self.metrics = open(self.path / "metrics.jsonl", "a")
+
+    def save(self, state: dict) -> Path:
+        """Write a checkpoint of `state`, which has "step"; remove all but the newest ones."""
+        path = self.path / f"checkpoint-{state['step']:06d}.pt"
+        with self.told():
+            self._replace(path.name, lambda beside: torch.save(state, beside))
+            for old in self.checkpoints()[:-KEEP]:
+                old.unlink()
+        return path
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.path.glob("checkpoint-*.pt"))
+
+    def load(self) -> dict:
+        """The newest checkpoint. Raises UserError where it cannot be read."""
+        path = self.checkpoints()[-1]
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises what pickle, zip and the system raise
+            raise UserError(
+                f"--resume: {path} cannot be read ({type(error).__name__}); remove it to go on from the one before"
+            ) from error
+
+    def finish(self) -> None:
+        """Close the metrics and draw the loss curve."""
+        with self.told():
+            self.metrics.close()
+            records = self.records()
+            if records:
+                self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))
+
+
+def loss_curve(records: list[dict]):
+    """The loss of each step, from the lines of metrics.jsonl, as a matplotlib figure."""
+    from common.plotting import plt  # not at the top: it takes half a second, and most ranks never draw
+
+    fig, ax = plt.subplots(figsize=(7, 4))
+    ax.plot([record["step"] for record in records], [record["loss"] for record in records], linewidth=1.5)
+    ax.set(xlabel="optimizer step", ylabel="loss (mean over the global batch)", ylim=(0, None))
+    return fig

@@ -1,0 +1,58 @@
+"""The one table of strategies. A line here puts a strategy on the command line and under all of the proofs."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a strategy lives and what is promised of it.
+
+    chapter:     its folder; `torch` and `by_hand` name classes in its distributed_training.py and by_hand.py
+    world_sizes: on how many ranks it must equal one process
+    """
+
+    chapter: str
+    torch: str
+    by_hand: str | None
+    world_sizes: tuple[int, ...]
+
+
+STRATEGIES = {
+    "single": Entry("01_intro", "SingleProcess", None, (1,)),
+    "ddp": Entry("03_ddp", "DataParallel", "DataParallelByHand", (1, 2, 4)),
+}
+
+
+def module(chapter: str, name: str):
+    """Import `name`.py of a chapter's folder, e.g. module("03_ddp", "by_hand"): a folder's name that begins with
+    a digit is beyond the import statement, and every chapter has a file of the same name."""
+    full = f"{chapter}.{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, ROOT / chapter / f"{name}.py")
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+def load(strategy: str, by_hand: bool):
+    """The class that implements a strategy, with PyTorch's own API or by hand."""
+    entry = find(strategy)
+    if by_hand and entry.by_hand is None:
+        raise UserError(f"--by-hand: strategy '{strategy}' has no version by hand; leave it out")
+    if by_hand:
+        return getattr(module(entry.chapter, "by_hand"), entry.by_hand)
+    return getattr(module(entry.chapter, "distributed_training"), entry.torch)
+
+
+def find(strategy: str) -> Entry:
+    """The table's line for a strategy. Raises UserError with the known names."""
+    if strategy not in STRATEGIES:
+        raise UserError(f"unknown strategy '{strategy}'; known: {', '.join(STRATEGIES)}")
+    return STRATEGIES[strategy]

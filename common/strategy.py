@@ -1,0 +1,61 @@
+"""The contract of a strategy: whatever spreads training over ranks looks like this from outside.
+
+So one loop trains every strategy, one harness proves it, one table compares it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Strategy:
+    """Built from a model, a way to make an optimizer, and the ranks that it runs on.
+
+    A chapter's subclass sets `model` (unwrapped) and `optimizer`, and writes `step`, which is its lesson.
+    """
+
+    data_rank, data_size = 0, 1  # which of how many equal slices of each global batch this rank reads
+
+    def __init__(self, ranks, precision: str = "fp32", max_norm: float = 1.0):
+        """`precision` is "fp32", "bf16" or "fp16" (with loss scaling); gradients are clipped to `max_norm`, the
+        2-norm over the whole model."""
+        self.ranks, self.precision, self.max_norm = ranks, precision, max_norm
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == "fp16")
+
+    def autocast(self):
+        """The context in which the forward pass computes in this run's precision."""
+        return torch.autocast(self.ranks.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
+
+    def step(self, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step on this rank's `micro_batches`, a list of (inputs, targets) of equal sizes.
+
+        Returns the loss, a mean over the *global* batch, and the 2-norm of the whole model's gradient before
+        clipping: two scalars, the same on every rank.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how to step")
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def full_state(self) -> dict:
+        """Parameters and optimizer state as one process would hold them, keyed by parameter name. Collective."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def load_full_state(self, state: dict) -> None:
+        """Take up a state that `full_state` of any strategy gave. Collective; only rank 0's `state` counts."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state.get("model", {}),
+            optim_state_dict=state.get("optimizer", {}),
+            options=options,
+        )
+        scaler = [state.get("scaler")]
+        dist.broadcast_object_list(scaler)
+        if scaler[0]:
+            self.scaler.load_state_dict(scaler[0])

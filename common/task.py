@@ -1,0 +1,57 @@
+"""A task: what is learned, by which model, with which optimizer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from common import data
+from common.config import Config
+from common.errors import UserError
+from common.model import GPT, make_resnet
+from common.strategy import Strategy
+
+
+@dataclass
+class Task:
+    dataset: data.Text | data.Images
+    config: Config
+
+    def make_model(self) -> nn.Module:
+        """The same weights for the same seed, on every rank and at every world size."""
+        c = self.config
+        torch.manual_seed(c.seed)
+        if c.task == "text":
+            return GPT(c.layers, c.width, c.heads, c.context)
+        return make_resnet(self.dataset.channels, self.dataset.classes)
+
+    def make_optimizer(self, parameters) -> torch.optim.Optimizer:
+        if self.config.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.config.lr, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=self.config.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def micro_batches(self, step: int, strategy: Strategy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank reads in step `step`, counted from 0."""
+        c = self.config
+        indices = data.global_batch(c.seed, step, c.batch_size, self.dataset.size)
+        device = strategy.ranks.device
+        return data.micro_batches(self.dataset, indices, strategy.data_rank, strategy.data_size, c.accumulate, device)
+
+
+def make_task(config: Config) -> Task:
+    if config.task == "text":
+        return Task(data.Text(config.context), config)
+    if config.dataset == "digits":
+        return Task(data.digits(), config)
+    return Task(data.torchvision_images(config.dataset, config.data_dir, config.download), config)
+
+
+def check_batch(config: Config, strategy: Strategy) -> None:
+    """Raise UserError where the global batch cannot be cut into equal micro-batches."""
+    parts = strategy.data_size * config.accumulate
+    if config.batch_size % parts:
+        nearest = max(parts, round(config.batch_size / parts) * parts)
+        raise UserError(
+            f"--batch-size {config.batch_size} does not divide by {strategy.data_size} data-parallel rank(s) x "
+            f"{config.accumulate} micro-batch(es) = {parts}; the nearest that does is {nearest}"
+        )

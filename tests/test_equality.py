@@ -1,0 +1,110 @@
+"""Equality and teeth: every strategy of the table equals one process, and every planted bug is refused."""
+
+import pytest
+import torch
+
+from common import equality, strategies
+from common.equality import CASES, NotEqual, prove, prove_class
+from common.strategies import STRATEGIES
+
+PROOFS = [
+    (name, by_hand, nproc)
+    for name, entry in STRATEGIES.items()
+    for by_hand in ((False, True) if entry.by_hand else (False,))
+    for nproc in entry.world_sizes
+]
+
+
+@pytest.mark.parametrize("strategy, by_hand, nproc", PROOFS)
+def test_equals_one_process(strategy, by_hand, nproc):
+    rows = prove(strategy, by_hand, nproc)
+    assert [row.case for row in rows] == CASES
+    if nproc == 1:  # nothing is added up in another order, unless micro-batches are
+        assert [row.bitwise for row in rows if row.case.accumulate == 1] == [True] * 4
+
+
+def test_the_table_is_proved_as_declared():
+    assert {name for name, _, _ in PROOFS} == set(STRATEGIES)
+    assert {nproc for _, _, nproc in PROOFS} == {1, 2, 4}
+    assert {(case.make_optimizer.__name__, case.accumulate) for case in CASES} == {
+        ("sgd", 1), ("sgd", 3), ("adamw", 1), ("adamw", 3),
+    }  # fmt: skip
+
+
+CHAPTERS_WITH_BUGS = ["03_ddp"]
+BUGS = [(chapter, name) for chapter in CHAPTERS_WITH_BUGS for name in strategies.module(chapter, "bugs").BUGS]
+
+
+@pytest.mark.parametrize("chapter, name", BUGS)
+def test_bug_is_refused(chapter, name):
+    bugs = strategies.module(chapter, "bugs")
+    bug = bugs.BUGS[name]
+    cases = [case for case in CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
+    with pytest.raises(NotEqual) as refusal:
+        prove_class(equality.plant(chapter, bugs.CLASS, bug), 2, name, cases)
+    assert refusal.value.what == bug.refused_by, str(refusal.value)
+
+
+def test_by_hand_without_a_bug_passes_the_cases_that_refuse_bugs():
+    cases = [case for case in CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
+    assert len(prove_class(strategies.load("ddp", True), 2, "ddp", cases)) == 2
+
+
+def test_a_bug_must_be_one_line_of_the_source():
+    bug = equality.Bug("x = 1", "x = 2", "loss")
+    assert equality.planted_source("if a:\n    x = 1  # why\n", bug) == "if a:\n    x = 2\n"
+    for source in ("y = 1\n", "x = 1\nx = 1\n"):
+        with pytest.raises(ValueError, match="exactly one"):
+            equality.planted_source(source, bug)
+
+
+def test_adamw_alone_would_not_see_a_wrong_scale():
+    """Why the cases have SGD: AdamW's steps are the same for gradients of half the size, so the loss is too."""
+    bugs = strategies.module("03_ddp", "bugs").BUGS
+    wrong = equality.plant("03_ddp", "DataParallelByHand", bugs["gradients are divided by the number of ranks twice"])
+    case = equality.Case(equality.tied, equality.adamw, accumulate=1, max_norm=100.0)
+    outcome = equality.launch(equality.on_ranks, 2, (wrong, [case]))[0][0]
+    (reference,) = equality.references((case,))
+    assert outcome.losses == pytest.approx(reference.losses, rel=1e-2)
+    assert outcome.grad_norms[0] == pytest.approx(reference.grad_norms[0] / 2, rel=1e-2)
+
+
+class DoesNothing:
+    """A strategy in which nothing trains, and which reports what one process would if nothing trained there."""
+
+    data_rank, data_size = 0, 1
+
+    def __init__(self, model, make_optimizer, ranks, max_norm):
+        self.model = model
+
+    def step(self, micro_batches):
+        return torch.tensor(0.0), torch.tensor(0.0)
+
+    def full_state(self):
+        return {"model": self.model.state_dict(), "optimizer": {}}
+
+
+def test_a_proof_about_nothing_is_refused():
+    with pytest.raises(NotEqual) as refusal:
+        prove_class(DoesNothing, 1, "nothing", CASES[:1])
+    assert refusal.value.what == "loss"
+
+
+def test_a_reference_that_does_not_train_is_refused(monkeypatch):
+    still = equality.Case(equality.tied, lambda p: torch.optim.SGD(p, lr=0.0), accumulate=1, max_norm=0.3)
+    with pytest.raises(NotEqual) as refusal:
+        prove_class(strategies.load("single", False), 1, "single", [still])
+    assert refusal.value.what == "nothing changed"
+
+
+def test_a_missing_tensor_is_refused():
+    (reference,) = equality.references((CASES[0],))
+    short = equality.Outcome(reference.losses, reference.grad_norms, dict(list(reference.state.items())[1:]))
+    with pytest.raises(NotEqual, match="do not both hold"):
+        equality.compare(CASES[0], reference, [short], "short")
+    wrong = dict(reference.state)
+    name = next(name for name in wrong if name.startswith("optimizer/"))
+    wrong[name] = wrong[name] * 1.001
+    with pytest.raises(NotEqual) as refusal:
+        equality.compare(CASES[0], reference, [equality.Outcome(reference.losses, reference.grad_norms, wrong)], "off")
+    assert refusal.value.what == "optimizer"

@@ -51,7 +51,7 @@ class DataParallel(Strategy):
 
 
 def main(config: Config):
-    with process_group(config.device, config.backend) as ranks:
+    with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         strategy = load(config.strategy, config.by_hand)(
             task.make_model(), task.make_optimizer, ranks, config.precision

@@ -8,7 +8,7 @@ import datetime
 import gc
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
+from common.guard import CheckCollectives
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,11 @@ def environment() -> tuple[int, int, int, int]:
 
 
 @contextmanager
-def process_group(device: str = "auto", backend: str = "auto", timeout: float = 300.0):
+def process_group(device: str = "auto", backend: str = "auto", timeout: float = 300.0, check: bool = False):
     """Join the process group that the launcher's environment describes and yield this process's `Ranks`.
 
     Without a launcher it is a group of one, with no port opened. `timeout` is in seconds, for one collective.
+    With `check`, every collective in the block is compared across the ranks first (common/guard.py).
     Raises UserError for bad devices, backends and ports.
 
     On the way out of a *successful* block: collect garbage (else gloo's threads can abort the interpreter at
@@ -116,7 +118,8 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
             f"cannot meet the other ranks at {address} ({str(error).splitlines()[0]}); if the port is in use, "
             f"give another: torchrun --master_port=PORT"
         ) from error
-    yield Ranks(rank, size, local_rank, torch.device(device))
+    with CheckCollectives() if check else nullcontext():
+        yield Ranks(rank, size, local_rank, torch.device(device))
     if dist.is_initialized():
         gc.collect()
         if size > 1:

@@ -1,0 +1,104 @@
+"""What ruff does not know about this repository's style. Each rule is shown to bite."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def names_no_machine(path, text):
+    """A path of somebody's machine, or the host of a package registry, works for nobody else."""
+    text = re.sub(r'"image/\w+": "[^"]*"', "", text)  # a picture in a notebook is random letters
+    found = re.findall(r"(?<![\w.])/(?:root|work|tmp|home/\w+|Users/\w+)(?:/\w+|\b)", text)
+    found += re.findall(r"\b(?:pypi|pythonhosted|anaconda|npmjs)\.(?:org|com)\b|\bdownload\.pytorch\b", text)
+    return [f"names {place}" for place in found]
+
+
+def has_no_stub(path, text):
+    if path.suffix == ".py" and path.name != "exercises.py" and re.search(r"\braise NotImplemented", text):
+        return ["has a stub"]
+    return []
+
+
+def is_finished(path, text):
+    return [f"has a {word}" for word in re.findall(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b", text)]
+
+
+def fits_a_head(path, text):
+    lines = len(text.splitlines())
+    return [f"has {lines} lines; agreed are 400"] if path.suffix == ".py" and lines > 400 else []
+
+
+def says_how_to_run_it(path, text):
+    if path.suffix != ".py" or not re.search(r"^if __name__ ==", text, re.MULTILINE):
+        return []
+    doc = ast.get_docstring(ast.parse(text), clean=False) or ""
+    command = rf"^ +(?:python|torchrun) .*(?:-m [\w.]*{path.stem}\b|{path.name})"
+    wrong = [] if re.search(command, doc, re.MULTILINE) else ["is run, and its docstring has no command"]
+    if path.name == "distributed_training.py" and "torchrun " not in doc:
+        wrong.append("has no torchrun command in its docstring")
+    return wrong
+
+
+RULES = [names_no_machine, has_no_stub, is_finished, fits_a_head, says_how_to_run_it]
+
+
+def committed():
+    """(path from the root, text) of every text file that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in listed.decode().split("\0"):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in (content := path.read_bytes()):
+            yield path.relative_to(ROOT), content.decode()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_committed_files(rule):
+    files = list(committed())
+    assert {"Makefile", "requirements.txt", "common/launch.py"} <= {str(path) for path, _ in files}
+    wrong = [f"{path} {problem}" for path, text in files for problem in rule(path, text)]
+    assert not wrong, "\n".join(wrong)
+
+
+MAIN = '\n\nif __name__ == "__main__":\n    main()\n'
+MISTAKES = {
+    "home": (names_no_machine, "a.md", "cd " + "/home" + "/anna/course"),
+    "work folder": (names_no_machine, "a.yml", "venv: " + "/work" + "/venv"),
+    "temporary": (names_no_machine, "a.py", 'open("' + "/tmp" + '/x")'),
+    "registry": (names_no_machine, "a.txt", "--index-url https://" + "pypi" + ".org/simple"),
+    "stub": (has_no_stub, "a.py", "def f():\n    raise " + "NotImplementedError"),
+    "to do": (is_finished, "a.py", "# TO" + "DO: mend this"),
+    "long": (fits_a_head, "a.py", "x = 1\n" * 401),
+    "no docstring": (says_how_to_run_it, "a.py", "x = 1" + MAIN),
+    "no command": (says_how_to_run_it, "a.py", '"""Start a.py."""' + MAIN),
+    "command of another": (says_how_to_run_it, "a.py", '"""Idea.\n\n    python -m common.b\n"""' + MAIN),
+    "no torchrun": (
+        says_how_to_run_it,
+        "distributed_training.py",
+        '"""I.\n\n  python distributed_training.py"""' + MAIN,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rule_bites(mistake):
+    rule, path, text = MISTAKES[mistake]
+    assert [other for other in RULES if other(Path(path), text)] == [rule]
+
+
+def test_every_rule_is_shown_to_bite():
+    assert {rule for rule, _, _ in MISTAKES.values()} == set(RULES)
+
+
+def test_good_files_pass():
+    good = {
+        "exercises.py": "raise NotImplementedError",
+        "a.py": '"""Idea.\n\n    python -m common.a --fast\n"""\n\nurl = "https://pytorch.org/work/"' + MAIN,
+        "distributed_training.py": '"""I.\n\n    torchrun --nproc_per_node=2 distributed_training.py\n"""' + MAIN,
+        "a.md": "the network /workers and a path such as runs/home/x; FIX says what to do",
+    }
+    assert [rule for rule in RULES for path, text in good.items() if rule(Path(path), text)] == []

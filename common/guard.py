@@ -19,10 +19,10 @@ needs to do something else before another rank can join, since the guard makes a
 """
 
 import contextlib
-import datetime
 import json
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -54,11 +54,10 @@ class CheckCollectives(TorchDispatchMode):
 
     def __init__(self, timeout: float | None = None):
         super().__init__()
-        # A connection of its own: waiting on the shared one would hold up the threads of the backend.
-        store = dist.PrefixStore("common.guard", dist.distributed_c10d._get_default_store().clone())
+        store = dist.PrefixStore("common.guard", dist.distributed_c10d._get_default_store())
         block = store.add(f"blocks/{dist.get_rank()}", 1)  # a second block must not read the first one's keys
         self.store = dist.PrefixStore(str(block), store)
-        self.timeout = datetime.timedelta(seconds=timeout) if timeout else store.timeout
+        self.timeout = timeout or store.timeout.total_seconds()
         self.seen = Counter()  # collectives per group; messages per (group, sender, receiver, tag)
         self.groups = {dist.group.WORLD.group_name: dist.group.WORLD}
 
@@ -94,9 +93,11 @@ class CheckCollectives(TorchDispatchMode):
         number = self.seen[name]
         self._post(name, number, me, call)
         keys = [f"{name}/{number}/{rank}" for rank in range(group.size())]
-        with contextlib.suppress(dist.DistStoreError):  # in time or not: look who has come
-            self.store.wait(keys, self.timeout)
-        absent = {"text": f"nothing within {self.timeout.total_seconds():g} s"}
+        pause, deadline = 1e-4, time.monotonic() + self.timeout
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(pause)  # not store.wait(), which would lock out the backend's threads meanwhile
+            pause = min(2 * pause, 0.02)
+        absent = {"text": f"nothing within {self.timeout:g} s"}
         calls = [json.loads(self.store.get(key)) if self.store.check([key]) else absent for key in keys]
         if not _agree(calls):
             ranks = dist.get_process_group_ranks(group)

@@ -1,0 +1,345 @@
+"""The guard catches each mistake that gloo passes over in silence, and leaves correct programs alone."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from common.guard import CheckCollectives, CollectiveMismatch
+from common.launch import RankFailed, launch
+from common.ledger import Ledger
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+# The mistakes, made by one of two ranks. Each returns what gloo made of it, where gloo makes something.
+
+
+def other_shape(rank):
+    x = torch.arange(6.0).reshape((2, 3) if rank == 0 else (3, 2))
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def other_type(rank):
+    x = torch.ones(4, dtype=torch.float32 if rank == 0 else torch.int32)
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def other_operation(rank):
+    x = torch.full((4,), rank + 2.0)
+    dist.all_reduce(x, SUM if rank == 0 else MAX)
+    return x.tolist()
+
+
+def other_order(rank):
+    a, b = torch.tensor([rank + 1.0]), torch.tensor([10 * (rank + 1.0)])
+    if rank == 0:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    else:
+        dist.all_reduce(b)
+        dist.all_reduce(a)
+    return a.item(), b.item()
+
+
+def message_of_other_type(rank):
+    x = torch.ones(2, dtype=torch.float32 if rank == 0 else torch.int32)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    return x.tolist()
+
+
+def message_too_short(rank):
+    x = torch.full((2 if rank == 0 else 3,), rank + 1.0)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    return x.tolist()
+
+
+def other_size(rank):
+    x = torch.ones(4 if rank == 0 else 2)
+    dist.all_reduce(x)
+
+
+def other_width(rank):
+    dist.all_reduce(torch.ones(2, dtype=torch.float32 if rank == 0 else torch.float64))
+
+
+def other_collective(rank):
+    dist.all_reduce(torch.ones(2)) if rank == 0 else dist.broadcast(torch.ones(2), src=0)
+
+
+def other_root(rank):
+    dist.broadcast(torch.ones(2), src=rank)
+
+
+def other_splits(rank):
+    send, receive = ([1, 1], [1, 2]) if rank == 0 else ([1, 1], [1, 1])
+    dist.all_to_all_single(torch.empty(sum(receive), 3), torch.ones(2, 3), receive, send)
+
+
+def functional_other_operation(rank):
+    x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    (x.sum() if rank == 0 else x.max()).full_tensor()
+
+
+def one_leaves(rank):
+    if rank == 0:
+        dist.barrier()
+
+
+def one_raises(rank):
+    if rank == 1:
+        raise ValueError("bad batch")
+    dist.barrier()
+
+
+def unequal_batches(rank):
+    model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False), init_sync=False)
+    for _ in range(2 - rank):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def unequal_models(rank):
+    DistributedDataParallel(torch.nn.Linear(4 + rank, 1, bias=False))
+
+
+def without_guard(mistakes):
+    return [mistake(dist.get_rank()) for mistake in mistakes]
+
+
+def under_guard(mistakes):
+    """What each mistake raises on this rank; line numbers are counted from the mistake's first line."""
+    texts = []
+    for mistake in mistakes:
+        try:
+            with CheckCollectives():
+                mistake(dist.get_rank())
+            texts.append("nothing raised")
+        except Exception as error:
+            first = mistake.__code__.co_firstlineno
+            lines = {f"test_guard.py:{first + offset}": f"+{offset}" for offset in range(10)}
+            text = re.sub(r"test_guard.py:\d+", lambda found, lines=lines: lines[found[0]], str(error))
+            texts.append(f"{type(error).__name__}: {text}")
+    return texts
+
+
+def test_gloo_is_silent_and_wrong_without_the_guard():
+    silent = [other_shape, other_type, other_operation, other_order, message_of_other_type, message_too_short]
+    rank0, rank1 = launch(without_guard, 2, (silent,), timeout=20)
+    one_as_integer = torch.ones(1).view(torch.int32).item()
+    assert rank0[0] == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]] and rank1[0] == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+    assert 2.0 not in rank0[1] and min(rank1[1]) >= one_as_integer  # 1 + 1 is not 2, nor anything near it
+    assert set(rank0[2]) == {3.0, 5.0}  # partly the maximum of 2 and 3, partly their sum
+    assert rank0[3] == (21.0, 12.0) and rank1[3] == (12.0, 21.0)  # right is (3, 30)
+    assert rank1[4] == [one_as_integer] * 2
+    assert rank1[5] == [1.0, 1.0, 2.0]  # the last is what was there before
+
+
+def test_gloo_breaks_or_waits_without_the_guard():
+    with pytest.raises(RankFailed, match="Timed out"):
+        launch(without_guard, 2, ([other_collective],), timeout=1)
+
+
+# What rank 0 is told of each mistake; rank 1 is told the same where it ends in ".".
+CAUGHT = {
+    other_shape: "rank 0 calls all_reduce float32 [2, 3] SUM at +2; rank 1 calls all_reduce float32 [3, 2] SUM at +2",
+    other_type: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce int32 [4] SUM at +2",
+    other_operation: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce float32 [4] MAX at +2",
+    other_order: "rank 0 calls all_reduce float32 [1] SUM at +3; rank 1 calls all_reduce float32 [1] SUM at +6",
+    other_size: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce float32 [2] SUM at +2",
+    other_width: "rank 0 calls all_reduce float32 [2] SUM at +1; rank 1 calls all_reduce float64 [2] SUM at +1",
+    other_collective: "rank 0 calls all_reduce float32 [2] SUM at +1; rank 1 calls broadcast float32 [2] root 0 at +1",
+    other_root: "rank 0 calls broadcast float32 [2] root 0 at +1; rank 1 calls broadcast float32 [2] root 1 at +1",
+    other_splits: "rank 0 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [2, 3] at +2; "
+    "rank 1 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [1, 3] at +2",
+    functional_other_operation: "rank 0 calls all_reduce float32 [] SUM at +2; "
+    "rank 1 calls all_reduce float32 [] MAX at +2",
+}
+# The same where rank 1 goes its own way: what rank 0 is told, what rank 1 raises.
+LEFT_ALONE = {
+    one_leaves: ("rank 0 calls barrier at +2; rank 1 calls nothing more: it has left the block", "nothing raised"),
+    one_raises: (
+        "rank 0 calls barrier at +3; rank 1 calls nothing more: it ended with ValueError: bad batch",
+        "ValueError: bad batch",
+    ),
+    unequal_batches: ("rank 1 calls nothing more: it has left the block", "nothing raised"),
+    unequal_models: (
+        "rank 1 calls nothing more: it ended with RuntimeError: [1]: params[0]",
+        "RuntimeError: [1]: params[0]",
+    ),
+}
+
+
+def test_each_mistake_is_caught_before_it_starts():
+    mistakes = [*CAUGHT, *LEFT_ALONE]
+    texts = dict(zip(mistakes, zip(*launch(under_guard, 2, (mistakes,), timeout=20), strict=True), strict=True))
+    for mistake, expected in CAUGHT.items():
+        number = 2 if mistake is functional_other_operation else 1  # it scatters first
+        text = f"CollectiveMismatch: collective {number} of group 0: {expected}"
+        assert texts[mistake] == (text, text)
+    for mistake, (first, second) in LEFT_ALONE.items():
+        assert texts[mistake][0].startswith("CollectiveMismatch: collective ") and first in texts[mistake][0]
+        assert texts[mistake][1].startswith(second)
+
+
+def one_after_the_other():
+    """Rank `first` starts its half of a message, then the other rank its half: what do they say?"""
+    rank, store, said = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
+    for first in (0, 1):
+        try:
+            with CheckCollectives():
+                if rank != first:
+                    store.wait([f"{first} has started"])
+                x = torch.ones(2 + rank, dtype=torch.int64)
+                dist.isend(x, 1, tag=first) if rank == 0 else dist.irecv(x, 0, tag=first)
+                store.set(f"{first} has started", "")
+            said.append("nothing")
+        except CollectiveMismatch as error:
+            said.append(str(error))
+    return said
+
+
+def test_the_second_of_a_send_and_its_receive_sees_the_difference():
+    texts = launch(one_after_the_other, 2, timeout=10)
+    line = one_after_the_other.__code__.co_firstlineno + 9
+    halves = [f"calls {what} at test_guard.py:{line}" for what in ("send int64 [2]", "recv int64 [3]")]
+    for first, second in ((0, 1), (1, 0)):
+        assert texts[first][first] == "nothing"
+        expected = f"rank {first} {halves[first]}; rank {second} {halves[second]}"
+        assert texts[second][first] == f"message 1 from rank 0 to rank 1 of group 0: {expected}"
+
+
+def subgroups_and_latecomers():
+    rank, store, texts = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
+    group = dist.new_group([0, 2, 3])
+    try:
+        with CheckCollectives():
+            dist.barrier()
+            if rank != 1:
+                for size in (1, 1 + rank // 2):
+                    dist.all_reduce(torch.ones(size), group=group)
+    except CollectiveMismatch as error:
+        texts.append(str(error))
+    try:
+        with CheckCollectives(timeout=1):
+            dist.barrier()
+            if rank == 2:
+                store.wait([f"gave up {other}" for other in (0, 1, 3)])
+            else:
+                dist.barrier()
+    except CollectiveMismatch as error:
+        texts.append(str(error))
+        store.set(f"gave up {rank}", "")
+    return texts
+
+
+def test_subgroups_and_a_rank_that_never_comes():
+    texts = launch(subgroups_and_latecomers, 4, timeout=20)
+    first = subgroups_and_latecomers.__code__.co_firstlineno
+    reduce = f"all_reduce float32 {{}} SUM at test_guard.py:{first + 8}"
+    differ = f"collective 2 of group 1: rank 0 calls {reduce.format([1])}; ranks 2-3 call {reduce.format([2])}"
+    waited = "collective 2 of group 0: ranks 0-1, 3 call barrier at test_guard.py:{}; rank 2 calls nothing within 1 s"
+    waited = waited.format(first + 17)
+    assert texts == [[differ, waited], [waited], [differ], [differ, waited]]
+
+
+def correct_program():
+    """Everything that a guard could mistake for a mistake; returns all that was computed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    x, got = torch.randn(6), {}
+    if rank == 0:  # rooted operations and barriers are often written twice, once for the root
+        dist.broadcast(x, 0)
+        dist.scatter(torch.empty(2), list(torch.randn(size, 2)), 0)
+        got["gather"] = list(torch.empty(size, 6))
+        dist.gather(x, got["gather"], 0)
+        dist.barrier()
+    else:
+        dist.broadcast(x, 0)
+        got["scatter"] = torch.empty(2)
+        dist.scatter(got["scatter"], None, 0)
+        dist.gather(x * rank, None, 0)
+        dist.barrier()
+    dist.reduce(x.clone(), 1, op=MAX)
+    objects = [None] * size
+    dist.all_gather_object(objects, "x" * rank)  # of another size on each rank
+    got["sizes"] = torch.tensor([len(text) for text in objects])
+    send, receive = [(rank + other) % 3 for other in range(size)], [(other + rank) % 3 for other in range(size)]
+    got["all_to_all"] = torch.empty(sum(receive), 2)
+    dist.all_to_all_single(got["all_to_all"], torch.randn(sum(send), 2), receive, send)
+    got["sums"] = [torch.randn(3) for _ in range(3)]
+    works = [dist.all_reduce(part, async_op=True) for part in got["sums"]]
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        for _ in range(4):
+            dist.all_reduce(x[:4], group=group)
+    [work.wait() for work in works]
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got["ring"] = torch.empty(6)
+    swap = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, got["ring"], left)]
+    [work.wait() for work in dist.batch_isend_irecv(swap)]
+    got["any"] = torch.zeros(1)
+    dist.send(x[:1], 0) if rank == 1 else None
+    dist.recv(got["any"]) if rank == 0 else None
+    got["parts"] = torch.empty(2)
+    dist.reduce_scatter_single(got["parts"], torch.randn(2 * size))
+    got["all"] = torch.empty(6 * size)
+    dist.all_gather_single(got["all"], x)
+
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        context = model.no_sync() if step == 2 else contextlib.nullcontext()
+        with context:
+            model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+    got["model"] = [parameter.detach() for parameter in model.parameters()]
+    mesh = init_device_mesh("cpu", (size,))
+    a, b = torch.randn(8, 4), torch.randn(4, 4)
+    got["product"] = (distribute_tensor(a, mesh, [Shard(0)]) @ distribute_tensor(b, mesh, [Shard(0)])).full_tensor()
+    return x, got
+
+
+def twice_under_guard():
+    """The correct program bare, and twice in guarded blocks; how many operations the ledger and the guard saw."""
+    bare = correct_program()
+    seen = []
+    for _ in range(2):
+        with Ledger() as ledger, CheckCollectives() as guard:
+            guarded = correct_program()
+        seen.append((len(ledger.entries), sum(guard.seen.values())))
+    return bare, guarded, seen
+
+
+def test_a_correct_program_is_left_alone():
+    for rank, (bare, guarded, seen) in enumerate(launch(twice_under_guard, 4)):
+        any_source = int(rank == 0)  # the only operation that the guard has to let pass
+        assert seen[0][0] > 20 and seen == [(seen[0][0], seen[0][0] - any_source)] * 2
+        torch.testing.assert_close(guarded, bare, rtol=0, atol=0, equal_nan=True)
+
+
+def leftovers():
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    for steps in (5, 50):
+        with CheckCollectives():
+            for step in range(steps):
+                dist.barrier()
+                if step % 2 == dist.get_rank():
+                    dist.isend(torch.ones(1), 1 - dist.get_rank()).wait()
+                else:
+                    dist.irecv(torch.ones(1), 1 - dist.get_rank()).wait()
+        dist.barrier()
+        keys.append(store.num_keys())
+    return keys
+
+
+def test_the_store_does_not_grow_with_the_number_of_collectives():
+    short, long = launch(leftovers, 2)[0]
+    assert long - short <= 10

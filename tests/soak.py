@@ -1,0 +1,106 @@
+"""Run every shipped script and notebook many times over and count what failed: the aim is nothing.
+
+    python tests/soak.py
+
+A run fails when its exit code is not 0, when it is not done in time, or when it leaves a process behind. It takes
+about an hour on two cores that do nothing else. Exit code 0 when nothing failed.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+from test_notebooks import NOTEBOOKS
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT_RUNS, NOTEBOOK_RUNS = 20, 5
+RANKS = (1, 2, 3, 4)
+TIMEOUT, GRACE = 180, 5  # seconds for a run, and for its last processes to end
+SMALL = "--steps 3 --layers 1 --width 32 --heads 2 --context 32 --batch-size 12"
+
+# (folder, options) of each script, which is its distributed_training.py
+SCRIPTS = [
+    (".", ""),
+    (".", "--task images"),
+    ("01_intro", ""),
+    ("03_ddp", ""),
+    ("03_ddp", "--by-hand"),
+    ("03_ddp", "--accumulate 3 --check-collectives"),
+]
+
+
+def attempt(command, folder, timeout=TIMEOUT):
+    """Run a command in a folder; what went wrong, or "" where nothing did. Ends what it left behind."""
+    mark = uuid.uuid4().hex  # every descendant inherits it, in whatever session or process group it is
+    with tempfile.TemporaryFile("w+") as output:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SOAK": mark}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout)
+            wrong = [f"exit code {code}"] if code else []
+        except subprocess.TimeoutExpired:
+            wrong = [f"not done in {timeout} s"]
+        _, left = psutil.wait_procs(marked(mark), timeout=0 if wrong else GRACE)
+        for other in left:
+            if not wrong:
+                wrong.append(f"left process {other.pid} behind")
+            other.kill()
+        process.wait()
+        psutil.wait_procs(left, timeout=1)
+        output.seek(0)
+        return "\n".join([*wrong, *output.read().splitlines()[-30:]]) if wrong else ""
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SOAK") == mark:
+                found.append(process)
+        except psutil.Error:  # somebody else's, or gone
+            continue
+    return found
+
+
+def script(options, ranks, run_dir):
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} distributed_training.py --distributed"
+    return [sys.executable, *launcher.split(), *SMALL.split(), *options.split(), "--run-dir", run_dir]
+
+
+def notebook(path):
+    options = "--nbval --nbval-current-env --nbval-cell-timeout 120 -q -p no:cacheprovider"
+    return [sys.executable, "-m", "pytest", *options.split(), path]
+
+
+def soak(name, runs, make_command, folder):
+    """Print a row of the table and the first failure; return how many of the runs failed."""
+    failures = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory(prefix="soak-") as run_dir:
+            failures.append(attempt(make_command(run_dir), folder))
+    failures = [failure for failure in failures if failure]
+    print(f"{name:<80}{runs:>5}{len(failures):>8}", flush=True)
+    if failures:
+        print("  " + failures[0].replace("\n", "\n  "), flush=True)
+    return len(failures)
+
+
+def main():
+    print(f"{'':<80}{'runs':>5}{'failed':>8}")
+    failed = 0
+    for folder, options in SCRIPTS:
+        for ranks in RANKS:
+            name = f"{Path(folder, 'distributed_training.py')} {options}".strip() + f", {ranks} rank(s)"
+            failed += soak(name, SCRIPT_RUNS, lambda run_dir, o=options, n=ranks: script(o, n, run_dir), ROOT / folder)
+    for path in NOTEBOOKS:
+        failed += soak(path, NOTEBOOK_RUNS, lambda run_dir, path=path: notebook(path), ROOT)
+    print(f"{failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

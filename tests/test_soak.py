@@ -1,0 +1,47 @@
+"""The soak notices each kind of failure."""
+
+import sys
+
+import psutil
+import soak
+
+LEAVES_ONE = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True).pid)
+"""
+
+
+def attempt(source, timeout=30):
+    return soak.attempt([sys.executable, "-c", source], soak.ROOT, timeout)
+
+
+def test_nothing_wrong():
+    assert attempt("print(1)") == ""
+
+
+def test_exit_code():
+    assert attempt("print('so far so good'); raise SystemExit(3)") == "exit code 3\nso far so good"
+
+
+def test_process_left_behind(monkeypatch):
+    monkeypatch.setattr(soak, "GRACE", 0.5)
+    first, pid = attempt(LEAVES_ONE).splitlines()
+    assert first == f"left process {pid} behind"
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_not_done_in_time():
+    assert attempt("import time; time.sleep(60)", timeout=0.5) == "not done in 0.5 s"
+
+
+def test_the_table_counts(capsys):
+    assert soak.soak("three that fail", 3, lambda run_dir: [sys.executable, "-c", "1 / 0"], soak.ROOT) == 3
+    assert soak.soak("two that pass", 2, lambda run_dir: [sys.executable, "-c", ""], soak.ROOT) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-2:] == ["3", "3"] and lines[-1].split()[-2:] == ["2", "0"]
+    assert "ZeroDivisionError" in lines[-2]
+
+
+def test_every_script_is_in_the_table():
+    chapters = {path.parent for path in soak.ROOT.glob("[0-9]*/distributed_training.py")}
+    assert {soak.ROOT / folder for folder, _ in soak.SCRIPTS} == chapters | {soak.ROOT}

@@ -133,7 +133,7 @@ def has_links_that_lead_somewhere(notebook, folder):
     yield from dead_links(prose(notebook), folder)
 
 
-def dead_links(text, folder, own_anchors=True):
+def dead_links(text, folder):
     """Relative links of some Markdown that lead to no file, or to no heading of one."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)\s]+)\)|\b(?:href|src)=\"([^\"]+)\"", text)
@@ -186,6 +186,12 @@ def test_the_notebooks_are_those_declared():
 def test_notebook(path, rule):
     wrong = list(rule(nbformat.read(ROOT / path, as_version=4), (ROOT / path).parent))
     assert not wrong, "\n".join([path, *wrong])
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]), ids=lambda path: path.name)
+def test_links_of_a_page(path):
+    wrong = list(dead_links(path.read_text(), path.parent))
+    assert not wrong, "\n".join([str(path), *wrong])
 
 
 def test_make_runs_every_code_cell():

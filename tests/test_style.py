@@ -64,13 +64,15 @@ def test_committed_files(rule):
     assert not wrong, "\n".join(wrong)
 
 
+# In pieces, so that this file does not name what it refuses.
+STUB = "raise NotImpl" + "ementedError"
 MAIN = '\n\nif __name__ == "__main__":\n    main()\n'
 MISTAKES = {
-    "home": (names_no_machine, "a.md", "cd " + "/home" + "/anna/course"),
-    "work folder": (names_no_machine, "a.yml", "venv: " + "/work" + "/venv"),
-    "temporary": (names_no_machine, "a.py", 'open("' + "/tmp" + '/x")'),
-    "registry": (names_no_machine, "a.txt", "--index-url https://" + "pypi" + ".org/simple"),
-    "stub": (has_no_stub, "a.py", "def f():\n    raise " + "NotImplementedError"),
+    "home": (names_no_machine, "a.md", "cd /ho" + "me/anna/course"),
+    "work folder": (names_no_machine, "a.yml", "venv: /wo" + "rk/venv"),
+    "temporary": (names_no_machine, "a.py", 'open("/t' + 'mp/x")'),
+    "registry": (names_no_machine, "a.txt", "--index-url https://pypi" + ".org/simple"),
+    "stub": (has_no_stub, "a.py", f"def f():\n    {STUB}"),
     "to do": (is_finished, "a.py", "# TO" + "DO: mend this"),
     "long": (fits_a_head, "a.py", "x = 1\n" * 401),
     "no docstring": (says_how_to_run_it, "a.py", "x = 1" + MAIN),
@@ -96,7 +98,7 @@ def test_every_rule_is_shown_to_bite():
 
 def test_good_files_pass():
     good = {
-        "exercises.py": "raise NotImplementedError",
+        "exercises.py": STUB,
         "a.py": '"""Idea.\n\n    python -m common.a --fast\n"""\n\nurl = "https://pytorch.org/work/"' + MAIN,
         "distributed_training.py": '"""I.\n\n    torchrun --nproc_per_node=2 distributed_training.py\n"""' + MAIN,
         "a.md": "the network /workers and a path such as runs/home/x; FIX says what to do",

@@ -152,7 +152,7 @@ def resumed(values: dict) -> dict:
 
 def check(config: Config) -> None:
     """Raise UserError for what cannot work."""
-    find(config.strategy)
+    find(config.strategy, config.by_hand)
     rank, size, _, local_size = environment()
     if config.distributed and "RANK" not in os.environ:
         raise UserError(

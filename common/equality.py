@@ -189,8 +189,9 @@ def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -
             for rank, outcome in enumerate(outcomes):
                 got = getattr(outcome, numbers)[step]
                 if not abs(got - expected) <= TOLERANCE * abs(expected):
-                    text = f"{who}, {case}: {what} of step {step + 1} on rank {rank} is {got:.6g}, one process has {expected:.6g}"
-                    raise NotEqual(what, text + f" (ratio {got / expected:.6g})")
+                    where = f"{who}, {case}: {what} of step {step + 1} on rank {rank}"
+                    ratio = f"(ratio {got / expected:.6g})"
+                    raise NotEqual(what, f"{where} is {got:.6g}, one process has {expected:.6g} {ratio}")
     for rank, outcome in enumerate(outcomes):
         if rank > 0 and not outcome.state:
             continue  # a strategy may hand the full state to rank 0 alone

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from common.ranks import process_group
 
-RETURNED = "returned\n"
+RETURNED, HAD_RETURNED = "returned\n", "had returned already"
 
 
 class RankFailed(RuntimeError):
@@ -179,8 +179,10 @@ def _is_own(filename: str) -> bool:
 
 def _doing(stack: str) -> str:
     """What a rank was doing, from the stack that faulthandler wrote (innermost frame first)."""
+    if not stack:
+        return ""
     if stack.startswith(RETURNED):
-        return "had returned already"
+        return HAD_RETURNED
     operation = ""
     for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', stack):
         if file.endswith("distributed_c10d.py"):
@@ -213,12 +215,14 @@ def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
             report = errors[rank]
             did = f"was waiting in {report['operation']}" if report["operation"] else "raised " + report["error"]
             where.append(f"{did}, {report['place']}")
-        elif stack.exists() and stack.read_text():
-            where.append(_doing(stack.read_text()))
-        else:
-            failure = failed.failures.get(rank)
-            died = failure is not None and failure.exitcode
-            where.append("died" if not died else f"died with {_ending(failure.exitcode)}")
+            continue
+        doing = _doing(stack.read_text()) if stack.exists() else ""
+        failure = failed.failures.get(rank)
+        if doing and not (failure and doing == HAD_RETURNED):
+            where.append(doing)
+        else:  # it ended without a word, perhaps while Python was shutting down
+            how = f"died with {_ending(failure.exitcode)}" if failure and failure.exitcode else "died"
+            where.append(f"{how}, after it had returned" if doing else how)
     own = {rank: error for rank, error in errors.items() if "by peer" not in error["error"]}
     dead = [rank for rank, state in enumerate(where) if state.startswith("died")]
     lines = []

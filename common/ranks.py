@@ -90,9 +90,10 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
     With `check`, every collective in the block is compared across the ranks first (common/guard.py).
     Raises UserError for bad devices, backends and ports.
 
-    On the way out of a *successful* block: collect garbage (else gloo's threads can abort the interpreter at
-    exit), wait until every rank is done, destroy. After an exception nothing is torn down: a rank that
-    destroys the group while others wait in a collective can hang them, whereas a rank that just exits ends them.
+    On the way out of a *successful* block (or of sys.exit): collect garbage (else gloo's threads can abort the
+    interpreter at exit), wait until every rank is done, destroy. After an exception nothing is torn down: a rank
+    that destroys the group while others wait in a collective can hang them, whereas a rank that just exits ends
+    them.
     """
     rank, size, local_rank, local_size = environment()
     device, backend, remark = choose(device, backend, local_size)
@@ -114,12 +115,17 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
         dist.init_process_group(backend, timeout=wait, **single)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
-            f"cannot meet the other ranks at {address} ({str(error).splitlines()[0]}); if the port is in use, "
-            f"give another: torchrun --master_port=PORT"
-        ) from error
+        if "EADDRINUSE" in str(error):
+            advice = "the port is in use; give another: torchrun --master_port=PORT"
+        else:
+            advice = f"{str(error).splitlines()[0]}; are all nodes started, with the same address, port and --nnodes?"
+        raise UserError(f"cannot meet the other ranks at {address}: {advice}") from error
+    orderly_exit = None
     with CheckCollectives() if check else nullcontext():
-        yield Ranks(rank, size, local_rank, torch.device(device))
+        try:
+            yield Ranks(rank, size, local_rank, torch.device(device))
+        except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on
+            orderly_exit = leaving
     if dist.is_initialized():
         gc.collect()
         if size > 1:
@@ -127,3 +133,5 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
             store = dist.distributed_c10d._get_default_store()
             store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout)
         dist.destroy_process_group()
+    if orderly_exit:
+        raise orderly_exit

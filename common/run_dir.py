@@ -26,6 +26,7 @@ class RunDirectory:
         """Begin a run in config.run_dir, or go on with one. Raises UserError where it cannot be written."""
         self.path = Path(config.run_dir)
         with self.told():
+            self.path.mkdir(parents=True, exist_ok=True)
             facts = {
                 "config": asdict(config),
                 "strategy": config.strategy,

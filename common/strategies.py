@@ -43,16 +43,16 @@ def module(chapter: str, name: str):
 
 def load(strategy: str, by_hand: bool):
     """The class that implements a strategy, with PyTorch's own API or by hand."""
-    entry = find(strategy)
-    if by_hand and entry.by_hand is None:
-        raise UserError(f"--by-hand: strategy '{strategy}' has no version by hand; leave it out")
+    entry = find(strategy, by_hand)
     if by_hand:
         return getattr(module(entry.chapter, "by_hand"), entry.by_hand)
     return getattr(module(entry.chapter, "distributed_training"), entry.torch)
 
 
-def find(strategy: str) -> Entry:
-    """The table's line for a strategy. Raises UserError with the known names."""
+def find(strategy: str, by_hand: bool = False) -> Entry:
+    """The table's line for a strategy. Raises UserError for an unknown name, or one that is not written by hand."""
     if strategy not in STRATEGIES:
         raise UserError(f"unknown strategy '{strategy}'; known: {', '.join(STRATEGIES)}")
+    if by_hand and STRATEGIES[strategy].by_hand is None:
+        raise UserError(f"--by-hand: strategy '{strategy}' has no version by hand; leave it out")
     return STRATEGIES[strategy]

@@ -47,15 +47,17 @@ class Strategy:
 
     def load_full_state(self, state: dict) -> None:
         """Take up a state that `full_state` of any strategy gave. Collective; only rank 0's `state` counts."""
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        # Sent whole and set everywhere: set_state_dict's own broadcast_from_rank0 sends tied weights from rank 0
+        # that the other ranks do not wait for (torch 2.13; --check-collectives shows it).
+        box = [state]
+        dist.broadcast_object_list(box, src=0)
+        state = box[0]
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=state.get("model", {}),
-            optim_state_dict=state.get("optimizer", {}),
-            options=options,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
         )
-        scaler = [state.get("scaler")]
-        dist.broadcast_object_list(scaler)
-        if scaler[0]:
-            self.scaler.load_state_dict(scaler[0])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])

@@ -18,6 +18,7 @@ from common.strategy import Strategy
 from common.task import Task, check_batch
 
 WARM_UP = 20  # steps
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 
 
 def start(main, strategy: str) -> None:
@@ -40,7 +41,7 @@ def learning_rate(config: Config, step: int) -> float:
 def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks) -> None:
     """Train for config.steps steps, or until Ctrl-C or SIGTERM; leave a run directory with a checkpoint.
 
-    Exits with code 130 after an interruption. Raises UserError for a batch that cannot be divided, a run
+    Exits with code INTERRUPTED after one of those. Raises UserError for a batch that cannot be divided, a run
     directory that cannot be written, and a loss that is no number.
     """
     check_batch(config, strategy)
@@ -98,6 +99,8 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks) -> None:
             tell(f"stopped after step {done} with {checkpoint}; go on with --resume --run-dir {run.path}")
         else:
             tell(f"done: {run.path}")
+    if done < config.steps:
+        sys.exit(INTERRUPTED)
 
 
 def resume(strategy: Strategy, run: RunDirectory | None, ranks: Ranks) -> int:

@@ -1,0 +1,226 @@
+"""The loop and the run directory: the course's promise, resuming, interruptions, full disks, dying ranks."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.config import Config
+from common.errors import UserError
+from common.launch import RankFailed, launch
+from common.ranks import Ranks
+from common.run_dir import RunDirectory
+from common.strategies import ROOT, load
+from common.task import make_task
+from common.train import INTERRUPTED, learning_rate, train
+
+TEXT = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12, "checkpoint_every": 2, "steps": 4}
+IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 3, "optimizer": "sgd", "lr": 0.02}
+
+
+def train_all(configs: list[Config]) -> None:
+    """On each rank of a launch: what a script's main does, once for each configuration."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    for config in configs:
+        task = make_task(config)
+        strategy = load(config.strategy, config.by_hand)(
+            task.make_model(), task.make_optimizer, ranks, config.precision
+        )
+        train(strategy, task, config, ranks)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[float]:
+    return [value for record in metrics(folder) for value in (record["loss"], record["grad_norm"])]
+
+
+def test_the_promise(tmp_path):
+    """Loss and gradient norm of every step: the same for every strategy, implementation, world size, accumulation."""
+
+    def configs(*variants):
+        made = []
+        for settings in (TEXT, IMAGES):
+            for number, variant in enumerate(variants):
+                run_dir = str(tmp_path / f"{settings is IMAGES}-{sum(map(ord, repr(variants)))}-{number}")
+                made.append(Config(**settings, **variant, run_dir=run_dir))
+        return made
+
+    single = [{"strategy": "single"}, {"strategy": "single", "accumulate": 3}]
+    ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulate": 3}]
+    runs = {1: configs(*single, *ddp), 2: configs(*ddp, *single[:1], {}), 4: configs(*ddp, *single[1:])}
+    runs[2] = [config for config in runs[2] if config.strategy]
+    for nproc, todo in runs.items():
+        launch(train_all, nproc, (todo,), timeout=120)
+    for task in ("text", "images"):
+        folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
+        assert len(folders) == 13
+        expected = numbers(folders[0])
+        assert len(expected) == 2 * (4 if task == "text" else 3)
+        assert expected[0] > 1.5 and len(set(expected)) == len(expected)
+        for folder in folders[1:]:
+            assert numbers(folder) == pytest.approx(expected, rel=2e-5), folder
+
+
+def test_the_run_directory(tmp_path):
+    config = Config(**TEXT, strategy="ddp", run_dir=str(tmp_path / "run"))
+    launch(train_all, 2, ([config],))
+    folder = tmp_path / "run"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["checkpoint-000002.pt", "checkpoint-000004.pt", "config.json", "loss.png", "metrics.jsonl"]
+    facts = json.loads((folder / "config.json").read_text())
+    assert facts["config"] == config.__dict__
+    assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
+    records = metrics(folder)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["learning_rate"] for record in records] == [learning_rate(config, step) for step in range(4)]
+    assert all(record["tokens_per_second"] == pytest.approx(12 * 16 / record["step_seconds"]) for record in records)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_elsewhere_and_differently(tmp_path):
+    """Stopped on two ranks with DDP, resumed on one process: as if it had never stopped."""
+    whole = Config(**TEXT | {"steps": 6}, strategy="single", run_dir=str(tmp_path / "whole"))
+    first = Config(**TEXT | {"steps": 3}, strategy="ddp", run_dir=str(tmp_path / "parts"))
+    then = Config(**TEXT | {"steps": 5}, strategy="single", accumulate=3, run_dir=first.run_dir, resume=True)
+    last = Config(**TEXT | {"steps": 6}, strategy="ddp", by_hand=True, run_dir=first.run_dir, resume=True)
+    launch(train_all, 1, ([whole],))
+    launch(train_all, 2, ([first],))
+    launch(train_all, 1, ([then],))
+    # A checkpoint that is older than the metrics: the steps after it are done again, and stand there once.
+    (tmp_path / "parts" / "checkpoint-000005.pt").unlink()
+    launch(train_all, 2, ([last],))
+    assert [record["step"] for record in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+    assert numbers(tmp_path / "parts") == pytest.approx(numbers(tmp_path / "whole"), rel=2e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near(precision, tmp_path):
+    config = Config(**TEXT, strategy="ddp", precision=precision, run_dir=str(tmp_path / "half"))
+    full = Config(**TEXT, strategy="ddp", run_dir=str(tmp_path / "full"))
+    launch(train_all, 2, ([config, full],))
+    half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
+    assert [r["loss"] for r in half] == pytest.approx([r["loss"] for r in full], rel=2e-2)
+    assert [r["loss"] for r in half] != [r["loss"] for r in full]
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    config = Config(**TEXT | {"optimizer": "sgd", "lr": 1e38}, strategy="single", run_dir=str(tmp_path / "run"))
+    with pytest.raises(RankFailed, match=r"the loss is nan at step \d; try a smaller --lr"):
+        launch(train_all, 1, ([config],))
+
+
+def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen:
+    """Start the front door, under torchrun for nproc > 0, as the leader of a process group of its own."""
+    program = [sys.executable]
+    if nproc:
+        program += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
+    command = [*program, str(ROOT / "distributed_training.py"), *small, *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options
+    )
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    end = time.time() + 60
+    while time.time() < end:
+        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within a minute")
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
+    process = start("--steps=100000", "--run-dir=run", *(["--distributed"] if nproc else []), nproc=nproc, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3)
+    everyone = family(process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
+    assert "go on with --resume --run-dir run" in errors
+    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    done = metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / f"checkpoint-{done:06d}.pt").exists() and (tmp_path / "run" / "loss.png").exists()
+    again = start("--resume", "--strategy=single", f"--steps={done + 1}", "--run-dir=run", cwd=tmp_path)
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, done + 2))
+
+
+def test_a_rank_that_is_killed_ends_them_all(tmp_path):
+    process = start("--steps=100000", "--run-dir=run", "--distributed", nproc=2, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3)
+    everyone = family(process)
+    victim = next(p for p in everyone[1:] if p.environ().get("RANK") == "1")
+    victim.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "rank      : 1" in errors and "SIGKILL" in errors
+    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    newest = sorted((tmp_path / "run").glob("checkpoint-*.pt"))[-1]
+    assert torch.load(newest, weights_only=True)["step"] >= 2
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    """The first checkpoints fit, then there is no room: as on a full disk, writing fails, here at a size limit."""
+    config = Config(**TEXT, strategy="single", run_dir=str(tmp_path / "run"))
+    launch(train_all, 1, ([config],))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("checkpoint-*.pt")}
+    process = start(
+        "--resume",
+        "--steps=8",
+        "--run-dir=run",
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: run directory run: ") and "--resume goes on from them" in line, errors
+    assert "Traceback" not in errors
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.pt*")} == before
+    process = start("--resume", "--steps=6", "--run-dir=run", cwd=tmp_path)
+    assert process.wait(timeout=60) == 0
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_on_a_full_disk(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir"):
+        run.log({"step": 1})
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    path = run.save({"step": 1, "model": {}})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(
+        UserError, match="checkpoint-000001.pt cannot be read .*; remove it to go on from the one before"
+    ):
+        run.load()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    for step in (5, 10, 100, 1000):
+        run.save({"step": step})
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-000100.pt", "checkpoint-001000.pt"]

@@ -1,0 +1,551 @@
+"""Answers to the exercises of chapter 01, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def exchange(outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int) -> None:
+    """Send and receive at once. Batched, so that NCCL does not deadlock on it either."""
+    operations = [dist.P2POp(dist.isend, outgoing, to), dist.P2POp(dist.irecv, incoming, source)]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+
+
+def neighbours() -> tuple[int, int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+# --- ring_shift -----------------------------------------------------------------------------------------------
+
+
+def ring_shift(tensor):
+    left, right = neighbours()
+    received = torch.empty_like(tensor)
+    exchange(tensor, right, received, left)
+    return received
+
+
+def shift_send_first(tensor):
+    left, right = neighbours()
+    received = torch.empty_like(tensor)
+    dist.send(tensor, right)  # everybody waits here for a receive that comes after it
+    dist.recv(received, left)
+    return received
+
+
+def shift_to_the_left(tensor):
+    left, right = neighbours()
+    received = torch.empty_like(tensor)
+    exchange(tensor, left, received, right)
+    return received
+
+
+def shift_into_the_argument(tensor):
+    left, right = neighbours()
+    exchange(tensor.clone(), right, tensor, left)
+    return tensor
+
+
+def shift_forgets_the_type(tensor):
+    left, right = neighbours()
+    received = torch.empty(tensor.shape)  # always float32
+    exchange(tensor, right, received, left)
+    return received
+
+
+def shift_to_both_neighbours(tensor):
+    left, right = neighbours()
+    received = torch.empty_like(tensor)
+    exchange(tensor, right, received, left)
+    dist.isend(tensor, left)  # nobody receives this one
+    return received
+
+
+def shift_by_all_gather(tensor):
+    everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everything, tensor)
+    return everything[dist.get_rank() - 1]
+
+
+# --- global_mean ----------------------------------------------------------------------------------------------
+
+
+def global_mean(values):
+    total = torch.tensor([values.sum(), len(values)])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+def mean_of_means(values):
+    mean = values.mean() if len(values) else torch.tensor(0.0)
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def mean_over_own_count(values):
+    total = values.sum()
+    dist.all_reduce(total)
+    return total / (max(len(values), 1) * dist.get_world_size())  # as if everybody had as many
+
+
+def mean_of_two_all_reduces(values):
+    total, count = values.sum(), torch.tensor(float(len(values)))
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return total / count
+
+
+def mean_on_rank_0_only(values):
+    total = torch.tensor([values.sum(), len(values)])
+    dist.reduce(total, 0)
+    return total[0] / total[1]
+
+
+# --- ring_bytes -----------------------------------------------------------------------------------------------
+
+
+def ring_bytes(rank, size, elements, itemsize):
+    def chunk(index):
+        return elements // size + (index % size < elements % size)
+
+    # Every chunk but its own in the reduce-scatter, every chunk but its right neighbour's in the all-gather.
+    return (2 * elements - chunk(rank) - chunk(rank + 1)) * itemsize
+
+
+def bytes_as_if_even(rank, size, elements, itemsize):
+    return round(2 * (size - 1) / size * elements * itemsize)
+
+
+def bytes_of_reduce_scatter_only(rank, size, elements, itemsize):
+    return (size - 1) * (elements // size) * itemsize
+
+
+def bytes_of_whole_tensors(rank, size, elements, itemsize):
+    return 2 * (size - 1) * elements * itemsize
+
+
+def elements_not_bytes(rank, size, elements, itemsize):
+    return ring_bytes(rank, size, elements, 1)
+
+
+def bytes_without_own_chunk_twice(rank, size, elements, itemsize):
+    return 2 * (elements - elements // size - (rank < elements % size)) * itemsize
+
+
+# --- all_reduce_seconds ---------------------------------------------------------------------------------------
+
+
+def all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth):
+    rounds = math.ceil(math.log2(size))
+    share = (size - 1) / size
+    if algorithm == "ring":
+        return 2 * (size - 1) * latency + 2 * share * nbytes / bandwidth
+    if algorithm == "tree":
+        return 2 * rounds * (latency + nbytes / bandwidth)
+    return 2 * rounds * latency + 2 * share * nbytes / bandwidth
+
+
+def seconds_with_one_latency(algorithm, size, nbytes, latency, bandwidth):
+    return latency + 2 * (size - 1) / size * nbytes / bandwidth
+
+
+def seconds_of_whole_tensors_in_the_ring(algorithm, size, nbytes, latency, bandwidth):
+    if algorithm == "ring":
+        return 2 * (size - 1) * (latency + nbytes / bandwidth)
+    return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+def seconds_of_half_tensors_only(algorithm, size, nbytes, latency, bandwidth):
+    if algorithm == "halving-doubling":  # half of the tensor in each step, instead of half of what is left
+        return 2 * math.log2(size) * (latency + nbytes / 2 / bandwidth)
+    return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+def seconds_with_fractional_rounds(algorithm, size, nbytes, latency, bandwidth):
+    if algorithm == "tree":
+        return 2 * math.log2(size) * (latency + nbytes / bandwidth)
+    return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+# --- all_to_all -----------------------------------------------------------------------------------------------
+
+
+def all_to_all(parts, lengths):
+    rank = dist.get_rank()
+    received = [torch.empty(length, dtype=parts[rank].dtype) for length in lengths]
+    received[rank] = parts[rank].clone()
+    others = [peer for peer in range(len(parts)) if peer != rank]
+    requests = [dist.irecv(received[peer], peer) for peer in others]
+    requests += [dist.isend(parts[peer], peer) for peer in others]
+    for request in requests:
+        request.wait()
+    return received
+
+
+def all_to_all_sends_first(parts, lengths):
+    rank = dist.get_rank()
+    received = [torch.empty(length, dtype=parts[rank].dtype) for length in lengths]
+    received[rank] = parts[rank].clone()
+    for peer in range(len(parts)):
+        if peer != rank:
+            dist.send(parts[peer], peer)
+    for peer in range(len(parts)):
+        if peer != rank:
+            dist.recv(received[peer], peer)
+    return received
+
+
+def all_to_all_with_itself(parts, lengths):
+    received = [torch.empty(length, dtype=parts[0].dtype) for length in lengths]
+    requests = [dist.irecv(buffer, peer) for peer, buffer in enumerate(received)]
+    requests += [dist.isend(part, peer) for peer, part in enumerate(parts)]
+    for request in requests:
+        request.wait()
+    return received
+
+
+def all_to_all_in_order_of_distance(parts, lengths):
+    received = all_to_all(parts, lengths)
+    rank, size = dist.get_rank(), len(parts)
+    return [received[(rank + distance) % size] for distance in range(size)]
+
+
+def all_to_all_forgets_its_own(parts, lengths):
+    received = all_to_all(parts, lengths)
+    del received[dist.get_rank()]
+    return received
+
+
+def all_to_all_sends_everything_to_all(parts, lengths):
+    received = all_to_all(parts, lengths)
+    everything = torch.cat(parts)
+    for distance in range(1, len(parts)):
+        to, source = (dist.get_rank() + distance) % len(parts), (dist.get_rank() - distance) % len(parts)
+        length = torch.zeros(1, dtype=torch.int64)
+        exchange(torch.tensor([len(everything)]), to, length, source)
+        exchange(everything, to, everything.new_empty(int(length)), source)
+    return received
+
+
+# --- tree_broadcast -------------------------------------------------------------------------------------------
+
+
+def tree_broadcast(tensor, root):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = (rank - root) % size
+    result = tensor.clone()
+    distance = 1
+    while distance < size:
+        if place < distance and place + distance < size:
+            dist.send(result, (rank + distance) % size)
+        elif distance <= place < 2 * distance:
+            dist.recv(result, (rank - distance) % size)
+        distance *= 2
+    return result
+
+
+def broadcast_as_a_star(tensor, root):
+    rank, result = dist.get_rank(), tensor.clone()
+    if rank != root:
+        dist.recv(result, root)
+        return result
+    for peer in range(dist.get_world_size()):
+        if peer != root:
+            dist.send(result, peer)
+    return result
+
+
+def broadcast_as_a_chain(tensor, root):
+    left, right = neighbours()
+    result = tensor.clone()
+    if dist.get_rank() != root:
+        dist.recv(result, left)
+    if right != root:
+        dist.send(result, right)
+    return result
+
+
+def broadcast_from_rank_0(tensor, root):
+    return tree_broadcast(tensor, 0)
+
+
+def broadcast_to_those_who_have_it(tensor, root):
+    """Everybody exchanges with a partner in every round: no rank is idle, and most messages are in vain."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    result = tree_broadcast(tensor, root)
+    exchange(result, (rank + 1) % size, torch.empty_like(result), (rank - 1) % size)
+    return result
+
+
+def broadcast_of_torch(tensor, root):
+    result = tensor.clone()
+    dist.broadcast(result, root)
+    return result
+
+
+# --- ring_all_gather ------------------------------------------------------------------------------------------
+
+
+def ring_all_gather(chunk, elements):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    result = torch.empty(elements, dtype=chunk.dtype)
+    chunks = result.tensor_split(size)  # views: what is received into them is received into the result
+    chunks[rank].copy_(chunk)
+    for step in range(size - 1):
+        exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
+    return result
+
+
+def gather_in_order_of_arrival(chunk, elements):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chunks = ring_all_gather(chunk, elements).tensor_split(size)
+    return torch.cat([chunks[(rank - step) % size] for step in range(size)])
+
+
+def gather_with_even_chunks(chunk, elements):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    left, right = neighbours()
+    length = math.ceil(elements / size)
+    result = torch.zeros(size * length)
+    chunks = result.split(length)
+    chunks[rank][: len(chunk)] = chunk
+    for step in range(size - 1):
+        exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
+    return result[:elements]
+
+
+def gather_from_everybody(chunk, elements):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    result = torch.empty(elements, dtype=chunk.dtype)
+    chunks = result.tensor_split(size)
+    chunks[rank].copy_(chunk)
+    for distance in range(1, size):
+        source = (rank - distance) % size
+        exchange(chunk, (rank + distance) % size, chunks[source], source)
+    return result
+
+
+def gather_with_a_step_too_many(chunk, elements):
+    result = ring_all_gather(chunk, elements)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    chunks = result.tensor_split(size)
+    exchange(chunks[(rank + 1) % size].clone(), right, chunks[rank], left)
+    return result
+
+
+# --- ring_reduce_scatter --------------------------------------------------------------------------------------
+
+
+def ring_reduce_scatter(tensor):
+    return reduced_chunks(tensor, first=-1)[dist.get_rank()]
+
+
+def reduced_chunks(tensor, first):
+    """All chunks of this rank after the ring's steps, where it begins by sending chunk rank + first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    chunks = [chunk.clone() for chunk in tensor.tensor_split(size)]
+    for step in range(size - 1):
+        mine = chunks[(rank + first - step - 1) % size]
+        received = torch.empty_like(mine)
+        exchange(chunks[(rank + first - step) % size], right, received, left)
+        mine += received
+    return chunks
+
+
+def scatter_of_the_next_chunk(tensor):
+    """Begins with its own chunk, as many descriptions do: then rank r ends with chunk r + 1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return reduced_chunks(tensor, first=0)[(rank + 1) % size]
+
+
+def scatter_of_an_unfinished_chunk(tensor):
+    return reduced_chunks(tensor, first=0)[dist.get_rank()]
+
+
+def scatter_without_passing_on_sums(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    chunks = tensor.tensor_split(size)
+    total = chunks[rank].clone()
+    for step in range(size - 1):
+        received = torch.empty_like(chunks[(rank - step - 2) % size])
+        exchange(chunks[(rank - step - 1) % size], right, received, left)
+        if len(received) == len(total):
+            total += received
+    return total
+
+
+def scatter_of_whole_tensors(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    total, passing = tensor.clone(), tensor
+    for _ in range(size - 1):
+        received = torch.empty_like(tensor)
+        exchange(passing, right, received, left)
+        total, passing = total + received, received
+    return total.tensor_split(size)[rank]
+
+
+def scatter_in_the_argument(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    chunks = tensor.tensor_split(size)  # views: this adds into the caller's tensor
+    for step in range(size - 1):
+        mine = chunks[(rank - step - 2) % size]
+        received = torch.empty_like(mine)
+        exchange(chunks[(rank - step - 1) % size], right, received, left)
+        mine += received
+    return chunks[rank]
+
+
+# --- halving_doubling_all_reduce ------------------------------------------------------------------------------
+
+
+def halving_doubling_all_reduce(tensor):
+    rank, distance = dist.get_rank(), dist.get_world_size() // 2
+    result = tensor.clone()
+    low, high = 0, len(tensor)
+    trail = []
+    while distance:
+        partner, middle = rank ^ distance, (low + high) // 2
+        kept, given = result[low:middle], result[middle:high]
+        if rank < partner:
+            high = middle
+        else:
+            kept, given, low = given, kept, middle
+        received = torch.empty_like(kept)
+        exchange(given, partner, received, partner)
+        kept += received
+        trail.append((partner, kept, given))
+        distance //= 2
+    for partner, kept, given in reversed(trail):
+        # By now all of `kept` is final, and the partner's is what was given to it.
+        exchange(kept, partner, given, partner)
+    return result
+
+
+def doubling_of_whole_tensors(tensor):
+    """Recursive doubling alone: right, with log2(size) messages of everything."""
+    result, distance = tensor.clone(), dist.get_world_size() // 2
+    while distance:
+        received = torch.empty_like(result)
+        exchange(result, dist.get_rank() ^ distance, received, dist.get_rank() ^ distance)
+        result += received
+        distance //= 2
+    return result
+
+
+def halving_without_doubling(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chunks = halving_doubling_all_reduce(tensor).tensor_split(size)
+    return torch.cat([chunk if index == rank else torch.zeros_like(chunk) for index, chunk in enumerate(chunks)])
+
+
+def halving_for_even_lengths(tensor):
+    if len(tensor) % dist.get_world_size():
+        raise ValueError("the length must divide by the world size")
+    return halving_doubling_all_reduce(tensor)
+
+
+def ring_instead_of_halving(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    result = tensor.clone()
+    chunks = result.tensor_split(size)
+    chunks[rank].copy_(ring_reduce_scatter(tensor))
+    for step in range(size - 1):
+        exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
+    return result
+
+
+def halving_with_both_lower_halves(tensor):
+    """Both partners keep the lower half, so nobody has the upper one's sum."""
+    result = tensor.clone()
+    low, high, distance, trail = 0, len(tensor), dist.get_world_size() // 2, []
+    while distance:
+        partner, middle = dist.get_rank() ^ distance, (low + high) // 2
+        kept, given = result[low:middle], result[middle:high]
+        received = torch.empty_like(given)
+        exchange(given, partner, received, partner)
+        kept += received[: len(kept)]
+        trail.append((partner, kept, given))
+        high, distance = middle, distance // 2
+    for partner, kept, given in reversed(trail):
+        exchange(kept, partner, given[: len(kept)], partner)
+    return result
+
+
+# exercise -> (wrong answer, words that the checker's verdict must contain)
+WRONG = {
+    "ring_shift": [
+        (shift_send_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in send, line"),
+        (shift_to_the_left, "world size 3, 4 elements, rank 0: expected [3, 3, 3, 3], got [2, 2, 2, 2]"),
+        (shift_into_the_argument, "wrote into its arguments"),
+        (shift_forgets_the_type, "died with SIGABRT: gloo aborts a process that is sent more bytes than its buffer"),
+        (shift_to_both_neighbours, "the messages sent to this rank, of [16, 16] bytes, got receives of [16] bytes"),
+        (shift_by_all_gather, "expected only sends and receives, got a call of all_gather"),
+    ],
+    "global_mean": [
+        (mean_of_means, "1, 3 values on the ranks, rank 0: expected 15.25, got 10.5"),
+        (mean_over_own_count, "rank 0: expected 15.25, got 30.5"),
+        (mean_of_two_all_reduces, "expected one all_reduce and nothing else, got all_reduce, all_reduce"),
+        (mean_on_rank_0_only, "rank 1: expected 15.25, got "),
+    ],
+    "ring_bytes": [
+        (bytes_as_if_even, "ring_bytes(0, 4, 10, 4), rank 0: expected 56, got 60"),
+        (bytes_of_reduce_scatter_only, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 24"),
+        (bytes_of_whole_tensors, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 192"),
+        (elements_not_bytes, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 12"),
+        (bytes_without_own_chunk_twice, "ring_bytes(1, 4, 10, 4), rank 0: expected 60, got 56"),
+    ],
+    "all_reduce_seconds": [
+        (seconds_with_one_latency, "('ring', 4, 80.0, 2.0, 10.0), rank 0: expected 24, got 14"),
+        (seconds_of_whole_tensors_in_the_ring, "('ring', 4, 80.0, 2.0, 10.0), rank 0: expected 24, got 60"),
+        (seconds_of_half_tensors_only, "('halving-doubling', 4, 80.0, 2.0, 10.0), rank 0: expected 20, got 24"),
+        (seconds_with_fractional_rounds, "('tree', 5, 80.0, 2.0, 10.0), rank 0: expected 60, got 46.43"),
+    ],
+    "all_to_all": [
+        (all_to_all_sends_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in send, line"),
+        (all_to_all_with_itself, "expected a result on every rank, got "),
+        (all_to_all_in_order_of_distance, "rank 1: expected a tensor of shape (2,) and type float32 as item 0, got"),
+        (all_to_all_forgets_its_own, "rank 0: expected [[0], [10, 10, 10]], got [[10, 10, 10]]"),
+        (all_to_all_sends_everything_to_all, "rank 0: expected 8 bytes to rank 1, got 8 bytes to rank 1, 8 bytes"),
+    ],
+    "tree_broadcast": [
+        (broadcast_as_a_star, "world size 4, root 0, 5 elements: expected 2 rounds, as in a binomial tree, got 3"),
+        (broadcast_as_a_chain, "got 3 rounds: rank 0: 20 bytes to rank 1; rank 1: 20 bytes to rank 2"),
+        (broadcast_from_rank_0, "root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]"),
+        (broadcast_to_those_who_have_it, "rank 0: expected the tensor received 0 time(s), got 1 time(s)"),
+        (broadcast_of_torch, "expected only sends and receives, got a call of broadcast"),
+    ],
+    "ring_all_gather": [
+        (gather_in_order_of_arrival, "world size 2, 10 elements, rank 1: expected [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
+        (gather_with_even_chunks, "world size 3, 10 elements, rank 0: expected [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
+        (gather_from_everybody, "rank 0: expected 16 bytes to rank 1, 12 bytes to rank 1, got 16 bytes to rank 1, 16"),
+        (gather_with_a_step_too_many, "expected 20 bytes to rank 1, got 20 bytes to rank 1, 20 bytes to rank 1"),
+    ],
+    "ring_reduce_scatter": [
+        (scatter_of_the_next_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [66, 77, 88, 99, 110]"),
+        (scatter_of_an_unfinished_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [1, 2, 3, 4, 5]"),
+        (scatter_without_passing_on_sums, "world size 3, 10 elements, rank 0: expected [111, 222, 333, 444], got"),
+        (scatter_of_whole_tensors, "rank 0: expected 20 bytes to rank 1, got 40 bytes to rank 1"),
+        (scatter_in_the_argument, "wrote into its arguments"),
+    ],
+    "halving_doubling_all_reduce": [
+        (doubling_of_whole_tensors, "expected messages to ranks [1, 1], got to ranks [1]"),
+        (halving_without_doubling, "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88], got [11, 22, 33, 44, 0, 0"),
+        (halving_for_even_lengths, "world size 2, 3 elements, rank 0: expected a result on every rank, got Val"),
+        (ring_instead_of_halving, "world size 4, 8 elements, rank 0: expected messages to ranks [2, 1, 1, 2], got to"),
+        (halving_with_both_lower_halves, "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88], got"),
+    ],
+}

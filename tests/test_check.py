@@ -1,0 +1,261 @@
+"""The exercises' checker, proved in both directions, and the grading of a class."""
+
+import contextlib
+import csv
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from common import check, grading
+from common.errors import UserError
+
+ANSWERS = {chapter: check.ROOT / chapter / "solutions.py" for chapter in check.chapters()}
+EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
+
+
+def test_there_is_something_to_check():
+    assert "01_intro" in check.chapters()
+    assert len(check.exercises_of("01_intro")) >= 7
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
+    assert check.notebook(chapter) is None
+    lines = capfd.readouterr().out.splitlines()
+    exercises = check.exercises_of(chapter)
+    for line, exercise in zip(lines[1:], exercises, strict=False):
+        assert line.startswith(exercise.name) and "not attempted" in line and line.endswith(f" 0 of {exercise.points}")
+    assert lines[len(exercises) + 1].split() == ["total", "0", "of", str(sum(e.points for e in exercises))]
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_solutions_are_right(chapter, capfd):
+    assert check.main([chapter, "--submission", str(ANSWERS[chapter])]) == 0
+    output = capfd.readouterr().out
+    assert len(re.findall(r"  right  ", output)) == len(check.exercises_of(chapter)), output
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_wrong_answers_are_refused_for_the_right_reason(chapter):
+    table = grading.load(ANSWERS[chapter]).WRONG
+    exercises = {exercise.name: exercise for exercise in check.exercises_of(chapter)}
+    assert table.keys() == exercises.keys()
+    assert min(len(answers) for answers in table.values()) >= 3
+    wrong = [(exercises[name], function.__name__, reason) for name in table for function, reason in table[name]]
+    # An answer that ends its process makes all others of its launch start again: it gets a launch of its own.
+    launches = [[row for row in wrong if "SIG" not in row[2]], *([row] for row in wrong if "SIG" in row[2])]
+    mistaken = []
+    for rows in launches:
+        verdicts = grading.grade([(exercise, name) for exercise, name, _ in rows], ANSWERS[chapter])
+        for (_, name, reason), verdict in zip(rows, verdicts, strict=True):
+            said = f"{verdict.status} {verdict.where}: expected {verdict.expected}, got {verdict.got}"
+            if verdict.status != "wrong" or reason not in said:
+                mistaken.append(f"{name}: {said}")
+    assert not mistaken, "\n".join(mistaken)
+
+
+@pytest.mark.parametrize(("chapter", "exercise"), EXERCISES, ids=lambda value: getattr(value, "name", value))
+def test_stub_is_headed_as_the_table_says(chapter, exercise):
+    text = " ".join(getattr(grading.load(check.ROOT / chapter / "exercises.py"), exercise.name).__doc__.split())
+    points = f"{exercise.points} point" + "s" * (exercise.points > 1)
+    assert re.search(rf"Difficulty {exercise.difficulty} Importance [●○]{{5}} up to \d+ minutes {points}$", text)
+    assert exercise.hint not in text and len(exercise.hint) > 20
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+RING_SHIFT = """
+import torch
+import torch.distributed as dist
+
+def ring_shift(tensor):
+    received, rank, size = torch.empty_like(tensor), dist.get_rank(), dist.get_world_size()
+    request = dist.isend(tensor, (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    request.wait()
+    return received
+"""
+
+
+def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
+    write(
+        tmp_path,
+        half=RING_SHIFT + "def global_mean(values):\n    print('mean', len(values))\n    return values.mean()\n",
+    )
+    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1
+    output = capfd.readouterr().out
+    assert re.search(r"ring_shift +●○○○○ +right +1 of 1\n", output)
+    assert re.search(r"global_mean +●○○○○ +wrong +0 of 1\n", output)
+    assert "mean 3\n" in output  # a learner may look at values by printing them
+    assert "global_mean: world size 2, 1, 3 values on the ranks, rank 0\n  expected  15.25\n  got       1\n" in output
+    assert "  hint      A mean of means" in output
+    assert output.endswith("next: ring_bytes ●●●○○\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def f(:\n", "SyntaxError: "),
+        ("import sys\nsys.exit('bye')\n", "SystemExit: bye, line 2 of <module>: sys.exit('bye')"),
+        ("import os\nos._exit(3)\n", "loading the file ends the process: the process of rank 0 died with exit code 3"),
+        ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere', line 1 of <module>"),
+        ("\0", "null bytes"),
+    ],
+)
+def test_file_that_does_not_load(tmp_path, text, reason):
+    write(tmp_path, bad=text)
+    verdicts = check.verdicts("01_intro", tmp_path / "bad.py")
+    assert {verdict.status for verdict in verdicts} == {"not graded"}
+    assert reason in verdicts[0].got
+    assert reason in check.table(verdicts)
+
+
+def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "CALL_LIMIT", 5.0)  # seconds
+    write(
+        tmp_path,
+        bad=RING_SHIFT
+        + "import os, sys, torch.distributed as dist\n"
+        + "def global_mean(values):\n    os._exit(7) if dist.get_rank() else dist.barrier()\n"
+        + "def ring_bytes(*a):\n    while True:\n        pass\n"
+        + "def all_reduce_seconds(*a):\n    sys.exit(0)\n"
+        + "def all_to_all(parts, lengths):\n    return [lambda: 1]\n"
+        + "def tree_broadcast(tensor, root):\n    raise NotImplementedError('in part')\n"
+        + "def ring_all_gather(chunk, elements):\n    if dist.get_rank():\n        raise NotImplementedError\n",
+    )
+    got = {verdict.exercise.name: verdict for verdict in check.verdicts("01_intro", tmp_path / "bad.py")}
+    assert got.pop("ring_shift").status == "right"
+    assert {got.pop(name).status for name in ("ring_reduce_scatter", "halving_doubling_all_reduce")} == {
+        "not attempted"
+    }
+    assert {verdict.status for verdict in got.values()} == {"wrong"}
+    assert got["global_mean"].got == "the process of rank 1 died with exit code 7"
+    assert got["ring_bytes"].got.startswith("no end after 5 s, line ")
+    assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
+    assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")
+    assert got["tree_broadcast"].got.startswith("NotImplementedError: in part, line ")
+    assert got["ring_all_gather"].where.endswith("rank 1")
+    assert got["ring_all_gather"].got.startswith("NotImplementedError, line ")
+
+
+def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "CALL_LIMIT", 1.0)
+    write(tmp_path, bad="import os, torch.distributed as dist\ndef f(tensor):\n    dist.get_rank() and os._exit(0)\n")
+    exercise = check.exercises_of("01_intro")[0]
+    (verdict,) = grading.grade([(exercise, "f")], tmp_path / "bad.py")
+    assert verdict.status == "wrong"
+    assert verdict.got == "the process of rank 1 ended without returning (did it call exit?)"
+
+
+def all_gone(pids) -> bool:
+    """Killed processes take a moment to disappear; a zombie waits for its parent only."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in left):
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def test_class_gets_a_row_each(tmp_path, capfd, monkeypatch):
+    folder = tmp_path / "class"
+    (folder / "jane").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "notes.txt").write_text("not Python")
+    pids = tmp_path / "pids"
+    write(folder, random="raise ValueError('hides no module of the standard library')\n")
+    # Junk on stdout that looks like a row, a file left behind, and a process that leaves the process group.
+    write(
+        folder / "jane",
+        helper="x = 1\n",
+        exercises=f"""
+import pathlib, subprocess, sys
+from helper import x
+print("jane,right,right", flush=True)
+print("junk", file=sys.stderr)
+pathlib.Path("left_behind").write_text("x")
+stowaway = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open({str(pids)!r}, "a") as file:
+    print(stowaway.pid, file=file)
+{RING_SHIFT}
+def global_mean(values):
+    return "a comma, and a\\nline"
+""",
+    )
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(check.ROOT / "01_intro")
+    assert check.main(["--submission", str(folder), "--csv"]) == 0
+    output = capfd.readouterr()
+    assert output.err == "note: notes.txt is neither a .py file nor a folder, so it is not graded\n"
+    rows = {row["submission"]: row for row in csv.DictReader(output.out.splitlines())}
+    assert list(rows) == ["empty", "jane", "random.py"]
+    names = [exercise.name for exercise in check.exercises_of("01_intro")]
+    jane = rows["jane"]
+    assert list(jane) == ["submission", *names, "points", "note"]
+    assert [jane[name] for name in names] == ["right", "wrong", *["not attempted"] * (len(names) - 2)]
+    assert jane["points"] == "1"
+    assert jane["note"].startswith(
+        "global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected 15.25, got str a"
+    )
+    for name, reason in (("empty", "no exercises.py in this folder"), ("random.py", "ValueError: hides no module")):
+        assert {rows[name][exercise] for exercise in names} == {"not graded"}
+        assert rows[name]["points"] == "0" and rows[name]["note"].startswith(reason)
+    assert sorted(folder.rglob("*")) == before
+    started = [int(line) for line in pids.read_text().split()]
+    assert len(started) >= 2 and all_gone(started)
+
+
+def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd):
+    pids = tmp_path / "pids"
+    write(
+        tmp_path,
+        hangs=f"""
+import os, time
+with open({str(pids)!r}, "a") as file:
+    print(os.getpid(), os.getppid(), file=file)
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+""",
+    )
+    check.grade_class("01_intro", {"hangs.py": tmp_path / "hangs.py"}, time_limit=8)
+    header, row = csv.reader(capfd.readouterr().out.splitlines())
+    assert row == ["hangs.py", *["not graded"] * (len(header) - 3), "0", "not finished after 8 s"]
+    started = {int(pid) for pid in pids.read_text().split()}
+    assert len(started) == 3 and all_gone(started)  # two ranks and the process that judges
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a chapter: .*01_intro"),
+        (["05_nowhere"], "no chapter '05_nowhere'.*01_intro"),
+        (["01_intro", "nothing"], "no exercise 'nothing' in 01_intro; there is ring_shift, "),
+        (["--csv"], "add --submission"),
+        (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),
+        (["--submission", "01_intro"], "--csv"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_bad_usage_gets_one_line(arguments, message, monkeypatch):
+    monkeypatch.chdir(check.ROOT)
+    with pytest.raises(UserError, match=message) as error:
+        check.main(arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_usage_exits_with_2():
+    done = subprocess.run([sys.executable, "-m", "common.check", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"error: no chapter 'nowhere'[^\n]*01_intro[^\n]*\n", done.stderr)

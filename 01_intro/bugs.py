@@ -93,8 +93,9 @@ BUGS = {
         part = buffer[: incoming.numel()]
         exchange(outgoing, (rank - step - 1) % size, part, (rank + step + 1) % size, group)""",
         refused_by="pattern",
-        why="Each chunk goes straight to the rank that adds it up. The sum, the messages and the bytes are those "
-        "of a ring, but every rank talks to every other: on a network whose links form a ring they share wires.",
+        why="Each chunk goes straight to the rank that adds it up. The sum and the messages are those of a ring, "
+        "and so are the bytes of even chunks. But every rank talks to every other: where links form a ring, "
+        "these messages share wires.",
     ),
     "send_then_receive": Bug(
         "ring",

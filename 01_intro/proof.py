@@ -91,12 +91,12 @@ def judge(of_ranks: list[dict], members: list[int], cost) -> float:
         expected = cost(rank, size, mine.numel(), mine.element_size())
         if len(ledger.messages) != expected.messages:
             raise Refused("messages", f"{where}: {len(ledger.messages)} sent, expected {expected.messages}")
+        peers, right_ones = {peer for peer, _ in ledger.messages}, {members[peer] for peer in expected.peers}
+        if peers != right_ones:
+            raise Refused("pattern", f"{where}: sent to ranks {sorted(peers)}, not {sorted(right_ones)}")
         if (ledger.sent, ledger.received) != (expected.sent, expected.received):
             counted = f"{ledger.sent:.0f} sent and {ledger.received:.0f} received"
             raise Refused("bytes", f"{where}: {counted}, expected {expected.sent} and {expected.received}")
-        peers = {members.index(peer) for peer, _ in ledger.messages}
-        if peers != expected.peers:
-            raise Refused("pattern", f"{where}: sent to ranks {sorted(peers)}, not {sorted(expected.peers)}")
         if mine.numel():
             largest = max(largest, float(((got - want).abs() / want).max()))
     return largest

@@ -100,8 +100,12 @@ class CheckCollectives(TorchDispatchMode):
         absent = {"text": f"nothing within {self.timeout:g} s"}
         calls = [json.loads(self.store.get(key)) if self.store.check([key]) else absent for key in keys]
         if not _agree(calls):
-            ranks = dist.get_process_group_ranks(group)
-            raise CollectiveMismatch(f"collective {number} of group {name}: {_by_text(ranks, calls)}")
+            texts = _by_text(dist.get_process_group_ranks(group), calls)
+            if absent in calls:  # who comes later must not start it alone
+                self._post(name, number, me, {"text": call["text"], "gave up": True})
+            elif any("gave up" in other for other in calls):
+                texts += " (the others had waited, and given up)"
+            raise CollectiveMismatch(f"collective {number} of group {name}: {texts}")
         # All are here, so nobody reads what was written about the collective before.
         self.store.delete_key(f"{name}/{number - 1}/{me}")
 

@@ -80,7 +80,8 @@ def torchvision_images(name: str, folder: str, download: bool) -> Images:
 @functools.lru_cache(maxsize=2)  # a batch reaches into at most two epochs, unless it is larger than the dataset
 def epoch_order(seed: int, epoch: int, size: int) -> torch.Tensor:
     """The order of one pass over `size` examples: a permutation [size] that depends on seed and epoch alone."""
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    # The CPU's generator looks at the lower 32 bits of its seed; the prime keeps neighbouring seeds apart.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(size, generator=generator)
 
 

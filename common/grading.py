@@ -145,18 +145,19 @@ def _run(file: Path, jobs: dict, size: int) -> dict:
 
 def _launch(file: Path, jobs: dict, size: int) -> list[dict]:
     ranks = launch(_on_rank, size, (file, jobs), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
-    for rank in ranks:
-        if isinstance(rank, str):
-            raise DoesNotLoad(rank)
+    problems = [rank for rank in ranks if isinstance(rank, str)]
+    if problems:
+        raise DoesNotLoad(next(filter(None, problems)))
     return ranks
 
 
 def _death(failed: RankFailed) -> str:
     """Which rank's process ended, and how, from the report of a launch."""
-    rank, state = next(
-        ((rank, state) for rank, state in enumerate(failed.where) if state.startswith("died")),
-        (failed.rank, str(failed).splitlines()[0].partition(": ")[2]),
-    )
+    dead = [rank for rank, state in enumerate(failed.where) if state.startswith("died")]
+    if not dead:
+        return f"the process of rank {failed.rank} failed: {str(failed).splitlines()[0].partition(': ')[2]}"
+    rank = failed.rank if failed.rank in dead else dead[0]
+    state = failed.where[rank]
     if state == "died":
         state = "ended without returning (did it call exit?)"
     if "SIGABRT" in state:
@@ -190,7 +191,7 @@ def _on_rank(file: Path, jobs: dict):
     except BaseException as error:
         problem = _describe(error, file)
     if not all_well(problem is None):
-        return problem or "loading the file failed on another rank"
+        return problem or ""  # empty where another rank has the problem
     outcomes: dict[int, list[Outcome]] = {}
     for key, (name, cases) in jobs.items():
         dist.destroy_process_group()
@@ -342,13 +343,17 @@ def _difference(expected, got) -> tuple[str, str] | None:
                 return different[0] + f" as item {number}", different[1]
     elif isinstance(expected, Real) and isinstance(got, Real):
         same = math.isclose(expected, got, rel_tol=1e-6)
+    elif type(expected) is type(got):
+        same = expected == got
     else:
-        same = expected == got if type(expected) is type(got) else False
+        return _kind(expected), _kind(got)
     return None if same else (_show(expected), _show(got))
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
+def _kind(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    return str(value) if value is None or isinstance(value, str) else f"{type(value).__name__} {_show(value)}"
 
 
 def _show(value) -> str:

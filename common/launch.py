@@ -7,6 +7,7 @@ they are spawned, and the function travels by cloudpickle, which can carry funct
 
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import cloudpickle
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -57,7 +58,7 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
     if start_method == "fork":
         from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank (1 s)
     payload = (fn, args) if start_method == "fork" else cloudpickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder, _quiet_agent():
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder, _careful_agent():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -69,7 +70,7 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
             rdzv_endpoint="localhost:0",  # port 0: the system picks a free one
             local_addr="localhost",
             monitor_interval=0.02,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
             results = elastic_launch(config, _run_rank)(payload, folder, timeout)
@@ -86,33 +87,39 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
 @contextlib.contextmanager
 def environment(**values: str):
     """Set environment variables inside the block, for ranks that are started there; restore them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
-def _quiet_agent():
-    """The agent logs, and keeps its signal handlers; a notebook wants neither."""
+def _careful_agent():
+    """The agent logs, and keeps signal handlers and environment variables of its own: a notebook wants neither.
+
+    And a forked rank must not collect its parent's garbage: a store left over from an earlier launch would, on its
+    destruction, wait for ever for a thread that exists in the parent alone.
+    """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in names}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
+    variables = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
     sys.stdout.flush()  # a forked rank inherits what is still in the buffers
     sys.stderr.flush()
+    gc.freeze()
     try:
-        with environment(OMP_NUM_THREADS="1"):
-            yield
+        yield
     finally:
+        gc.unfreeze()
+        os.environ.clear()
+        os.environ.update(variables)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         with contextlib.suppress(ValueError):  # only the main thread has signal handlers
@@ -121,10 +128,13 @@ def _quiet_agent():
 
 
 def _run_rank(payload, folder: str, timeout: float) -> bytes:
-    # A notebook's own stdout object talks to a thread that a forked child does not have.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
     rank = os.environ["RANK"]
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        # Down to the file descriptor, for what C++ writes; and a new Python object for it, since the one of a
+        # notebook (or of pytest) leads elsewhere, in a notebook to a thread that a forked rank does not have.
+        log = os.open(Path(folder, f"{name}-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, descriptor)
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))
     stack = open(Path(folder, f"stack-{rank}"), "w", buffering=1)  # must outlive this function
     # Where is this rank when the agent ends it, or when time is up? faulthandler can tell even inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -174,7 +184,8 @@ def _frames(tb) -> dict:
 
 
 def _is_own(filename: str) -> bool:
-    return "/torch/" not in filename and "/lib/python" not in filename and filename != __file__
+    library = "/torch/" in filename or "/lib/python" in filename or filename.startswith("<frozen")
+    return not library and filename != __file__
 
 
 def _doing(stack: str) -> str:
@@ -198,11 +209,11 @@ def _doing(stack: str) -> str:
 
 def _output(folder: Path, nproc: int) -> list[str]:
     """What each rank printed on stdout, then on stderr."""
-    texts = []
-    for rank in range(nproc):
-        logs = sorted(folder.rglob(f"{rank}/stdout.log")) + sorted(folder.rglob(f"{rank}/stderr.log"))
-        texts.append("".join(log.read_text(errors="replace") for log in logs))
-    return texts
+    return ["".join(_read(folder / f"{name}-{rank}") for name in ("stdout", "stderr")) for rank in range(nproc)]
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
@@ -216,7 +227,7 @@ def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
             did = f"was waiting in {report['operation']}" if report["operation"] else "raised " + report["error"]
             where.append(f"{did}, {report['place']}")
             continue
-        doing = _doing(stack.read_text()) if stack.exists() else ""
+        doing = _doing(_read(stack))
         failure = failed.failures.get(rank)
         if doing and not (failure and doing == HAD_RETURNED):
             where.append(doing)

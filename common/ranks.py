@@ -129,9 +129,10 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
     if dist.is_initialized():
         gc.collect()
         if size > 1:
-            # Through the store, not a collective: a rank that still owes one must not be paired with this.
+            # Through the store, not a collective: a rank that still owes one must not be paired with this. And a
+            # little longer than a collective waits, so that the rank that lacks its partner is the one to say so.
             store = dist.distributed_c10d._get_default_store()
-            store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout)
+            store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout + 2)
         dist.destroy_process_group()
     if orderly_exit:
         raise orderly_exit

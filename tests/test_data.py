@@ -1,0 +1,92 @@
+"""The order of the data depends on the seed and the step alone, and every example comes once per epoch."""
+
+import pytest
+import torch
+
+from common.data import Images, Text, digits, global_batch, micro_batches
+from common.errors import UserError
+
+
+def test_every_example_once_per_epoch_and_epochs_differ():
+    size, batch = 20, 6  # batches straddle the epochs' ends
+    order = torch.cat([global_batch(3, step, batch, size) for step in range(10)])
+    for epoch in range(3):
+        assert sorted(order[epoch * size : (epoch + 1) * size].tolist()) == list(range(size))
+    assert not torch.equal(order[:size], order[size : 2 * size])
+
+
+def test_order_depends_on_seed_and_step_alone():
+    torch.manual_seed(1)
+    first = global_batch(0, 5, 8, 100)
+    torch.manual_seed(2)
+    assert torch.equal(first, global_batch(0, 5, 8, 100))
+    assert not torch.equal(first, global_batch(1, 5, 8, 100))
+    assert not torch.equal(first, global_batch(0, 6, 8, 100))
+
+
+class Numbers:
+    def batch(self, indices):
+        return indices, -indices
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ranks_and_micro_batches_cut_the_global_batch_into_equal_parts(data_size, accumulate):
+    indices = global_batch(0, 0, 24, 100)
+    parts = [
+        part
+        for data_rank in range(data_size)
+        for part in micro_batches(Numbers(), indices, data_rank, data_size, accumulate, "cpu")
+    ]
+    assert len(parts) == data_size * accumulate
+    assert {len(inputs) for inputs, _ in parts} == {24 // len(parts)}
+    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), indices)
+    assert all(torch.equal(targets, -inputs) for inputs, targets in parts)
+
+
+def test_text_is_the_standard_library_and_the_target_is_the_next_byte():
+    text = Text(context=16)
+    inputs, targets = text.batch(torch.tensor([0, 7, text.size - 1]))
+    assert inputs.shape == targets.shape == (3, 16) and inputs.dtype == torch.int64
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert text.size > 10_000
+    assert b"def " in bytes(text.tokens[:100_000].tolist())
+
+
+def test_too_little_text_is_an_error(tmp_path):
+    (tmp_path / "short.py").write_text("x = 1\n")
+    with pytest.raises(UserError, match="holds 6 bytes of .*py files, fewer than one context of 16 bytes"):
+        Text(16, str(tmp_path))
+    with pytest.raises(UserError, match="holds 0 bytes"):
+        Text(16, str(tmp_path / "missing"))
+
+
+def test_digits():
+    images = digits()
+    pixels, labels = images.batch(torch.tensor([0, 1, 2]))
+    assert (images.size, images.channels, images.classes) == (1797, 1, 10)
+    assert pixels.shape == (3, 1, 8, 8) and labels.tolist() == [0, 1, 2]
+    assert 0 <= images.pixels.min() and images.pixels.max() == 1.0
+
+
+def test_torchvision_datasets_where_they_are(tmp_path):
+    """CIFAR-10's own file format, with two made-up pictures a file."""
+    import pickle
+
+    from common.data import torchvision_images
+    from common.vision import torchvision
+
+    with pytest.raises(UserError, match="--dataset cifar10: not found in .*; add --download, or give its --data-dir"):
+        torchvision_images("cifar10", str(tmp_path), download=False)
+    cifar = torchvision.datasets.CIFAR10
+    folder = tmp_path / cifar.base_folder
+    folder.mkdir()
+    for name, _ in cifar.train_list + cifar.test_list:
+        (folder / name).write_bytes(pickle.dumps({"data": torch.full((2, 3072), 255).byte().numpy(), "labels": [3, 4]}))
+    (folder / cifar.meta["filename"]).write_bytes(pickle.dumps({"label_names": ["x"] * 10}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cifar, "_check_integrity", lambda self: True)
+        patch.setattr("torchvision.datasets.cifar.check_integrity", lambda *arguments: True)
+        images = torchvision_images("cifar10", str(tmp_path), download=False)
+    assert isinstance(images, Images) and images.pixels.shape == (10, 3, 32, 32)
+    assert images.pixels.max() == 1.0 and images.labels.tolist() == [3, 4] * 5

@@ -1,0 +1,150 @@
+"""launch: results in rank order, printing in rank order, and failures that name rank, place and cause."""
+
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.launch import RankFailed, launch
+
+
+def whoami(greeting: str) -> tuple[int, int, int]:
+    print(greeting, "from", dist.get_rank())
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_results_and_output_come_in_rank_order(start_method, capfd):
+    assert launch(whoami, 3, ("hello",), start_method=start_method) == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    assert capfd.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n[rank 2] hello from 2\n"
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_functions_of_a_notebook(start_method):
+    """What a cell defines belongs to no file: closures, lambdas, and results whose class only the cell knows."""
+
+    class Answer:
+        def __init__(self, value):
+            self.value = value
+
+    factor = 3
+    answers = launch(lambda: Answer(factor * dist.get_rank()), 2, start_method=start_method)
+    assert [answer.value for answer in answers] == [0, 3]
+
+
+def test_tensors_come_back_and_cross_the_ranks():
+    def total():
+        tensor = torch.full((1000,), float(dist.get_rank() + 1))
+        dist.all_reduce(tensor)
+        return tensor
+
+    for tensor in launch(total, 4):
+        assert torch.equal(tensor, torch.full((1000,), 10.0))
+
+
+def test_after_heavy_work_on_many_threads():
+    """The parent has computed and differentiated with a pool of threads, which forked ranks do not have."""
+
+    def work():
+        weight = torch.randn(300, 300, requires_grad=True)
+        (weight @ weight).sum().backward()
+        return weight.grad.shape
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    work()
+    assert launch(work, 2, timeout=30) == [(300, 300)] * 2
+    torch.set_num_threads(threads)
+
+
+def fail_with_value_error():
+    if dist.get_rank() == 1:
+        raise ValueError("a reason")
+    dist.all_reduce(torch.ones(2))
+
+
+def stay_away():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(2))
+
+
+def sleep_instead():
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(2), src=1)
+    else:
+        time.sleep(60)
+
+
+def be_killed():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(2))
+
+
+def exit_without_a_word():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(2))
+
+
+def never_end():
+    while True:
+        pass
+
+
+FAILURES = {
+    fail_with_value_error: (
+        1,
+        r"rank 1 of 2: ValueError: a reason\n  test_launch.py, line \d+, in fail_with_value_error\n"
+        r'    raise ValueError\("a reason"\)\nmeanwhile\n'
+        r"  rank 0 was waiting in all_reduce, line \d+ of fail_with_value_error",
+    ),
+    stay_away: (
+        0,
+        r"rank 0 of 2: RuntimeError: Timed out waiting 1000ms for \w+ operation to complete \(in all_reduce\)\n"
+        r"(.*\n)*meanwhile\n  rank 1 had returned already",
+    ),
+    sleep_instead: (
+        0,
+        r"rank 0 of 2: RuntimeError: Timed out waiting 1000ms for \w+ operation to complete \(in broadcast\)\n"
+        r"(.*\n)*meanwhile\n  rank 1 was at line \d+ of sleep_instead",
+    ),
+    be_killed: (1, r"rank 1 of 2: died with SIGKILL\nmeanwhile\n  rank 0 was waiting in all_reduce, line \d+ of"),
+    exit_without_a_word: (1, r"rank 1 of 2: died with exit code 3\nmeanwhile\n  rank 0 was waiting in all_reduce"),
+    never_end: (None, r"rank \d of 2: not finished in time: was at line \d+ of never_end\nmeanwhile\n"),
+}
+
+
+@pytest.mark.parametrize("fn", FAILURES, ids=lambda fn: fn.__name__)
+def test_failures_name_rank_place_and_cause(fn):
+    rank, pattern = FAILURES[fn]
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(RankFailed) as failure:
+        launch(fn, 2, timeout=1)
+    assert re.match(pattern, str(failure.value)), str(failure.value)
+    assert rank in (None, failure.value.rank)
+    assert len(failure.value.where) == len(failure.value.output) == 2
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_output_of_a_failed_launch_is_kept():
+    def speak_and_die():
+        print("last words of", dist.get_rank())
+        raise ValueError("over")
+
+    with pytest.raises(RankFailed) as failure:
+        launch(speak_and_die, 2)
+    assert "last words of" in failure.value.output[failure.value.rank]
+
+
+def test_the_callers_signals_and_environment_are_left_alone():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)
+    launch(dist.get_rank, 2)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)) == before

@@ -1,0 +1,106 @@
+"""The ledger: every operation of torch.distributed is entered, with the bytes that a reader can count by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from common.launch import launch
+from common.ledger import Entry, Ledger, wire_bytes
+
+
+def every_operation() -> list[Entry]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, whole = torch.ones(6), torch.ones(6 * size)
+    parts = list(torch.ones(size, 6).unbind())
+    root = rank == 2
+    with Ledger() as ledger:
+        dist.all_reduce(x)
+        dist.broadcast(x, src=2)
+        dist.reduce(x, dst=2)
+        dist.all_gather(parts, x)
+        dist.all_gather_single(whole, x)
+        dist.reduce_scatter(x, parts)
+        dist.reduce_scatter_single(x, whole)
+        dist.scatter(x, parts if root else None, src=2)
+        dist.gather(x, parts if root else None, dst=2)
+        dist.all_to_all(parts, [part.clone() for part in parts])
+        dist.all_to_all_single(whole.clone(), whole)
+        dist.barrier()
+        if rank == 0:
+            dist.send(x, dst=1)
+        if rank == 1:
+            dist.recv(x, src=0)
+        torch.ones(3).sum()  # not a message
+    dist.all_reduce(x)  # after the block
+    return ledger.entries
+
+
+SIZE, PART, WHOLE = 3, 6 * 4, 3 * 6 * 4  # ranks; bytes that one rank has; bytes that all have together
+
+EXPECTED = [
+    ("all_reduce", PART, None),
+    ("broadcast", PART, 2),
+    ("reduce", PART, 2),
+    ("all_gather", WHOLE, None),
+    ("all_gather", WHOLE, None),
+    ("reduce_scatter", WHOLE, None),
+    ("reduce_scatter", WHOLE, None),
+    ("scatter", WHOLE, 2),
+    ("gather", WHOLE, 2),
+    ("all_to_all", WHOLE, None),
+    ("all_to_all", WHOLE, None),
+    ("barrier", 0, None),
+]
+
+
+def test_every_operation_is_entered():
+    for rank, entries in enumerate(launch(every_operation, SIZE)):
+        message = {0: [("send", PART, 1)], 1: [("recv", PART, 0)]}.get(rank, [])
+        assert [(e.operation, e.payload, e.peer) for e in entries] == EXPECTED + message
+        assert all(e.ranks == SIZE for e in entries)
+        assert all(e.dtype == torch.float32 for e in entries if e.operation != "barrier")
+
+
+def test_bytes_on_the_wire():
+    """Three ranks, 72 bytes: a ring's share is two thirds, 48; an all-reduce needs two rounds of it."""
+    assert wire_bytes("all_reduce", 72, 3) == 96
+    assert wire_bytes("all_gather", 72, 3) == wire_bytes("reduce_scatter", 72, 3) == 48
+    assert wire_bytes("all_to_all", 72, 3) == wire_bytes("broadcast", 72, 3) == 48
+    assert wire_bytes("barrier", 72, 3) == 0
+    assert (Entry("send", 72, 3).sent, Entry("send", 72, 3).received) == (72, 0)
+    assert (Entry("recv", 72, 3).sent, Entry("recv", 72, 3).received) == (0, 72)
+    for operation in ("all_reduce", "broadcast", "all_gather"):
+        assert wire_bytes(operation, 72, 1) == 0
+
+
+def ddp_step() -> tuple[dict, float, float, list]:
+    model = DistributedDataParallel(torch.nn.Linear(10, 5))
+    model(torch.ones(2, 10))  # the first forward pass broadcasts buffers, of which there are none
+    with Ledger() as ledger:
+        model(torch.ones(2, 10)).sum().backward()
+    return ledger.calls, ledger.sent, ledger.received, ledger.messages
+
+
+def test_calls_from_cpp_are_entered_too():
+    """DistributedDataParallel's reducer is C++: 55 parameters of 4 bytes in one bucket, two ranks."""
+    for calls, sent, received, messages in launch(ddp_step, 2):
+        assert calls == {"all_reduce": 1}
+        assert sent == received == pytest.approx(2 * 1 / 2 * 55 * 4)
+        assert messages == []
+
+
+def test_functional_collectives_and_subgroups():
+    def work():
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = pairs[dist.get_rank() // 2]
+        with Ledger() as ledger:
+            total = dist._functional_collectives.all_reduce(torch.ones(5), "sum", mine) + 0
+            dist._functional_collectives.all_gather_tensor(torch.ones(5), 0, mine) + 0
+            dist.broadcast(torch.ones(5), src=2 * (dist.get_rank() // 2) + 1, group=mine)
+        return total[0].item(), [(e.operation, e.payload, e.ranks, e.peer) for e in ledger.entries]
+
+    for rank, (total, entries) in enumerate(launch(work, 4)):
+        assert total == 2.0
+        root = 2 * (rank // 2) + 1
+        assert entries == [("all_reduce", 20, 2, None), ("all_gather", 40, 2, None), ("broadcast", 20, 2, root)]

@@ -5,9 +5,8 @@ called like torch.distributed.all_reduce: f(tensor, group=None), with a contiguo
 changed in place. `COSTS` names the formula of each.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
-IJHPCA 19(1), 2005 (recursive doubling, also for sizes that are no power of two; ring). P. Patarasuk, X. Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009 (the ring, and why no
-algorithm can send fewer bytes).
+IJHPCA 19(1), 2005 (recursive doubling, for any size). P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 69(2), 2009 (the ring; no algorithm can send fewer bytes).
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 
 def gather_and_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Rank 0 receives everybody's tensor, one after the other, adds them up and sends the sum to everybody."""
+    """Rank 0 receives all tensors, one by one, adds them up and sends the sum to everybody."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:
         buffer = torch.empty_like(tensor)
@@ -32,33 +31,33 @@ def gather_and_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None =
 
 
 def ring(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Cut the tensor into one chunk per rank and pass chunks to the right: once round to add up, once to share."""
+    """One chunk per rank; pass chunks to the right, once round to add, once more to share."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % size, (rank - 1) % size
-    chunks = tensor.view(-1).tensor_split(size)  # the first numel % size chunks have one element more
+    chunks = tensor.view(-1).tensor_split(size)  # the first numel % size are longer by one
     buffer = torch.empty_like(chunks[0])
 
-    # Reduce-scatter: what arrives is a sum over the ranks to the left; add mine, and pass it on in the next step.
+    # Reduce-scatter: a sum over the ranks to the left arrives; add mine, pass it on next time.
     for step in range(size - 1):
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         part = buffer[: incoming.numel()]
         exchange(outgoing, right, part, left, group)
         incoming += part
 
-    # All-gather: chunk rank + 1 is complete here; pass complete chunks on until everybody has them all.
+    # All-gather: chunk rank + 1 is complete here; pass on complete chunks until all have all.
     for step in range(size - 1):
         outgoing, incoming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
         exchange(outgoing, right, incoming, left, group)
 
 
 def recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Swap whole tensors with a partner and add, at distance 1, 2, 4, ...: each step doubles who is in the sum."""
+    """Swap whole tensors with a partner and add, at distance 1, then 2, then 4, ..."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     power = 1 << (size.bit_length() - 1)  # the largest power of two that is not above size
     extra = size - power
     buffer = torch.empty_like(tensor)
 
-    # Ranks beyond the power of two hand their tensor to a helper, and get the sum from it at the end.
+    # Ranks beyond the power of two hand their tensor to a helper, and get the sum from it later.
     if rank >= power:
         dist.send(tensor, group=group, group_dst=rank - power)
         dist.recv(tensor, group=group, group_src=rank - power)
@@ -78,11 +77,11 @@ def recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup | None = N
         dist.send(tensor, group=group, group_dst=rank + power)
 
 
-def exchange(outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, group=None) -> None:
-    """Send to one rank and receive from another (or the same) at once: neither waits for the other.
+def exchange(outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, group) -> None:
+    """Send to one rank and receive from another (or the same) at once.
 
-    One after the other would not do: all ranks would send, and nobody would receive. A batch is one operation
-    to NCCL, too, whose sends and receives otherwise queue up behind each other.
+    One after the other would not do: all ranks would send, and nobody would receive. To NCCL,
+    whose sends and receives otherwise queue up behind each other, a batch is one operation.
     """
     operations = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
@@ -102,7 +101,7 @@ ALGORITHMS = {
 class Cost(NamedTuple):
     """What one rank sends and receives during one all-reduce.
 
-    messages: messages sent; in these three algorithms as many are received
+    messages: how many it sends; in these algorithms it receives as many
     sent, received: bytes
     peers: the ranks it sends to
     """
@@ -121,18 +120,19 @@ def cost_of_gather_and_broadcast(rank: int, size: int, numel: int, itemsize: int
 
 
 def cost_of_ring(rank: int, size: int, numel: int, itemsize: int) -> Cost:
-    """Every chunk but one, twice: 2 (size - 1) / size of the tensor where size divides numel (Patarasuk & Yuan).
+    """Every chunk but one, twice: 2 (size - 1) / size tensors if chunks are even (Patarasuk & Yuan).
 
-    Uneven chunks: adding up, rank r never sends chunk r + 1 and never receives chunk r; sharing, it never sends
-    chunk r + 2 and never receives chunk r + 1.
+    Uneven chunks: adding up, rank r never sends chunk r + 1 and never receives chunk r; sharing,
+    it never sends chunk r + 2 and never receives chunk r + 1.
     """
     chunk = [numel // size + (index % size < numel % size) for index in range(rank, rank + 3)]
     sent, received = 2 * numel - chunk[1] - chunk[2], 2 * numel - chunk[0] - chunk[1]
-    return Cost(2 * (size - 1), sent * itemsize, received * itemsize, {(rank + 1) % size} - {rank})
+    peers = {(rank + 1) % size} - {rank}
+    return Cost(2 * (size - 1), sent * itemsize, received * itemsize, peers)
 
 
 def cost_of_recursive_doubling(rank: int, size: int, numel: int, itemsize: int) -> Cost:
-    """The whole tensor in each of log2(size) steps (Thakur et al.); helpers of the extra ranks send one more."""
+    """The whole tensor in each of log2(size) steps (Thakur et al.); helpers send one more."""
     power = 1 << (size.bit_length() - 1)
     if rank >= power:
         peers = {rank - power}

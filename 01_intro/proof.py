@@ -71,32 +71,37 @@ def trial(algorithm, groups: list[list[int]], shapes, timeout: float) -> list[di
 
 
 def judge(of_ranks: list[dict], members: list[int], cost) -> float:
-    """Compare one case, as every rank saw it, with what it should be; return the largest relative difference."""
+    """Compare one case, as all ranks saw it, with what it should be.
+
+    Returns the largest relative difference. Raises Refused.
+    """
     size, largest = len(members), 0.0
     for rank, case in enumerate(of_ranks):
         mine, got, want, ledger = case["mine"], case["got"], case["want"], case["ledger"]
         where = f"rank {rank} of {size}, {mine.dtype} {list(mine.shape)}"
         if size > 1 and mine.numel() and torch.equal(mine, want):
             raise AssertionError(f"this case cannot tell a sum from nothing: {where}")
-        # N numbers added in any order are within (N - 1) * eps / 2 of their sum (Higham, "Accuracy and Stability
-        # of Numerical Algorithms", 4.2; all are positive here), and there are two orders to compare.
+        # N positive numbers added in any order are within (N - 1) * eps / 2 of their sum (Higham,
+        # "Accuracy and Stability of Numerical Algorithms", 4.2), and here are two orders.
         tolerance = size * torch.finfo(mine.dtype).eps if mine.dtype.is_floating_point else 0
-        right = (got - want).abs() <= tolerance * want
-        if not right.all():
-            first = int(right.view(-1).logical_not().nonzero()[0])
-            values = f"element {first} is {got.view(-1)[first]:.6g}, should be {want.view(-1)[first]:.6g}"
-            raise Refused("result", f"{where}: {values}")
+        close = (got - want).abs() <= tolerance * want
+        if not close.all():
+            first = int(close.view(-1).logical_not().nonzero()[0])
+            values = f"{got.view(-1)[first]:.6g}, should be {want.view(-1)[first]:.6g}"
+            raise Refused("result", f"{where}: element {first} is {values}")
         if not torch.equal(got, of_ranks[0]["got"]):
             raise Refused("result", f"{where}: not the same bits as on rank 0")
         expected = cost(rank, size, mine.numel(), mine.element_size())
-        if len(ledger.messages) != expected.messages:
-            raise Refused("messages", f"{where}: {len(ledger.messages)} sent, expected {expected.messages}")
-        peers, right_ones = {peer for peer, _ in ledger.messages}, {members[peer] for peer in expected.peers}
-        if peers != right_ones:
-            raise Refused("pattern", f"{where}: sent to ranks {sorted(peers)}, not {sorted(right_ones)}")
-        if (ledger.sent, ledger.received) != (expected.sent, expected.received):
-            counted = f"{ledger.sent:.0f} sent and {ledger.received:.0f} received"
-            raise Refused("bytes", f"{where}: {counted}, expected {expected.sent} and {expected.received}")
+        count = len(ledger.messages)
+        if count != expected.messages:
+            raise Refused("messages", f"{where}: {count} sent, expected {expected.messages}")
+        peers = sorted({peer for peer, _ in ledger.messages})
+        neighbours = sorted(members[peer] for peer in expected.peers)
+        if peers != neighbours:
+            raise Refused("pattern", f"{where}: sent to ranks {peers}, not {neighbours}")
+        counted = ledger.sent, ledger.received
+        if counted != (expected.sent, expected.received):
+            raise Refused("bytes", f"{where}: sent, received {counted}, expected {expected[1:3]}")
         if mine.numel():
             largest = max(largest, float(((got - want).abs() / want).max()))
     return largest

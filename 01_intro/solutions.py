@@ -108,6 +108,16 @@ def mean_on_rank_0_only(values):
     return total[0] / total[1]
 
 
+def mean_in_float64(values):
+    total = torch.tensor([values.sum(), len(values)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+def mean_as_a_number(values):
+    return global_mean(values).item()
+
+
 # --- ring_bytes -----------------------------------------------------------------------------------------------
 
 
@@ -499,6 +509,8 @@ WRONG = {
         (mean_of_means, "1, 3 values on the ranks, rank 0: expected 15.25, got 10.5"),
         (mean_over_own_count, "rank 0: expected 15.25, got 30.5"),
         (mean_of_two_all_reduces, "expected one all_reduce and nothing else, got all_reduce, all_reduce"),
+        (mean_in_float64, "a tensor of shape () and type float32, got a tensor of shape () and type float64"),
+        (mean_as_a_number, "expected a tensor of shape () and type float32, got float 15.25"),
         (mean_on_rank_0_only, "rank 1: expected 15.25, got "),
     ],
     "ring_bytes": [

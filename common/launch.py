@@ -156,8 +156,9 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdout.flush()
         sys.stderr.flush()
-        if "by peer" in report["error"]:
-            time.sleep(1)  # somebody else died: let the agent see that one first
+        # Let the others come to where they will wait for this rank, so that the report can say where. And where
+        # somebody else has died, let the agent see that one first.
+        time.sleep(1.0 if "by peer" in report["error"] else 0.5)
         os._exit(1)  # no tear-down while others may be in a collective
     faulthandler.cancel_dump_traceback_later()
     return result
@@ -238,7 +239,9 @@ def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
     dead = [rank for rank, state in enumerate(where) if state.startswith("died")]
     lines = []
     if own or (errors and not dead):
-        first = min(own or errors, key=lambda rank: errors[rank]["time"])
+        # Ranks that make the same mistake make it at about the same time: then it is the lowest one's to tell.
+        begin = min(errors[rank]["time"] for rank in own or errors)
+        first = min(rank for rank in own or errors if errors[rank]["time"] < begin + 0.25)
         report = errors[first]
         what = report["error"] + (f" (in {report['operation']})" if report["operation"] else "")
         lines = report["frames"]

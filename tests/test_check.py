@@ -230,9 +230,12 @@ while True:
         pass
 """,
     )
-    check.grade_class("01_intro", {"hangs.py": tmp_path / "hangs.py"}, time_limit=8)
-    header, row = csv.reader(capfd.readouterr().out.splitlines())
-    assert row == ["hangs.py", *["not graded"] * (len(header) - 3), "0", "not finished after 8 s"]
+    for limit in (6, 15, 40):  # on a busy machine the ranks may not have started in the first
+        check.grade_class("01_intro", {"hangs.py": tmp_path / "hangs.py"}, time_limit=limit)
+        header, row = csv.reader(capfd.readouterr().out.splitlines())
+        assert row == ["hangs.py", *["not graded"] * (len(header) - 3), "0", f"not finished after {limit} s"]
+        if pids.exists() and len(pids.read_text().splitlines()) == 2:
+            break
     started = {int(pid) for pid in pids.read_text().split()}
     assert len(started) == 3 and all_gone(started)  # two ranks and the process that judges
 

@@ -66,7 +66,7 @@ def test_digits():
     pixels, labels = images.batch(torch.tensor([0, 1, 2]))
     assert (images.size, images.channels, images.classes) == (1797, 1, 10)
     assert pixels.shape == (3, 1, 8, 8) and labels.tolist() == [0, 1, 2]
-    assert 0 <= images.pixels.min() and images.pixels.max() == 1.0
+    assert images.pixels.min() >= 0 and images.pixels.max() == 1.0
 
 
 def test_torchvision_datasets_where_they_are(tmp_path):

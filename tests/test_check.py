@@ -204,9 +204,8 @@ def global_mean(values):
     assert list(jane) == ["submission", *names, "points", "note"]
     assert [jane[name] for name in names] == ["right", "wrong", *["not attempted"] * (len(names) - 2)]
     assert jane["points"] == "1"
-    assert jane["note"].startswith(
-        "global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected 15.25, got str a"
-    )
+    assert jane["note"].startswith("global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected a tensor")
+    assert jane["note"].endswith("got str a comma, and a line")
     for name, reason in (("empty", "no exercises.py in this folder"), ("random.py", "ValueError: hides no module")):
         assert {rows[name][exercise] for exercise in names} == {"not graded"}
         assert rows[name]["points"] == "0" and rows[name]["note"].startswith(reason)
@@ -231,6 +230,7 @@ while True:
 """,
     )
     for limit in (6, 15, 40):  # on a busy machine the ranks may not have started in the first
+        pids.unlink(missing_ok=True)
         check.grade_class("01_intro", {"hangs.py": tmp_path / "hangs.py"}, time_limit=limit)
         header, row = csv.reader(capfd.readouterr().out.splitlines())
         assert row == ["hangs.py", *["not graded"] * (len(header) - 3), "0", f"not finished after {limit} s"]

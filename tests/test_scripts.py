@@ -1,0 +1,119 @@
+"""The scripts as the README starts them, from the root and from the chapters; and the diffs between them."""
+
+import difflib
+import itertools
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.strategies import ROOT, STRATEGIES
+
+FOLDERS = [".", "01_intro", "03_ddp"]  # each has a distributed_training.py
+SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12", "--steps=2"]
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Start a command line of the README inside a folder of the repository, with a small model added."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def start(folder: str, command: str, name: str = "run") -> subprocess.Popen:
+        program, *arguments = command.split()
+        program = {"python": sys.executable, "torchrun": TORCHRUN}[program]
+        return subprocess.Popen(
+            [program, *arguments, *SMALL, f"--run-dir={tmp_path / name}"],
+            cwd=ROOT / folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    return start
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_every_script_is_started():
+    assert [".", *sorted({entry.chapter for entry in STRATEGIES.values()})] == FOLDERS
+    assert [".", *(path.parent.name for path in SCRIPTS)] == FOLDERS
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_missions_commands(folder, start, tmp_path):
+    """Alone and on two processes, from inside the folder: both train, and to the same losses."""
+    port = free_port()  # the README's default port may be another test's
+    alone = start(folder, "python distributed_training.py", "alone")
+    output = alone.communicate(timeout=120)[0]
+    assert alone.returncode == 0, output
+    two = start(
+        folder, f"torchrun --nproc_per_node=2 --master_port={port} distributed_training.py --distributed", "two"
+    )
+    output = two.communicate(timeout=120)[0]
+    assert two.returncode == 0, output
+    assert "2/2" in output  # the progress bar
+    assert len(losses(tmp_path / "alone")) == 2
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def test_two_nodes(start, tmp_path):
+    """The third command, once for each node, both on this machine: ranks 0..3, local ranks 0, 1 on each."""
+    port = free_port()
+    nodes = [
+        start(
+            ".",
+            f"torchrun --nproc_per_node=2 --nnodes=2 --node_rank={node} --master_addr=127.0.0.1 "
+            f"--master_port={port} distributed_training.py --distributed",
+        )
+        for node in (0, 1)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["world_size"] == 4
+    assert len(losses(tmp_path / "run")) == 2
+    assert "ddp on 4 process(es)" in outputs[0] and "ddp on" not in outputs[1]
+
+
+def test_collectives_are_checked_on_request(start, tmp_path):
+    command = "torchrun --standalone --nproc_per_node=2 distributed_training.py --distributed --check-collectives"
+    process = start("03_ddp", command)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["check_collectives"] is True
+
+
+def changed_lines(old: str, new: str) -> list[str]:
+    """Lines added and removed, without the module docstrings, which say what each chapter is about."""
+    texts = [re.sub(r'^""".*?"""\n', "", text, flags=re.DOTALL).splitlines() for text in (old, new)]
+    diff = difflib.unified_diff(*texts, lineterm="", n=0)
+    return [line for line in diff if line[0] in "+-" and not line.startswith(("---", "+++"))]
+
+
+SCRIPTS = sorted(ROOT.glob("0*/distributed_training.py"))
+
+
+@pytest.mark.parametrize("old, new", list(itertools.pairwise(SCRIPTS)), ids=lambda path: path.parent.name)
+def test_the_diff_between_chapters_is_the_idea(old, new):
+    diff = changed_lines(old.read_text(), new.read_text())
+    assert 5 <= len(diff) <= 45, "\n".join(diff)
+
+
+def test_a_large_diff_would_be_seen():
+    assert len(changed_lines('"""a"""\nx = 1\n', '"""b"""\nx = 2\n')) == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parent.name)
+def test_scripts_stay_short(script):
+    assert 40 <= len(script.read_text().splitlines()) <= 150

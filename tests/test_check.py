@@ -93,7 +93,7 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
     output = capfd.readouterr().out
     assert re.search(r"ring_shift +●○○○○ +right +1 of 1\n", output)
     assert re.search(r"global_mean +●○○○○ +wrong +0 of 1\n", output)
-    assert "mean 3\n" in output  # a learner may look at values by printing them
+    assert "[rank 1] mean 3\n" in output  # a learner may look at values by printing them
     assert "global_mean: world size 2, 1, 3 values on the ranks, rank 0\n  expected  15.25\n  got       1\n" in output
     assert "  hint      A mean of means" in output
     assert output.endswith("next: ring_bytes ●●●○○\n")

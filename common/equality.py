@@ -9,10 +9,8 @@ different seed on every rank but rank 0, whose weights count.
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -271,34 +269,3 @@ def table(rows: list[Row]) -> str:
         )
     return "\n".join(lines)
 
-
-@dataclass(frozen=True)
-class Bug:
-    """A mistake that is one line away from a chapter's by_hand.py.
-
-    line:       the line as it stands there, exactly once, without indentation
-    becomes:    the line with the mistake; more lines, if need be, keep the same indentation
-    refused_by: what the harness must find wrong first: "loss", "grad_norm", "parameters" or "optimizer"
-    """
-
-    line: str
-    becomes: str
-    refused_by: str
-
-
-def plant(chapter: str, class_name: str, bug: Bug):
-    """The class of a chapter's by_hand.py with the bug in it."""
-    path = strategies.ROOT / chapter / "by_hand.py"
-    source = planted_source(path.read_text(), bug)
-    namespace = {"__name__": f"{chapter}.planted"}
-    exec(compile(source, f"{Path(chapter) / 'by_hand.py'} with a bug", "exec"), namespace)
-    return namespace[class_name]
-
-
-def planted_source(source: str, bug: Bug) -> str:
-    """`source` with the bug's line replaced. Raises ValueError unless the line stands there exactly once."""
-    lines = re.findall(rf"(?m)^( *){re.escape(bug.line)}(?:  #.*)?$", source)
-    if len(lines) != 1:
-        raise ValueError(f"{len(lines)} lines read {bug.line!r}, expected exactly one")
-    new = "\n".join(lines[0] + line for line in bug.becomes.splitlines())
-    return re.sub(rf"(?m)^ *{re.escape(bug.line)}(?:  #.*)?$", lambda _: new, source)

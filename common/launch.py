@@ -21,6 +21,7 @@ from pathlib import Path
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -142,6 +143,7 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
     faulthandler.dump_traceback_later(timeout + 5, file=stack, exit=True)
+    dist.set_debug_level_from_env()  # a forked rank has read TORCH_DISTRIBUTED_DEBUG long ago, as its parent
     try:
         fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
         with process_group("cpu", "gloo", timeout):

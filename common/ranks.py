@@ -41,8 +41,7 @@ class Ranks:
         return bool(votes)
 
 
-def loopback_interface() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # the network interface of a machine to itself
 
 
 def choose(device: str = "auto", backend: str = "auto", processes: int = 1) -> tuple[str, str, str | None]:
@@ -104,8 +103,8 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # several ranks share these cores
-    if size == local_size:  # one node: some hosts cannot resolve their own name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    if size == local_size and sys.platform in LOOPBACK:  # one node: some hosts cannot resolve their own name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
     wait = datetime.timedelta(seconds=timeout)
     # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo.
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend

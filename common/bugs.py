@@ -1,0 +1,81 @@
+"""Planted bugs: a chapter's by_hand.py with one mistake in it, for readers to find and for checks to refuse.
+
+A bug is written down as what is right and what stands there instead, and made by putting the one for the other in
+by_hand.py. So all the rest is right, and stays so when by_hand.py changes.
+"""
+
+import argparse
+import ast
+import linecache
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One mistake.
+
+    target:     the function or class of by_hand.py that is broken by it
+    right:      text of by_hand.py, the first such text at or after the line that defines `inside`
+    wrong:      what stands there instead
+    refused_by: the check that must refuse it
+    why:        what goes wrong, and when it is not noticed
+    inside:     a function, by default the target
+    ranks:      a number of ranks on which it must be refused
+    """
+
+    target: str
+    right: str
+    wrong: str
+    refused_by: str
+    why: str
+    inside: str = ""
+    ranks: int = 4
+
+
+class Bugs(dict):
+    """The bugs of a chapter by name: Bugs(__file__, {name: Bug(...), ...}) in its bugs.py."""
+
+    def __init__(self, file: str, bugs: dict[str, Bug]):
+        super().__init__(bugs)
+        self.by_hand = Path(file).with_name("by_hand.py")
+
+    def source(self, name: str) -> str:
+        """by_hand.py with the bug in it. Raises ValueError if by_hand.py has no such place any more."""
+        bug, text = self[name], self.by_hand.read_text()
+        define = f"def {bug.inside}(" if bug.inside else f" {bug.target}("
+        place = text.find(bug.right, text.find(define))
+        if define not in text or place < 0:
+            raise ValueError(f"bug {name}: by_hand.py has no {bug.right!r} after {define!r} any more")
+        return text[:place] + bug.wrong + text[place + len(bug.right) :]
+
+    def plant(self, name: str):
+        """The broken function or class, called like that of by_hand.py."""
+        text, filename = self.source(name), f"<{name}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # for tracebacks
+        namespace = {"__name__": name, "os": os}
+        exec(compile(text, filename, "exec"), namespace)
+        return namespace[self[name].target]
+
+    def excerpt(self, name: str) -> str:
+        """The functions and classes among which the mistake is."""
+        text = self.source(name)
+        wanted = [name for bug in self.values() for name in (bug.target, bug.inside)]
+        mine = (self[name].target, self[name].inside)
+        shared = [node for node in ast.parse(text).body if getattr(node, "name", None) in wanted]
+        own = [node for node in shared if node.name in mine or node.name not in {bug.target for bug in self.values()}]
+        return "\n\n\n".join(ast.get_source_segment(text, node) for node in own)
+
+    def command_line(self) -> None:
+        parser = argparse.ArgumentParser(description="by_hand.py with one mistake in it. Can you find it?")
+        parser.add_argument("name", nargs="?", choices=self)
+        parser.add_argument("--answer", action="store_true", help="show the mistake")
+        options = parser.parse_args()
+        if options.name is None:
+            print("\n".join(self))
+        elif options.answer:
+            bug = self[options.name]
+            print(f"right:\n    {bug.right}\nwritten:\n    {bug.wrong}\nrefused by: {bug.refused_by}\n{bug.why}")
+        else:
+            print(self.excerpt(options.name))

@@ -68,8 +68,10 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
             max_restarts=0,
             run_id="launch",
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # port 0: the system picks a free one
-            local_addr="localhost",
+            # Port 0: the system picks a free one. And an address, not a name: a rank forked while a thread of the
+            # parent is looking up a name inherits the C library's lock on that, taken for ever.
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
             monitor_interval=0.02,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )

@@ -59,13 +59,11 @@ class Bugs(dict):
         return namespace[self[name].target]
 
     def excerpt(self, name: str) -> str:
-        """The functions and classes among which the mistake is."""
+        """The functions or the class in which the mistake is, somewhere."""
         text = self.source(name)
-        wanted = [name for bug in self.values() for name in (bug.target, bug.inside)]
-        mine = (self[name].target, self[name].inside)
-        shared = [node for node in ast.parse(text).body if getattr(node, "name", None) in wanted]
-        own = [node for node in shared if node.name in mine or node.name not in {bug.target for bug in self.values()}]
-        return "\n\n\n".join(ast.get_source_segment(text, node) for node in own)
+        wanted = {self[name].target, *(bug.inside for bug in self.values())}
+        nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) in wanted]
+        return "\n\n\n".join(ast.get_source_segment(text, node) for node in nodes)
 
     def command_line(self) -> None:
         parser = argparse.ArgumentParser(description="by_hand.py with one mistake in it. Can you find it?")

@@ -1,4 +1,6 @@
-"""make bench: what the shared loop costs.
+"""What the shared loop costs.
+
+    python tests/bench.py
 
 Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
 loop with the same model, batch and DistributedDataParallel: in one run, in turns, on the same two ranks. The figure

@@ -5,8 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from common import data, equality
 from common.launch import launch
 from common.ledger import Entry, Ledger, wire_bytes
+from common.ranks import Ranks
+from common.strategies import load
 
 
 def every_operation() -> list[Entry]:
@@ -104,3 +107,32 @@ def test_functional_collectives_and_subgroups():
         assert total == 2.0
         root = 2 * (rank // 2) + 1
         assert entries == [("all_reduce", 20, 2, None), ("all_gather", 40, 2, None), ("broadcast", 20, 2, root)]
+
+
+def steps_of_every_strategy(accumulate: int) -> tuple[dict, list[int]]:
+    """Calls and bytes of the third step, by strategy; and the sizes of the trainable tensors."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    counted = {}
+    for name, by_hand in [("single", False), ("ddp", False), ("ddp", True)]:
+        model = equality.frozen()
+        strategy = load(name, by_hand)(model, equality.sgd, ranks)
+        for step in range(
+            3
+        ):  # in its second, DistributedDataParallel broadcasts in which order it rebuilds its buckets
+            batch = data.global_batch(0, step, equality.BATCH, equality.Batches.size)
+            mine = (strategy.data_rank, strategy.data_size, accumulate, "cpu")
+            with Ledger() as ledger:
+                strategy.step(data.micro_batches(equality.Batches(), batch, *mine))
+        counted[name, by_hand] = (ledger.calls.get("all_reduce", 0), set(ledger.calls), ledger.sent)
+    return counted, [p.numel() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_what_a_step_sends(nproc, accumulate):
+    """Gradients once, whatever the accumulation, at 2(N-1)/N of their bytes; and the loss, one number of 4 bytes."""
+    for counted, numels in launch(steps_of_every_strategy, nproc, (accumulate,)):
+        share = 2 * (nproc - 1) / nproc
+        assert counted["single", False] == (0, set(), 0.0)
+        assert counted["ddp", True] == (len(numels) + 1, {"all_reduce"}, share * 4 * (sum(numels) + 1))
+        assert counted["ddp", False] == (1 + 1, {"all_reduce"}, share * 4 * (sum(numels) + 1))  # one bucket holds all

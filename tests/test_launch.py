@@ -108,12 +108,12 @@ FAILURES = {
     ),
     stay_away: (
         0,
-        r"rank 0 of 2: RuntimeError: Timed out waiting 1000ms for \w+ operation to complete \(in all_reduce\)\n"
+        r"rank 0 of 2: RuntimeError: Timed out waiting 2000ms for \w+ operation to complete \(in all_reduce\)\n"
         r"(.*\n)*meanwhile\n  rank 1 had returned already",
     ),
     sleep_instead: (
         0,
-        r"rank 0 of 2: RuntimeError: Timed out waiting 1000ms for \w+ operation to complete \(in broadcast\)\n"
+        r"rank 0 of 2: RuntimeError: Timed out waiting 2000ms for \w+ operation to complete \(in broadcast\)\n"
         r"(.*\n)*meanwhile\n  rank 1 was at line \d+ of sleep_instead",
     ),
     be_killed: (1, r"rank 1 of 2: died with SIGKILL\nmeanwhile\n  rank 0 was waiting in all_reduce, line \d+ of"),
@@ -127,7 +127,7 @@ def test_failures_name_rank_place_and_cause(fn):
     rank, pattern = FAILURES[fn]
     children = psutil.Process().children(recursive=True)
     with pytest.raises(RankFailed) as failure:
-        launch(fn, 2, timeout=1)
+        launch(fn, 2, timeout=2)
     assert re.match(pattern, str(failure.value)), str(failure.value)
     assert rank in (None, failure.value.rank)
     assert len(failure.value.where) == len(failure.value.output) == 2

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_RUNS, NOTEBOOK_RUNS = 20, 5
 RANKS = (1, 2, 3, 4)
 TIMEOUT, GRACE = 180, 5  # seconds for a run, and for its last processes to end
-SMALL = "--steps 3 --layers 1 --width 32 --heads 2 --context 32 --batch-size 12"
+SMALL = "--steps 3 --layers 1 --width 32 --heads 2 --context 32 --batch-size 36"  # 36 = 4 ranks x 3 x 3
 
 # (folder, options) of each script, which is its distributed_training.py
 SCRIPTS = [

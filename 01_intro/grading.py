@@ -1,20 +1,16 @@
 """How the exercises of chapter 01 are graded: the table EXERCISES at the end, and the checks that it names.
 
 A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
-that looks at the messages. Expected values are computed from the arguments of all ranks at once, without any
-message. Element k of rank r's tensor is (k + 1) * 10**r: a sum shows at a glance which ranks are in it (1011: all
-but rank 2), and is exact in float32.
+that looks at the messages (the general ones are in common/patterns.py). Expected values are computed from the
+arguments of all ranks at once, without any message.
 """
 
 import torch
 
 from common.grading import Case, Exercise, Wrong
+from common.patterns import exactly, in_words, messages_of, nothing_sent, numbered
 
 LENGTHS = (10, 8, 2)  # on 3 and 4 ranks: uneven, even on 2 and 4, fewer elements than ranks
-
-
-def numbered(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.arange(1, elements + 1).to(dtype) * 10**rank
 
 
 def sizes_of_chunks(elements: int, size: int) -> list[int]:
@@ -22,36 +18,6 @@ def sizes_of_chunks(elements: int, size: int) -> list[int]:
 
 
 # --- patterns: what is asked of the messages ------------------------------------------------------------------
-
-
-def messages_of(entries) -> list[list[tuple[int, int]]]:
-    """(receiver, bytes) of each rank's messages, in order. Messages of nothing are left out: a solution may send
-    an empty chunk or not. Raises Wrong if anything but sends and receives was used."""
-    for rank, own in enumerate(entries):
-        others = [entry.operation for entry in own if entry.operation not in ("send", "recv")]
-        if others:
-            raise Wrong("only sends and receives", f"a call of {others[0]}", rank)
-    return [[(e.peer, e.payload) for e in own if e.operation == "send" and e.payload] for own in entries]
-
-
-def in_words(messages: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{nbytes} bytes to rank {peer}" for peer, nbytes in messages) or "nothing sent"
-
-
-def exactly(expected: list[list[tuple[int, int]]], any_order: bool = False):
-    """The pattern of exactly these messages (receiver, bytes) of each rank."""
-
-    def pattern(entries):
-        for rank, (want, sent) in enumerate(zip(expected, messages_of(entries), strict=True)):
-            want = [message for message in want if message[1]]
-            if (sorted(want) != sorted(sent)) if any_order else (want != sent):
-                raise Wrong(in_words(want), in_words(sent), rank)
-
-    return pattern
-
-
-def nothing_sent(size: int):
-    return exactly([[]] * size)
 
 
 def one_all_reduce(entries):
@@ -149,7 +115,7 @@ def ring_bytes(size):
                 sent[(chunk + hop) % ranks] += length * itemsize
         for rank in range(ranks):
             arguments = (rank, ranks, elements, itemsize)
-            yield Case(f"ring_bytes{arguments}", [arguments] * size, [sent[rank]] * size, nothing_sent(size))
+            yield Case(f"ring_bytes{arguments}", [arguments] * size, [sent[rank]] * size, nothing_sent)
 
 
 def all_reduce_seconds(size):
@@ -174,7 +140,7 @@ def all_reduce_seconds(size):
         ("halving-doubling", 1, 80, 0.0),
     ):
         arguments = (algorithm, ranks, float(nbytes), 2.0, 10.0)
-        yield Case(f"all_reduce_seconds{arguments}", [arguments] * size, [seconds] * size, nothing_sent(size))
+        yield Case(f"all_reduce_seconds{arguments}", [arguments] * size, [seconds] * size, nothing_sent)
 
 
 def all_to_all(size):

@@ -16,7 +16,7 @@ from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.strategies import load
-from common.strategy import Strategy
+from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
 
@@ -42,6 +42,7 @@ class DataParallel(Strategy):
                     part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
+        require_gradients(self.model)
         dist.all_reduce(loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from common.errors import UserError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,3 +63,15 @@ class Strategy:
         )
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def require_gradients(model: torch.nn.Module) -> None:
+    """Raise UserError for trainable parameters that the backward pass did not reach: whoever averages gradients over
+    ranks would wait for them, or leave them and their neighbours unaveraged."""
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"parameter {missing[0]}{more} got no gradient in this step: use it in the forward pass, freeze it with "
+            f"requires_grad_(False), or have unused parameters looked for"
+        )

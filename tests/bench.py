@@ -1,16 +1,19 @@
-"""What the shared loop costs.
+"""What the shared loop costs, and how the strategies by hand compare with PyTorch's.
 
     python tests/bench.py
 
-Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
-loop with the same model, batch and DistributedDataParallel: in one run, in turns, on the same two ranks. The figure
-is a ratio, and its spread over the rounds; a single time would say more about the machine than about the loop.
+1. Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
+   loop with the same model, batch and DistributedDataParallel.
+2. Steps per second of `--strategy ddp --by-hand` against `--strategy ddp`, same model and batches.
+
+Each in one run, in turns, on the same two ranks. The figure is a ratio, and its spread over the rounds; a single time
+would say more about the machine than about the code.
 """
 
+import contextlib
 import itertools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,7 +34,7 @@ from common.train import train
 ROUNDS, STEPS, SKIPPED = 9, 15, 3  # the first steps of a round fill caches
 
 
-def measure(folder: str) -> list[tuple[float, float]]:
+def loops(folder: str) -> list[tuple[float, float]]:
     """For each round the steps per second of the shared loop and of the bare one."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     return [(shared_loop(Path(folder, str(number)), ranks), bare_loop(ranks)) for number in range(ROUNDS)]
@@ -72,21 +75,45 @@ def bare_loop(ranks: Ranks) -> float:
     return rate(begins)
 
 
+def by_hand_and_torch(strategy: str) -> list[tuple[float, float]]:
+    """For each round the steps per second of a strategy by hand and of PyTorch's, which take turns step by step."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    task = make_task(Config(strategy=strategy))
+    pair = [load(strategy, by_hand)(task.make_model(), task.make_optimizer, ranks) for by_hand in (True, False)]
+    rounds = []
+    for _ in range(ROUNDS):
+        seconds = ([], [])
+        for step in range(STEPS):
+            for trained, times in zip(pair, seconds, strict=True):
+                batches = task.micro_batches(step, trained)
+                dist.barrier()
+                begin = time.perf_counter()
+                trained.step(batches)[0].item()
+                times.append(time.perf_counter() - begin)
+        rounds.append(tuple(1 / statistics.median(times[SKIPPED:]) for times in seconds))
+    return rounds
+
+
 def rate(begins: list[float]) -> float:
     """Steps per second, from the time between the beginnings of successive steps: the median one."""
     return 1 / statistics.median(later - earlier for earlier, later in itertools.pairwise(begins[SKIPPED:]))
 
 
+def report(names: tuple[str, str], rounds: list[tuple[float, float]], aim: str) -> None:
+    ratios = sorted(first / second for first, second in rounds)
+    rates = [statistics.median(numbers) for numbers in zip(*rounds, strict=True)]
+    print("   ".join(f"{name} {rate:.2f} steps/s" for name, rate in zip(names, rates, strict=True)) + "   (medians)")
+    print(f"ratio {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}   (aim: {aim})")
+
+
 def main():
     print(f"{ROUNDS} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        out, sys.stdout = sys.stdout, nowhere  # what the ranks print
-        rounds = launch(measure, 2, (folder,), timeout=600)[0]
-        sys.stdout = out
-    ratios = sorted(shared / bare for shared, bare in rounds)
-    shared, bare = (statistics.median(numbers) for numbers in zip(*rounds, strict=True))
-    print(f"shared loop {shared:6.2f} steps/s   bare loop {bare:6.2f} steps/s   (medians)")
-    print(f"ratio       {statistics.median(ratios):6.3f}   from {ratios[0]:.3f} to {ratios[-1]:.3f}   (aim: >= 0.97)")
+        with contextlib.redirect_stdout(nowhere):  # what the ranks print
+            rounds = launch(loops, 2, (folder,), timeout=600)[0]
+    report(("shared loop", "bare loop"), rounds, ">= 0.97")
+    rounds = launch(by_hand_and_torch, 2, ("ddp",), timeout=600)[0]
+    report(("ddp by hand", "DistributedDataParallel"), rounds, ">= 1")
 
 
 if __name__ == "__main__":

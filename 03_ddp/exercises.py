@@ -1,0 +1,233 @@
+"""Exercises of chapter 03: the reducer, the data that feeds the ranks, and what more ranks bring.
+
+Replace each `raise NotImplementedError` by your answer, then run the last cell of the notebook or
+
+    python -m common.check 03_ddp                       all exercises
+    python -m common.check 03_ddp average_gradients     one of them
+
+Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
+`dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
+
+* Return a new result and leave the arguments as they were. An average keeps its gradient's shape and type.
+* "The average" of a gradient is its sum over all ranks divided by the world size, the same on every rank.
+* Operations and bytes are checked, not the result alone. Where the text says "calculate only", send nothing.
+* Where it says "one all-reduce of all gradients", lay them one after another in one flat tensor, for a single
+  `dist.all_reduce` with not an element more.
+* Indices, ranks, buckets, steps and epochs count from 0. Where a tuple is asked for, a list will do.
+
+Dots say how difficult an exercise is and how important its idea is for the later chapters.
+"""
+
+import torch
+import torch.distributed as dist  # noqa: F401  for your answers
+
+# --- notebook 01: the reducer ---------------------------------------------------------------------------------
+
+
+def average_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, on every rank, the averages of `gradients`, with one all-reduce of all gradients.
+
+    `gradients` holds tensors of different shapes, some perhaps without dimensions; all are of one type. Shapes and
+    type are the same on all ranks.
+
+    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def accumulated_gradient(micro_gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return, on every rank, the gradient of the mean loss over the whole global batch, with one `dist.all_reduce`.
+
+    `micro_gradients[i]` is the gradient of the *mean* loss over this rank's micro-batch i. All micro-batches have
+    the same number of examples, and every rank has the same number of micro-batches. All tensors are of the same
+    shape and type. The all-reduce is of one such tensor: the other backward passes are inside `no_sync`.
+
+    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def learning_rate(step: int, base_rate: float, base_batch: int, batch: int, warmup: int) -> float:
+    """Return the learning rate of step `step` by the linear scaling rule with gradual warm-up.
+
+    `base_rate` is known to be good for a global batch of `base_batch` examples. For one of `batch` examples the
+    rule multiplies it by the same factor as the batch. Training does not begin there: in step 0 the rate is
+    `base_rate`, then it grows by the same amount every step, and from step `warmup` on it is the scaled one.
+    `warmup` may be 0. Calculate only. Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in
+    1 Hour", 2017, sections 2.1 and 2.2.
+
+    Difficulty ●○○○○   Importance ●●●○○   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def assign_buckets(sizes: list[int], first_cap: int, cap: int) -> list[list[int]]:
+    """Return the buckets of a reducer: lists of indices of parameters, the first bucket first.
+
+    `sizes[i]` is the size, in bytes, of the gradient of parameter i, in the order in which the model uses its
+    parameters. The backward pass reaches them in reverse order, so the buckets are filled in reverse order: the
+    last parameter comes first in the first bucket. A bucket is full once it holds *at least* its cap; the next
+    parameter then begins a new one. The caps, in bytes, are `first_cap` for the first bucket and `cap` for every
+    other. A parameter is never cut, and no bucket is empty. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def launch_order(buckets: list[list[int]], ready: list[int]) -> list[list[int]]:
+    """Return which buckets a reducer launches at which gradient: one list of bucket numbers for each of `ready`.
+
+    `buckets[b]` lists the parameters of bucket b. `ready` is the order in which the gradients of the parameters
+    become ready on this rank; it may be another on each rank. Item i of the result lists the buckets whose
+    all-reduce starts as soon as the gradient of `ready[i]` is there: often none, sometimes several. A bucket is
+    launched as early as possible, but only when it is complete and all buckets with smaller numbers are launched.
+    So all ranks launch in the same order. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def clipped_gradients(gradients: list[torch.Tensor], max_norm: float) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return (the clipped averages of `gradients`, their norm before clipping), the same on every rank.
+
+    The norm is the 2-norm of all averaged gradients together, as if they were one long vector; a float32 tensor
+    without dimensions. If it is larger than `max_norm`, every average is multiplied by `max_norm / norm`; otherwise
+    they stay as they are. `gradients` holds float32 tensors of different shapes. Exactly one all-reduce of all
+    gradients, and nothing else.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def bf16_average(gradient: torch.Tensor) -> torch.Tensor:
+    """Return, on every rank, the average of `gradient` as float32, for half the bytes.
+
+    `gradient` is a float32 tensor. It travels in one `dist.all_reduce` as bfloat16: divide it by the world size,
+    round to bfloat16, sum. The price is a rounded result. Values as large as 3e38 must survive, on all ranks at once.
+
+    Difficulty ●●○○○   Importance ●●●○○   up to 10 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def average_with_unused(
+    gradients: list[torch.Tensor | None], shapes: list[tuple[int, ...]]
+) -> list[torch.Tensor | None]:
+    """Return the averages of gradients that some ranks do not have: what `find_unused_parameters` is for.
+
+    `gradients[i]` is None where parameter i took no part in this rank's forward pass; its gradient then counts as
+    zeros of `shapes[i]`. The sum is divided by the world size, however many ranks have the gradient. Where no rank
+    at all has it, the result is None, so that the optimizer leaves the parameter alone. All gradients are float32.
+
+    Exactly two all-reduces, in this order: a bitmap that tells which gradients there are, a uint8 tensor with one
+    element for each parameter; then one all-reduce of all gradients, zeros included, since a flat bucket has the
+    same layout on every rank.
+
+    Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def first_difference(parameters: list[torch.Tensor]) -> int:
+    """Return, on every rank, the index of the first of `parameters` that is not the same on all ranks; -1 if none.
+
+    Parameters are the same if shape, type and every value are. There are equally many on every rank. They are
+    large, so compare fingerprints: no rank may send more than 4,096 bytes in all, with whatever collectives you
+    like. Two tensors with the same values in another order, or in another shape, are different.
+
+    Difficulty ●●●●○   Importance ●●●○○   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 02: feeding the ranks ---------------------------------------------------------------------------
+
+
+def sampler_indices(size: int, epoch: int, seed: int, rank: int, world: int) -> list[int]:
+    """Return the examples that rank `rank` of `world` reads in an epoch, as `DistributedSampler` deals them out.
+
+    The epoch's order is `torch.randperm(size, generator=g)` with `g` a `torch.Generator` seeded with
+    `seed + epoch`. If `world` does not divide `size`, the list is made longer until it does, by the examples from
+    its own beginning, over and over if there are too few. Then the ranks take turns: the first example of the list
+    is rank 0's, the second rank 1's, and so on. Calculate only, without DistributedSampler.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def exact_accuracy(correct: torch.Tensor, size: int) -> float:
+    """Return, on every rank, the share of the `size` examples of a test set that were recognised, each counted once.
+
+    Examples 0, 1, 2, ... were dealt out to the ranks in turns: rank r has numbers r, r + world size, and so on.
+    Where the world size does not divide `size`, examples from the beginning follow the last one until all ranks
+    have equally many: those are repetitions. `correct` is a one-dimensional tensor of bools, one for each example
+    that this rank has, in that order. One `dist.all_reduce` of at most two numbers, of 8 bytes each. The result is a
+    Python float.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def examples_of_step(step: int, batch: int, size: int, seed: int, rank: int, world: int) -> list[int]:
+    """Return the examples that rank `rank` of `world` reads in step `step`, whoever may have read the steps before.
+
+    The order of epoch e is `torch.randperm(size, generator=g)` with `g` a `torch.Generator` seeded with `seed + e`.
+    The orders of epochs 0, 1, 2, ... are laid end to end, without a gap, and cut into global batches of `batch`
+    examples; `batch` may be larger than `size`. Step k reads batch k. Each batch is cut into `world` equal parts,
+    in order: the first is rank 0's. So a run can be resumed at any step, on any number of ranks that divides
+    `batch`. Calculate only.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 20 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def uneven_steps(gradients: list[torch.Tensor], elements: int) -> list[torch.Tensor]:
+    """Return, on every rank, the gradient of each step where the ranks have unequally many: what `join` is for.
+
+    `gradients[k]` is this rank's gradient of step k: a one-dimensional float32 tensor of `elements` elements. Some
+    ranks have fewer of them than others, or none at all. There are as many steps as the longest list has. The result
+    of a step is the mean over the ranks that have a gradient for it, not over all ranks. Nobody knows the other
+    ranks' number of steps, and nobody may wait in vain. No rank may send more bytes than all-reduces of
+    `(steps + 1) * (elements + 1)` float32 numbers would.
+
+    Difficulty ●●●●○   Importance ●●●○○   up to 30 minutes   4 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 03: scaling -------------------------------------------------------------------------------------
+
+
+def speedup_and_efficiency(kind: str, ranks: int, alone: float, together: float) -> tuple[float, float]:
+    """Return (speed-up, efficiency) of `ranks` ranks over one.
+
+    A step takes `alone` seconds on one rank and `together` seconds on `ranks` ranks. The speed-up is the ratio of
+    examples per second, the efficiency its share of the best possible. `kind` is one of
+
+    * "strong": the global batch is the same on one rank and on many;
+    * "weak": the batch of each rank is the same, so that many ranks do more in a step.
+
+    Calculate only.
+
+    Difficulty ●○○○○   Importance ●●●●○   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def overlapped_seconds(compute: list[float], communicate: list[float]) -> tuple[float, float]:
+    """Return (seconds until backward pass and communication are both over, seconds of it that are exposed).
+
+    The backward pass computes one bucket's gradients after another: `compute[b]` seconds for bucket b, without a
+    pause. `communicate[b]` is the time of that bucket's all-reduce. It runs beside the computation and starts as
+    soon as its bucket is computed and the all-reduce of the bucket before is over: one at a time, in order.
+    Communication is exposed while it goes on after the backward pass. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError

@@ -15,6 +15,9 @@ from common.errors import UserError
 from common.ranks import choose, environment
 from common.strategies import find
 
+# How the ranks get their examples: "shard" with every strategy, the others with that of chapter 03.
+LOADING = ("dispatch", "shard", "stream", "shard-stream", "shard-stream-workers")
+
 
 def option(default, help: str, choices: tuple = ()):
     return field(default=default, metadata={"help": help, "choices": choices})
@@ -35,6 +38,7 @@ class Config:
     steps: int = option(250, "optimizer steps")
     batch_size: int = option(32, "examples in the GLOBAL batch of a step")
     accumulate: int = option(1, "micro-batches per step on each rank")
+    loading: str = option("shard", "who reads, decodes and sends the examples (with strategy ddp)", LOADING)
     optimizer: str = option("adamw", "", ("sgd", "adamw"))
     lr: float = option(2e-3, "learning rate, reached after a linear warm-up of 20 steps")
     seed: int = option(0, "of the initial weights and of the order of the data")
@@ -172,6 +176,13 @@ def check(config: Config) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} must be at least 0{f' and at most {top}' if top else ''}, got {value}"
             )
+    if config.loading != "shard" and config.strategy != "ddp":
+        raise UserError(f"--loading {config.loading} is for strategy ddp, not '{config.strategy}'; use --loading shard")
+    if "stream" in config.loading and config.task == "images":
+        raise UserError(
+            f"--loading {config.loading} reads a stream of records, and --task images is one table in memory; "
+            f"use --loading shard or dispatch"
+        )
     if not 0 < config.lr < float("inf"):
         raise UserError(f"--lr must be a positive number, got {config.lr}")
     if config.width % config.heads:

@@ -6,6 +6,8 @@ micro-batches, not on whether the run was stopped and resumed. All of the course
 
 import functools
 import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,16 @@ class Text:
         """Example numbers [n] -> inputs and targets, both [n, context] int64; the target is the next byte."""
         windows = self.tokens[indices[:, None] * self.context + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
+
+    def record(self, index: int) -> bytes:
+        """Example `index` as a stream carries it: raw, `context` + 1 bytes."""
+        begin = index * self.context
+        return bytes(self.tokens[begin : begin + self.context + 1].numpy())
+
+    def decode(self, record: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        """A record -> inputs and targets, both [context] int64, as `batch` has them."""
+        window = torch.frombuffer(bytearray(record), dtype=torch.uint8).long()
+        return window[:-1], window[1:]
 
 
 class Images:
@@ -101,3 +113,43 @@ def micro_batches(dataset, indices: torch.Tensor, data_rank: int, data_size: int
     """
     mine = indices.chunk(data_size)[data_rank]
     return [tuple(part.to(device) for part in dataset.batch(chunk)) for chunk in mine.chunk(accumulate)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run reads, and which part of it this rank reads.
+
+    examples:   how many the run reads in all; those that do not fill a last global batch are left out
+    data_rank:  of `data_size` equal slices of each global batch, the one that this rank reads
+    accumulate: the number of micro-batches that a slice is cut into
+    device:     where the micro-batches are wanted
+    """
+
+    seed: int
+    batch_size: int
+    examples: int
+    data_rank: int = 0
+    data_size: int = 1
+    accumulate: int = 1
+    device: torch.device | str = "cpu"
+
+    @property
+    def steps(self) -> int:
+        return self.examples // self.batch_size
+
+    @property
+    def slice_size(self) -> int:
+        """Examples per step on each rank."""
+        return self.batch_size // self.data_size
+
+    def cut(self, inputs: torch.Tensor, targets: torch.Tensor) -> list:
+        """A slice, two tensors [slice_size, ...], as `accumulate` pairs (inputs, targets) on `device`."""
+        parts = zip(inputs.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
+        return [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in parts]
+
+
+def shard(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
+    """This rank's micro-batches of steps start, start + 1, ...: each rank looks up the examples of its own slice."""
+    for step in range(start, plan.steps):
+        indices = global_batch(plan.seed, step, plan.batch_size, dataset.size)
+        yield micro_batches(dataset, indices, plan.data_rank, plan.data_size, plan.accumulate, plan.device)

@@ -32,10 +32,13 @@ class Task:
 
     def micro_batches(self, step: int, strategy: Strategy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What this rank reads in step `step`, counted from 0."""
+        return next(data.shard(self.dataset, self.plan(strategy), step))
+
+    def plan(self, strategy: Strategy) -> data.Plan:
+        """What the run reads, and this rank's part of it."""
         c = self.config
-        indices = data.global_batch(c.seed, step, c.batch_size, self.dataset.size)
-        device = strategy.ranks.device
-        return data.micro_batches(self.dataset, indices, strategy.data_rank, strategy.data_size, c.accumulate, device)
+        place = (strategy.data_rank, strategy.data_size)
+        return data.Plan(c.seed, c.batch_size, c.steps * c.batch_size, *place, c.accumulate, strategy.ranks.device)
 
 
 def make_task(config: Config) -> Task:
@@ -49,8 +52,14 @@ def make_task(config: Config) -> Task:
 def check_batch(config: Config, strategy: Strategy) -> None:
     """Raise UserError where the global batch cannot be cut into equal micro-batches."""
     parts = strategy.data_size * config.accumulate
+    if config.batch_size < parts:
+        raise UserError(
+            f"--batch-size {config.batch_size} is not one example for each of {strategy.data_size} data-parallel "
+            f"rank(s) x {config.accumulate} micro-batch(es) = {parts}; "
+            f"make it {parts} or a multiple, or start fewer ranks"
+        )
     if config.batch_size % parts:
-        nearest = max(parts, round(config.batch_size / parts) * parts)
+        nearest = round(config.batch_size / parts) * parts
         raise UserError(
             f"--batch-size {config.batch_size} does not divide by {strategy.data_size} data-parallel rank(s) x "
             f"{config.accumulate} micro-batch(es) = {parts}; the nearest that does is {nearest}"

@@ -9,6 +9,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from common import data
 from common.config import Config, parse
 from common.errors import UserError, one_line_errors
 from common.ranks import Ranks
@@ -38,8 +39,11 @@ def learning_rate(config: Config, step: int) -> float:
     return config.lr * min(1.0, (step + 1) / WARM_UP)
 
 
-def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks) -> None:
+def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=data.shard) -> None:
     """Train for config.steps steps, or until Ctrl-C or SIGTERM; leave a run directory with a checkpoint.
+
+    `load(dataset, plan, start)` gives a generator of this rank's micro-batches from step `start` on; the time that
+    a step waits for them counts in its step_seconds.
 
     Exits with code INTERRUPTED after one of those. Raises UserError for a batch that cannot be divided, a run
     directory that cannot be written, and a loss that is no number.
@@ -52,17 +56,17 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks) -> None:
     rate_name = f"{task.dataset.unit}_per_second"
     if main_rank:
         tell(f"{config.strategy} on {ranks.size} process(es), {ranks.device.type}: {run.path}")
-        if ranks.size > 1 and strategy.data_size == 1 and config.strategy == "single":
-            tell(
-                f"note: strategy 'single' divides nothing: all {ranks.size} ranks train the same model on the same data"
-            )
+        if ranks.size > 1 and find(config.strategy).world_sizes == (1,):
+            alike = f"all {ranks.size} ranks train the same model on the same data"
+            tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")
     often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
     bar = tqdm(total=config.steps, initial=done, unit="step", disable=not main_rank, mininterval=often)
-    with bar, stop_requested() as stop:
+    batches = contextlib.closing(load(task.dataset, task.plan(strategy), done))
+    with bar, stop_requested() as stop, batches as batches:
         while done < config.steps:
             begin = time.perf_counter()
             strategy.set_learning_rate(learning_rate(config, done))
-            loss, grad_norm = strategy.step(task.micro_batches(done, strategy))
+            loss, grad_norm = strategy.step(next(batches))
             loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device: from here on the step is over
             seconds = time.perf_counter() - begin
             done += 1

@@ -1,0 +1,263 @@
+"""The ways of loading: each feeds the ranks what common/data.py defines, whoever does the work; and workers end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from test_train import TEXT, metrics, start, wait_for_step
+
+from common import config as options
+from common.config import Config, parse
+from common.data import Plan, Text
+from common.equality import NotEqual
+from common.errors import UserError
+from common.launch import launch
+from common.ledger import Ledger
+from common.ranks import Ranks
+from common.strategies import ROOT, load, module
+from common.task import check_batch, make_task
+from common.train import train
+
+loading, proof = module("03_ddp", "loading"), module("03_ddp", "proof")
+LOADING = loading.LOADING
+
+
+def test_the_table_has_what_the_option_offers():
+    assert tuple(LOADING) == options.LOADING
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_every_way_gives_the_same_micro_batches(nproc):
+    proof.check_loading(list(LOADING.values()), nproc)
+
+
+# name -> what is broken, right, wrong, refused by
+MISTAKES = {
+    "no set_epoch": ("stream", "epoch_order(plan.seed, epoch,", "epoch_order(plan.seed, 0,", "order"),
+    "no set_epoch, sharded": ("shard_stream", "epoch_order(plan.seed, epoch,", "epoch_order(plan.seed, 0,", "order"),
+    "a batch more": ("shard_stream", "place == plan.batch_size - 1", "len(mine) == plan.slice_size", "count"),
+    "a batch more, workers": (
+        "shard_stream_workers",
+        "place == plan.batch_size - 1",
+        "len(mine) == plan.slice_size",
+        "count",
+    ),
+    "from the beginning": ("stream", "start * plan.batch_size, None", "0, None", "count"),
+    "one slice for all": ("stream", "first = plan.data_rank * plan.slice_size", "first = 0", "order"),
+    "dealt out": (
+        "shard_stream",
+        "place // plan.slice_size == plan.data_rank",
+        "place % plan.data_size == plan.data_rank",
+        "order",
+    ),
+    "every worker makes all": ("shard_stream_workers", "worker.id, worker.num_workers", "0, 1", "count"),
+    "turns counted from 0": ("shard_stream_workers", "(step - start) % workers", "step % workers", "order"),
+    "described to rank 0 alone": (
+        "dispatch",
+        "if described is None:",
+        "if described is None and plan.data_rank == 0:",
+        "error",
+    ),
+    "one buffer for all steps": (
+        "dispatch",
+        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype) for shape, dtype in described[0]]",
+        "mine = mine if step > start else [torch.empty(plan.slice_size, *s, dtype=d) for s, d in described[0]]",
+        "order",
+    ),
+}
+
+
+def planted(name: str):
+    """The way of loading with a mistake in it."""
+    target, right, wrong, _ = MISTAKES[name]
+    text = Path(loading.__file__).read_text()
+    assert text.count(right) == 1, f"{right!r} stands {text.count(right)} times in loading.py"
+    namespace = {"__name__": "planted"}
+    exec(compile(text.replace(right, wrong), f"<{name}>", "exec"), namespace)
+    return namespace[target]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused(name):
+    with pytest.raises(NotEqual) as refusal:
+        proof.check_loading([planted(name)], 2)
+    assert refusal.value.what == MISTAKES[name][-1], refusal.value
+
+
+class Counted(proof.Numbered):
+    """Counts what is read and decoded, in workers too, whose memory is another."""
+
+    def __init__(self):
+        self.work = torch.zeros(2, dtype=torch.int64).share_memory_()  # records read, records decoded
+
+    def batch(self, indices):
+        self.work += len(indices)
+        return super().batch(indices)
+
+    def record(self, index):
+        self.work[0] += 1
+        return super().record(index)
+
+    def decode(self, record):
+        self.work[1] += 1
+        return super().decode(record)
+
+
+def count_work():
+    """For each way: records read, records decoded, calls and bytes of the batches sent, RNG left alone."""
+    plan = Plan(1, 24, 4 * 24, dist.get_rank(), dist.get_world_size())
+    found = {}
+    for name, way in LOADING.items():
+        dataset, before = Counted(), torch.get_rng_state()
+        with Ledger() as ledger:
+            list(way(dataset, plan))
+        scattered = [entry.payload for entry in ledger.entries if entry.operation == "scatter"]
+        others = {entry.operation for entry in ledger.entries} - {"scatter"}
+        found[name] = (dataset.work.tolist(), scattered, others, torch.equal(before, torch.get_rng_state()))
+    return found
+
+
+def test_who_reads_decodes_and_sends(monkeypatch):
+    """Four steps of 24 examples on two ranks: 96 examples, 48 for each rank."""
+    monkeypatch.setattr(loading, "WORKERS", 1)  # two would count at once, and lose counts
+    sent = [24 * 8] * 2 * 4  # inputs and targets of each step, 8 bytes an example
+    for rank, found in enumerate(launch(count_work)):
+        assert found == {
+            "dispatch": ([96, 96] if rank == 0 else [0, 0], sent, {"broadcast"}, True),
+            "shard": ([48, 48], [], set(), True),
+            "stream": ([96, 96], [], set(), True),
+            "shard-stream": ([96, 48], [], set(), True),
+            "shard-stream-workers": ([96, 48], [], set(), True),
+        }
+
+
+def test_text_as_a_stream_is_the_text():
+    text = Text(context=16)
+    indices = torch.tensor([0, 7, text.size - 1])
+    records = [text.record(index) for index in indices.tolist()]
+    assert {type(record) for record in records} == {bytes} and {len(record) for record in records} == {17}
+    for whole, parts in zip(text.batch(indices), zip(*map(text.decode, records), strict=True), strict=True):
+        assert torch.equal(whole, torch.stack(parts)) and whole.dtype == parts[0].dtype
+
+
+def train_all(configs: list[Config]) -> None:
+    """On each rank of a launch: the script of the chapter, once for each configuration."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    for config in configs:
+        task = make_task(config)
+        strategy = load(config.strategy, config.by_hand)(task.make_model(), task.make_optimizer, ranks)
+        train(strategy, task, config, ranks, LOADING[config.loading])
+
+
+def numbers(folder: Path) -> list[float]:
+    return [record[name] for record in metrics(folder) for name in ("loss", "grad_norm")]
+
+
+def test_training_is_bitwise_the_same_and_goes_on_from_anywhere(tmp_path):
+    """Each way through one run; and one run of which each way does a step, resumed."""
+    runs = [Config(**TEXT, strategy="ddp", loading=name, run_dir=str(tmp_path / name)) for name in LOADING]
+    parts = [
+        Config(**TEXT | {"steps": step}, strategy="ddp", loading=name, run_dir=str(tmp_path / "parts"), resume=step > 1)
+        for step, name in enumerate(reversed([*LOADING][1:]), start=1)
+    ]
+    launch(train_all, 2, (runs + parts,))
+    expected = numbers(tmp_path / "shard")
+    assert len(expected) == 8 and len(set(expected)) == 8
+    for name in [*LOADING, "parts"]:
+        assert numbers(tmp_path / name) == expected, name
+    for name in LOADING:
+        saved = [torch.load(tmp_path / n / "checkpoint-000004.pt", weights_only=True)["model"] for n in ("shard", name)]
+        assert all(torch.equal(*pair) for pair in zip(saved[0].values(), saved[1].values(), strict=True)), name
+
+
+def test_bad_choices_get_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = {
+        "--loading stream": r"--loading stream is for strategy ddp, not 'single'; use --loading shard",
+        "--loading shards --strategy ddp": r"invalid choice: 'shards'",
+        "--loading shard-stream --strategy ddp --task images": r"is one table in memory; use --loading shard or disp",
+    }
+    for line, told in wrong.items():
+        with pytest.raises(UserError, match=told) as error:
+            parse(argv=line.split())
+        assert len(str(error.value).splitlines()) == 1
+    assert parse(argv=["--strategy=ddp", "--task=images", "--loading=dispatch"]).loading == "dispatch"
+    strategy = type("", (), {"data_size": 4})
+    with pytest.raises(
+        UserError, match="--batch-size 6 is not one example for each of 4 data-parallel rank.* = 8; make it 8 or a mul"
+    ):
+        check_batch(Config(batch_size=6, accumulate=2), strategy)
+    with pytest.raises(UserError, match="--batch-size 11 does not divide .* = 8; the nearest that does is 8"):
+        check_batch(Config(batch_size=11, accumulate=2), strategy)
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The processes below the ranks, which are below torchrun."""
+    return [child for rank in process.children() for child in rank.children()]
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGKILL"])
+def test_workers_end_with_the_run(how, tmp_path):
+    """Interrupted in a terminal, which tells everybody, a run stops in order; and no orphan outlives a dead rank."""
+    process = start(
+        "--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers", nproc=2, cwd=tmp_path
+    )
+    wait_for_step(tmp_path / "run", 3)
+    ranks = psutil.Process(process.pid).children()
+    workers = workers_of(psutil.Process(process.pid))
+    assert len(ranks) == 2 and len(workers) == 2 * loading.WORKERS
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert psutil.wait_procs([*ranks, *workers], timeout=20)[1] == []
+    assert ("go on with --resume" in errors) == (how == "Ctrl-C"), errors
+    assert ("SIGKILL" in errors) == (how == "SIGKILL"), errors
+    if how == "Ctrl-C":
+        assert "Traceback" not in errors.split("go on with --resume")[0], errors
+
+
+def two_steps_then_close():
+    me = psutil.Process()
+    batches = LOADING["shard-stream-workers"](proof.Numbered(), proof.plans()[0])
+    next(batches)
+    workers = me.children()
+    batches.close()
+    return len(workers), len(me.children())
+
+
+def fail_with_workers(config: Config):
+    try:
+        train_all([config])
+    except UserError as error:
+        return str(error), len(psutil.Process().children())
+
+
+def test_workers_end_when_nobody_wants_more_and_when_the_loop_fails(tmp_path):
+    assert launch(two_steps_then_close) == [(loading.WORKERS, 0)] * 2
+    settings = TEXT | {"strategy": "ddp", "optimizer": "sgd", "lr": 1e38, "run_dir": str(tmp_path / "run")}
+    for error, left in launch(fail_with_workers, args=(Config(**settings, loading="shard-stream-workers"),)):
+        assert "the loss is nan at step" in error and left == 0
+
+
+def test_workers_can_be_spawned():
+    """As on macOS and Windows: the dataset travels by pickle, and a worker imports the chapter's file anew."""
+    code = """
+from common.data import Plan, Text, shard
+from common.strategies import module
+loading = module("03_ddp", "loading")
+loading.START_METHOD, loading.WORKERS = "spawn", 1
+both = [list(load(Text(16), Plan(0, 8, 16))) for load in (shard, loading.shard_stream_workers)]
+print(all(a.equal(b) for ours, theirs in zip(*both) for a, b in zip(ours[0], theirs[0])), len(both[1]))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT / "03_ddp", capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("True 2\n", 0), done.stderr

@@ -26,6 +26,7 @@ class Entry:
 
 STRATEGIES = {
     "single": Entry("01_intro", "SingleProcess", None, (1,)),
+    "dp": Entry("02_data_parallel", "ThreadedDataParallel", "ThreadedDataParallelByHand", (1,)),
     "ddp": Entry("03_ddp", "DataParallel", "DataParallelByHand", (1, 2, 4)),
 }
 

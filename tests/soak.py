@@ -27,6 +27,8 @@ SCRIPTS = [
     (".", ""),
     (".", "--task images"),
     ("01_intro", ""),
+    ("02_data_parallel", ""),
+    ("02_data_parallel", "--by-hand --accumulate 3"),
     ("03_ddp", ""),
     ("03_ddp", "--by-hand"),
     ("03_ddp", "--accumulate 3 --check-collectives"),

@@ -1,0 +1,136 @@
+"""Data parallelism with threads: one process drives several devices, and the first device keeps the only real model.
+
+Five moves in every step: scatter the inputs, replicate the model, apply the replicas in threads, gather the outputs,
+and, in the backward pass, add the gradients of all copies into the real parameters. Devices may repeat: on a machine
+without GPUs, [cpu, cpu] runs all five. The same interface as distributed_training.py; start it with --by-hand.
+"""
+
+import copy
+import functools
+import operator
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from common.model import cross_entropy
+from common.strategy import Strategy
+
+
+def devices_of(ranks) -> list[torch.device]:
+    """The GPUs of this machine, if it has several and this process is alone; else its one device, twice, and a note.
+
+    The first is always `ranks.device`, where the real model is.
+    """
+    if ranks.device.type == "cuda" and ranks.size == 1 and torch.cuda.device_count() > 1:
+        return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    if ranks.rank == 0:
+        print(f"note: no two GPUs for nn.DataParallel; dp by hand uses '{ranks.device}' twice", file=sys.stderr)
+    return [ranks.device] * 2
+
+
+def scatter(inputs: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
+    """Cut [batch, ...] into consecutive slices, one for each device, and send them there.
+
+    As many slices as devices, or fewer where there are fewer examples; the last one may be shorter.
+    """
+    return [part.to(device) for part, device in zip(inputs.chunk(len(devices)), devices, strict=False)]
+
+
+class Broadcast(torch.autograd.Function):
+    """Copy tensors to all devices; backward adds up what comes back, in the order of the devices.
+
+    The first device's "copies" are the tensors themselves: they are there already.
+    """
+
+    @staticmethod
+    def forward(ctx, devices, *tensors):
+        ctx.home, ctx.number = devices[0], len(tensors)
+        ctx.set_materialize_grads(False)  # a parameter that no replica used has no gradient, rather than zeros
+        copies = [
+            tensor.to(device, copy=True) if place else tensor.detach()
+            for place, device in enumerate(devices)
+            for tensor in tensors
+        ]
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(made for i, made in enumerate(copies) if not needed[i % ctx.number]))
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        sums = []
+        for i in range(ctx.number):
+            of_all_devices = [g.to(ctx.home) for g in gradients[i :: ctx.number] if g is not None]
+            sums.append(functools.reduce(operator.add, of_all_devices) if of_all_devices else None)
+        return None, *sums
+
+
+def replicate(model: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
+    """A replica of the model for each device, whose parameters are copies that autograd leads back to the real ones.
+
+    The first replica shares parameters and buffers with the model; whatever a forward pass changes in the others
+    is gone with them. Two names of one tensor stay two names of one copy: tied weights stay tied.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    copies = Broadcast.apply(devices, *tensors)
+    replicas = []
+    for place in range(len(devices)):
+        mine = copies[place * len(tensors) : (place + 1) * len(tensors)]
+        memo = {id(tensor): replacement for tensor, replacement in zip(tensors, mine, strict=True)}
+        replicas.append(copy.deepcopy(model, memo))  # which copies all but what it finds in the memo
+    return replicas
+
+
+def parallel_apply(replicas: list[nn.Module], slices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Call each replica on its slice, in a thread of its own. An exception in a thread comes out with its traceback."""
+    kind = slices[0].device.type  # whether autograd records and in which type one computes is set for each thread
+    grad, mixed, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def apply(replica, inputs):
+        if kind == "cuda":
+            torch.cuda.set_device(inputs.device)
+        with torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=mixed):
+            return replica(inputs)
+
+    with ThreadPoolExecutor(len(replicas), thread_name_prefix="replica") as pool:
+        return list(pool.map(apply, replicas, slices))
+
+
+def gather(outputs: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Bring the outputs of all slices to one device and join them in order: [batch, ...]."""
+    return torch.cat([output.to(device) for output in outputs])
+
+
+def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.device]) -> torch.Tensor:
+    """model(inputs), computed on several devices. The model is on the first one, and so is the result."""
+    slices = scatter(inputs, devices)
+    replicas = replicate(model, devices[: len(slices)])
+    outputs = parallel_apply(replicas, slices)
+    return gather(outputs, devices[0])
+
+
+class ThreadedDataParallelByHand(Strategy):
+    """One process reads the whole global batch and divides it among its devices."""
+
+    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, devices=None):
+        super().__init__(ranks, precision, max_norm)
+        self.devices = devices or devices_of(ranks)
+        self.model = model.to(self.devices[0])
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for inputs, targets in micro_batches:
+            with self.autocast():
+                # one loss over all outputs: a mean of the devices' means would be wrong where slices are uneven
+                part = cross_entropy(data_parallel(self.model, inputs, self.devices), targets) / len(micro_batches)
+            self.scaler.scale(part).backward()
+            loss += part.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss, grad_norm

@@ -1,0 +1,201 @@
+"""Chapter 02's five moves on any list of devices: equal to one process, and everything that gets lost is known."""
+
+import threading
+import traceback
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from common import bugs, equality, strategies
+from common.equality import NotEqual, prove_class
+from common.launch import launch
+from common.ledger import Ledger
+from common.ranks import Ranks
+
+by_hand = strategies.module("02_data_parallel", "by_hand")
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, 0, CPU)
+
+
+def on(devices: int, strategy_class=by_hand.ThreadedDataParallelByHand):
+    return partial(strategy_class, devices=[CPU] * devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+def test_equals_one_process_on_any_number_of_devices(devices):
+    """Slices of 8 examples are 3, 3, 2 on three devices, and 2, 2, 2, 2 and none on five."""
+    rows = prove_class(on(devices), 1, f"{devices} devices")
+    assert len(rows) == len(equality.CASES)
+    if devices == 1:
+        assert all(row.bitwise for row in rows if row.case.accumulate == 1)
+
+
+UNEVEN = [case for case in equality.CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
+MISTAKES = {  # which even slices hide
+    "a mean of the devices' means": (
+        "cross_entropy(data_parallel(self.model, inputs, self.devices), targets) / len(micro_batches)",
+        "sum(map(cross_entropy, data_parallel(self.model, inputs, self.devices).chunk(len(self.devices)), "
+        "targets.chunk(len(self.devices)))) / len(self.devices) / len(micro_batches)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_that_even_slices_hide(mistake):
+    right, wrong = MISTAKES[mistake]
+    bug = bugs.Bug("ThreadedDataParallelByHand", right, wrong, "loss", "")
+    planted = bugs.Bugs(by_hand.__file__, {mistake: bug}).plant(mistake)
+    assert len(prove_class(on(2, planted), 1, mistake, UNEVEN)) == 2
+    with pytest.raises(NotEqual, match="loss of step 1"):
+        prove_class(on(3, planted), 1, mistake, UNEVEN)
+
+
+def test_slices_are_consecutive_and_may_be_uneven_or_fewer():
+    assert [part.tolist() for part in by_hand.scatter(torch.arange(5), [CPU] * 2)] == [[0, 1, 2], [3, 4]]
+    assert [part.tolist() for part in by_hand.scatter(torch.arange(2), [CPU] * 4)] == [[0], [1]]
+
+
+def test_replicas_have_tied_weights_where_the_model_has_and_the_first_shares_memory():
+    model = equality.tied()
+    first, second = by_hand.replicate(model, [CPU, CPU])
+    for replica in (first, second):
+        assert replica.head.out.weight is replica.embedding.tokens.weight
+    address = model.head.out.weight.data_ptr()
+    assert first.head.out.weight.data_ptr() == address != second.head.out.weight.data_ptr()
+
+
+class Net(nn.Module):
+    """With a parameter that is never used, a buffer that counts, and an attribute that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.count = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += 1
+        return self.used(x)
+
+
+def test_a_parameter_that_no_replica_uses_has_no_gradient():
+    """Zeros would not do: weight decay would move what one process leaves alone."""
+    model = Net()
+    by_hand.data_parallel(model, torch.randn(4, 3), [CPU] * 2).sum().backward()
+    assert model.unused.weight.grad is None and model.used.weight.grad is not None
+
+
+def test_what_replicas_change_is_lost_but_for_the_buffers_of_the_first():
+    model = Net()
+    for _ in range(3):
+        by_hand.data_parallel(model, torch.randn(4, 3), [CPU] * 4)
+    assert (model.calls.item(), model.count) == (3, 0)  # of 12 calls
+
+
+def test_batch_norm_learns_its_statistics_from_the_first_slice_alone():
+    model = nn.BatchNorm1d(2, momentum=1.0)
+    x = torch.tensor([[0.0, 1.0], [2.0, 3.0], [10.0, 20.0], [30.0, 40.0]])
+    y = by_hand.data_parallel(model, x, [CPU] * 2)
+    assert model.running_mean.tolist() == [1.0, 2.0] and model.num_batches_tracked == 1
+    for part in y.chunk(2):
+        assert part.mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)  # each normalised by its own slice
+
+
+def test_each_replica_has_a_thread_of_its_own():
+    barrier = threading.Barrier(3, timeout=10)
+
+    class Meeting(nn.Module):
+        def forward(self, x):
+            barrier.wait()  # passes only if three are inside at once
+            assert threading.current_thread() is not threading.main_thread()
+            return x
+
+    x = torch.arange(6.0)
+    assert by_hand.data_parallel(Meeting(), x, [CPU] * 3).equal(x)
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_threads_compute_in_the_callers_precision(dtype):
+    model, x = Asks(), torch.randn(4, 2)
+    with torch.autocast("cpu", dtype):
+        assert by_hand.data_parallel(model, x, [CPU] * 2).dtype == dtype
+    with torch.autocast("cpu", dtype), torch.autocast("cpu", enabled=False):
+        assert by_hand.data_parallel(model, x, [CPU] * 2).dtype == torch.float32
+
+
+def test_threads_record_for_autograd_only_if_the_caller_does():
+    model, x = Asks(), torch.randn(4, 2)
+    with torch.no_grad():
+        assert not by_hand.data_parallel(model, x, [CPU] * 2).requires_grad
+    assert by_hand.data_parallel(model, x, [CPU] * 2).requires_grad
+
+
+def test_an_exception_in_a_thread_comes_out_with_its_traceback():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x[0] > 1:
+                raise ValueError("example 2 is bad")
+            return x
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="example 2 is bad") as caught:
+        by_hand.data_parallel(Fails(), torch.arange(4.0), [CPU] * 2)
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.filename == __file__ and last.name == "forward"
+    assert threading.active_count() == before
+
+
+def test_nothing_is_sent_and_every_rank_trains_by_itself():
+    def on_rank():
+        sent = {}
+        ranks = Ranks(torch.distributed.get_rank(), 2, 0, CPU)
+        tokens = torch.arange(4 * equality.CONTEXT).view(4, -1) % equality.VOCABULARY
+        for hand in (False, True):
+            strategy = strategies.load("dp", hand)(equality.tied(), equality.sgd, ranks)
+            assert (strategy.data_rank, strategy.data_size) == (0, 1)
+            with Ledger() as ledger:
+                strategy.step([(tokens, tokens)])
+            sent[hand] = len(ledger.entries)
+        return sent
+
+    assert launch(on_rank, 2) == [{False: 0, True: 0}] * 2
+
+
+def test_without_two_gpus_it_says_what_it_does_instead(capsys):
+    assert by_hand.devices_of(ALONE) == [CPU, CPU]
+    assert capsys.readouterr().err == "note: no two GPUs for nn.DataParallel; dp by hand uses 'cpu' twice\n"
+    assert by_hand.devices_of(Ranks(1, 2, 1, CPU)) == [CPU, CPU]
+    assert capsys.readouterr().err == ""
+
+
+def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(monkeypatch):
+    """No GPU is needed to see which class is chosen, for which devices, and what its threads would compute in."""
+    script = strategies.module("02_data_parallel", "distributed_training")
+    made = []
+    monkeypatch.setattr(script.nn, "DataParallel", lambda model, devices: made.append((model, devices)) or model)
+    monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = torch.device("cuda", 0)
+    strategy = script.ThreadedDataParallel(Asks(), equality.sgd, Ranks(0, 1, 0, gpu), precision="bf16")
+    ((model, devices),) = made
+    assert model is strategy.model and devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    types = []
+    strategy.model.linear.register_forward_pre_hook(lambda *_: types.append(torch.get_autocast_dtype("cuda")))
+    thread = threading.Thread(target=strategy.replicas, args=(torch.randn(1, 2),))
+    thread.start()
+    thread.join()
+    assert types == [torch.bfloat16] != [torch.get_autocast_dtype("cuda")]  # which a new thread has set to float16
+    script.ThreadedDataParallel(Asks(), equality.sgd, Ranks(1, 2, 0, gpu))  # of several ranks, each has one GPU
+    assert len(made) == 1

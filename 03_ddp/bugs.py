@@ -2,9 +2,10 @@
 
     python bugs.py                 the names
     python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
-    python bugs.py NAME --answer   the place, and the number that refuses it
+    python bugs.py NAME --answer   the place, and the check that refuses it
 
-Every one is refused by the comparison with training on one process (common/equality.py).
+Every one is refused by the comparison with training on one process (common/equality.py), which sees a number that is
+off, ranks that no longer hold the same, or ranks that wait for each other in vain.
 """
 
 from functools import partial
@@ -17,43 +18,66 @@ BUGS = Bugs(
     __file__,
     {
         "too_large": bug(
-            right="parameter.grad /= self.data_size",
-            wrong="pass",
+            right="1 / self.size",
+            wrong="1.0",
+            inside="ready",
             refused_by="grad_norm",
             why="Gradients are summed over the ranks, not averaged. AdamW's steps do not depend on the scale of the "
             "gradient, so its loss curve looks fine; SGD's learning rate is N times what was asked for.",
         ),
         "too_small": bug(
-            right="parameter.grad /= self.data_size",
-            wrong="parameter.grad /= self.data_size**2",
+            right="1 / self.size",
+            wrong="1 / self.size**2",
+            inside="ready",
             refused_by="grad_norm",
             why="Gradients are divided by the number of ranks twice: once would have been done by a loss that was "
             "divided already.",
         ),
         "wrong_tensor": bug(
-            right="dist.all_reduce(parameter.grad)",
-            wrong="dist.all_reduce(parameter.data)",
+            right="parameter.grad, 1",
+            wrong="parameter.data, 1",
+            inside="ready",
             refused_by="grad_norm",
-            why="The parameter is reduced, not its gradient: every step multiplies the weights by the number of ranks.",
+            why="The hook reduces the parameter, not its gradient: the optimizer is handed the weights for a gradient.",
         ),
         "never_reduced": bug(
-            right="self.average_gradients()",
-            wrong="pass",
+            right="self.works.append(dist.all_reduce(self.flat[len(self.works)], async_op=True))",
+            wrong="self.works.append(dist.all_reduce(self.flat[len(self.works)].clone(), async_op=True))",
+            inside="launch",
             refused_by="grad_norm",
-            why="Every rank trains a model of its own on its own slice. Each loss curve looks fine.",
+            why="A copy is reduced, and thrown away. Every rank trains a model of its own on its own slice, and each "
+            "loss curve looks fine.",
+        ),
+        "only_the_last": bug(
+            right="            return",
+            wrong="            parameter.grad = None\n            return",
+            inside="ready",
+            refused_by="grad_norm",
+            why="Gradients that were accumulated without being sent are dropped: only the last micro-batch is reduced.",
         ),
         "clipped_too_early": bug(
-            right="self.average_gradients()",
-            wrong="clip_grad_norm_(self.model.parameters(), self.max_norm)\n        self.average_gradients()",
+            right="                self.scaler.scale(part).backward()",
+            wrong="                with self.reducer.no_sync():\n"
+            "                    self.scaler.scale(part).backward()\n"
+            "                clip_grad_norm_(self.model.parameters(), self.max_norm)",
             refused_by="grad_norm",
             why="Each rank clips by the norm of its own gradient, which is larger than that of the mean: the mean of "
             "clipped gradients is not the clipped mean.",
         ),
         "own_weights": bug(
-            right="dist.broadcast(tensor, src=0)",
+            right="dist.broadcast(tensor.detach(), src=0)",
             wrong="pass",
+            inside="__init__",
             refused_by="loss",
             why="Ranks seeded differently start from different weights, and equal gradients keep them apart.",
+        ),
+        "drifting_buffers": bug(
+            right="dist.broadcast(buffer, src=0)",
+            wrong="pass",
+            inside="finish",
+            refused_by="agreement",
+            why="BatchNorm's running statistics are no parameters and have no gradient: each rank keeps those of its "
+            "own slices, and evaluates another model than the others do.",
         ),
         "not_divided": bug(
             right="cross_entropy(self.model(inputs), targets) / len(micro_batches)",
@@ -63,10 +87,11 @@ BUGS = Bugs(
             "too large.",
         ),
         "impatient": bug(
-            right="loss += part.detach()",
-            wrong="loss += part.detach()\n            self.optimizer.step()",
+            right="            loss += part.detach()",
+            wrong="            loss += part.detach()\n            self.optimizer.step()",
             refused_by="loss",
-            why="The optimizer steps after every micro-batch, by the gradient of this rank alone.",
+            why="The optimizer steps after the first micro-batch, and after every other, by the gradient of this rank "
+            "alone.",
         ),
         "leftovers": bug(
             right="self.optimizer.zero_grad()",
@@ -85,6 +110,13 @@ BUGS = Bugs(
             wrong="self.data_rank, self.data_size = 0, ranks.size",
             refused_by="loss",
             why="All ranks read the first slice of each batch: N times the work, for one rank's gradient.",
+        ),
+        "alone_on_rank_0": bug(
+            right="dist.all_reduce(loss)",
+            wrong="if self.data_rank == 0:\n            dist.reduce(loss, dst=0)",
+            refused_by="timeout",
+            why="Only rank 0 shows the loss, so only rank 0 asks for it; but a collective needs all ranks: rank 0 "
+            "waits until its time is up.",
         ),
     },
 )

@@ -1,7 +1,7 @@
 """Planted bugs: a chapter's by_hand.py with one mistake in it, for readers to find and for checks to refuse.
 
 A bug is written down as what is right and what stands there instead, and made by putting the one for the other in
-by_hand.py. So all the rest is right, and stays so when by_hand.py changes.
+by_hand.py, or in another file of the chapter. So all the rest is right, and stays so when that file changes.
 """
 
 import argparse
@@ -16,13 +16,14 @@ from pathlib import Path
 class Bug:
     """One mistake.
 
-    target:     the function or class of by_hand.py that is broken by it
-    right:      text of by_hand.py, the first such text at or after the line that defines `inside`
+    target:     the function or class that is broken by it
+    right:      text of `file`, the first such text at or after the line that defines `inside`
     wrong:      what stands there instead
     refused_by: the check that must refuse it
     why:        what goes wrong, and when it is not noticed
     inside:     a function, by default the target
     ranks:      a number of ranks on which it must be refused
+    file:       a file of the chapter
     """
 
     target: str
@@ -32,6 +33,7 @@ class Bug:
     why: str
     inside: str = ""
     ranks: int = 4
+    file: str = "by_hand.py"
 
 
 class Bugs(dict):
@@ -39,19 +41,20 @@ class Bugs(dict):
 
     def __init__(self, file: str, bugs: dict[str, Bug]):
         super().__init__(bugs)
-        self.by_hand = Path(file).with_name("by_hand.py")
+        self.folder = Path(file).parent
 
     def source(self, name: str) -> str:
-        """by_hand.py with the bug in it. Raises ValueError if by_hand.py has no such place any more."""
-        bug, text = self[name], self.by_hand.read_text()
+        """The file with the bug in it. Raises ValueError if it has no such place any more."""
+        bug = self[name]
+        text = (self.folder / bug.file).read_text()
         define = f"def {bug.inside}(" if bug.inside else f" {bug.target}("
         place = text.find(bug.right, text.find(define))
         if define not in text or place < 0:
-            raise ValueError(f"bug {name}: by_hand.py has no {bug.right!r} after {define!r} any more")
+            raise ValueError(f"bug {name}: {bug.file} has no {bug.right!r} after {define!r} any more")
         return text[:place] + bug.wrong + text[place + len(bug.right) :]
 
     def plant(self, name: str):
-        """The broken function or class, called like that of by_hand.py."""
+        """The broken function or class, called like the right one."""
         text, filename = self.source(name), f"<{name}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # for tracebacks
         namespace = {"__name__": name, "os": os}
@@ -61,12 +64,12 @@ class Bugs(dict):
     def excerpt(self, name: str) -> str:
         """The functions or the class in which the mistake is, somewhere."""
         text = self.source(name)
-        wanted = {self[name].target, *(bug.inside for bug in self.values())}
+        wanted = {self[name].target, *(bug.inside for bug in self.values() if bug.file == self[name].file)}
         nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) in wanted]
         return "\n\n\n".join(ast.get_source_segment(text, node) for node in nodes)
 
     def command_line(self) -> None:
-        parser = argparse.ArgumentParser(description="by_hand.py with one mistake in it. Can you find it?")
+        parser = argparse.ArgumentParser(description="Code with one mistake in it. Can you find it?")
         parser.add_argument("name", nargs="?", choices=self)
         parser.add_argument("--answer", action="store_true", help="show the mistake")
         options = parser.parse_args()

@@ -108,12 +108,27 @@ class Row:
 
 
 class NotEqual(AssertionError):
-    """A strategy does not train as one process does. `what` is "loss", "grad_norm", "parameters", "optimizer" or
-    "nothing changed"."""
+    """A strategy does not train as one process does. `what` is "loss", "grad_norm", "parameters", "optimizer",
+    "agreement" or "nothing changed"."""
 
     def __init__(self, what: str, text: str):
         super().__init__(text)
         self.what = what
+
+
+class WithBatchNorm(nn.Module):
+    """A model whose buffers change with what a rank reads: the running statistics of BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, VOCABULARY),
+        )
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens).flatten(0, 1))).unflatten(0, tokens.shape)
 
 
 class Batches:
@@ -249,14 +264,32 @@ def prove(strategy: str, by_hand: bool, nproc: int, cases: list[Case] = CASES) -
     return prove_class(strategies.load(strategy, by_hand), nproc, who, cases)
 
 
-def prove_class(strategy_class, nproc: int, who: str, cases: list[Case] = CASES) -> list[Row]:
-    """The same for a class that is in no table: a planted bug, or one written in a notebook."""
-    outcomes = launch(on_ranks, nproc, (strategy_class, cases))
+def prove_class(strategy_class, nproc: int, who: str, cases: list[Case] = CASES, timeout: float = 60.0) -> list[Row]:
+    """The same for a class that is in no table: a planted bug, or one written in a notebook.
+
+    Raises RankFailed too, of launch, for ranks that wait for each other longer than `timeout` seconds."""
+    outcomes = launch(on_ranks, nproc, (strategy_class, cases), timeout)
     rows = []
     for number, (case, reference) in enumerate(zip(cases, references(tuple(cases)), strict=True)):
         check_something_happened(case, reference)
         rows.append(compare(case, reference, [outcome[number] for outcome in outcomes], who))
     return rows
+
+
+def agree(strategy_class, nproc: int, who: str) -> None:
+    """Prove that all ranks hold the same full state after some steps, bit by bit, buffers included.
+
+    No process alone could be compared with: each rank's BatchNorm sees its own slice. Raises NotEqual.
+    """
+    case = Case(WithBatchNorm, sgd, accumulate=1, max_norm=100.0)
+    first, *others = (outcomes[0].state for outcomes in launch(on_ranks, nproc, (strategy_class, [case])))
+    if torch.equal(first["model/norm.running_mean"], WithBatchNorm().norm.running_mean):
+        raise NotEqual("nothing changed", f"{who}: the running mean is as it was made")
+    for rank, other in enumerate(others, start=1):
+        for name, expected in first.items():
+            if not torch.equal(other[name], expected):
+                text = f"{who}: {name} on rank {rank} differs by {difference(other[name], expected):.3g}"
+                raise NotEqual("agreement", f"{text} of its largest element on rank 0")
 
 
 def table(rows: list[Row]) -> str:
@@ -268,4 +301,3 @@ def table(rows: list[Row]) -> str:
             f"{row.case!s:50}  " + "  ".join(f"{number:8.1e}" if number else "bitwise ".rjust(8) for number in numbers)
         )
     return "\n".join(lines)
-

@@ -1,7 +1,7 @@
 """Data parallelism with threads: one process drives several devices, and the first device keeps the only real model.
 
-Five moves in every step: scatter the inputs, replicate the model, apply the replicas in threads, gather the outputs,
-and, in the backward pass, add the gradients of all copies into the real parameters. Devices may repeat: on a machine
+Five moves in every step: scatter the inputs, replicate the model, apply the replicas in threads, gather the outputs
+and, in the backward pass, add up the gradients of all copies for the real parameters. Devices may repeat: on a machine
 without GPUs, [cpu, cpu] runs all five. The same interface as distributed_training.py; start it with --by-hand.
 """
 
@@ -60,11 +60,13 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        sums = []
-        for i in range(ctx.number):
-            of_all_devices = [g.to(ctx.home) for g in gradients[i :: ctx.number] if g is not None]
-            sums.append(functools.reduce(operator.add, of_all_devices) if of_all_devices else None)
-        return None, *sums
+        return None, *(add_up(gradients[i :: ctx.number], ctx.home) for i in range(ctx.number))
+
+
+def add_up(gradients: tuple[torch.Tensor | None, ...], home: torch.device) -> torch.Tensor | None:
+    """The sum, on the device `home`, of the gradients that the copies of one parameter got; None if none got any."""
+    there = [gradient.to(home) for gradient in gradients if gradient is not None]
+    return functools.reduce(operator.add, there) if there else None
 
 
 def replicate(model: nn.Module, devices: list[torch.device]) -> list[nn.Module]:

@@ -34,7 +34,8 @@ def test_the_table_is_proved_as_declared():
     }  # fmt: skip
 
 
-BUGS = [(chapter, name) for chapter in ("03_ddp",) for name in strategies.module(chapter, "bugs").BUGS]
+CHAPTERS = ("02_data_parallel", "03_ddp")
+BUGS = [(chapter, name) for chapter in CHAPTERS for name in strategies.module(chapter, "bugs").BUGS]
 TELLING = [case for case in CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
 
 

@@ -336,11 +336,12 @@ def _difference(expected, got) -> tuple[str, str] | None:
             return _show(expected[at]) + place, f"{_show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"
         same = not wrong
     elif isinstance(expected, list) and isinstance(got, list):
-        same = len(expected) == len(got)
-        for number, pair in enumerate(zip(expected, got, strict=False)):
-            different = _difference(*pair)
-            if same and different:
-                return different[0] + f" as item {number}", different[1]
+        differences = list(map(_difference, expected, got))
+        number = next((number for number, different in enumerate(differences) if different), None)
+        same = len(expected) == len(got) and number is None
+        # Lists of numbers are short enough to be shown whole.
+        if len(expected) == len(got) and not same and not (_numbers(expected) and _numbers(got)):
+            return differences[number][0] + f" as item {number}", differences[number][1]
     elif isinstance(expected, Real) and isinstance(got, Real):
         same = math.isclose(expected, got, rel_tol=1e-6)
     elif type(expected) is type(got):
@@ -348,6 +349,10 @@ def _difference(expected, got) -> tuple[str, str] | None:
     else:
         return _kind(expected), _kind(got)
     return None if same else (_show(expected), _show(got))
+
+
+def _numbers(value) -> bool:
+    return all(map(_numbers, value)) if isinstance(value, list) else isinstance(value, Real)
 
 
 def _kind(value) -> str:

@@ -1,0 +1,766 @@
+"""Answers to the exercises of chapter 03, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+import math
+import zlib
+from itertools import accumulate, cycle, islice
+
+import torch
+import torch.distributed as dist
+
+
+def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+# --- average_gradients ----------------------------------------------------------------------------------------
+
+
+def average_gradients(gradients):
+    flat = flatten(gradients) / dist.get_world_size()
+    dist.all_reduce(flat)
+    return unflatten(flat, gradients)
+
+
+def average_is_a_sum(gradients):
+    flat = flatten(gradients)
+    dist.all_reduce(flat)
+    return unflatten(flat, gradients)
+
+
+def average_divided_twice(gradients):
+    flat = flatten(gradients) / dist.get_world_size()
+    dist.all_reduce(flat)
+    return unflatten(flat / dist.get_world_size(), gradients)
+
+
+def average_one_by_one(gradients):
+    averages = [gradient / dist.get_world_size() for gradient in gradients]
+    for average in averages:
+        dist.all_reduce(average)
+    return averages
+
+
+def average_in_place(gradients):
+    for gradient, average in zip(gradients, average_gradients(gradients), strict=True):
+        gradient.copy_(average)
+    return gradients
+
+
+def average_left_flat(gradients):
+    return [average.flatten() for average in average_gradients(gradients)]
+
+
+def average_always_float32(gradients):
+    flat = torch.zeros(sum(gradient.numel() for gradient in gradients))
+    flat.copy_(flatten(gradients))
+    dist.all_reduce(flat)
+    return unflatten(flat / dist.get_world_size(), gradients)
+
+
+# --- accumulated_gradient -------------------------------------------------------------------------------------
+
+
+def accumulated_gradient(micro_gradients):
+    total = sum(micro_gradients[1:], micro_gradients[0].clone())
+    dist.all_reduce(total)
+    return total / (len(micro_gradients) * dist.get_world_size())
+
+
+def accumulated_last_only(micro_gradients):
+    last = micro_gradients[-1] / (len(micro_gradients) * dist.get_world_size())
+    dist.all_reduce(last)
+    return sum(micro_gradients[:-1], torch.zeros_like(last)) / len(micro_gradients) + last
+
+
+def accumulated_without_dividing(micro_gradients):
+    return accumulated_gradient(micro_gradients) * len(micro_gradients)
+
+
+def accumulated_without_no_sync(micro_gradients):
+    total = torch.zeros_like(micro_gradients[0])
+    for gradient in micro_gradients:
+        share = gradient / (len(micro_gradients) * dist.get_world_size())
+        dist.all_reduce(share)
+        total += share
+    return total
+
+
+def accumulated_and_reduced_again(micro_gradients):
+    """What was summed over the ranks already is added to, and summed over the ranks again."""
+    total = torch.zeros_like(micro_gradients[0])
+    for gradient in micro_gradients:
+        total += gradient
+        dist.all_reduce(total)
+    return total / (len(micro_gradients) * dist.get_world_size())
+
+
+def accumulated_in_the_first(micro_gradients):
+    total = micro_gradients[0]
+    for gradient in micro_gradients[1:]:
+        total += gradient
+    return accumulated_gradient([total]) / len(micro_gradients)
+
+
+# --- learning_rate --------------------------------------------------------------------------------------------
+
+
+def learning_rate(step, base_rate, base_batch, batch, warmup):
+    target = base_rate * batch / base_batch
+    return target if step >= warmup else base_rate + (target - base_rate) * step / warmup
+
+
+def rate_from_zero(step, base_rate, base_batch, batch, warmup):
+    return base_rate * batch / base_batch * min(1.0, step / max(1, warmup))
+
+
+def rate_a_step_early(step, base_rate, base_batch, batch, warmup):
+    return learning_rate(step + 1, base_rate, base_batch, batch, warmup)
+
+
+def rate_that_never_stops(step, base_rate, base_batch, batch, warmup):
+    return base_rate + (base_rate * batch / base_batch - base_rate) * step / max(1, warmup)
+
+
+def rate_by_square_root(step, base_rate, base_batch, batch, warmup):
+    return learning_rate(step, base_rate, math.sqrt(base_batch), math.sqrt(batch), warmup)
+
+
+def rate_without_asking_for_a_warmup(step, base_rate, base_batch, batch, warmup):
+    return base_rate + (base_rate * batch / base_batch - base_rate) * min(1.0, step / warmup)
+
+
+# --- assign_buckets -------------------------------------------------------------------------------------------
+
+
+def assign_buckets(sizes, first_cap, cap):
+    buckets, filled = [[]], 0
+    for index in reversed(range(len(sizes))):
+        if filled >= (first_cap if len(buckets) == 1 else cap):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    return buckets
+
+
+def buckets_forward(sizes, first_cap, cap):
+    return [[len(sizes) - 1 - index for index in bucket] for bucket in assign_buckets(sizes[::-1], first_cap, cap)]
+
+
+def buckets_with_one_cap(sizes, first_cap, cap):
+    return assign_buckets(sizes, cap, cap)
+
+
+def buckets_never_over_their_cap(sizes, first_cap, cap):
+    buckets, filled = [[]], 0
+    for index in reversed(range(len(sizes))):
+        if buckets[-1] and filled + sizes[index] > (first_cap if len(buckets) == 1 else cap):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    return buckets
+
+
+def buckets_with_an_empty_one(sizes, first_cap, cap):
+    buckets, filled = [[]], 0
+    for index in reversed(range(len(sizes))):
+        buckets[-1].append(index)
+        filled += sizes[index]
+        if filled >= (first_cap if len(buckets) == 1 else cap):
+            buckets.append([])
+            filled = 0
+    return buckets
+
+
+# --- launch_order ---------------------------------------------------------------------------------------------
+
+
+def launch_order(buckets, ready):
+    there, following, launched = set(), 0, []
+    for index in ready:
+        there.add(index)
+        launched.append([])
+        while following < len(buckets) and there.issuperset(buckets[following]):
+            launched[-1].append(following)
+            following += 1
+    return launched
+
+
+def launched_when_complete(buckets, ready):
+    """Each rank in the order of its own gradients: all-reduces of different buckets meet."""
+    there, launched = set(), []
+    for index in ready:
+        there.add(index)
+        launched.append([b for b, bucket in enumerate(buckets) if index in bucket and there.issuperset(bucket)])
+    return launched
+
+
+def launched_one_at_a_time(buckets, ready):
+    there, following, launched = set(), 0, []
+    for index in ready:
+        there.add(index)
+        launched.append([])
+        if following < len(buckets) and there.issuperset(buckets[following]):
+            launched[-1].append(following)
+            following += 1
+    return launched
+
+
+def launched_at_the_end(buckets, ready):
+    return [[] for _ in ready[:-1]] + [list(range(len(buckets)))]
+
+
+def launched_at_the_first_gradient(buckets, ready):
+    seen, launched = set(), []
+    for index in ready:
+        launched.append([b for b, bucket in enumerate(buckets) if index in bucket and b not in seen])
+        seen.update(launched[-1])
+    return launched
+
+
+# --- clipped_gradients ----------------------------------------------------------------------------------------
+
+
+def clipped_gradients(gradients, max_norm):
+    averages = average_gradients(gradients)
+    norm = flatten(averages).norm()
+    return [average * (max_norm / norm).clamp(max=1) for average in averages], norm
+
+
+def clipped_before_averaging(gradients, max_norm):
+    norm = flatten(gradients).norm()
+    return average_gradients([gradient * (max_norm / norm).clamp(max=1) for gradient in gradients]), norm
+
+
+def clipped_each_by_its_own_norm(gradients, max_norm):
+    averages = average_gradients(gradients)
+    norm = flatten(averages).norm()
+    return [average * (max_norm / average.norm()).clamp(max=1) for average in averages], norm
+
+
+def clipped_and_stretched(gradients, max_norm):
+    averages = average_gradients(gradients)
+    norm = flatten(averages).norm()
+    return [average * (max_norm / norm) for average in averages], norm
+
+
+def clipped_by_an_all_reduced_norm(gradients, max_norm):
+    averages = average_gradients(gradients)
+    square = flatten(averages).square().sum()
+    dist.all_reduce(square)
+    norm = (square / dist.get_world_size()).sqrt()
+    return [average * (max_norm / norm).clamp(max=1) for average in averages], norm
+
+
+def clipped_sum(gradients, max_norm):
+    totals = average_is_a_sum(gradients)
+    norm = flatten(totals).norm()
+    return [total * (max_norm / norm).clamp(max=1) for total in totals], norm
+
+
+def clipped_norm_afterwards(gradients, max_norm):
+    clipped, _ = clipped_gradients(gradients, max_norm)
+    return clipped, flatten(clipped).norm()
+
+
+# --- bf16_average ---------------------------------------------------------------------------------------------
+
+
+def bf16_average(gradient):
+    small = (gradient / dist.get_world_size()).bfloat16()
+    dist.all_reduce(small)
+    return small.float()
+
+
+def bf16_in_float16(gradient):
+    small = (gradient / dist.get_world_size()).half()
+    dist.all_reduce(small)
+    return small.float()
+
+
+def bf16_sum_first(gradient):
+    small = gradient.bfloat16()
+    dist.all_reduce(small)
+    return small.float() / dist.get_world_size()
+
+
+def bf16_after_sending(gradient):
+    large = (gradient / dist.get_world_size()).bfloat16().float()
+    dist.all_reduce(large)
+    return large
+
+
+def bf16_returned(gradient):
+    return bf16_average(gradient).bfloat16()
+
+
+def bf16_for_the_calculation_only(gradient):
+    """autocast's own misunderstanding: the gradient of a float32 parameter is float32, and so are its messages."""
+    average = gradient / dist.get_world_size()
+    dist.all_reduce(average)
+    return average
+
+
+# --- average_with_unused --------------------------------------------------------------------------------------
+
+
+def average_with_unused(gradients, shapes):
+    used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    dist.all_reduce(used)
+    full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    averages = average_gradients(full)
+    return [average if count else None for average, count in zip(averages, used, strict=True)]
+
+
+def unused_left_out(gradients, shapes):
+    """A rank without a gradient does not call its all-reduce: its next one meets the others' this one."""
+    averages = [None if gradient is None else gradient / dist.get_world_size() for gradient in gradients]
+    for average in averages:
+        if average is not None:
+            dist.all_reduce(average)
+    return averages
+
+
+def unused_not_in_the_mean(gradients, shapes):
+    used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    dist.all_reduce(used)
+    full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    totals = average_is_a_sum(full)
+    return [total / count if count else None for total, count in zip(totals, used, strict=True)]
+
+
+def unused_by_its_own_bitmap(gradients, shapes):
+    averages = average_with_unused(gradients, shapes)
+    return [None if own is None else average for own, average in zip(gradients, averages, strict=True)]
+
+
+def unused_are_zeros(gradients, shapes):
+    """Momentum and weight decay then move a parameter that nobody used."""
+    averages = average_with_unused(gradients, shapes)
+    return [torch.zeros(s) if average is None else average for average, s in zip(averages, shapes, strict=True)]
+
+
+def unused_one_by_one(gradients, shapes):
+    used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    dist.all_reduce(used)
+    full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    averages = average_one_by_one(full)
+    return [average if count else None for average, count in zip(averages, used, strict=True)]
+
+
+# --- first_difference -----------------------------------------------------------------------------------------
+
+
+def first_difference(parameters):
+    return first_of(everybody(torch.tensor([fingerprint(parameter) for parameter in parameters])))
+
+
+def fingerprint(tensor):
+    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+
+
+def everybody(numbers):
+    gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, numbers)
+    return gathered
+
+
+def first_of(gathered):
+    differs = [len(set(same)) > 1 for same in zip(*[own.tolist() for own in gathered], strict=True)]
+    return differs.index(True) if any(differs) else -1
+
+
+def difference_of_whole_weights(parameters):
+    gathered = [everybody(parameter.double().flatten()) for parameter in parameters]
+    shapes = everybody(torch.tensor([fingerprint(parameter[:0]) for parameter in parameters]))
+    alike = [all(torch.equal(own, same[0]) for own in same) for same in gathered]
+    found = [first_of(shapes), alike.index(False) if not all(alike) else -1]
+    return min((index for index in found if index >= 0), default=-1)
+
+
+def difference_of_sums(parameters):
+    return first_of(everybody(torch.stack([parameter.double().sum() for parameter in parameters])))
+
+
+def difference_of_bytes_only(parameters):
+    return first_of(everybody(torch.tensor([zlib.crc32(p.contiguous().numpy().tobytes()) for p in parameters])))
+
+
+def difference_known_to_some(parameters):
+    """Compares with rank 0, where all have to be compared with all, and all have to know."""
+    gathered = everybody(torch.tensor([fingerprint(parameter) for parameter in parameters]))
+    return first_of([gathered[0], gathered[dist.get_rank()]])
+
+
+def difference_in_the_last_place(parameters):
+    gathered = everybody(torch.tensor([fingerprint(parameter) for parameter in parameters]))
+    differs = [index for index, same in enumerate(zip(*gathered, strict=True)) if len(set(map(int, same))) > 1]
+    return differs[-1] if differs else -1
+
+
+# --- sampler_indices ------------------------------------------------------------------------------------------
+
+
+def shuffled(size, seed):
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sampler_indices(size, epoch, seed, rank, world):
+    padded = math.ceil(size / world) * world
+    return list(islice(cycle(shuffled(size, seed + epoch)), padded))[rank::world]
+
+
+def sampler_without_set_epoch(size, epoch, seed, rank, world):
+    return sampler_indices(size, 0, seed, rank, world)
+
+
+def sampler_in_blocks(size, epoch, seed, rank, world):
+    each = math.ceil(size / world)
+    return list(islice(cycle(shuffled(size, seed + epoch)), each * world))[rank * each : (rank + 1) * each]
+
+
+def sampler_without_padding(size, epoch, seed, rank, world):
+    return shuffled(size, seed + epoch)[rank::world]
+
+
+def sampler_that_drops(size, epoch, seed, rank, world):
+    return shuffled(size, seed + epoch)[: size // world * world][rank::world]
+
+
+def sampler_padded_once(size, epoch, seed, rank, world):
+    order = shuffled(size, seed + epoch)
+    return (order + order[: -size % world])[rank::world]
+
+
+def sampler_told_by_rank_0(size, epoch, seed, rank, world):
+    """Right, and needless: who has the seed has the order."""
+    order = torch.tensor(shuffled(size, seed + epoch))
+    dist.broadcast(order, src=0)
+    return list(islice(cycle(order.tolist()), math.ceil(size / world) * world))[rank::world]
+
+
+def sampler_seeded_by_rank(size, epoch, seed, rank, world):
+    return sampler_indices(size, epoch, seed + rank, rank, world)
+
+
+# --- exact_accuracy -------------------------------------------------------------------------------------------
+
+
+def exact_accuracy(correct, size):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    right = correct[: len(range(rank, size, world))].sum()
+    dist.all_reduce(right)
+    return right.item() / size
+
+
+def accuracy_over_padding(correct, size):
+    counts = torch.tensor([correct.sum(), len(correct)])
+    dist.all_reduce(counts)
+    return (counts[0] / counts[1]).item()
+
+
+def accuracy_as_a_mean_of_accuracies(correct, size):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = correct[: len(range(rank, size, world))].double()
+    accuracy = own.mean() if len(own) else torch.tensor(0.0, dtype=torch.float64)
+    dist.all_reduce(accuracy)
+    return (accuracy / world).item()
+
+
+def accuracy_of_this_rank(correct, size):
+    return correct.double().mean().item()
+
+
+def accuracy_above_one(correct, size):
+    """Divides by the right number, and counts the repetitions."""
+    right = correct.sum()
+    dist.all_reduce(right)
+    return right.item() / size
+
+
+def accuracy_of_gathered(correct, size):
+    gathered = everybody(correct)
+    return torch.stack(gathered, 1).flatten()[:size].double().mean().item()
+
+
+def accuracy_as_a_tensor(correct, size):
+    return torch.tensor(exact_accuracy(correct, size))
+
+
+# --- examples_of_step -----------------------------------------------------------------------------------------
+
+
+def examples_of_step(step, batch, size, seed, rank, world):
+    first = step * batch + rank * (batch // world)
+    places = range(first, first + batch // world)
+    return [shuffled(size, seed + place // size)[place % size] for place in places]
+
+
+def examples_of_whole_batches(step, batch, size, seed, rank, world):
+    """Drops what is left of an epoch, as a DataLoader with drop_last does."""
+    each = max(1, size // batch)
+    order = shuffled(size, seed + step // each)
+    return order[step % each * batch :][rank * (batch // world) : (rank + 1) * (batch // world)]
+
+
+def examples_by_turns(step, batch, size, seed, rank, world):
+    places = range(step * batch + rank, (step + 1) * batch, world)
+    return [shuffled(size, seed + place // size)[place % size] for place in places]
+
+
+def examples_with_a_batch_for_each_rank(step, batch, size, seed, rank, world):
+    first = (step * world + rank) * batch
+    return [shuffled(size, seed + place // size)[place % size] for place in range(first, first + batch)]
+
+
+def examples_of_one_epoch(step, batch, size, seed, rank, world):
+    first = step * batch + rank * (batch // world)
+    epoch = step * batch // size  # of the batch's first example
+    return [shuffled(size, seed + epoch)[place % size] for place in range(first, first + batch // world)]
+
+
+def examples_of_epoch_0(step, batch, size, seed, rank, world):
+    first = step * batch + rank * (batch // world)
+    return [shuffled(size, seed)[place % size] for place in range(first, first + batch // world)]
+
+
+# --- uneven_steps ---------------------------------------------------------------------------------------------
+
+
+def uneven_steps(gradients, elements):
+    results, nothing = [], torch.zeros(elements + 1)
+    while True:
+        own = gradients[len(results)] if len(results) < len(gradients) else None
+        total = nothing.clone() if own is None else torch.cat([own, torch.ones(1)])
+        dist.all_reduce(total)
+        if not total[-1]:
+            return results
+        results.append(total[:-1] / total[-1])
+
+
+def uneven_until_the_own_end(gradients, elements):
+    results = [gradient.clone() for gradient in gradients]
+    for result in results:
+        dist.all_reduce(result)
+    return [result / dist.get_world_size() for result in results]
+
+
+def uneven_over_all_ranks(gradients, elements):
+    steps = torch.tensor(len(gradients))
+    dist.all_reduce(steps, dist.ReduceOp.MAX)
+    results = [gradient / dist.get_world_size() for gradient in gradients]
+    results += [torch.zeros(elements) for _ in range(int(steps) - len(gradients))]
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+def uneven_until_the_first_end(gradients, elements):
+    steps = torch.tensor(len(gradients))
+    dist.all_reduce(steps, dist.ReduceOp.MIN)
+    results = [gradient / dist.get_world_size() for gradient in gradients[: int(steps)]]
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+def uneven_with_the_last_again(gradients, elements):
+    steps = torch.tensor(len(gradients))
+    dist.all_reduce(steps, dist.ReduceOp.MAX)
+    last = gradients[-1:] or [torch.zeros(elements)]
+    results = [gradient / dist.get_world_size() for gradient in gradients + last * (int(steps) - len(gradients))]
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+def uneven_asked_before_each_step(gradients, elements):
+    """Right, but each rank tells all others its whole list, twice, so that nobody has to wait."""
+    results = uneven_steps(gradients, elements)
+    everybody(torch.zeros(2 * elements * len(results) * dist.get_world_size()))
+    return results
+
+
+# --- speedup_and_efficiency -----------------------------------------------------------------------------------
+
+
+def speedup_and_efficiency(kind, ranks, alone, together):
+    speedup = alone / together * (ranks if kind == "weak" else 1)
+    return speedup, speedup / ranks
+
+
+def speedup_always_strong(kind, ranks, alone, together):
+    return speedup_and_efficiency("strong", ranks, alone, together)
+
+
+def speedup_always_weak(kind, ranks, alone, together):
+    return speedup_and_efficiency("weak", ranks, alone, together)
+
+
+def speedup_of_the_step_alone(kind, ranks, alone, together):
+    """The right efficiency, and the ratio of the times of a step for a speed-up."""
+    return alone / together, speedup_and_efficiency(kind, ranks, alone, together)[1]
+
+
+def speedup_upside_down(kind, ranks, alone, together):
+    return speedup_and_efficiency(kind, ranks, together, alone)
+
+
+# --- overlapped_seconds ---------------------------------------------------------------------------------------
+
+
+def overlapped_seconds(compute, communicate):
+    free = 0.0
+    for ready, seconds in zip(accumulate(compute), communicate, strict=True):
+        free = max(free, ready) + seconds
+    end = max(free, sum(compute))
+    return end, end - sum(compute)
+
+
+def seconds_not_overlapped(compute, communicate):
+    return sum(compute) + sum(communicate), sum(communicate)
+
+
+def seconds_of_the_longer(compute, communicate):
+    """As if communication could begin with the first layer, when there is nothing to send yet."""
+    end = max(sum(compute), sum(communicate))
+    return end, end - sum(compute)
+
+
+def seconds_all_at_once(compute, communicate):
+    """As if all-reduces that are under way together did not share the network."""
+    end = max(ready + seconds for ready, seconds in zip(accumulate(compute), communicate, strict=True))
+    return end, end - sum(compute)
+
+
+def seconds_that_stop_the_computation(compute, communicate):
+    """As if a bucket were computed only when the bucket before is sent."""
+    pairs = zip(compute, [0.0, *communicate], strict=False)
+    end = sum(max(pair) for pair in pairs) + communicate[-1]
+    return end, end - sum(compute)
+
+
+def seconds_exposed_in_all(compute, communicate):
+    return overlapped_seconds(compute, communicate)[0], sum(communicate)
+
+
+# exercise -> (wrong answer, words that the checker's verdict must contain)
+WRONG = {
+    "average_gradients": [
+        (average_is_a_sum, "rank 0: expected [[5.5, 11, 16.5], [22, 27.5, 33]] as item 0, got [[11, 22, 33], [44"),
+        (average_divided_twice, "expected [[5.5, 11, 16.5], [22, 27.5, 33]] as item 0, got [[2.75, 5.5, 8.25], ["),
+        (average_one_by_one, "expected all_reduce of 44 bytes, got all_reduce of 24 bytes, all_reduce of 4 bytes, all"),
+        (average_in_place, "wrote into its arguments"),
+        (average_left_flat, "a tensor of shape (2, 3) and type float32 as item 0, got a tensor of shape (6,)"),
+        (average_always_float32, "a tensor of shape (5,) and type float64 as item 0, got a tensor of shape (5,) and"),
+    ],
+    "accumulated_gradient": [
+        (accumulated_last_only, "3 micro-batches on each rank, rank 0: expected [[11, 22], [33, 44]], got [[6.5, 13]"),
+        (accumulated_without_dividing, "rank 0: expected [[11, 22], [33, 44]], got [[33, 66], [99, 132]]"),
+        (accumulated_without_no_sync, "expected all_reduce of 16 bytes, got all_reduce of 16 bytes, all_reduce of 16"),
+        (accumulated_and_reduced_again, "rank 0: expected [[11, 22], [33, 44]], got [[20.1"),
+        (accumulated_in_the_first, "wrote into its arguments"),
+    ],
+    "learning_rate": [
+        (rate_from_zero, "learning_rate(0, 0.1, 256, 1024, 5), rank 0: expected 0.1, got 0"),
+        (rate_a_step_early, "learning_rate(0, 0.1, 256, 1024, 5), rank 0: expected 0.1, got 0.16"),
+        (rate_that_never_stops, "learning_rate(100, 0.1, 256, 1024, 5), rank 0: expected 0.4, got 6.1"),
+        (rate_by_square_root, "learning_rate(2, 0.1, 256, 1024, 5), rank 0: expected 0.22, got 0.14"),
+        (rate_without_asking_for_a_warmup, "expected a result on every rank, got ZeroDivisionError"),
+    ],
+    "assign_buckets": [
+        (buckets_forward, "expected [[4], [3, 2], [1, 0]], got [[0], [1, 2], [3, 4]]"),
+        (buckets_with_one_cap, "expected [[4], [3, 2], [1, 0]], got [[4, 3], [2, 1], [0]]"),
+        (buckets_never_over_their_cap, "expected [[4], [3, 2], [1, 0]], got [[4], [3], [2, 1], [0]]"),
+        (buckets_with_an_empty_one, "assign_buckets([8, 8], 8, 8), rank 0: expected [[1], [0]], got [[1], [0], []]"),
+    ],
+    "launch_order": [
+        (launched_when_complete, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[1], [], [0], [2]]"),
+        (launched_one_at_a_time, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[], [], [0], [1]]"),
+        (launched_at_the_end, "[3, 2, 1, 0]), rank 0: expected [[], [0], [1], [2]], got [[], [], [], [0, 1, 2]]"),
+        (launched_at_the_first_gradient, "expected [[], [0], [1], [2]], got [[0], [], [1], [2]]"),
+    ],
+    "clipped_gradients": [
+        (clipped_before_averaging, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0, got"),
+        (clipped_each_by_its_own_norm, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0, got [[2.5]"),
+        (clipped_and_stretched, "max_norm 10.0, rank 0: expected [[3], [0]] as item 0 as item 0, got [[6], [0]]"),
+        (clipped_by_an_all_reduced_norm, "expected all_reduce of 20 bytes, got all_reduce of 20 bytes, all_reduce of"),
+        (clipped_sum, "max_norm 2.5, rank 0: expected 5 as item 1, got 10"),
+        (clipped_norm_afterwards, "max_norm 2.5, rank 0: expected 5 as item 1, got 2.5"),
+    ],
+    "bf16_average": [
+        (bf16_in_float16, "rank 0: expected [[3], [1.7014118e+38]], got [[3.0039062], [inf]]"),
+        (bf16_sum_first, "rank 0: expected [[3], [1.7014118e+38]], got [[3], [inf]]"),
+        (bf16_after_sending, "8 elements, rank 0: expected all_reduce of 16 bytes, got all_reduce of 32 bytes"),
+        (bf16_returned, "a tensor of shape (8,) and type float32, got a tensor of shape (8,) and type bfloat16"),
+        (bf16_for_the_calculation_only, "8 elements, rank 0: expected all_reduce of 16 bytes, got all_reduce of 32"),
+    ],
+    "average_with_unused": [
+        (unused_left_out, "lacks gradient r, rank 0: expected a tensor of shape (2,) and type float32 as item 0, got"),
+        (unused_not_in_the_mean, "rank r lacks gradient r, rank 0: expected [5, 10] as item 0, got [10, 20]"),
+        (unused_by_its_own_bitmap, "rank 0: expected a tensor of shape (2,) and type float32 as item 0, got None"),
+        (unused_are_zeros, "rank 0 alone has gradient 2, rank 0: expected None as item 1, got a tensor of shape (2, 2"),
+        (unused_one_by_one, "expected all_reduce of 4 bytes, all_reduce of 32 bytes, got all_reduce of 4 bytes, all"),
+    ],
+    "first_difference": [
+        (difference_of_whole_weights, "all alike, rank 0: expected at most 4096 bytes sent by each rank, got "),
+        (difference_of_sums, "two values of parameter 2 swapped on rank 1, rank 0: expected 2, got -1"),
+        (difference_of_bytes_only, "parameter 0 in another shape on the last rank, rank 0: expected 0, got -1"),
+        (difference_known_to_some, "one value of parameter 1 on the last rank, rank 0: expected 1, got -1"),
+        (difference_in_the_last_place, "parameter 2 on rank 0, parameter 1 on rank 1, rank 0: expected 1, got 2"),
+    ],
+    "sampler_indices": [
+        (sampler_without_set_epoch, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
+        (sampler_in_blocks, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected ["),
+        (sampler_without_padding, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
+        (sampler_that_drops, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
+        (sampler_padded_once, "sampler_indices(3, 1, 2, 7, 8), rank 0: expected [0], got []"),
+        (sampler_told_by_rank_0, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected nothing sent, got broadcast of 64"),
+        (sampler_seeded_by_rank, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected ["),
+    ],
+    "exact_accuracy": [
+        (accuracy_over_padding, "world size 2, 9 examples, rank 0: expected 0.33333333, got 0.4"),
+        (accuracy_as_a_mean_of_accuracies, "world size 2, 9 examples, rank 0: expected 0.33333333, got 0.325"),
+        (accuracy_of_this_rank, "world size 2, 8 examples, rank 0: expected 0.375, got 0.5"),
+        (accuracy_above_one, "world size 2, 9 examples, rank 0: expected 0.33333333, got 0.44444444"),
+        (accuracy_of_gathered, "expected all_reduce of at most 16 bytes, got all_gather of 8 bytes"),
+        (accuracy_as_a_tensor, "expected float 0.375, got a tensor of shape () and type float32"),
+    ],
+    "examples_of_step": [
+        (examples_of_whole_batches, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
+        (examples_by_turns, "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected ["),
+        (examples_with_a_batch_for_each_rank, "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected ["),
+        (examples_of_one_epoch, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
+        (examples_of_epoch_0, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
+    ],
+    "uneven_steps": [
+        (uneven_until_the_own_end, "a deadlock, no answer for 5 s: rank 0 waiting in all_reduce, line"),
+        (uneven_over_all_ranks, "3, 1 gradients on the ranks, rank 0: expected [2, 4, 6, 8, 10] as item 1, got [1, 2"),
+        (uneven_until_the_first_end, "3, 1 gradients on the ranks, rank 0: expected [[5.5, 11, 16.5, 22, 27.5], [2, "),
+        (uneven_with_the_last_again, "3, 1 gradients on the ranks, rank 0: expected [2, 4, 6, 8, 10] as item 1, got"),
+        (uneven_asked_before_each_step, "rank 0: expected at most 72 bytes sent by each rank, got "),
+    ],
+    "speedup_and_efficiency": [
+        (speedup_always_strong, "('weak', 4, 2.0, 2.5), rank 0: expected [3.2, 0.8], got [0.8, 0.2]"),
+        (speedup_always_weak, "('strong', 4, 8.0, 2.5), rank 0: expected [3.2, 0.8], got [12.8, 3.2]"),
+        (speedup_of_the_step_alone, "('weak', 4, 2.0, 2.5), rank 0: expected [3.2, 0.8], got [0.8, 0.8]"),
+        (speedup_upside_down, "('strong', 4, 8.0, 2.5), rank 0: expected [3.2, 0.8], got [0.3125, 0.078125]"),
+    ],
+    "overlapped_seconds": [
+        (seconds_not_overlapped, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [9, 6]"),
+        (seconds_of_the_longer, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [6, 3]"),
+        (seconds_all_at_once, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [5, 2]"),
+        (seconds_that_stop_the_computation, "([1.0, 1.0, 4.0], [3.0, 1.0, 1.0]), rank 0: expected [7, 1], got [9, 3]"),
+        (seconds_exposed_in_all, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [7, 6]"),
+    ],
+}

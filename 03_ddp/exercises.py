@@ -138,7 +138,7 @@ def first_difference(parameters: list[torch.Tensor]) -> int:
     large, so compare fingerprints: no rank may send more than 4,096 bytes in all, with whatever collectives you
     like. Two tensors with the same values in another order, or in another shape, are different.
 
-    Difficulty ●●●●○   Importance ●●●○○   up to 30 minutes   3 points
+    Difficulty ●●●○○   Importance ●●●○○   up to 30 minutes   3 points
     """
     raise NotImplementedError
 

@@ -442,6 +442,11 @@ def sampler_padded_once(size, epoch, seed, rank, world):
     return (order + order[: -size % world])[rank::world]
 
 
+def sampler_padded_with_the_last(size, epoch, seed, rank, world):
+    order = shuffled(size, seed + epoch)
+    return (order + order[-1:] * (-size % world))[rank::world]
+
+
 def sampler_told_by_rank_0(size, epoch, seed, rank, world):
     """Right, and needless: who has the seed has the order."""
     order = torch.tensor(shuffled(size, seed + epoch))
@@ -491,6 +496,14 @@ def accuracy_above_one(correct, size):
 def accuracy_of_gathered(correct, size):
     gathered = everybody(correct)
     return torch.stack(gathered, 1).flatten()[:size].double().mean().item()
+
+
+def accuracy_of_all_examples(correct, size):
+    right = torch.zeros(size, dtype=torch.float64)
+    places = range(dist.get_rank(), size, dist.get_world_size())
+    right[list(places)] = correct[: len(places)].double()
+    dist.all_reduce(right)
+    return right.mean().item()
 
 
 def accuracy_as_a_tensor(correct, size):
@@ -726,6 +739,7 @@ WRONG = {
         (sampler_that_drops, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
         (sampler_padded_once, "sampler_indices(3, 1, 2, 7, 8), rank 0: expected [0], got []"),
         (sampler_told_by_rank_0, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected nothing sent, got broadcast of 64"),
+        (sampler_padded_with_the_last, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
         (sampler_seeded_by_rank, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected ["),
     ],
     "exact_accuracy": [
@@ -734,6 +748,7 @@ WRONG = {
         (accuracy_of_this_rank, "world size 2, 8 examples, rank 0: expected 0.375, got 0.5"),
         (accuracy_above_one, "world size 2, 9 examples, rank 0: expected 0.33333333, got 0.44444444"),
         (accuracy_of_gathered, "expected all_reduce of at most 16 bytes, got all_gather of 8 bytes"),
+        (accuracy_of_all_examples, "expected all_reduce of at most 16 bytes, got all_reduce of 64 bytes"),
         (accuracy_as_a_tensor, "expected float 0.375, got a tensor of shape () and type float32"),
     ],
     "examples_of_step": [

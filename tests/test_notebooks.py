@@ -20,6 +20,7 @@ NOTEBOOKS = [
     "01_intro/02_collectives.ipynb",
     "01_intro/03_cost_and_mistakes.ipynb",
     "03_ddp/02_feeding.ipynb",
+    "03_ddp/03_scaling.ipynb",
 ]
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))
 

@@ -192,8 +192,26 @@ def check(config: Config) -> None:
         claim(Path(config.run_dir), config.resume)
 
 
+def this_launch() -> str:
+    """A name that no other launch has, and that stays when torchrun restarts the ranks; "" without torchrun."""
+    # The elastic agent makes a folder for its logs, once, under a random name: NAME/attempt_0/0/error.json.
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return file.parents[2].name if len(file.parents) > 2 else ""
+
+
+def restarts(folder: Path) -> bool:
+    """Was the run in `folder` begun by this very launch: has torchrun --max-restarts started its ranks again?"""
+    try:
+        return bool(this_launch()) and json.loads((folder / "config.json").read_text()).get("launch") == this_launch()
+    except (OSError, ValueError):
+        return False
+
+
 def new_run_dir(config: Config) -> str:
-    """A folder under runs/ that is not there yet."""
+    """A folder under runs/ that is not there yet, or that of the attempt before where torchrun restarts the ranks."""
+    begun = [folder for folder in Path("runs").glob("*") if restarts(folder)]
+    if begun:
+        return str(begun[0])
     name = time.strftime("%Y%m%d-%H%M%S-") + config.strategy + ("-by-hand" if config.by_hand else "")
     taken = len(list(Path("runs").glob(name + "*")))
     return str(Path("runs", f"{name}-{taken + 1}" if taken else name))
@@ -201,7 +219,7 @@ def new_run_dir(config: Config) -> str:
 
 def claim(folder: Path, resume: bool) -> None:
     """Raise UserError unless a run can be written to `folder`."""
-    if (folder / "metrics.jsonl").exists() and not resume:
+    if (folder / "metrics.jsonl").exists() and not resume and not restarts(folder):
         raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import Config
+from common.config import Config, restarts, this_launch
 from common.errors import UserError
 
 KEEP = 2  # if the newest checkpoint proves bad there is one before it
@@ -23,19 +23,23 @@ KEEP = 2  # if the newest checkpoint proves bad there is one before it
 
 class RunDirectory:
     def __init__(self, config: Config, world_size: int):
-        """Begin a run in config.run_dir, or go on with one. Raises UserError where it cannot be written."""
+        """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
+        of a run that has a checkpoint already. Raises UserError where it cannot be written."""
         self.path = Path(config.run_dir)
+        self.goes_on = config.resume or (restarts(self.path) and bool(self.checkpoints()))
         with self.told():
             self.path.mkdir(parents=True, exist_ok=True)
             facts = {
                 "config": asdict(config),
                 "strategy": config.strategy,
                 "world_size": world_size,
+                "launch": this_launch(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             }
             self._replace("config.json", lambda path: path.write_text(json.dumps(facts, indent=2) + "\n"))
-            self.metrics = open(self.path / "metrics.jsonl", "a")
+            # A run that begins anew in its folder has died before its first checkpoint.
+            self.metrics = open(self.path / "metrics.jsonl", "a" if self.goes_on else "w")
 
     @contextlib.contextmanager
     def told(self):

@@ -51,11 +51,14 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
     check_batch(config, strategy)
     main_rank = ranks.rank == 0
     run = RunDirectory(config, ranks.size) if main_rank else None
-    done = resume(strategy, run, ranks) if config.resume else 0
+    # Rank 0 knows: after a restart the nodes need not agree on how many there were.
+    done = resume(strategy, run, ranks) if ranks.any(main_rank and run.goes_on) else 0
     per_step = config.batch_size * (config.context if config.task == "text" else 1)
     rate_name = f"{task.dataset.unit}_per_second"
     if main_rank:
         tell(f"{config.strategy} on {ranks.size} process(es), {ranks.device.type}: {run.path}")
+        if done and not config.resume:
+            tell(f"restarted by torchrun: going on after step {done}")
         if ranks.size > 1 and find(config.strategy).world_sizes == (1,):
             alike = f"all {ranks.size} ranks train the same model on the same data"
             tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")

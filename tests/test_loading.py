@@ -1,6 +1,7 @@
 """The ways of loading: each feeds the ranks what common/data.py defines, whoever does the work; and workers end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from common.errors import UserError
 from common.launch import launch
 from common.ledger import Ledger
 from common.ranks import Ranks
-from common.strategies import ROOT, load, module
+from common.run_dir import RunDirectory
+from common.strategies import ROOT, STRATEGIES, load, module
 from common.task import check_batch, make_task
 from common.train import train
 
@@ -261,3 +263,57 @@ print(all(a.equal(b) for ours, theirs in zip(*both) for a, b in zip(ours[0], the
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT / "03_ddp", capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("True 2\n", 0), done.stderr
+
+
+def test_torchrun_restarts_a_run_after_a_rank_was_killed(tmp_path):
+    """It goes on from the newest checkpoint, to the losses of a run that nobody disturbed."""
+    settings = TEXT | {"steps": 100, "checkpoint_every": 20, "loading": "shard-stream-workers"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    process = subprocess.Popen(
+        [sys.executable, *command, str(ROOT / "distributed_training.py"), "--distributed", "--run-dir=run", *options],
+        cwd=tmp_path,
+        text=True,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
+        start_new_session=True,
+    )
+    wait_for_step(tmp_path / "run", 21)
+    next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1").kill()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "restarted by torchrun: going on after step" in errors, errors
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    launch(train_all, 2, ([Config(**settings, strategy="ddp", run_dir=str(tmp_path / "whole"))],))
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
+    def attempt(launched: str, number: int) -> RunDirectory:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"logs/{launched}/attempt_{number}/0/error.json")
+        return RunDirectory(parse(argv=[]), world_size=1)
+
+    monkeypatch.chdir(tmp_path)
+    first = attempt("none_ab", 0)
+    assert not first.goes_on
+    first.log({"step": 1})
+    second = attempt("none_ab", 1)  # the first died before its first checkpoint: from the beginning
+    assert second.path == first.path and not second.goes_on and second.records() == []
+    second.log({"step": 1})
+    second.save({"step": 1})
+    third = attempt("none_ab", 2)
+    assert third.path == first.path and third.goes_on and third.records() == [{"step": 1}]
+    other = attempt("none_cd", 1)
+    assert other.path != first.path and not other.goes_on
+    with pytest.raises(UserError, match="holds a run already; add --resume to go on"):
+        parse(argv=[f"--run-dir={first.path}"])
+
+
+def test_ranks_that_share_no_data_are_told_so(tmp_path, capfd):
+    alone = [name for name, entry in STRATEGIES.items() if entry.world_sizes == (1,)]
+    configs = [Config(**TEXT | {"steps": 1}, strategy=name, run_dir=str(tmp_path / name)) for name in [*alone, "ddp"]]
+    for config in configs:
+        config.by_hand = config.strategy == "dp"
+    launch(train_all, 2, (configs,))
+    told = re.findall("strategy '(.*)' divides nothing between processes: all 2 ranks train", capfd.readouterr().out)
+    assert told == alone and "single" in told

@@ -1,0 +1,368 @@
+"""Answers to the exercises of chapter 02, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+import functools
+import operator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+# --- slice_sizes ----------------------------------------------------------------------------------------------
+
+
+def slice_sizes(batch, devices):
+    length = -(-batch // devices)
+    return [max(0, min(length, batch - place * length)) for place in range(devices)]
+
+
+def sizes_as_even_as_can_be(batch, devices):
+    return [batch // devices + (place < batch % devices) for place in range(devices)]
+
+
+def sizes_without_the_remainder(batch, devices):
+    return [batch // devices] * devices
+
+
+def sizes_of_slices_only(batch, devices):
+    return [size for size in slice_sizes(batch, devices) if size]
+
+
+def sizes_below_zero(batch, devices):
+    length = -(-batch // devices)
+    return [min(length, batch - place * length) for place in range(devices)]
+
+
+# --- mean_of_slices -------------------------------------------------------------------------------------------
+
+
+def mean_of_slices(means, counts):
+    return sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)
+
+
+def mean_of_means(means, counts):
+    there = [mean or 0.0 for mean in means]
+    return sum(there) / len(there)
+
+
+def mean_of_what_is_there(means, counts):
+    return sum(mean for mean in means if mean is not None) / sum(count > 0 for count in counts)
+
+
+def mean_without_looking(means, counts):
+    return sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+
+
+def sum_of_losses(means, counts):
+    return sum(mean * count for mean, count in zip(means, counts, strict=True) if count)
+
+
+def mean_over_the_ranks(means, counts):
+    result = torch.tensor(mean_of_slices(means, counts))
+    dist.all_reduce(result)
+    return result.item() / dist.get_world_size()
+
+
+# --- add_up ---------------------------------------------------------------------------------------------------
+
+
+def add_up(gradients):
+    result = []
+    for copies in zip(*gradients, strict=True):
+        there = [gradient for gradient in copies if gradient is not None]
+        result.append(functools.reduce(operator.add, there) if there else None)
+    return result
+
+
+def add_up_in_place(gradients):
+    result = list(gradients[0])
+    for device in gradients[1:]:
+        for number, gradient in enumerate(device):
+            if gradient is not None:
+                result[number] = gradient if result[number] is None else result[number].add_(gradient)
+    return result
+
+
+def add_up_averages(gradients):
+    return [None if total is None else total / len(gradients) for total in add_up(gradients)]
+
+
+def add_up_zeros(gradients):
+    shape = next(g.shape for device in gradients for g in device if g is not None)
+    return [torch.zeros(shape) if total is None else total for total in add_up(gradients)]
+
+
+def add_up_overwrites(gradients):
+    return list(gradients[-1])
+
+
+def add_up_skips_what_one_lacks(gradients):
+    return [None if None in copies else sum(copies) for copies in zip(*gradients, strict=True)]
+
+
+def add_up_by_device(gradients):
+    return [sum(device) for device in gradients]
+
+
+# --- gradients_of_copies --------------------------------------------------------------------------------------
+
+
+def gradients_of_copies(weight, inputs, targets, devices):
+    slices = inputs.chunk(devices)
+    copies = [weight.clone().requires_grad_() for _ in slices]
+    outputs = torch.cat([part @ mine for part, mine in zip(slices, copies, strict=True)])
+    return list(torch.autograd.grad((outputs - targets).square().mean(), copies))
+
+
+def gradients_of_own_means(weight, inputs, targets, devices):
+    gradients = []
+    for part, wanted in zip(inputs.chunk(devices), targets.chunk(devices), strict=True):
+        mine = weight.clone().requires_grad_()
+        gradients += torch.autograd.grad((part @ mine - wanted).square().mean(), mine)
+    return gradients
+
+
+def gradients_as_if_even(weight, inputs, targets, devices):
+    return [gradient / devices for gradient in gradients_of_own_means(weight, inputs, targets, devices)]
+
+
+def gradient_of_the_sum(weight, inputs, targets, devices):
+    return [sum(gradients_of_copies(weight, inputs, targets, devices))] * devices
+
+
+def gradients_by_switching_the_weight_on(weight, inputs, targets, devices):
+    weight.requires_grad_()
+    return [torch.autograd.grad((inputs @ weight - targets).square().mean(), weight)[0]] * devices
+
+
+def gradients_of_detached_copies(weight, inputs, targets, devices):
+    copies = [weight.clone() for _ in range(devices)]
+    outputs = torch.cat([part @ mine for part, mine in zip(inputs.chunk(devices), copies, strict=False)])
+    return list(torch.autograd.grad((outputs - targets).square().mean(), copies))
+
+
+# --- apply_in_threads -----------------------------------------------------------------------------------------
+
+
+def apply_in_threads(functions, inputs, recording):
+    def call(function, tensor):
+        try:
+            with torch.set_grad_enabled(recording):
+                return function(tensor)
+        except Exception:
+            return None
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(call, functions, inputs))
+
+
+def apply_one_by_one(functions, inputs, recording):
+    with torch.set_grad_enabled(recording):
+        return [function(tensor) for function, tensor in zip(functions, inputs, strict=True)]
+
+
+def apply_in_two_threads(functions, inputs, recording):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda f, x: f(x), functions, inputs))
+
+
+def apply_as_they_end(functions, inputs, recording):
+    results = []
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for function, tensor in zip(functions, inputs, strict=True):
+            pool.submit(lambda f=function, x=tensor: results.append(f(x)))
+    return results
+
+
+def apply_with_the_callers_setting(functions, inputs, recording):
+    with torch.set_grad_enabled(recording), ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda f, x: f(x), functions, inputs))
+
+
+def apply_and_raise(functions, inputs, recording):
+    def call(function, tensor):
+        with torch.set_grad_enabled(recording):
+            return function(tensor)
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(call, functions, inputs))
+
+
+# --- running_mean ---------------------------------------------------------------------------------------------
+
+
+def running_mean(batches, devices, momentum):
+    running = torch.zeros(batches[0].shape[1])
+    for batch in batches:
+        running = (1 - momentum) * running + momentum * batch.chunk(devices)[0].mean(0)
+    return running
+
+
+def running_mean_of_whole_batches(batches, devices, momentum):
+    return running_mean(batches, 1, momentum)
+
+
+def running_mean_of_all_slices(batches, devices, momentum):
+    running = torch.zeros(batches[0].shape[1])
+    for batch in batches:
+        for part in batch.chunk(devices):
+            running = (1 - momentum) * running + momentum * part.mean(0)
+    return running
+
+
+def running_mean_the_other_way(batches, devices, momentum):
+    return running_mean(batches, devices, 1 - momentum)
+
+
+def running_mean_that_starts_with_the_first(batches, devices, momentum):
+    running = batches[0].chunk(devices)[0].mean(0)
+    for batch in batches[1:]:
+        running = (1 - momentum) * running + momentum * batch.chunk(devices)[0].mean(0)
+    return running
+
+
+# --- bytes_held -----------------------------------------------------------------------------------------------
+
+
+def bytes_held(device, devices, parameters, outputs, activations):
+    held = parameters + activations
+    return held + 2 * parameters + 2 * outputs if device == 0 else held
+
+
+def held_with_a_copy_of_its_own(device, devices, parameters, outputs, activations):
+    return bytes_held(device, devices, parameters, outputs, activations) + (parameters if device == 0 else 0)
+
+
+def held_with_moments_everywhere(device, devices, parameters, outputs, activations):
+    return 3 * parameters + activations + (2 * outputs if device == 0 else 0)
+
+
+def held_with_one_share_of_outputs(device, devices, parameters, outputs, activations):
+    return bytes_held(device, devices, parameters, outputs // devices, activations)
+
+
+def held_without_log_probabilities(device, devices, parameters, outputs, activations):
+    return bytes_held(device, devices, parameters, outputs, activations) - (outputs if device == 0 else 0)
+
+
+# --- bytes_copied ---------------------------------------------------------------------------------------------
+
+
+def bytes_copied(devices, trainable, frozen, inputs, outputs):
+    away = (inputs + 2 * outputs) * (devices - 1) // devices
+    return (devices - 1) * (2 * trainable + frozen) + away
+
+
+def copied_one_way(devices, trainable, frozen, inputs, outputs):
+    return (devices - 1) * (trainable + frozen) + (inputs + outputs) * (devices - 1) // devices
+
+
+def copied_with_gradients_of_the_frozen(devices, trainable, frozen, inputs, outputs):
+    return bytes_copied(devices, trainable + frozen, 0, inputs, outputs)
+
+
+def copied_without_the_outputs_gradient(devices, trainable, frozen, inputs, outputs):
+    return bytes_copied(devices, trainable, frozen, inputs, outputs) - outputs * (devices - 1) // devices
+
+
+def copied_to_itself_too(devices, trainable, frozen, inputs, outputs):
+    return devices * (2 * trainable + frozen) + inputs + 2 * outputs
+
+
+def copied_by_all_reduce(devices, trainable, frozen, inputs, outputs):
+    return 2 * (devices - 1) * trainable
+
+
+# --- best_devices ---------------------------------------------------------------------------------------------
+
+
+def best_devices(operations, start, compute, limit):
+    return min(range(1, limit + 1), key=lambda n: operations * max(n * start, compute / n))
+
+
+def best_is_all(operations, start, compute, limit):
+    return limit
+
+
+def best_without_the_lock(operations, start, compute, limit):
+    return min(range(1, limit + 1), key=lambda n: operations * max(start, compute / n))
+
+
+def best_one_after_the_other(operations, start, compute, limit):
+    return min(range(1, limit + 1), key=lambda n: operations * (start + compute) / n)
+
+
+def best_of_the_square_root(operations, start, compute, limit):
+    return min(limit, max(1, int((compute / start) ** 0.5)))
+
+
+def best_but_the_larger(operations, start, compute, limit):
+    return min(range(limit, 0, -1), key=lambda n: operations * max(n * start, compute / n))
+
+
+WRONG = {
+    "slice_sizes": [
+        (sizes_as_even_as_can_be, "slice_sizes(9, 4), rank 0: expected [3, 3, 3, 0], got [3, 2, 2, 2]"),
+        (sizes_without_the_remainder, "slice_sizes(8, 3), rank 0: expected [3, 3, 2], got [2, 2, 2]"),
+        (sizes_of_slices_only, "slice_sizes(9, 4), rank 0: expected [3, 3, 3, 0], got [3, 3, 3]"),
+        (sizes_below_zero, "slice_sizes(2, 4), rank 0: expected [1, 1, 0, 0], got [1, 1, 0, -1]"),
+    ],
+    "mean_of_slices": [
+        (mean_of_means, "slices of [5, 4], rank 0: expected 5, got 5.25"),
+        (mean_of_what_is_there, "slices of [5, 4], rank 0: expected 5, got 5.25"),
+        (mean_without_looking, "slices of [2, 1, 0], rank 0: expected a result on every rank, got TypeError"),
+        (sum_of_losses, "slices of [2, 2], rank 0: expected 2, got 8"),
+        (mean_over_the_ranks, "expected nothing sent, got "),
+    ],
+    "add_up": [
+        (add_up_in_place, "wrote into its arguments"),
+        (add_up_averages, "two devices, rank 0: expected [11, 11] as item 0, got [5.5, 5.5]"),
+        (add_up_zeros, "a parameter that nobody used, rank 0: expected None as item 1, got a tensor"),
+        (add_up_overwrites, "two devices, rank 0: expected [11, 11] as item 0, got [10, 10]"),
+        (add_up_skips_what_one_lacks, "a parameter that one replica did not use, rank 0: expected a tensor"),
+        (add_up_by_device, "a parameter that one replica did not use, rank 0: expected a result on every rank"),
+    ],
+    "gradients_of_copies": [
+        (gradients_of_own_means, "4 examples on 2 device(s), rank 0: expected "),
+        (gradients_as_if_even, "5 examples on 2 device(s), rank 0: expected "),
+        (gradient_of_the_sum, "4 examples on 2 device(s), rank 0: expected "),
+        (gradients_by_switching_the_weight_on, "4 examples on 2 device(s), rank 0: expected "),
+        (gradients_of_detached_copies, "RuntimeError: element 0 of tensors does not require grad"),
+    ],
+    "apply_in_threads": [
+        (apply_one_by_one, "RuntimeError: function 0 waited in vain: not all ran at the same time"),
+        (apply_in_two_threads, "4 functions, recording False, rank 0: expected a result on every rank"),
+        (apply_as_they_end, "2 functions, recording True, rank 0: expected [1] as item 0, got [21]"),
+        (apply_with_the_callers_setting, "4 functions, recording False, rank 0: expected [0] as item 0, got [1]"),
+        (apply_and_raise, "3 functions of which one raises, rank 0: expected a result on every rank, got ValueError"),
+    ],
+    "running_mean": [
+        (running_mean_of_whole_batches, "on 2 device(s), momentum 0.5, rank 0: expected [2.25, 0.5], got "),
+        (running_mean_of_all_slices, "on 2 device(s), momentum 0.5, rank 0: expected [2.25, 0.5], got "),
+        (running_mean_the_other_way, "on 2 device(s), momentum 1.0, rank 0: expected [4, 0], got [0, 0]"),
+        (running_mean_that_starts_with_the_first, "rank 0: expected [2.25, 0.5], got [2.5, 1]"),
+    ],
+    "bytes_held": [
+        (held_with_a_copy_of_its_own, "bytes_held(0, 4, 100, 1000, 40), rank 0: expected 2340, got 2440"),
+        (held_with_moments_everywhere, "bytes_held(1, 4, 100, 1000, 40), rank 0: expected 140, got 340"),
+        (held_with_one_share_of_outputs, "bytes_held(0, 4, 100, 1000, 40), rank 0: expected 2340, got 840"),
+        (held_without_log_probabilities, "bytes_held(0, 4, 100, 1000, 40), rank 0: expected 2340, got 1340"),
+    ],
+    "bytes_copied": [
+        (copied_one_way, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 3306"),
+        (copied_with_gradients_of_the_frozen, "bytes_copied(4, 100, 30, 8, 4000), rank 0: expected 6696, got 6786"),
+        (copied_without_the_outputs_gradient, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 3606"),
+        (copied_to_itself_too, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 8808"),
+        (copied_by_all_reduce, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 600"),
+    ],
+    "best_devices": [
+        (best_is_all, "best_devices(100, 1.0, 16.0, 8), rank 0: expected 4, got 8"),
+        (best_without_the_lock, "best_devices(100, 1.0, 16.0, 8), rank 0: expected 4, got 8"),
+        (best_one_after_the_other, "best_devices(100, 1.0, 16.0, 8), rank 0: expected 4, got 8"),
+        (best_of_the_square_root, "best_devices(10, 1.0, 7.0, 8), rank 0: expected 3, got 2"),
+        (best_but_the_larger, "best_devices(10, 1.0, 6.0, 8), rank 0: expected 2, got 3"),
+    ],
+}

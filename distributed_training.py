@@ -13,4 +13,4 @@ from common.strategies import find, module
 if __name__ == "__main__":
     with one_line_errors():
         config = parse()
-        module(find(config.strategy).chapter, "distributed_training").main(config)
+        module(find(config.strategy, config.by_hand).chapter, "distributed_training").main(config)

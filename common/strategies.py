@@ -14,12 +14,13 @@ ROOT = Path(__file__).parent.parent
 class Entry:
     """Where a strategy lives and what is promised of it.
 
-    chapter:     its folder; `torch` and `by_hand` name classes in its distributed_training.py and by_hand.py
+    chapter:     its folder; `torch` and `by_hand` name its classes there, "file.Class" where that is not
+                 distributed_training.py or by_hand.py. None: there is no such version
     world_sizes: on how many ranks it must equal one process
     """
 
     chapter: str
-    torch: str
+    torch: str | None
     by_hand: str | None
     world_sizes: tuple[int, ...]
 
@@ -45,15 +46,17 @@ def module(chapter: str, name: str):
 def load(strategy: str, by_hand: bool):
     """The class that implements a strategy, with PyTorch's own API or by hand."""
     entry = find(strategy, by_hand)
-    if by_hand:
-        return getattr(module(entry.chapter, "by_hand"), entry.by_hand)
-    return getattr(module(entry.chapter, "distributed_training"), entry.torch)
+    default, where = ("by_hand", entry.by_hand) if by_hand else ("distributed_training", entry.torch)
+    file, _, name = where.rpartition(".")
+    return getattr(module(entry.chapter, file or default), name)
 
 
 def find(strategy: str, by_hand: bool = False) -> Entry:
-    """The table's line for a strategy. Raises UserError for an unknown name, or one that is not written by hand."""
+    """The table's line for a strategy. Raises UserError for an unknown name, or a version that there is not."""
     if strategy not in STRATEGIES:
         raise UserError(f"unknown strategy '{strategy}'; known: {', '.join(STRATEGIES)}")
     if by_hand and STRATEGIES[strategy].by_hand is None:
         raise UserError(f"--by-hand: strategy '{strategy}' has no version by hand; leave it out")
+    if not by_hand and STRATEGIES[strategy].torch is None:
+        raise UserError(f"strategy '{strategy}' has a version by hand only; add --by-hand")
     return STRATEGIES[strategy]

@@ -26,9 +26,9 @@ def start(main, strategy: str) -> None:
     """Read the command line and call main(config); `strategy` is the default. Errors of use become one line."""
     with one_line_errors():
         config = parse(strategy)
-        if find(config.strategy).chapter != find(strategy).chapter:
+        if find(config.strategy, config.by_hand).chapter != find(strategy).chapter:
             raise UserError(
-                f"--strategy {config.strategy} lives in {find(config.strategy).chapter}/: "
+                f"--strategy {config.strategy} lives in {find(config.strategy, config.by_hand).chapter}/: "
                 f"start it there, or from the repository's root"
             )
         main(config)
@@ -59,7 +59,7 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
         tell(f"{config.strategy} on {ranks.size} process(es), {ranks.device.type}: {run.path}")
         if done and not config.resume:
             tell(f"restarted by torchrun: going on after step {done}")
-        if ranks.size > 1 and find(config.strategy).world_sizes == (1,):
+        if ranks.size > 1 and find(config.strategy, config.by_hand).world_sizes == (1,):
             alike = f"all {ranks.size} ranks train the same model on the same data"
             tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")
     often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own

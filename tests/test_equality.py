@@ -13,7 +13,8 @@ from common.strategies import STRATEGIES
 PROOFS = [
     (name, by_hand, nproc)
     for name, entry in STRATEGIES.items()
-    for by_hand in ((False, True) if entry.by_hand else (False,))
+    for by_hand, version in ((False, entry.torch), (True, entry.by_hand))
+    if version
     for nproc in entry.world_sizes
 ]
 

@@ -28,7 +28,7 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
-    """Rank 0 loads whole global batches and sends every rank its slice. A collective: all ranks take each step."""
+    """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step."""
     described = None
     for step in range(start, plan.steps):
         batch = []
@@ -45,7 +45,7 @@ def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
 
 
 def records(dataset, plan: Plan) -> Iterator[bytes]:
-    """The stream: the run's records, raw, one after the other. There is no way to a record but past those before it."""
+    """The stream: the run's records, raw, one after the other. The only way is from the front."""
     stream = (
         dataset.record(index)
         for epoch in itertools.count()
@@ -71,8 +71,8 @@ def shard_stream(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
         yield plan.cut(inputs, targets)
 
 
-def slices(dataset, plan: Plan, start: int, worker: int = 0, workers: int = 1) -> Iterator[list[torch.Tensor]]:
-    """This rank's slices (inputs, targets) out of the stream; of several workers, each makes every `workers`-th."""
+def slices(dataset, plan: Plan, start: int, worker: int = 0, workers: int = 1) -> Iterator[list]:
+    """This rank's slices (inputs, targets) of the stream; of several workers, each makes some."""
     mine = []
     for position, record in enumerate(records(dataset, plan)):
         step, place = divmod(position, plan.batch_size)
@@ -80,13 +80,13 @@ def slices(dataset, plan: Plan, start: int, worker: int = 0, workers: int = 1) -
             continue
         if place // plan.slice_size == plan.data_rank:
             mine.append(dataset.decode(record))
-        if place == plan.batch_size - 1:  # only now: all ranks have their slices of this batch, or none has
+        if place == plan.batch_size - 1:  # all ranks have their slices of this batch, or none has
             yield default_collate(mine)
             mine = []
 
 
 class Slices(IterableDataset):
-    """`slices`, divided between the workers of a DataLoader, which takes from them in turn: so the order holds."""
+    """`slices`, divided between the workers of a DataLoader, which takes from them in turn."""
 
     def __init__(self, *arguments):
         self.arguments = arguments

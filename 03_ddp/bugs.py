@@ -1,11 +1,12 @@
 """Data parallelism with one mistake each, of the kind people really make. Can you find it?
 
     python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
+    python bugs.py NAME            by_hand.py or loading.py with the mistake in it, in one place
     python bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/equality.py), which sees a number that is
-off, ranks that no longer hold the same, or ranks that wait for each other in vain.
+off, ranks that no longer hold the same, or ranks that wait for each other in vain; or by that of what the ranks read
+with what they should (proof.py).
 """
 
 from functools import partial
@@ -117,6 +118,28 @@ BUGS = Bugs(
             refused_by="timeout",
             why="Only rank 0 shows the loss, so only rank 0 asks for it; but a collective needs all ranks: rank 0 "
             "waits until its time is up.",
+        ),
+        "no_set_epoch": Bug(
+            "stream",
+            right="epoch_order(plan.seed, epoch, dataset.size)",
+            wrong="epoch_order(plan.seed, 0, dataset.size)",
+            inside="records",
+            file="loading.py",
+            ranks=2,
+            refused_by="order",
+            why="Every epoch has the order of the first. Nothing fails and the loss falls, on the same batches again "
+            "and again; a test that ends within the first epoch never notices.",
+        ),
+        "a_batch_more": Bug(
+            "shard_stream",
+            right="if place == plan.batch_size - 1:",
+            wrong="if len(mine) == plan.slice_size:",
+            inside="slices",
+            file="loading.py",
+            ranks=2,
+            refused_by="count",
+            why="A rank has its batch as soon as its own slice is full. Where the data ends in the middle of a global "
+            "batch, the first ranks have one more, and wait in its all-reduce until the timeout.",
         ),
     },
 )

@@ -109,7 +109,7 @@ class Row:
 
 class NotEqual(AssertionError):
     """A strategy does not train as one process does. `what` is "loss", "grad_norm", "parameters", "optimizer",
-    "agreement" or "nothing changed"."""
+    "agreement" or "nothing changed"; for data that is loaded, "count", "order" or "error"."""
 
     def __init__(self, what: str, text: str):
         super().__init__(text)

@@ -32,6 +32,8 @@ SCRIPTS = [
     ("03_ddp", ""),
     ("03_ddp", "--by-hand"),
     ("03_ddp", "--accumulate 3 --check-collectives"),
+    ("03_ddp", "--loading dispatch"),
+    ("03_ddp", "--loading shard-stream-workers"),
 ]
 
 

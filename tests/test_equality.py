@@ -1,6 +1,7 @@
 """Equality and teeth: every strategy of the table equals one process, and every planted bug is refused."""
 
 import re
+import types
 
 import pytest
 import torch
@@ -53,7 +54,10 @@ def test_bug_is_refused(chapter, name):
 
 
 def examine(strategy_class, nproc, who, timeout=60.0):
-    """Raise unless it trains as one process does and all ranks agree."""
+    """Raise unless it trains as one process does and all ranks agree. A function is a way of loading: unless it loads
+    what it should."""
+    if isinstance(strategy_class, types.FunctionType):
+        return strategies.module("03_ddp", "proof").check_loading([strategy_class], nproc)
     rows = prove_class(strategy_class, nproc, who, TELLING, timeout)
     agree(strategy_class, nproc, who)
     return rows

@@ -34,9 +34,10 @@ def devices_of(ranks) -> list[torch.device]:
 def scatter(inputs: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
     """Cut [batch, ...] into consecutive slices, one for each device, and send them there.
 
-    As many slices as devices, or fewer where there are fewer examples; the last one may be shorter.
+    The last slice may be shorter; where examples are few there are fewer slices than devices.
     """
-    return [part.to(device) for part, device in zip(inputs.chunk(len(devices)), devices, strict=False)]
+    slices = inputs.chunk(len(devices))
+    return [part.to(device) for part, device in zip(slices, devices, strict=False)]
 
 
 class Broadcast(torch.autograd.Function):
@@ -48,14 +49,15 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, devices, *tensors):
         ctx.home, ctx.number = devices[0], len(tensors)
-        ctx.set_materialize_grads(False)  # a parameter that no replica used has no gradient, rather than zeros
+        ctx.set_materialize_grads(False)  # where a copy was not used: no gradient, rather than zeros
         copies = [
             tensor.to(device, copy=True) if place else tensor.detach()
             for place, device in enumerate(devices)
             for tensor in tensors
         ]
-        needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(made for i, made in enumerate(copies) if not needed[i % ctx.number]))
+        trained = ctx.needs_input_grad[1:] * len(devices)
+        frozen = [made for made, needs in zip(copies, trained, strict=True) if not needs]
+        ctx.mark_non_differentiable(*frozen)
         return tuple(copies)
 
     @staticmethod
@@ -64,31 +66,35 @@ class Broadcast(torch.autograd.Function):
 
 
 def add_up(gradients: tuple[torch.Tensor | None, ...], home: torch.device) -> torch.Tensor | None:
-    """The sum, on the device `home`, of the gradients that the copies of one parameter got; None if none got any."""
+    """The sum, on `home`, of the gradients that the copies of one parameter got; else None."""
     there = [gradient.to(home) for gradient in gradients if gradient is not None]
     return functools.reduce(operator.add, there) if there else None
 
 
 def replicate(model: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
-    """A replica of the model for each device, whose parameters are copies that autograd leads back to the real ones.
+    """A replica for each device. Autograd leads from its parameters back to those of the model.
 
-    The first replica shares parameters and buffers with the model; whatever a forward pass changes in the others
-    is gone with them. Two names of one tensor stay two names of one copy: tied weights stay tied.
+    The first one shares parameters and buffers with the model; what a forward pass changes in
+    the others is gone with them. Two names of one tensor stay two names of one copy: tied
+    weights stay tied.
     """
     tensors = [*model.parameters(), *model.buffers()]
     copies = Broadcast.apply(devices, *tensors)
     replicas = []
     for place in range(len(devices)):
         mine = copies[place * len(tensors) : (place + 1) * len(tensors)]
-        memo = {id(tensor): replacement for tensor, replacement in zip(tensors, mine, strict=True)}
-        replicas.append(copy.deepcopy(model, memo))  # which copies all but what it finds in the memo
+        memo = {id(tensor): made for tensor, made in zip(tensors, mine, strict=True)}
+        replicas.append(copy.deepcopy(model, memo))  # copies all but what is in the memo
     return replicas
 
 
 def parallel_apply(replicas: list[nn.Module], slices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Call each replica on its slice, in a thread of its own. An exception in a thread comes out with its traceback."""
-    kind = slices[0].device.type  # whether autograd records and in which type one computes is set for each thread
-    grad, mixed, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    """Call each replica on its slice, in a thread of its own.
+
+    An exception in a thread comes out of here, with its traceback.
+    """
+    kind, grad = slices[0].device.type, torch.is_grad_enabled()  # a new thread has the defaults
+    mixed, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def apply(replica, inputs):
         if kind == "cuda":
@@ -105,8 +111,8 @@ def gather(outputs: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([output.to(device) for output in outputs])
 
 
-def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.device]) -> torch.Tensor:
-    """model(inputs), computed on several devices. The model is on the first one, and so is the result."""
+def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.device]):
+    """model(inputs), computed on all devices. The model is on the first, and so is the result."""
     slices = scatter(inputs, devices)
     replicas = replicate(model, devices[: len(slices)])
     outputs = parallel_apply(replicas, slices)

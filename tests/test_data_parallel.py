@@ -199,3 +199,44 @@ def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(mon
     assert types == [torch.bfloat16] != [torch.get_autocast_dtype("cuda")]  # which a new thread has set to float16
     script.ThreadedDataParallel(Asks(), equality.sgd, Ranks(1, 2, 0, gpu))  # of several ranks, each has one GPU
     assert len(made) == 1
+
+
+def counted_on_pretended_gpus(count: int, bad_gather: bool = False):
+    """Bytes after each move, and copied, for a small model with tied weights on GPUs that are not there."""
+    pretend = strategies.module("02_data_parallel", "pretend")
+    with pretend.pretend_gpus(count, equality.tied) as (devices, model, meter):
+        inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
+        slices = by_hand.scatter(inputs, devices)
+        replicas = by_hand.replicate(model, devices)
+        held = [dict(meter.now)]
+        outputs = by_hand.parallel_apply(replicas, slices)
+        held.append(dict(meter.now))
+        output, outputs = by_hand.gather(outputs, devices[-1 if bad_gather else 0]), None
+        held.append(dict(meter.now))
+        output.sum().backward()
+        gradients = {parameter.grad.device.index for parameter in model.parameters()}
+        del output, replicas, slices, inputs
+        return held, dict(meter.moved), dict(meter.now), gradients
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_bytes_held_and_copied_are_those_of_the_formulas(count):
+    ((held, moved, left, gradients),) = launch(counted_on_pretended_gpus, 1, (count,))
+    parameters = 4 * sum(parameter.numel() for parameter in equality.tied().parameters())
+    inputs, outputs = 12 * equality.CONTEXT * 8, 12 * equality.CONTEXT * equality.VOCABULARY * 4
+    others = range(1, count)
+    assert held[0] == {0: parameters + inputs} | {i: parameters + inputs // count for i in others}
+    kept = {held[1][i] - held[0][i] for i in range(count)}
+    assert len(kept) == 1 and kept.pop() > outputs // count  # activations, alike on all
+    freed = outputs // count
+    assert held[2] == {0: held[1][0] + outputs - freed} | {i: held[1][i] - freed for i in others}
+    assert moved == {(0, i): parameters + inputs // count + outputs // count for i in others} | {
+        (i, 0): parameters + outputs // count for i in others
+    }
+    assert left == {0: 2 * parameters} | dict.fromkeys(others, 0) and gradients == {0}
+
+
+def test_outputs_gathered_in_another_place_would_be_counted_there():
+    ((held, moved, _, _),) = launch(counted_on_pretended_gpus, 1, (2, True))
+    assert held[2][1] > held[1][1] and held[2][0] < held[1][0]
+    assert moved[0, 1] > moved[1, 0]

@@ -1,0 +1,90 @@
+"""GPUs that are not there: run by_hand.py on four of them, and count the bytes that each would hold.
+
+A fake tensor of PyTorch has a shape, a type and a device, and no numbers (torch._subclasses.FakeTensorMode). Its
+device may be one that this machine lacks, if PyTorch believes that there is a backend for it: here "gpu", which
+registers as custom hardware does. Both are private to PyTorch, and what they change holds for the whole process:
+use them inside `launch(..., nproc=1)`.
+"""
+
+import copy
+import threading
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration as backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Meter(TorchDispatchMode):
+    """Counts, while it is active, the bytes of all living storages and of all copies between devices.
+
+    now, peak: bytes by the device's number; `peak` since the last `peak.clear()`
+    moved:     bytes by (from, to), the numbers of two devices
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.moved, self.alive = Counter(), Counter(), Counter(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._to_copy and args[0].device != result.device:
+            self.moved[args[0].device.index, result.device.index] += result.nbytes
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "gpu":
+                self.enter(tensor.untyped_storage(), tensor.device.index)
+        return result
+
+    def enter(self, storage, device: int):
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self.alive:  # a view of it is no new memory
+            return
+        self.alive.add(key)
+        self.now[device] += nbytes
+        self.peak[device] = max(self.peak[device], self.now[device])
+        weakref.finalize(storage, self.leave, key, device, nbytes)
+
+    def leave(self, key: int, device: int, nbytes: int):
+        self.alive.discard(key)
+        self.now[device] -= nbytes
+
+
+class Module(backend._DummyBackendModule):
+    """What PyTorch asks of torch.gpu."""
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+
+class Inside(nn.Module):
+    """The model, to be called from any thread: modes are set for each thread, and a fake mode serves one at a time."""
+
+    lock, modes = threading.Lock(), ()
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        with self.lock, self.modes[0], self.modes[1]:
+            return self.model(inputs)
+
+
+@contextmanager
+def pretend_gpus(count: int, make_model):
+    """Yields (devices, model, meter): `count` devices, make_model() on the first of them, and the count of bytes."""
+    if not hasattr(torch, "gpu"):
+        backend._setup_privateuseone_for_python_backend("gpu", Module())
+    with torch.device("meta"):  # no random numbers are drawn
+        model = make_model()
+    Inside.modes = FakeTensorMode(), Meter()
+    # One thread for the backward pass, since PyTorch knows of one "gpu" only.
+    with Inside.modes[0], Inside.modes[1] as meter, torch.autograd.set_multithreading_enabled(False):
+        memo = {id(p): nn.Parameter(torch.empty(p.shape, device="gpu:0")) for p in model.parameters()}
+        devices = [torch.device("gpu", place) for place in range(count)]
+        yield devices, Inside(copy.deepcopy(model, memo)), meter

@@ -1,0 +1,293 @@
+"""Exercises of chapter 04: one model spread over ranks by its layers, its matrices, its tokens, its experts.
+
+Replace each `raise NotImplementedError` by your answer, then run the last cell of a notebook or
+
+    python -m common.check 04_model_parallel                  all exercises
+    python -m common.check 04_model_parallel parallel_mlp     one of them
+
+Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
+`dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
+
+* Return a new result, of the type of the arguments, and leave the arguments as they were.
+* All ranks belong to one model. N is the world size. "Whole" is what one process would have; where a whole tensor is
+  cut into parts, they are equal, consecutive, and rank r has part r.
+* Operations and bytes are checked, not the result alone. Where the text says "calculate only", send nothing.
+* Layers, ranks, tokens, positions, experts and vocabulary entries count from 0. Where a tuple is asked for, a list
+  will do.
+
+Dots say how difficult an exercise is and how important its idea is for the later chapters.
+"""
+
+import torch
+import torch.distributed as dist  # noqa: F401  for your answers
+
+# --- notebook 01: layers split over ranks ---------------------------------------------------------------------
+
+
+def balanced_cut(costs: list[int], parts: int) -> list[int]:
+    """Return how many layers each of `parts` ranks gets, so that the largest cost of a rank is as small as possible.
+
+    `costs[i]` is the cost of layer i, in bytes or in microseconds; a rank's cost is the sum over its layers. Layers
+    keep their order, and every rank gets at least one. You are asked only where a single cut is best. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def split_step(
+    weight: torch.Tensor, inputs: torch.Tensor | None, targets: torch.Tensor | None, batch: int
+) -> torch.Tensor:
+    """Return the gradient of this rank's `weight`, in a model with one layer on each rank.
+
+    Layer r is on rank r, and makes `torch.tanh(x @ weight)` of x [batch, n] with its weight [n, m]; n and m may be
+    others on each rank. The inputs of the model are on rank 0 alone, the targets on the last rank alone; the others
+    get None. The loss is `(outputs - targets).square().sum()`. All tensors are float64.
+
+    Every rank but the last sends one message to the next rank, with activations, and every rank but the first one
+    to the rank before, with a gradient. Nothing else is sent.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def tied_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the whole gradient of a weight that the first and the last layer share: both ranks must step alike.
+
+    Rank 0 and the last rank have a copy of the weight, and each has a gradient from its own use of it, of the same
+    shape: the result is their sum. The ranks between get None, and return None. Rank 0 and the last rank send each
+    other one message with their gradient, of more than a megabyte. Nothing else is sent.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def naive_utilisation(forward: list[float], backward: list[float], message: float) -> tuple[float, list[float]]:
+    """Return (seconds of one step, the share of it in which each rank computes), for layers split naively.
+
+    Rank r's layers take `forward[r]` seconds forward and `backward[r]` backward. The whole batch goes through as one
+    piece: rank 0 to the last rank and back. To pass activations or gradients on to a neighbour takes `message`
+    seconds, in which nobody computes. Calculate only.
+
+    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+# --- notebook 02: tensor and sequence parallel ----------------------------------------------------------------
+
+
+def parallel_mlp(
+    x: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor, down: torch.Tensor, down_bias: torch.Tensor
+) -> torch.Tensor:
+    """Return, on every rank, the output of an MLP whose hidden activations are spread over the ranks.
+
+    With whole tensors, it would be `torch.relu(x @ up + up_bias) @ down + down_bias`. Here `up` [width, hidden / N]
+    holds a part of the columns, `up_bias` [hidden / N] and `down` [hidden / N, width] the parts that go with them.
+    `x` [tokens, width] and `down_bias` [width] are whole and the same on all ranks. Exactly one `dist.all_reduce`,
+    of a tensor of the shape of the result.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def parallel_mlp_backward(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (whole gradient of `x`, gradient of this rank's part `up`, gradient of its part `down`).
+
+    The MLP is that of `parallel_mlp` without biases. `grad_output`, the gradient of the loss with respect to the
+    whole output, is the same on all ranks, and so is the gradient of `x`. Exactly one `dist.all_reduce`, of a tensor
+    of the shape of `x`.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def parallel_embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return, on every rank, the rows of the whole embedding table for `tokens`: [batch, time, width].
+
+    `tokens` [batch, time], int64, is the same on all ranks. `table` [vocabulary / N, width] is this rank's part of
+    the rows of the whole table. Exactly one `dist.all_reduce`, of a tensor of the shape of the result.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return, on every rank, the mean cross-entropy over all tokens, without gathering the logits.
+
+    `logits` [tokens, vocabulary / N], float64, is this rank's part of the columns of the whole logits; `targets`
+    [tokens], int64, is the same on all ranks and counts through the whole vocabulary. Logits may be as large as
+    10,000, on one rank only. The result is a tensor without dimensions. No rank may send more bytes than
+    all-reduces of three float64 numbers for each token would.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def gradient_norm(gradients: list[torch.Tensor], sharded: list[bool]) -> float:
+    """Return, on every rank, the 2-norm of the gradient of the whole model, each element of it counted once.
+
+    Where `sharded[i]`, each rank has another part of parameter i, and `gradients[i]` is the gradient of this rank's
+    part; otherwise the parameter is on every rank, with the same whole gradient. There is at least one sharded
+    parameter. One `dist.all_reduce` of one number, of at most 8 bytes.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def sequence_parallel_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the tokens of the output: [time / N, width].
+
+    The MLP is that of `parallel_mlp` without biases, but `x` [time / N, width] is this rank's part of the tokens of
+    the whole input. Exactly one all-gather and one reduce-scatter, each of a tensor of the size of the whole input.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: int | None) -> torch.Tensor:
+    """Return `x` after dropout: what one process would have, or this rank's part of it.
+
+    One process drops an element of the whole activations where `torch.rand(shape, generator=g)`, with their whole
+    shape and with `g` a `torch.Generator` seeded with `seed`, is less than `probability`, and divides the others by
+    1 - probability. `x` is this rank's part of the whole activations, cut along `dimension`, or the whole itself,
+    the same on all ranks, if that is None. `seed` is the same on all ranks. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●○○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def parameters_of_rank(layers: int, width: int, vocabulary: int, context: int, ranks: int) -> int:
+    """Return how many parameters of the course's GPT each of `ranks` ranks holds under tensor parallelism.
+
+    The model is `common.model.GPT` with tied weights, counted once. Spread evenly over the ranks are the token
+    embedding, the weights of all linear layers, and the biases of `up`. Whole on every rank are the position
+    embedding, the weights and biases of all LayerNorms, and the biases of `down` and of the attention's `out`.
+    Calculate only; the model may be one of 10^12 parameters, so build none.
+
+    Difficulty ●●○○○   Importance ●●●○○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 03: long contexts -------------------------------------------------------------------------------
+
+
+def combine_blocks(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (attention over the keys of both blocks, its log-sum-exp), from the attention over each block.
+
+    `out1` [queries, d] is softmax(scores) @ values over the keys of block 1 alone, `lse1` [queries] the logarithm of
+    the sum of exp(scores) over them; `out2` and `lse2` are those of block 2, which has other keys. A log-sum-exp may
+    be 1,000 or -1,000. Where a query sees no key of a block, its log-sum-exp there is minus infinity and its row of
+    zeros; it sees a key in at least one of the two. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return the attention of this rank's queries over all ranks' keys and values: [heads, time / N, d].
+
+    `q`, `k` and `v` [heads, time / N, d], float64, belong to this rank's part of the tokens. There is no mask: every
+    query sees every key. Scores are `q @ k^T / sqrt(d)`. Keys and values travel round the ring, from each rank to
+    the next and from the last to rank 0: every rank sends all keys and values but those of the next rank to it,
+    each once, and nothing else. They may travel together or apart; sends and receives only. Do not keep them: what
+    a rank holds must not grow with the world size.
+
+    Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
+    """
+    raise NotImplementedError
+
+
+def zigzag_positions(time: int, rank: int, size: int) -> list[int]:
+    """Return the positions of the tokens that `rank` of `size` ranks holds in zig-zag order, in rising order.
+
+    The sequence of `time` tokens is cut into 2 * size equal chunks. Rank 0 gets the first and the last of them, rank
+    1 the second and the last but one, and so on. `time` divides. Calculate only.
+
+    Difficulty ●○○○○   Importance ●●●●○   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def ring_pairs(positions: list[list[int]]) -> int:
+    """Return how many pairs of query and key a causal ring takes as long as, when all wait for the slowest.
+
+    `positions[rank]` are the positions of the tokens that a rank holds: any order, any number of ranks. In turn 0
+    each rank has its own keys, in turn t those of the rank t places before it in the ring. A rank computes the
+    pairs of its queries and the keys that it has, but only those whose key is not later than the query. A
+    turn takes as long as the rank with most pairs; the result is the sum over all turns. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def sequence_to_heads(x: torch.Tensor) -> torch.Tensor:
+    """Return all tokens for this rank's part of the heads, [time, heads / N, d], as DeepSpeed-Ulysses does.
+
+    `x` [time / N, heads, d] has all heads for this rank's part of the tokens. Exactly one all-to-all, of a tensor of
+    the size of `x` (or of a list of N equal parts of it).
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 04: experts -------------------------------------------------------------------------------------
+
+
+def seats(probabilities: torch.Tensor, k: int, capacity: int) -> list[list[int]]:
+    """Return which tokens each expert takes, in the order in which they are seated.
+
+    `probabilities` [tokens, experts] is what the router says; all numbers in a row are different. Each token asks
+    for a seat at the `k` experts that are most probable for it. An expert has `capacity` seats. First all first
+    choices are seated, token after token, then all second choices, and so on (Lepikhin et al., "GShard", 2020,
+    Algorithm 1). Who finds no free seat is dropped there, and asks no other expert. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def dispatch_and_combine(tokens: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what the experts make of this rank's tokens, row by row in the order of `tokens`: [n, width].
+
+    `tokens` [n, width] are this rank's, and token i belongs to expert `experts[i]` (int64): n may be another on each
+    rank, also 0. Expert r is on rank r, and makes `x @ weight` of a token x with its own weight [width, width].
+    There is no capacity: nothing is dropped, nothing padded.
+
+    Exactly three all-to-alls: first how many tokens each rank will get, N int64 numbers; then the tokens; then what
+    became of them, back to where they came from.
+
+    Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
+    """
+    raise NotImplementedError
+
+
+def load_balancing_loss(probabilities: torch.Tensor) -> float:
+    """Return, on every rank, the load-balancing loss over the tokens of all ranks together.
+
+    `probabilities` [n, experts], float64, is what the router says of this rank's n tokens: n may be another on each
+    rank, also 0. A token goes to its most probable expert. With f_i the share of all tokens that go to expert i, and
+    P_i the mean over all tokens of the probability of expert i, the loss is experts * (sum over i of f_i * P_i)
+    (Fedus et al., "Switch Transformers", 2021, equations 4 to 6, without their alpha). One `dist.all_reduce`, of
+    at most 2 * experts + 1 float64 numbers.
+
+    Difficulty ●●●○○   Importance ●●●○○   up to 25 minutes   3 points
+    """
+    raise NotImplementedError

@@ -101,10 +101,10 @@ BUGS = Bugs(
             why="Gradients of the step before are still there, and are added to.",
         ),
         "local_loss": bug(
-            right="dist.all_reduce(loss)",
-            wrong="loss = loss * self.data_size",
+            right="return loss / self.data_size, grad_norm",
+            wrong="return part.detach() * len(micro_batches), grad_norm",
             refused_by="loss",
-            why="Every rank reports the loss of its own slice. Training is right; the curve is not.",
+            why="Every rank reports the loss of its own last micro-batch. Training is right; the curve is not.",
         ),
         "same_slice": bug(
             right="self.data_rank, self.data_size = ranks.rank, ranks.size",
@@ -113,10 +113,10 @@ BUGS = Bugs(
             why="All ranks read the first slice of each batch: N times the work, for one rank's gradient.",
         ),
         "alone_on_rank_0": bug(
-            right="dist.all_reduce(loss)",
-            wrong="if self.data_rank == 0:\n            dist.reduce(loss, dst=0)",
+            right="total.wait()",
+            wrong="total.wait()\n        if self.data_rank == 0:\n            dist.reduce(loss, dst=0)",
             refused_by="timeout",
-            why="Only rank 0 shows the loss, so only rank 0 asks for it; but a collective needs all ranks: rank 0 "
+            why="Rank 0 wants a number for its log, and asks for it alone; but a collective needs all ranks: rank 0 "
             "waits until its time is up.",
         ),
         "no_set_epoch": Bug(

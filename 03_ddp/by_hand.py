@@ -39,8 +39,9 @@ class DataParallelByHand(Strategy):
                     part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
+        total = dist.all_reduce(loss, async_op=True)  # beside the last buckets
         self.reducer.finish()
-        dist.all_reduce(loss)
+        total.wait()
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
@@ -53,18 +54,17 @@ class Reducer:
 
     order:       the trainable parameters in the order in which their gradients are expected: by default the last
                  parameter first, as the backward pass goes. They are of one type.
-    bucket_mb:   a bucket is full when it holds this many MiB; `first_bucket_mb` is for the first, so that sending
-                 can begin early
+    bucket_mb:   a bucket is full when it holds this many MiB
     find_unused: whether some ranks, or all, may leave parameters out of a step
     """
 
-    def __init__(self, model, order=None, bucket_mb=25.0, first_bucket_mb=1.0, find_unused=False):
+    def __init__(self, model, order=None, bucket_mb=1.0, find_unused=False):
         self.model, self.size, self.find_unused = model, dist.get_world_size(), find_unused
         same_on_all_ranks(model)
         for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently
             dist.broadcast(tensor.detach(), src=0)
         self.parameters = order or [p for p in model.parameters() if p.requires_grad][::-1]
-        self.buckets = assign(self.parameters, first_bucket_mb * MEBIBYTE, bucket_mb * MEBIBYTE)
+        self.buckets = assign(self.parameters, bucket_mb * MEBIBYTE)
         self.flat, self.views, self.bucket_of = [], {}, {}
         for number, bucket in enumerate(self.buckets):
             members = [self.parameters[index] for index in bucket]
@@ -131,11 +131,11 @@ class Reducer:
             self.synchronise = True
 
 
-def assign(parameters, first_cap, cap):
-    """Cut parameters, in order, into buckets of indices; a bucket is full once it holds its cap, in bytes."""
+def assign(parameters, cap):
+    """Cut parameters, in order, into buckets of indices; a bucket is full once it holds `cap` bytes."""
     buckets, filled = [], 0
     for index, parameter in enumerate(parameters):
-        if not buckets or filled >= (first_cap if len(buckets) == 1 else cap):
+        if not buckets or filled >= cap:
             buckets.append([])
             filled = 0
         buckets[-1].append(index)

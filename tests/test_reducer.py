@@ -47,7 +47,7 @@ def both_ways() -> tuple[list[int], str, list[int]]:
     torchs, ours = gpt(), gpt()
     parallel = DistributedDataParallel(torchs, bucket_cap_mb=CAP)
     order = order_of_arrival(ours)
-    reducer = by_hand.Reducer(ours, order=order, bucket_mb=CAP, first_bucket_mb=CAP)
+    reducer = by_hand.Reducer(ours, order=order, bucket_mb=CAP)
     different = []
     for tokens in own_tokens(steps=4):
         torchs.zero_grad()
@@ -73,9 +73,9 @@ def test_gradients_are_pytorchs_bit_by_bit(nproc):
 
 def test_buckets_are_cut_as_pytorch_cuts_them():
     parameters = list(gpt().parameters())
-    for caps in [(1, 1), (4096, 20_000), (10**9, 10**9), (1, 10**9)]:
-        torchs, _ = dist._compute_bucket_assignment_by_size(parameters, list(caps))
-        assert by_hand.assign(parameters, *caps) == torchs
+    for cap in (1, 4096, 20_000, 10**9):
+        torchs, _ = dist._compute_bucket_assignment_by_size(parameters, [cap])
+        assert by_hand.assign(parameters, cap) == torchs
 
 
 class Branches(nn.Module):
@@ -93,7 +93,7 @@ def branch_by_rank(find_unused: bool) -> list[torch.Tensor | None]:
     torch.manual_seed(0)
     model = Branches()
     each = 1e-6  # MiB: a bucket for each layer, complete in another order on each rank
-    reducer = by_hand.Reducer(model, bucket_mb=each, first_bucket_mb=each, find_unused=find_unused)
+    reducer = by_hand.Reducer(model, bucket_mb=each, find_unused=find_unused)
     for step in range(2):
         model.zero_grad()
         model(torch.ones(1, 4), (dist.get_rank() + step) % 2).sum().backward()
@@ -157,7 +157,7 @@ def messages() -> tuple[list[dict], int, list[int]]:
     """Collectives of three backward passes, two of them without synchronisation; the buckets that are still
     incomplete at each launch."""
     model, incomplete = gpt(), []
-    reducer = by_hand.Reducer(model, bucket_mb=CAP, first_bucket_mb=CAP)
+    reducer = by_hand.Reducer(model, bucket_mb=CAP)
     launch_buckets = reducer.launch
 
     def launch_and_note():

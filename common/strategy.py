@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from common.errors import UserError
+from common.model import GPT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,6 +20,7 @@ class Strategy:
     """
 
     data_rank, data_size = 0, 1  # which of how many equal slices of each global batch this rank reads
+    model_class = GPT  # of text
 
     def __init__(self, ranks, precision: str = "fp32", max_norm: float = 1.0):
         """`precision` is "fp32", "bf16" or "fp16" (with loss scaling); gradients are clipped to `max_norm`, the
@@ -53,7 +55,7 @@ class Strategy:
         # that the other ranks do not wait for (torch 2.13; --check-collectives shows it).
         box = [state]
         dist.broadcast_object_list(box, src=0)
-        state = box[0]
+        state = self.own_part(box[0])
         set_state_dict(
             self.model,
             self.optimizer,
@@ -63,6 +65,10 @@ class Strategy:
         )
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+    def own_part(self, state: dict) -> dict:
+        """What this rank keeps of a full state."""
+        return state
 
 
 def require_gradients(model: torch.nn.Module) -> None:

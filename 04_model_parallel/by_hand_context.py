@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from common.errors import UserError
-from common.model import GPT, cross_entropy
+from common.model import cross_entropy
 from common.strategy import Strategy, require_gradients
 
 
@@ -146,8 +146,6 @@ class ContextParallel(Strategy):
 
     def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
         super().__init__(ranks, precision, max_norm)
-        if not isinstance(model, GPT):
-            raise UserError("context parallelism divides sequences of tokens; use --task text")
         self.check(model.embedding.positions.num_embeddings, model.blocks[0].attention.heads, ranks.size)
         self.model = model.to(ranks.device)
         for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently

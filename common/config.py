@@ -183,6 +183,14 @@ def check(config: Config) -> None:
             f"--loading {config.loading} reads a stream of records, and --task images is one table in memory; "
             f"use --loading shard or dispatch"
         )
+    if config.task == "images" and find(config.strategy, config.by_hand).chapter == "04_model_parallel":
+        raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+    layers = config.layers + 2
+    if config.strategy == "model" and config.by_hand and size > layers:
+        raise UserError(
+            f"{size} ranks are more than {layers} layers (embedding, {config.layers} blocks, head), and each needs "
+            f"one; start at most {layers} ranks, or make --layers {size - 2}"
+        )
     if not 0 < config.lr < float("inf"):
         raise UserError(f"--lr must be a positive number, got {config.lr}")
     if config.width % config.heads:

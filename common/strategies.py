@@ -17,18 +17,25 @@ class Entry:
     chapter:     its folder; `torch` and `by_hand` name its classes there, "file.Class" where that is not
                  distributed_training.py or by_hand.py. None: there is no such version
     world_sizes: on how many ranks it must equal one process
+    alone:       PyTorch's version is one process, which may use several devices; world_sizes are of that by hand
     """
 
     chapter: str
     torch: str | None
     by_hand: str | None
     world_sizes: tuple[int, ...]
+    alone: bool = False
+
+    def sizes(self, by_hand: bool) -> tuple[int, ...]:
+        """On how many ranks this version must equal one process."""
+        return (1,) if self.alone and not by_hand else self.world_sizes
 
 
 STRATEGIES = {
     "single": Entry("01_intro", "SingleProcess", None, (1,)),
     "dp": Entry("02_data_parallel", "ThreadedDataParallel", "ThreadedDataParallelByHand", (1,)),
     "ddp": Entry("03_ddp", "DataParallel", "DataParallelByHand", (1, 2, 4)),
+    "model": Entry("04_model_parallel", "layers.LayersOnDevices", "by_hand_layers.SplitLayers", (1, 2, 4), alone=True),
 }
 
 

@@ -59,7 +59,7 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
         tell(f"{config.strategy} on {ranks.size} process(es), {ranks.device.type}: {run.path}")
         if done and not config.resume:
             tell(f"restarted by torchrun: going on after step {done}")
-        if ranks.size > 1 and find(config.strategy, config.by_hand).world_sizes == (1,):
+        if ranks.size > 1 and find(config.strategy, config.by_hand).sizes(config.by_hand) == (1,):
             alike = f"all {ranks.size} ranks train the same model on the same data"
             tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")
     often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own

@@ -32,6 +32,8 @@ SCRIPTS = [
     ("03_ddp", ""),
     ("03_ddp", "--by-hand"),
     ("03_ddp", "--accumulate 3 --check-collectives"),
+    ("04_model_parallel", "--strategy model"),
+    ("04_model_parallel", "--strategy model --by-hand --layers 2 --accumulate 3"),
     ("03_ddp", "--loading dispatch"),
     ("03_ddp", "--loading shard-stream-workers"),
 ]

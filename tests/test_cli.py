@@ -33,7 +33,7 @@ def yaml(text: str) -> list[str]:
 
 BAD = {
     "--distributed": r"--distributed: no launcher .* torchrun --nproc_per_node=2",
-    "--strategy dpp": r"unknown strategy 'dpp'; known: single, dp, ddp",
+    "--strategy dpp": r"unknown strategy 'dpp'; known: single, dp, ddp, model",
     "--width 100 --heads 3": r"--width 100 does not divide by --heads 3",
     "--by-hand --strategy single": r"'single' has no version by hand",
     "--device tpu": r"argument --device: invalid choice: 'tpu'",
@@ -146,7 +146,7 @@ def refused(result: subprocess.CompletedProcess, line: str) -> None:
 
 
 def test_one_line_and_exit_code_2():
-    known = "unknown strategy 'x'; known: single, dp, ddp"
+    known = "unknown strategy 'x'; known: single, dp, ddp, model"
     refused(run("distributed_training.py", "--strategy", "x"), known)
 
 

@@ -9,7 +9,6 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -133,40 +132,39 @@ class SplitLayers(Strategy):
 
     def full_state(self):
         """On rank 0; the others have nothing to add to it, and return empty dictionaries."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        if self.tied is not None and self.last:  # the whole model's optimizer knows it by its first name
-            optimizer["state"].pop(TIED[1], None)  # None where it is frozen
-            for group in optimizer["param_groups"]:
-                group["params"].remove(TIED[1])
-        parts = [None] * self.ranks.size if self.first else None
-        dist.gather_object((model, optimizer), parts)
-        whole = {"model": {}, "optimizer": {}, "scaler": self.scaler.state_dict()}
-        if self.first:
-            whole["optimizer"] = {"state": {}, "param_groups": [dict(g, params=[]) for g in optimizer["param_groups"]]}
-            for model, optimizer in parts:
-                whole["model"] |= model
-                whole["optimizer"]["state"] |= optimizer["state"]
-                for group, more in zip(whole["optimizer"]["param_groups"], optimizer["param_groups"], strict=True):
-                    group["params"] += more["params"]
-        return whole
-
-    def load_full_state(self, state):
-        box = [state]
-        dist.broadcast_object_list(box, src=0)
-        mine = {name: name for name, _ in self.model.named_parameters()}
+        state = super().full_state()
         if self.tied is not None and self.last:
-            mine[TIED[1]] = TIED[0]
-        optimizer = box[0]["optimizer"]
-        states = {name: optimizer["state"][there] for name, there in mine.items() if there in optimizer["state"]}
-        groups = [
-            dict(group, params=[name for name, there in mine.items() if there in group["params"]])
-            for group in optimizer["param_groups"]
-        ]
-        model = {name: box[0]["model"][name] for name in self.model.state_dict()}
-        part = {"state": states, "param_groups": groups}
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=part)
-        if box[0]["scaler"]:
-            self.scaler.load_state_dict(box[0]["scaler"])
+            state["optimizer"] = renamed(state["optimizer"], TIED[1], TIED[0])
+        parts = [None] * self.ranks.size if self.first else None
+        dist.gather_object(state, parts)
+        if not self.first:
+            return state | {"model": {}, "optimizer": {}}
+        for part in parts[1:]:
+            state["model"] |= part["model"]
+            state["optimizer"]["state"] |= part["optimizer"]["state"]
+            groups = zip(state["optimizer"]["param_groups"], part["optimizer"]["param_groups"], strict=True)
+            for group, more in groups:
+                group["params"] = list(dict.fromkeys(group["params"] + more["params"]))
+        return state
+
+    def own_part(self, state):
+        optimizer = state["optimizer"]
+        if self.tied is not None and self.last:
+            optimizer = renamed(optimizer, TIED[0], TIED[1])
+        return state | {
+            "model": {name: state["model"][name] for name in self.model.state_dict()},
+            "optimizer": optimizer,
+        }
+
+
+def renamed(optimizer: dict, old: str, new: str) -> dict:
+    """A state of an optimizer in which one parameter has another name: in the whole model's it has its first."""
+    states = {new if name == old else name: state for name, state in optimizer["state"].items()}
+    groups = [
+        group | {"params": [new if name == old else name for name in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
 
 
 def layers_of(model) -> dict[str, nn.Module]:

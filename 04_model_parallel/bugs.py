@@ -13,6 +13,7 @@ from functools import partial
 from common.bugs import Bug, Bugs
 
 layers = partial(Bug, "SplitLayers", file="by_hand_layers.py", ranks=2)
+context = partial(Bug, "ContextParallel", file="by_hand_context.py")
 
 BUGS = Bugs(
     __file__,
@@ -86,6 +87,102 @@ BUGS = Bugs(
             refused_by="loss",
             why="The loss is not divided by the number of micro-batches: with accumulation M, gradients are M times "
             "too large.",
+        ),
+        "mask_off_by_a_block": context(
+            right="key_chunk <= query_chunk",
+            wrong="key_chunk <= query_chunk + 1",
+            inside="pairs",
+            refused_by="loss",
+            why="Each token sees the chunk after its own, and learns to copy: the loss falls too well, and the model "
+            "is of no use where there is no future to look at.",
+        ),
+        "mask_by_place": context(
+            right="key_chunk <= query_chunk",
+            wrong="j <= i",
+            inside="pairs",
+            ranks=2,
+            refused_by="loss",
+            why="The mask compares places on the ranks, not in the sequence. On one rank they are the same.",
+        ),
+        "masked_every_turn": context(
+            right="causal and key_chunk == query_chunk",
+            wrong="causal and i == j",
+            inside="pairs",
+            ranks=2,
+            refused_by="loss",
+            why="The triangle that belongs on the diagonal is laid over blocks of earlier chunks too, of which all is "
+            "to be seen: is_causal=True in every turn does that.",
+        ),
+        "not_rescaled": context(
+            right="out * (lse - new).exp()",
+            wrong="out",
+            inside="merge",
+            refused_by="loss",
+            why="A block is added without rescaling the sum so far to the new normaliser: the weights of a query no "
+            "longer add up to 1.",
+        ),
+        "wrong_way_round": context(
+            right="source = (rank - turn) % size",
+            wrong="source = (rank + turn) % size",
+            inside="forward",
+            refused_by="loss",
+            why="Keys come from the rank before, so in turn t they are those of rank r - t; here the mask takes them "
+            "for those of rank r + t. With two ranks there is no difference.",
+        ),
+        "softmax_of_a_block": context(
+            right="(scores(q, k, diagonal) - lse).exp()",
+            wrong="scores(q, k, diagonal).softmax(-1)",
+            inside="attend_backward",
+            refused_by="grad_norm",
+            why="The backward pass normalises each block by itself, not over all keys. The forward pass is right, so "
+            "the loss of the first step is.",
+        ),
+        "gradients_stay": context(
+            right="travelling = pass_on(grad_kv + travelling() if travelling else grad_kv)",
+            wrong="at_home += grad_kv",
+            inside="backward",
+            refused_by="grad_norm",
+            why="The gradients of visiting keys and values are added to those of the rank that computed them, at the "
+            "wrong tokens. All shapes fit, and the loss of the first step is right.",
+        ),
+        "positions_from_zero": context(
+            right="self.model.embedding.positions(where)",
+            wrong="self.model.embedding.positions.weight[: len(where)]",
+            refused_by="loss",
+            why="Each rank counts its tokens from 0: attention is right, and every token is told that it stands at the "
+            "beginning of the sequence.",
+        ),
+        "targets_in_plain_order": context(
+            right="targets[:, where]",
+            wrong="targets[:, rank * len(where) : (rank + 1) * len(where)]",
+            inside="step",
+            refused_by="loss",
+            why="Inputs lie in zig-zag order and targets in the plain one: the model learns to guess other tokens than "
+            "the next.",
+        ),
+        "own_gradients": context(
+            right="dist.all_reduce(flat)",
+            wrong="pass",
+            inside="sum_gradients",
+            refused_by="grad_norm",
+            why="All ranks read the same batch, so who thinks of averaging? Each has the gradient of its own tokens' "
+            "loss alone, and the copies of the model drift apart.",
+        ),
+        "mean_on_each_rank": context(
+            right="part / (len(micro_batches) * size)",
+            wrong="part / len(micro_batches)",
+            inside="step",
+            refused_by="loss",
+            why="Each rank takes the mean over its own tokens, and the means are summed: N times too large. AdamW's "
+            "steps would hardly change.",
+        ),
+        "own_loss": context(
+            right="dist.all_reduce(loss)",
+            wrong="loss *= size",
+            inside="step",
+            refused_by="loss",
+            why="The log shows the mean over rank 0's tokens, the first and the last of each sequence, as if it were "
+            "that of all.",
         ),
     },
 )

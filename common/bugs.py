@@ -65,7 +65,11 @@ class Bugs(dict):
         """The functions or the class in which the mistake is, somewhere."""
         text = self.source(name)
         wanted = {self[name].target, *(bug.inside for bug in self.values() if bug.file == self[name].file)}
-        nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) in wanted]
+        nodes = [
+            node
+            for node in ast.parse(text).body
+            if wanted & {getattr(part, "name", None) for part in ast.walk(node)}  # a method's class
+        ]
         return "\n\n\n".join(ast.get_source_segment(text, node) for node in nodes)
 
     def command_line(self) -> None:

@@ -47,6 +47,8 @@ class Config:
     width: int = option(128, "the GPT's activations per token")
     heads: int = option(4, "the GPT's attention heads; they divide the width")
     context: int = option(128, "tokens per example of text")
+    experts: int = option(8, "of each block's mixture (with strategy expert); the ranks divide them")
+    top_k: int = option(2, "experts that each token goes to (with strategy expert)")
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
@@ -56,7 +58,10 @@ class Config:
 
 
 # What defines a run's numbers: on --resume these come from the run itself.
-IDENTITY = ("task", "dataset", "batch_size", "optimizer", "lr", "seed", "layers", "width", "heads", "context")
+IDENTITY = (
+    "task", "dataset", "batch_size", "optimizer", "lr", "seed",
+    "layers", "width", "heads", "context", "experts", "top_k",
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,7 +172,8 @@ def check(config: Config) -> None:
         raise UserError(
             f"{size} processes were started without --distributed: each would train alone; add --distributed"
         )
-    for name in ("steps", "batch_size", "accumulate", "layers", "width", "heads", "context", "log_every"):
+    counts = "steps batch_size accumulate layers width heads context experts top_k log_every"
+    for name in counts.split():
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
     for name, top in (("checkpoint_every", None), ("seed", 2**31 - 1)):
@@ -195,9 +201,21 @@ def check(config: Config) -> None:
         raise UserError(f"--lr must be a positive number, got {config.lr}")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
+    if config.strategy == "expert":
+        check_experts(config.experts, config.top_k, size)
     choose(config.device, config.backend, local_size)
     if rank == 0:
         claim(Path(config.run_dir), config.resume)
+
+
+def check_experts(experts: int, top_k: int, ranks: int) -> None:
+    """Raise UserError where there is no such mixture of experts, or it cannot be divided among the ranks."""
+    if top_k > experts:
+        raise UserError(f"--top-k {top_k} is more than --experts {experts}: a token goes to an expert once")
+    if experts < ranks:
+        raise UserError(f"--experts {experts} are fewer than {ranks} ranks; use {ranks} or a multiple")
+    if experts % ranks:
+        raise UserError(f"--experts {experts} do not divide by {ranks} ranks; use a multiple of {ranks}")
 
 
 def this_launch() -> str:

@@ -31,15 +31,15 @@ BATCH, CONTEXT, VOCABULARY = 24, 8, 64
 SEED = 7
 
 
-def tied() -> nn.Module:
-    return lively(GPT(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=True))
+def tied(model_class=GPT) -> nn.Module:
+    return lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=True))
 
 
-def frozen() -> nn.Module:
+def frozen(model_class=GPT) -> nn.Module:
     """Untied, with a whole embedding and single weights of a block frozen."""
-    model = lively(GPT(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
+    model = lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
     model.embedding.positions.requires_grad_(False)
-    model.blocks[1].mlp.up.weight.requires_grad_(False)
+    next(model.blocks[1].mlp.parameters()).requires_grad_(False)
     return model
 
 
@@ -63,9 +63,12 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. `max_norm` 0.3 clips every step of the models here, 100 none."""
+    """One way to train. `max_norm` 0.3 clips every step of the models here, 100 none.
 
-    make_model: Callable[[], nn.Module]
+    make_model: from the class of GPT that the strategy trains, its `model_class`
+    """
+
+    make_model: Callable[[type], nn.Module]
     make_optimizer: Callable
     accumulate: int
     max_norm: float
@@ -119,7 +122,7 @@ class NotEqual(AssertionError):
 class WithBatchNorm(nn.Module):
     """A model whose buffers change with what a rank reads: the running statistics of BatchNorm."""
 
-    def __init__(self):
+    def __init__(self, model_class=GPT):
         super().__init__()
         self.embedding, self.norm, self.head = (
             nn.Embedding(VOCABULARY, 16),
@@ -144,17 +147,22 @@ class Batches:
         return self.tokens[indices, :-1], self.tokens[indices, 1:]
 
 
-def on_one_process(case: Case) -> Outcome:
+def model_class_of(strategy_class) -> type:
+    return getattr(strategy_class, "model_class", GPT)
+
+
+def on_one_process(case: Case, model_class: type) -> Outcome:
     """The reference: whole batches, no micro-batches, no strategy, nothing that could be shared with one."""
     torch.manual_seed(SEED)
-    model = case.make_model()
+    model = case.make_model(model_class)
     optimizer = case.make_optimizer(model.parameters())
     losses, grad_norms = [], []
     for step in range(STEPS):
         inputs, targets = Batches().batch(data.global_batch(SEED, step, BATCH, Batches.size))
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        # a mixture of experts minimises more than it reports
+        (loss + (model.auxiliary_loss() if hasattr(model, "auxiliary_loss") else 0.0)).backward()
         grad_norms.append(clip_grad_norm_(model.parameters(), case.max_norm).item())
         optimizer.step()
         losses.append(loss.item())
@@ -163,9 +171,9 @@ def on_one_process(case: Case) -> Outcome:
 
 
 @functools.cache
-def references(cases: tuple[Case, ...]) -> list[Outcome]:
+def references(cases: tuple[Case, ...], model_class: type = GPT) -> list[Outcome]:
     """The reference of each case, computed as every rank computes, with one thread: so "bitwise" can be asked."""
-    return launch(lambda: [on_one_process(case) for case in cases], nproc=1)[0]
+    return launch(lambda: [on_one_process(case, model_class) for case in cases], nproc=1)[0]
 
 
 def on_ranks(strategy_class, cases: list[Case]) -> list[Outcome]:
@@ -174,7 +182,8 @@ def on_ranks(strategy_class, cases: list[Case]) -> list[Outcome]:
     outcomes = []
     for case in cases:
         torch.manual_seed(SEED + ranks.rank)  # what a script does that forgets to seed all ranks alike
-        strategy = strategy_class(case.make_model(), case.make_optimizer, ranks, max_norm=case.max_norm)
+        model = case.make_model(model_class_of(strategy_class))
+        strategy = strategy_class(model, case.make_optimizer, ranks, max_norm=case.max_norm)
         losses, grad_norms = [], []
         for step in range(STEPS):
             indices = data.global_batch(SEED, step, BATCH, Batches.size)
@@ -244,10 +253,10 @@ def difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     return ((tensor - expected).abs().max() / scale).item()
 
 
-def check_something_happened(case: Case, reference: Outcome) -> None:
+def check_something_happened(case: Case, reference: Outcome, model_class: type = GPT) -> None:
     """A proof about training in which nothing trains proves nothing. Raises NotEqual."""
     torch.manual_seed(SEED)
-    for name, parameter in case.make_model().named_parameters():
+    for name, parameter in case.make_model(model_class).named_parameters():
         moved = difference(reference.state[f"model/{name}"], parameter.detach())
         if (moved > 30 * TOLERANCE) != parameter.requires_grad:
             raise NotEqual("nothing changed", f"{case}: {name} moved by {moved:.3g} of its largest element")
@@ -269,9 +278,10 @@ def prove_class(strategy_class, nproc: int, who: str, cases: list[Case] = CASES,
 
     Raises RankFailed too, of launch, for ranks that wait for each other longer than `timeout` seconds."""
     outcomes = launch(on_ranks, nproc, (strategy_class, cases), timeout)
+    model_class = model_class_of(strategy_class)
     rows = []
-    for number, (case, reference) in enumerate(zip(cases, references(tuple(cases)), strict=True)):
-        check_something_happened(case, reference)
+    for number, (case, reference) in enumerate(zip(cases, references(tuple(cases), model_class), strict=True)):
+        check_something_happened(case, reference, model_class)
         rows.append(compare(case, reference, [outcome[number] for outcome in outcomes], who))
     return rows
 

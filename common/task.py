@@ -9,6 +9,7 @@ from common import data
 from common.config import Config
 from common.errors import UserError
 from common.model import GPT, make_resnet
+from common.strategies import load
 from common.strategy import Strategy
 
 
@@ -22,7 +23,9 @@ class Task:
         c = self.config
         torch.manual_seed(c.seed)
         if c.task == "text":
-            return GPT(c.layers, c.width, c.heads, c.context)
+            model_class = load(c.strategy, c.by_hand).model_class
+            experts = {} if model_class is GPT else {"experts": c.experts, "top_k": c.top_k}
+            return model_class(c.layers, c.width, c.heads, c.context, **experts)
         return make_resnet(self.dataset.channels, self.dataset.classes)
 
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:

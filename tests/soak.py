@@ -34,6 +34,7 @@ SCRIPTS = [
     ("03_ddp", "--accumulate 3 --check-collectives"),
     ("04_model_parallel", "--strategy model"),
     ("04_model_parallel", "--strategy model --by-hand --layers 2 --accumulate 3"),
+    ("04_model_parallel", "--strategy expert --by-hand --experts 12 --accumulate 3"),
     ("03_ddp", "--loading dispatch"),
     ("03_ddp", "--loading shard-stream-workers"),
 ]

@@ -14,6 +14,7 @@ from common.bugs import Bug, Bugs
 
 layers = partial(Bug, "SplitLayers", file="by_hand_layers.py", ranks=2)
 context = partial(Bug, "ContextParallel", file="by_hand_context.py")
+experts = partial(Bug, "ExpertParallel", file="by_hand_experts.py", ranks=2)
 
 BUGS = Bugs(
     __file__,
@@ -183,6 +184,94 @@ BUGS = Bugs(
             refused_by="loss",
             why="The log shows the mean over rank 0's tokens, the first and the last of each sequence, as if it were "
             "that of all.",
+        ),
+        "experts_averaged": experts(
+            right="            grad /= self.data_size",
+            wrong="            dist.all_reduce(grad)\n            grad /= self.data_size",
+            inside="average_gradients",
+            refused_by="grad_norm",
+            why="All gradients are averaged over the ranks, as under data parallelism. But expert 0 of one rank is not "
+            "expert 0 of another: gradients of different weights are mixed.",
+        ),
+        "experts_not_scaled": experts(
+            right="            grad /= self.data_size",
+            wrong="            pass",
+            inside="average_gradients",
+            refused_by="grad_norm",
+            why="An expert's gradient has the tokens of all ranks in it already, so it is left as it is. But each rank "
+            "took the mean over its own slice: the experts learn N times too fast. AdamW hides it.",
+        ),
+        "no_gates": experts(
+            right="gates[kept][order, None] * rows",
+            wrong="rows",
+            inside="forward",
+            refused_by="loss",
+            why="The experts' results are added without their gates: all chosen experts count alike, and the router "
+            "learns from the balancing loss alone.",
+        ),
+        "router_cut": experts(
+            right="gates[kept][order, None] * rows",
+            wrong="gates[kept][order, None].detach() * rows",
+            inside="forward",
+            refused_by="grad_norm",
+            why="The gates are cut off from autograd. The loss of a step is right; but the router never hears which "
+            "choice was good.",
+        ),
+        "not_renormalised": experts(
+            right="gates = gates / gates.sum(dim=-1, keepdim=True)",
+            wrong="pass",
+            inside="route",
+            refused_by="loss",
+            why="The gates of the chosen experts do not add up to 1, as they would if the softmax were taken over the "
+            "chosen ones only: what a layer adds is scaled down by the share of the experts not asked.",
+        ),
+        "left_in_disorder": experts(
+            right="rows[together.argsort()]",
+            wrong="rows",
+            inside="forward",
+            refused_by="loss",
+            why="Results are sent back in the order of the experts, not in that in which the tokens came: tokens get "
+            "each other's results. On one rank both orders are the same.",
+        ),
+        "passed_on_twice": experts(
+            right="torch.zeros_like(x).flatten(0, 1)",
+            wrong="x.flatten(0, 1) * ~kept.any(dim=1, keepdim=True)",
+            inside="forward",
+            refused_by="loss",
+            why="A token without a place is passed on unchanged, but that is what the residual connection around the "
+            "layer does: here it is added once more.",
+        ),
+        "last_come_first_served": experts(
+            right="choices.cumsum(dim=1)",
+            wrong="choices.flip(1).cumsum(dim=1).flip(1)",
+            inside="route",
+            refused_by="loss",
+            why="Places go to the last tokens. So whether a token is dropped depends on the tokens after it, which a "
+            "model that predicts them must not see.",
+        ),
+        "balanced_by_slice": experts(
+            right="(shares * probabilities.mean(dim=1))",
+            wrong="(shares.mean(dim=0) * probabilities.mean(dim=(0, 1)))",
+            inside="route",
+            refused_by="grad_norm",
+            why="The balancing loss is computed over a rank's whole slice. It is a product of two means, so the mean "
+            "over the slices is not that of the batch: it changes with the number of ranks and of micro-batches.",
+        ),
+        "unbalanced": experts(
+            right="self.scaler.scale(part + auxiliary)",
+            wrong="self.scaler.scale(part)",
+            inside="step",
+            refused_by="grad_norm",
+            why="The balancing loss is computed and not minimised: a few experts get most of the tokens, and the ranks "
+            "that hold them most of the work.",
+        ),
+        "norm_of_own_experts": experts(
+            right="dist.all_reduce(squares)",
+            wrong="pass",
+            inside="average_gradients",
+            refused_by="grad_norm",
+            why="Each rank clips by a norm that knows its own experts only: replicated weights are scaled differently "
+            "on each rank, and drift apart.",
         ),
     },
 )

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.errors import UserError
-from common.model import GPT
 from common.strategy import Strategy, require_gradients
 
 # Along which dimension a parameter is cut: 0 by outputs (or words), 1 by inputs. All others are whole on every rank.
@@ -57,14 +56,14 @@ def all_gather(x):
     """This rank's part of the sequence [batch, time / size, width] -> the whole, [batch, time, width]."""
     whole = x.new_empty(x.shape[1] * dist.get_world_size(), x.shape[0], x.shape[2])
     dist.all_gather_single(whole, x.transpose(0, 1).contiguous())
-    return whole.transpose(0, 1)
+    return whole.transpose(0, 1).contiguous()
 
 
 def reduce_scatter(x):
     """[batch, time, width] -> this rank's part of the sequence of the sum, [batch, time / size, width]."""
     part = x.new_empty(x.shape[1] // dist.get_world_size(), x.shape[0], x.shape[2])
     dist.reduce_scatter_single(part, x.transpose(0, 1).contiguous())
-    return part.transpose(0, 1)
+    return part.transpose(0, 1).contiguous()
 
 
 def f(x):
@@ -241,8 +240,9 @@ class SequenceParallelByHand(TensorParallelByHand):
     enter, leave = staticmethod(gather), staticmethod(scatter)
 
     def rewire(self):
-        super().rewire()
         positions = self.model.embedding.positions
+        check(self.ranks.size, {"context": len(positions.weight)})
+        super().rewire()
         positions.register_forward_hook(lambda module, args, x: self.own(x, 0))
 
     def complete_gradients(self):
@@ -253,14 +253,14 @@ class SequenceParallelByHand(TensorParallelByHand):
 
 
 def require_divisible(model, size):
-    """Raise UserError for a model that cannot be cut into `size` equal parts."""
-    if not isinstance(model, GPT):
-        raise UserError("tensor parallelism is written for the GPT here; use --task text")
+    """Raise UserError for a GPT that cannot be cut into `size` equal parts."""
     vocabulary, width = model.embedding.tokens.weight.shape
-    heads = model.blocks[0].attention.heads
-    for name, number in (("heads", heads), ("width", width), ("vocabulary", vocabulary)):
+    check(size, {"heads": model.blocks[0].attention.heads, "width": width, "vocabulary": vocabulary})
+
+
+def check(size, numbers):
+    for name, number in numbers.items():
         if number % size:
             raise UserError(
-                f"tensor parallelism: {name} {number} cannot be cut into {size} equal parts, one for each rank; "
-                f"start a number of ranks that divides it"
+                f"{name} {number} cannot be cut into {size} equal parts; start a number of ranks that divides it"
             )

@@ -12,8 +12,9 @@ from pathlib import Path
 import yaml
 
 from common.errors import UserError
+from common.model import VOCABULARY
 from common.ranks import choose, environment
-from common.strategies import find
+from common.strategies import find, module
 
 # How the ranks get their examples: "shard" with every strategy, the others with that of chapter 03.
 LOADING = ("dispatch", "shard", "stream", "shard-stream", "shard-stream-workers")
@@ -203,6 +204,10 @@ def check(config: Config) -> None:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
     if config.strategy == "expert":
         check_experts(config.experts, config.top_k, size)
+    if config.strategy in ("tensor", "sequence"):
+        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
+        numbers |= {"--context": config.context} if config.strategy == "sequence" else {}
+        module("04_model_parallel", "by_hand_tensor").check(size, numbers)
     choose(config.device, config.backend, local_size)
     if rank == 0:
         claim(Path(config.run_dir), config.resume)

@@ -36,6 +36,7 @@ BAD = {
     "--strategy dpp": r"unknown strategy 'dpp'; known: single, dp, ddp, model",
     "--width 100 --heads 3": r"--width 100 does not divide by --heads 3",
     "--by-hand --strategy single": r"'single' has no version by hand",
+    "--strategy sequence": r"'sequence' has a version by hand only; add --by-hand",
     "--device tpu": r"argument --device: invalid choice: 'tpu'",
     "--steps many": r"argument --steps: invalid int value: 'many'",
     "--steps 0": r"--steps must be at least 1, got 0",

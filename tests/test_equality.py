@@ -24,7 +24,7 @@ PROOFS = [
 def test_equals_one_process(strategy, by_hand, nproc):
     rows = prove(strategy, by_hand, nproc)
     assert [row.case for row in rows] == CASES
-    # Nothing is added up in another order, unless there are micro-batches, devices, parts of sums or blocks of keys, or experts.
+    # Nothing is added up in another order, unless there are micro-batches, devices, parts of sums, blocks, or experts.
     if nproc == 1 and strategy not in ("dp", "tensor", "sequence", "context", "expert"):
         assert [row.bitwise for row in rows if row.case.accumulate == 1] == [True] * 4
 

@@ -208,6 +208,8 @@ def check(config: Config) -> None:
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
         numbers |= {"--context": config.context} if config.strategy == "sequence" else {}
         module("04_model_parallel", "by_hand_tensor").check(size, numbers)
+    if config.strategy == "context":
+        module("04_model_parallel", "by_hand_context").ContextParallel.check(config.context, config.heads, size)
     choose(config.device, config.backend, local_size)
     if rank == 0:
         claim(Path(config.run_dir), config.resume)

@@ -39,6 +39,7 @@ SCRIPTS = [
     ("04_model_parallel", "--strategy sequence --by-hand --heads 4"),
     ("03_ddp", "--loading dispatch"),
     ("03_ddp", "--loading shard-stream-workers"),
+    ("04_model_parallel", "--strategy context --by-hand --accumulate 3 --context 48"),
 ]
 
 

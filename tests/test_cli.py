@@ -36,6 +36,8 @@ BAD = {
     "--strategy dpp": r"unknown strategy 'dpp'; known: single, dp, ddp, model",
     "--width 100 --heads 3": r"--width 100 does not divide by --heads 3",
     "--by-hand --strategy single": r"'single' has no version by hand",
+    "--strategy context": r"'context' has a version by hand only; add --by-hand",
+    "--strategy context --by-hand --context 101": r"--context 101 does not divide into 2 chunks",
     "--strategy sequence": r"'sequence' has a version by hand only; add --by-hand",
     "--device tpu": r"argument --device: invalid choice: 'tpu'",
     "--steps many": r"argument --steps: invalid int value: 'many'",

@@ -13,6 +13,8 @@ from functools import partial
 from common.bugs import Bug, Bugs
 
 layers = partial(Bug, "SplitLayers", file="by_hand_layers.py", ranks=2)
+tensor = partial(Bug, "TensorParallelByHand", file="by_hand_tensor.py", ranks=2)
+sequence = partial(Bug, "SequenceParallelByHand", file="by_hand_tensor.py", ranks=2)
 context = partial(Bug, "ContextParallel", file="by_hand_context.py")
 experts = partial(Bug, "ExpertParallel", file="by_hand_experts.py", ranks=2)
 
@@ -88,6 +90,105 @@ BUGS = Bugs(
             refused_by="loss",
             why="The loss is not divided by the number of micro-batches: with accumulation M, gradients are M times "
             "too large.",
+        ),
+        "without_f": tensor(
+            right="Conjugate.apply(x, same, all_reduce)",
+            wrong="x",
+            inside="f",
+            refused_by="grad_norm",
+            why="The forward pass is right, and so is the first loss. On the way back each rank knows only what its "
+            "own outputs had to do with the input: all that lies below gets a part of its gradient, on each rank another.",
+        ),
+        "without_g": tensor(
+            right="Conjugate.apply(x, all_reduce, same)",
+            wrong="x",
+            inside="g",
+            refused_by="loss",
+            why="Each rank goes on with its part of every sum.",
+        ),
+        "g_both_ways": tensor(
+            right="Conjugate.apply(x, all_reduce, same)",
+            wrong="Conjugate.apply(x, all_reduce, all_reduce)",
+            inside="g",
+            refused_by="grad_norm",
+            why="The backward pass of g sums gradients that every rank has whole already: what lies below is N times "
+            "too large at each g, N * N times two layers down. The loss looks fine, and AdamW hides it.",
+        ),
+        "bias_on_every_rank": tensor(
+            right="self.leave(F.linear(x, self.weight)) + self.bias",
+            wrong="self.leave(F.linear(x, self.weight, self.bias))",
+            inside="RowParallel",
+            refused_by="loss",
+            why="Every rank adds the bias to its part of the sum, and the sum has it N times. Biases begin at zero, so "
+            "the first loss is right.",
+        ),
+        "whole_heads": tensor(
+            right="            block.attention.heads //= self.ranks.size\n",
+            wrong="",
+            inside="rewire",
+            refused_by="loss",
+            why="The rank's columns are cut into as many heads as the whole model has, each N times too narrow: a head "
+            "of the model becomes N heads, and all shapes fit.",
+        ),
+        "own_largest": tensor(
+            right="        dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n",
+            wrong="",
+            inside="VocabularyParallelCrossEntropy",
+            refused_by="loss",
+            why="Each rank subtracts the largest of its own logits before exp(), and sums of exponentials that were "
+            "scaled differently are added up.",
+        ),
+        "words_of_others": tensor(
+            right=" * mine[..., None]",
+            wrong="",
+            inside="VocabularyParallelEmbedding",
+            refused_by="loss",
+            why="For a word that it does not have, a rank adds its own first word instead of zeros.",
+        ),
+        "norm_of_own_part": tensor(
+            right="        dist.all_reduce(parts)\n",
+            wrong="",
+            inside="grad_norm",
+            refused_by="grad_norm",
+            why="Each rank clips by the norm of what it holds: ranks scale their parts of one gradient differently, "
+            "and what is whole drifts apart. While nothing is clipped, only the number in the log is wrong.",
+        ),
+        "whole_counted_again": tensor(
+            right="        dist.all_reduce(parts)\n        return (parts + whole).sqrt()",
+            wrong="        parts += whole\n        dist.all_reduce(parts)\n        return parts.sqrt()",
+            inside="grad_norm",
+            refused_by="grad_norm",
+            why="Norms, biases and positions, which every rank has whole, are in the norm N times. They are a small "
+            "part of it, so the number looks right, and clipping begins a little too early.",
+        ),
+        "own_columns_of_own_weights": tensor(
+            right="            dist.broadcast(parameter.detach(), src=0)",
+            wrong="            pass",
+            inside="__init__",
+            refused_by="loss",
+            why="Ranks seeded differently cut their parts out of different models.",
+        ),
+        "momentum_in_parts": tensor(
+            right="dims[name] if value.dim() else None",
+            wrong="None",
+            inside="for_each_tensor",
+            refused_by="optimizer",
+            why="The checkpoint has whole parameters, and rank 0's part of the optimizer's state.",
+        ),
+        "norms_not_reduced": sequence(
+            right="dist.all_reduce(parameter.grad)",
+            wrong="pass",
+            inside="complete_gradients",
+            refused_by="grad_norm",
+            why="Each rank's norms and biases have seen its part of the sequence only. Each rank updates them by that, "
+            "and what should be one LayerNorm becomes another on each rank. The loss falls all the same.",
+        ),
+        "everybody_begins_at_0": sequence(
+            right="self.own(x, 0)",
+            wrong="x.chunk(self.ranks.size)[0]",
+            inside="SequenceParallelByHand",
+            refused_by="loss",
+            why="Every rank counts the positions of its part of the sequence from zero.",
         ),
         "mask_off_by_a_block": context(
             right="key_chunk <= query_chunk",

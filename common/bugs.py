@@ -8,6 +8,7 @@ import argparse
 import ast
 import linecache
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Bug:
     wrong:      what stands there instead
     refused_by: the check that must refuse it
     why:        what goes wrong, and when it is not noticed
-    inside:     a function, by default the target
+    inside:     a function or class, by default the target
     ranks:      a number of ranks on which it must be refused
     file:       a file of the chapter
     """
@@ -47,10 +48,11 @@ class Bugs(dict):
         """The file with the bug in it. Raises ValueError if it has no such place any more."""
         bug = self[name]
         text = (self.folder / bug.file).read_text()
-        define = f"def {bug.inside}(" if bug.inside else f" {bug.target}("
-        place = text.find(bug.right, text.find(define))
-        if define not in text or place < 0:
-            raise ValueError(f"bug {name}: {bug.file} has no {bug.right!r} after {define!r} any more")
+        where = bug.inside or bug.target
+        define = re.search(rf"^ *(def|class) {where}\(", text, re.MULTILINE)
+        place = text.find(bug.right, define.start()) if define else -1
+        if place < 0:
+            raise ValueError(f"bug {name}: {bug.file} has no {bug.right!r} in or after {where} any more")
         return text[:place] + bug.wrong + text[place + len(bug.right) :]
 
     def plant(self, name: str):

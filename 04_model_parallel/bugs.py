@@ -97,7 +97,7 @@ BUGS = Bugs(
             inside="f",
             refused_by="grad_norm",
             why="The forward pass is right, and so is the first loss. On the way back each rank knows only what its "
-            "own outputs had to do with the input: all that lies below gets a part of its gradient, on each rank another.",
+            "own outputs had to do with the input: all that lies below gets a part of its gradient, each rank another.",
         ),
         "without_g": tensor(
             right="Conjugate.apply(x, all_reduce, same)",

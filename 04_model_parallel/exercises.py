@@ -168,19 +168,6 @@ def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: 
     raise NotImplementedError
 
 
-def parameters_of_rank(layers: int, width: int, vocabulary: int, context: int, ranks: int) -> int:
-    """Return how many parameters of the course's GPT each of `ranks` ranks holds under tensor parallelism.
-
-    The model is `common.model.GPT` with tied weights, counted once. Spread evenly over the ranks are the token
-    embedding, the weights of all linear layers, and the biases of `up`. Whole on every rank are the position
-    embedding, the weights and biases of all LayerNorms, and the biases of `down` and of the attention's `out`.
-    Calculate only; the model may be one of 10^12 parameters, so build none.
-
-    Difficulty ●●○○○   Importance ●●●○○   up to 20 minutes   2 points
-    """
-    raise NotImplementedError
-
-
 # --- notebook 03: long contexts -------------------------------------------------------------------------------
 
 
@@ -205,21 +192,9 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     `q`, `k` and `v` [heads, time / N, d], float64, belong to this rank's part of the tokens. There is no mask: every
     query sees every key. Scores are `q @ k^T / sqrt(d)`. Keys and values travel round the ring, from each rank to
     the next and from the last to rank 0: every rank sends all keys and values but those of the next rank to it,
-    each once, and nothing else. They may travel together or apart; sends and receives only. Do not keep them: what
-    a rank holds must not grow with the world size.
+    each once, and nothing else. They may travel together or apart; sends and receives only.
 
     Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
-    """
-    raise NotImplementedError
-
-
-def zigzag_positions(time: int, rank: int, size: int) -> list[int]:
-    """Return the positions of the tokens that `rank` of `size` ranks holds in zig-zag order, in rising order.
-
-    The sequence of `time` tokens is cut into 2 * size equal chunks. Rank 0 gets the first and the last of them, rank
-    1 the second and the last but one, and so on. `time` divides. Calculate only.
-
-    Difficulty ●○○○○   Importance ●●●●○   up to 10 minutes   1 point
     """
     raise NotImplementedError
 

@@ -1,0 +1,1099 @@
+"""Answers to the exercises of chapter 04, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+import math
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+# --- balanced_cut ---------------------------------------------------------------------------------------------
+
+
+def balanced_cut(costs, parts):
+    """The smallest limit with which `parts` ranks are enough, filled from the left. A cut that leaves ranks over
+    (the largest layer decides) is cut further where it can be: that makes no rank's cost larger."""
+    for limit in sorted({sum(costs[a:b]) for a in range(len(costs)) for b in range(a + 1, len(costs) + 1)}):
+        sizes = filled(costs, limit)
+        if max(costs) <= limit and len(sizes) <= parts:
+            while len(sizes) < parts:
+                place = next(place for place, layers in enumerate(sizes) if layers > 1)
+                sizes[place : place + 1] = [1, sizes[place] - 1]
+            return sizes
+
+
+def filled(costs, limit):
+    sizes, load = [0], 0
+    for cost in costs:
+        if load + cost > limit and sizes[-1]:
+            sizes.append(0)
+            load = 0
+        sizes[-1] += 1
+        load += cost
+    return sizes
+
+
+def cut_into_equal_numbers(costs, parts):
+    return [len(costs) // parts + (part < len(costs) % parts) for part in range(parts)]
+
+
+def cut_when_the_share_is_reached(costs, parts):
+    sizes, load = [0], 0
+    for cost in costs:
+        if load >= sum(costs) / parts and len(sizes) < parts:
+            sizes.append(0)
+            load = 0
+        sizes[-1] += 1
+        load += cost
+    return sizes + [0] * (parts - len(sizes))
+
+
+def cut_before_the_share_is_passed(costs, parts):
+    sizes, load = [0], 0
+    for cost in costs:
+        if sizes[-1] and load + cost > sum(costs) / parts and len(sizes) < parts:
+            sizes.append(0)
+            load = 0
+        sizes[-1] += 1
+        load += cost
+    return sizes + [0] * (parts - len(sizes))
+
+
+def cut_with_empty_ranks(costs, parts):
+    sizes = filled(costs, max(costs))
+    return sizes + [0] * (parts - len(sizes)) if len(sizes) <= parts else balanced_cut(costs, parts)
+
+
+def cut_into_costs(costs, parts):
+    ends = [0, *accumulate(balanced_cut(costs, parts))]
+    return [sum(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+# --- split_step -----------------------------------------------------------------------------------------------
+
+
+def split_step(weight, inputs, targets, batch, activation=torch.tanh):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight = weight.detach().clone().requires_grad_()
+    x = inputs
+    if rank > 0:
+        x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
+        dist.recv(x, rank - 1)
+        x.requires_grad_()
+    outputs = activation(x @ weight)
+    if rank < size - 1:
+        dist.send(outputs.detach(), rank + 1)
+        grad = torch.empty_like(outputs)
+        dist.recv(grad, rank + 1)
+        outputs.backward(grad)
+    else:
+        (outputs - targets).square().sum().backward()
+    if rank > 0:
+        dist.send(x.grad, rank - 1)
+    return weight.grad
+
+
+def split_without_a_way_back(weight, inputs, targets, batch):
+    """Autograd ends where the message came from: each rank makes up a loss of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight, x = weight.detach().clone().requires_grad_(), inputs
+    if rank > 0:
+        x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
+        dist.recv(x, rank - 1)
+    outputs = torch.tanh(x @ weight)
+    if rank < size - 1:
+        dist.send(outputs.detach(), rank + 1)
+    loss = outputs.square().sum() if targets is None else (outputs - targets).square().sum()
+    return torch.autograd.grad(loss, weight)[0]
+
+
+def split_with_a_leaf_that_was_forgotten(weight, inputs, targets, batch):
+    """What arrives does not require a gradient, so there is none to send back."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight, x = weight.detach().clone().requires_grad_(), inputs
+    if rank > 0:
+        x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
+        dist.recv(x, rank - 1)
+    outputs = torch.tanh(x @ weight)
+    if rank < size - 1:
+        dist.send(outputs.detach(), rank + 1)
+    else:
+        (outputs - targets).square().sum().backward()
+        dist.send(x.grad, rank - 1)
+    return weight.grad
+
+
+def split_with_the_gradient_of_the_outputs(weight, inputs, targets, batch):
+    """Sends on what came in, past its own layer: the chain rule with a link left out."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight, x = weight.detach().clone().requires_grad_(), inputs
+    if rank > 0:
+        x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
+        dist.recv(x, rank - 1)
+    outputs = torch.tanh(x @ weight)
+    grad = torch.empty_like(outputs)
+    if rank < size - 1:
+        dist.send(outputs.detach(), rank + 1)
+        dist.recv(grad, rank + 1)
+    else:
+        grad = 2 * (outputs - targets).detach()
+    if rank > 0:
+        dist.send((grad @ weight.detach().T).contiguous(), rank - 1)
+    return torch.autograd.grad(outputs, weight, grad)[0]
+
+
+def split_with_a_barrier(weight, inputs, targets, batch):
+    """Right, and needless: who receives waits long enough."""
+    gradient = split_step(weight, inputs, targets, batch)
+    dist.barrier()
+    return gradient
+
+
+def split_with_a_mean(weight, inputs, targets, batch):
+    return split_step(weight, inputs, targets, batch) / batch
+
+
+# --- tied_gradient --------------------------------------------------------------------------------------------
+
+
+def tied_gradient(gradient):
+    if gradient is None:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    partner, other = size - 1 - rank, torch.empty_like(gradient)
+    request = dist.isend(gradient, partner)
+    dist.recv(other, partner)
+    request.wait()
+    return gradient + other
+
+
+def tied_and_stepped_apart(gradient):
+    return None if gradient is None else gradient.clone()
+
+
+def tied_by_all_reduce(gradient):
+    """Right on two ranks. On more, those between would have to take part, with zeros of a shape they do not know."""
+    return summed(gradient)
+
+
+def tied_on_the_first_only(gradient):
+    if gradient is None:
+        return None
+    if dist.get_rank():
+        dist.send(gradient, 0)
+        return gradient.clone()
+    other = torch.empty_like(gradient)
+    dist.recv(other, dist.get_world_size() - 1)
+    return gradient + other
+
+
+def tied_by_average(gradient):
+    total = tied_gradient(gradient)
+    return None if total is None else total / 2
+
+
+def tied_and_summed_in_place(gradient):
+    total = tied_gradient(gradient)
+    return None if total is None else gradient.copy_(total)
+
+
+def tied_both_send_first(gradient):
+    if gradient is None:
+        return None
+    partner, other = dist.get_world_size() - 1 - dist.get_rank(), torch.empty_like(gradient)
+    dist.send(gradient, partner)
+    dist.recv(other, partner)
+    return gradient + other
+
+
+# --- naive_utilisation ----------------------------------------------------------------------------------------
+
+
+def naive_utilisation(forward, backward, message):
+    step = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
+    return step, [(f + b) / step for f, b in zip(forward, backward, strict=True)]
+
+
+def utilisation_as_if_all_at_once(forward, backward, message):
+    step = max(forward) + max(backward) + 2 * (len(forward) - 1) * message
+    return step, [(f + b) / step for f, b in zip(forward, backward, strict=True)]
+
+
+def utilisation_with_one_way_of_messages(forward, backward, message):
+    step = sum(forward) + sum(backward) + (len(forward) - 1) * message
+    return step, [(f + b) / step for f, b in zip(forward, backward, strict=True)]
+
+
+def utilisation_with_a_message_for_each_rank(forward, backward, message):
+    step = sum(forward) + sum(backward) + 2 * len(forward) * message
+    return step, [(f + b) / step for f, b in zip(forward, backward, strict=True)]
+
+
+def utilisation_is_one_over_n(forward, backward, message):
+    step = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
+    return step, [1 / len(forward)] * len(forward)
+
+
+# --- parallel_mlp ---------------------------------------------------------------------------------------------
+
+
+def parallel_mlp(x, up, up_bias, down, down_bias):
+    return summed(torch.relu(x @ up + up_bias) @ down) + down_bias
+
+
+def mlp_with_a_bias_of_every_rank(x, up, up_bias, down, down_bias):
+    return summed(torch.relu(x @ up + up_bias) @ down + down_bias)
+
+
+def mlp_of_this_rank(x, up, up_bias, down, down_bias):
+    return torch.relu(x @ up + up_bias) @ down + down_bias
+
+
+def mlp_by_gathering(x, up, up_bias, down, down_bias):
+    """Each rank then needs the whole of `down`, and makes the same sum as all others."""
+    hidden = torch.cat(gathered(torch.relu(x @ up + up_bias)), 1)
+    return hidden @ torch.cat(gathered(down)) + down_bias
+
+
+def mlp_averaged(x, up, up_bias, down, down_bias):
+    return summed(torch.relu(x @ up + up_bias) @ down) / dist.get_world_size() + down_bias
+
+
+def mlp_summed_twice(x, up, up_bias, down, down_bias):
+    """As if the hidden activations of the ranks were summands, not neighbours."""
+    return summed(torch.relu(summed(x @ up + up_bias)) @ down) + down_bias
+
+
+def mlp_with_relu_at_the_end(x, up, up_bias, down, down_bias):
+    """relu of a sum is not the sum of relus: where it stands is not free."""
+    return torch.relu(summed((x @ up + up_bias) @ down) + down_bias)
+
+
+# --- parallel_mlp_backward ------------------------------------------------------------------------------------
+
+
+def parallel_mlp_backward(x, up, down, grad_output):
+    hidden = torch.relu(x @ up)
+    grad_hidden = grad_output @ down.T * (hidden > 0)
+    return summed(grad_hidden @ up.T), x.T @ grad_hidden, hidden.T @ grad_output
+
+
+def backward_without_f(x, up, down, grad_output):
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+    (torch.relu(leaves[0] @ leaves[1]) @ leaves[2]).backward(grad_output)
+    return tuple(leaf.grad for leaf in leaves)
+
+
+def backward_with_an_all_reduce_in_g(x, up, down, grad_output):
+    """g sums forward and must not sum backward: all ranks have the same gradient already."""
+    return backward_without_f(x, up, down, summed(grad_output))
+
+
+def backward_with_f_and_g_summing(x, up, down, grad_output):
+    return parallel_mlp_backward(x, up, down, summed(grad_output))
+
+
+def backward_with_an_average(x, up, down, grad_output):
+    grad_x, grad_up, grad_down = parallel_mlp_backward(x, up, down, grad_output)
+    return grad_x / dist.get_world_size(), grad_up, grad_down
+
+
+def backward_that_sums_the_weights_too(x, up, down, grad_output):
+    """The habit of data parallelism; but the parts on the ranks are of different parameters."""
+    return tuple(summed(gradient) for gradient in backward_without_f(x, up, down, grad_output))
+
+
+def backward_without_relu(x, up, down, grad_output):
+    grad_hidden = grad_output @ down.T
+    return summed(grad_hidden @ up.T), x.T @ grad_hidden, torch.relu(x @ up).T @ grad_output
+
+
+# --- parallel_embedding ---------------------------------------------------------------------------------------
+
+
+def parallel_embedding(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    here = (own >= 0) & (own < len(table))
+    return summed(table[own.where(here, 0)] * here[..., None])
+
+
+def embedding_without_a_mask(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    return summed(table[own.clamp(0, len(table) - 1)])
+
+
+def embedding_with_wrapped_rows(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    return summed(table[own % len(table)])
+
+
+def embedding_out_of_range(tokens, table):
+    return summed(table[tokens])
+
+
+def embedding_one_past_the_end(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    here = (own >= 0) & (own <= len(table))
+    return summed(table[own.where(here, 0).clamp(max=len(table) - 1)] * here[..., None])
+
+
+def embedding_by_gathering(tokens, table):
+    return torch.cat(gathered(table))[tokens]
+
+
+def embedding_of_this_rank(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    here = (own >= 0) & (own < len(table))
+    return table[own.where(here, 0)] * here[..., None]
+
+
+# --- parallel_cross_entropy -----------------------------------------------------------------------------------
+
+
+def parallel_cross_entropy(logits, targets):
+    largest = logits.amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    shifted = logits - largest[:, None]
+    of_target = shifted.gather(1, own.where(here, 0)[:, None])[:, 0] * here
+    total, of_target = summed(torch.stack([shifted.exp().sum(1), of_target]))
+    return (total.log() - of_target).mean()
+
+
+def entropy_by_gathering(logits, targets):
+    return torch.nn.functional.cross_entropy(torch.cat(gathered(logits), 1), targets)
+
+
+def entropy_without_the_largest(logits, targets):
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    of_target = summed(logits.gather(1, own.where(here, 0)[:, None])[:, 0] * here)
+    return (summed(logits.exp().sum(1)).log() - of_target).mean()
+
+
+def entropy_with_the_largest_of_this_rank(logits, targets):
+    """Sums of exponentials of different shifts do not add up."""
+    largest = logits.amax(1)
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    of_target = summed(logits.gather(1, own.where(here, 0)[:, None])[:, 0] * here)
+    return (summed((logits - largest[:, None]).exp().sum(1)).log() + largest - of_target).mean()
+
+
+def entropy_with_a_target_of_every_rank(logits, targets):
+    """The target's logit of the ranks that do not have it must be no summand."""
+    largest = logits.amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    shifted = logits - largest[:, None]
+    of_target = summed(shifted.gather(1, targets[:, None] % logits.shape[1])[:, 0])
+    return (summed(shifted.exp().sum(1)).log() - of_target).mean()
+
+
+def entropy_of_this_rank(logits, targets):
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    loss = torch.nn.functional.cross_entropy(logits, own.where(here, -100), reduction="sum")
+    return summed(loss) / len(targets)
+
+
+def entropy_summed_over_tokens(logits, targets):
+    return parallel_cross_entropy(logits, targets) * len(targets)
+
+
+# --- gradient_norm --------------------------------------------------------------------------------------------
+
+
+def gradient_norm(gradients, sharded):
+    squares = [0.0, 0.0]
+    for gradient, cut in zip(gradients, sharded, strict=True):
+        squares[cut] += gradient.double().square().sum()
+    return math.sqrt(squares[0] + summed(torch.as_tensor(squares[1])))
+
+
+def norm_of_everything_summed(gradients, sharded):
+    return math.sqrt(summed(sum(gradient.double().square().sum() for gradient in gradients)))
+
+
+def norm_of_this_rank(gradients, sharded):
+    return math.sqrt(sum(gradient.double().square().sum() for gradient in gradients))
+
+
+def norm_as_a_sum_of_norms(gradients, sharded):
+    return summed(torch.tensor(norm_of_this_rank(gradients, sharded))).item()
+
+
+def norm_of_the_mean_square(gradients, sharded):
+    return norm_of_everything_summed(gradients, sharded) / math.sqrt(dist.get_world_size())
+
+
+def norm_parameter_by_parameter(gradients, sharded):
+    """Right, with a message for every parameter."""
+    squares = [gradient.double().square().sum() for gradient in gradients]
+    return math.sqrt(sum(summed(square) if cut else square for square, cut in zip(squares, sharded, strict=True)))
+
+
+def norm_by_gathering(gradients, sharded):
+    whole = [part for g, cut in zip(gradients, sharded, strict=True) for part in (gathered(g) if cut else [g])]
+    return math.sqrt(sum(part.double().square().sum() for part in whole))
+
+
+# --- sequence_parallel_mlp ------------------------------------------------------------------------------------
+
+
+def sequence_parallel_mlp(x, up, down):
+    partial = torch.relu(torch.cat(gathered(x)) @ up) @ down
+    own = torch.empty_like(x)
+    dist.reduce_scatter(own, list(partial.chunk(dist.get_world_size())))
+    return own
+
+
+def sequence_by_all_reduce(x, up, down):
+    """The right tokens, after twice the bytes, and every rank has held the whole sum."""
+    total = summed(torch.relu(torch.cat(gathered(x)) @ up) @ down)
+    return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def sequence_left_whole(x, up, down):
+    return summed(torch.relu(torch.cat(gathered(x)) @ up) @ down)
+
+
+def sequence_without_gathering(x, up, down):
+    """Adds up the outputs of different tokens."""
+    return summed(torch.relu(x @ up) @ down)
+
+
+def sequence_cut_but_not_summed(x, up, down):
+    partial = torch.relu(torch.cat(gathered(x)) @ up) @ down
+    return partial.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def sequence_gathered_along_the_width(x, up, down):
+    return sequence_parallel_mlp(torch.cat(gathered(x), 1), up, down)
+
+
+def sequence_averaged(x, up, down):
+    return sequence_parallel_mlp(x, up, down) / dist.get_world_size()
+
+
+# --- parallel_dropout -----------------------------------------------------------------------------------------
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def parallel_dropout(x, probability, seed, dimension):
+    rank, size, shape = dist.get_rank(), dist.get_world_size(), list(x.shape)
+    if dimension is not None:
+        shape[dimension] *= size
+    keep = torch.rand(shape, generator=generator(seed)) >= probability
+    if dimension is not None:
+        keep = keep.chunk(size, dimension)[rank]
+    return x * keep / (1 - probability)
+
+
+def dropout_with_the_same_mask(x, probability, seed, dimension):
+    """Two ranks drop at the same places of their parts: the mask repeats itself along the whole."""
+    return x * (torch.rand(x.shape, generator=generator(seed)) >= probability) / (1 - probability)
+
+
+def dropout_with_a_seed_for_each_rank(x, probability, seed, dimension):
+    """Copies that should stay alike come apart."""
+    return dropout_with_the_same_mask(x, probability, seed + dist.get_rank(), dimension)
+
+
+def dropout_without_scaling(x, probability, seed, dimension):
+    return parallel_dropout(x, probability, seed, dimension) * (1 - probability)
+
+
+def dropout_the_other_way(x, probability, seed, dimension):
+    """Keeps where it should drop; with a probability of one half nobody would see it in the mean."""
+    return x / (1 - probability) - parallel_dropout(x, probability, seed, dimension)
+
+
+def dropout_always_along_the_rows(x, probability, seed, dimension):
+    return parallel_dropout(x, probability, seed, None if dimension is None else 0)
+
+
+def dropout_told_by_rank_0(x, probability, seed, dimension):
+    keep = (torch.rand(x.shape, generator=generator(seed)) >= probability).float()
+    dist.broadcast(keep, src=0)
+    return x * keep / (1 - probability)
+
+
+# --- combine_blocks -------------------------------------------------------------------------------------------
+
+
+def combine_blocks(out1, lse1, out2, lse2):
+    lse = torch.logaddexp(lse1, lse2)
+    return out1 * (lse1 - lse).exp()[:, None] + out2 * (lse2 - lse).exp()[:, None], lse
+
+
+def combine_by_average(out1, lse1, out2, lse2):
+    return (out1 + out2) / 2, torch.logaddexp(lse1, lse2)
+
+
+def combine_by_sum(out1, lse1, out2, lse2):
+    return out1 + out2, lse1 + lse2
+
+
+def combine_without_shift(out1, lse1, out2, lse2):
+    share1, share2 = lse1.exp(), lse2.exp()
+    total = share1 + share2
+    return (out1 * share1[:, None] + out2 * share2[:, None]) / total[:, None], total.log()
+
+
+def combine_weights_not_renormalised(out1, lse1, out2, lse2):
+    largest = torch.maximum(lse1, lse2)
+    out = out1 * (lse1 - largest).exp()[:, None] + out2 * (lse2 - largest).exp()[:, None]
+    return out, torch.logaddexp(lse1, lse2)
+
+
+def combine_by_logarithms(out1, lse1, out2, lse2):
+    """Weights in proportion to the logarithms of the sums, not to the sums."""
+    share = (lse1 / (lse1 + lse2))[:, None]
+    return out1 * share + out2 * (1 - share), torch.logaddexp(lse1, lse2)
+
+
+def combine_shifted_by_the_first(out1, lse1, out2, lse2):
+    share = (lse2 - lse1).exp()
+    return (out1 + out2 * share[:, None]) / (1 + share)[:, None], lse1 + (1 + share).log()
+
+
+# --- ring_attention -------------------------------------------------------------------------------------------
+
+
+def attend(q, k, v):
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+
+def pass_on(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor)
+    request = dist.isend(tensor, (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    request.wait()
+    return received
+
+
+def ring_attention(q, k, v):
+    out, lse = attend(q, k, v)
+    kv = torch.stack([k, v])
+    for _ in range(dist.get_world_size() - 1):
+        kv = pass_on(kv)
+        block, block_lse = attend(q, *kv)
+        total = torch.logaddexp(lse, block_lse)
+        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
+    return out
+
+
+def ring_of_gathered_keys(q, k, v):
+    return attend(q, torch.cat(gathered(k), 1), torch.cat(gathered(v), 1))[0]
+
+
+def ring_with_a_turn_too_many(q, k, v):
+    out = ring_attention(q, k, v)
+    pass_on(torch.stack([k, v]))
+    return out
+
+
+def ring_with_a_turn_too_few(q, k, v):
+    out, lse = attend(q, k, v)
+    kv = torch.stack([k, v])
+    for _ in range(dist.get_world_size() - 2):
+        kv = pass_on(kv)
+        block, block_lse = attend(q, *kv)
+        total = torch.logaddexp(lse, block_lse)
+        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
+    return out
+
+
+def ring_of_averages(q, k, v):
+    outs, kv = [attend(q, k, v)[0]], torch.stack([k, v])
+    for _ in range(dist.get_world_size() - 1):
+        kv = pass_on(kv)
+        outs.append(attend(q, *kv)[0])
+    return sum(outs) / len(outs)
+
+
+def ring_of_this_rank(q, k, v):
+    return attend(q, k, v)[0]
+
+
+def ring_of_queries_too(q, k, v):
+    out = ring_attention(q, k, v)
+    for _ in range(dist.get_world_size() - 1):
+        q = pass_on(q)
+    return out
+
+
+def ring_that_forgets_to_scale(q, k, v):
+    return ring_attention(q * math.sqrt(q.shape[-1]), k, v)
+
+
+def ring_of_keys_only(q, k, v):
+    """The keys travel; the values stay, and are taken for those of other tokens."""
+    out, lse = attend(q, k, v)
+    for _ in range(dist.get_world_size() - 1):
+        k = pass_on(k)
+        block, block_lse = attend(q, k, v)
+        total = torch.logaddexp(lse, block_lse)
+        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
+    return out
+
+
+def ring_to_everybody(q, k, v):
+    """Each rank sends its own to each other one: as many bytes, but no ring."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.stack([k, v])
+    others = [torch.empty_like(own) for _ in range(size)]
+    others[rank] = own
+    requests = [dist.isend(own, peer) for peer in range(size) if peer != rank]
+    for peer in range(size):
+        if peer != rank:
+            dist.recv(others[peer], peer)
+    for request in requests:
+        request.wait()
+    keys, values = torch.cat(others, 2)
+    return attend(q, keys, values)[0]
+
+
+# --- ring_pairs -----------------------------------------------------------------------------------------------
+
+
+def pairs(queries, keys):
+    return sum(key <= query for query in queries for key in keys)
+
+
+def ring_pairs(positions):
+    size = len(positions)
+    return sum(max(pairs(positions[r], positions[(r - t) % size]) for r in range(size)) for t in range(size))
+
+
+def pairs_of_the_busiest_rank(positions):
+    """A rank that is quick in one turn cannot begin the next before its keys arrive."""
+    return max(sum(pairs(own, keys) for keys in positions) for own in positions)
+
+
+def pairs_of_all_ranks(positions):
+    return sum(pairs(own, keys) for own in positions for keys in positions)
+
+
+def pairs_without_a_mask(positions):
+    return sum(len(own) for own in positions) * max(len(own) for own in positions)
+
+
+def pairs_without_the_token_itself(positions):
+    return ring_pairs(positions) - max(len(own) for own in positions)
+
+
+def pairs_shared_evenly(positions):
+    return pairs_of_all_ranks(positions) // len(positions)
+
+
+def pairs_by_the_order_of_ranks(positions):
+    """As if every token of an earlier rank stood before every token of a later one."""
+    starts = list(accumulate([0, *map(len, positions)]))
+    return ring_pairs([list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)])
+
+
+# --- sequence_to_heads ----------------------------------------------------------------------------------------
+
+
+def sequence_to_heads(x):
+    parts = torch.stack(x.chunk(dist.get_world_size(), 1))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.flatten(0, 1)
+
+
+def heads_by_gathering(x):
+    return torch.cat(gathered(x)).chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def heads_sent_as_they_lie(x):
+    """Cuts tokens where heads were to be cut."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x)
+    heads, d = x.shape[1:]
+    return received.reshape(-1, heads // dist.get_world_size(), d)
+
+
+def heads_joined_side_by_side(x):
+    size = dist.get_world_size()
+    parts = torch.stack(x.chunk(size, 1))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return torch.cat(received.unbind(), 1)
+
+
+def heads_with_tokens_shuffled(x):
+    size = dist.get_world_size()
+    parts = torch.stack(x.chunk(size, 1))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.transpose(0, 1).flatten(0, 1)
+
+
+def heads_of_this_rank_only(x):
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone()
+
+
+def heads_dealt_in_turns(x):
+    size = dist.get_world_size()
+    parts = torch.stack([x[:, rank::size] for rank in range(size)])
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.flatten(0, 1)
+
+
+# --- seats ----------------------------------------------------------------------------------------------------
+
+
+def seats(probabilities, k, capacity):
+    taken = [[] for _ in range(probabilities.shape[1])]
+    for choices in probabilities.topk(k).indices.T.tolist():
+        for token, expert in enumerate(choices):
+            if len(taken[expert]) < capacity:
+                taken[expert].append(token)
+    return taken
+
+
+def seats_token_by_token(probabilities, k, capacity):
+    """All choices of a token before the next token: a second choice keeps a first one out."""
+    taken = [[] for _ in range(probabilities.shape[1])]
+    for token, choices in enumerate(probabilities.topk(k).indices.tolist()):
+        for expert in choices:
+            if len(taken[expert]) < capacity:
+                taken[expert].append(token)
+    return taken
+
+
+def seats_for_all(probabilities, k, capacity):
+    return seats(probabilities, k, len(probabilities))
+
+
+def seats_for_the_most_probable(probabilities, k, capacity):
+    """Each expert picks its tokens (expert choice), where here each token picks its experts."""
+    return [column.topk(capacity).indices.tolist() for column in probabilities.T]
+
+
+def seats_at_the_next_best(probabilities, k, capacity):
+    """Who is turned away asks on: nobody is dropped while there is a seat."""
+    taken = [[] for _ in range(probabilities.shape[1])]
+    wishes = [row.tolist() for row in probabilities.argsort(descending=True)]
+    for _ in range(k):
+        for token, wish in enumerate(wishes):
+            while wish:
+                expert = wish.pop(0)
+                if len(taken[expert]) < capacity:
+                    taken[expert].append(token)
+                    break
+    return taken
+
+
+def seats_that_the_last_comer_gets(probabilities, k, capacity):
+    return [tokens[-capacity:] for tokens in seats(probabilities, k, len(probabilities))]
+
+
+def seats_sorted(probabilities, k, capacity):
+    return [sorted(tokens) for tokens in seats(probabilities, k, capacity)]
+
+
+# --- dispatch_and_combine -------------------------------------------------------------------------------------
+
+
+def exchange_counts(experts):
+    out = torch.bincount(experts, minlength=dist.get_world_size())
+    back = torch.empty_like(out)
+    dist.all_to_all_single(back, out)
+    return out.tolist(), back.tolist()
+
+
+def exchange(rows, send, receive):
+    received = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), receive, send)
+    return received
+
+
+def dispatch_and_combine(tokens, experts, weight):
+    order = experts.argsort(stable=True)
+    out, back = exchange_counts(experts)
+    arrived = exchange(tokens[order], out, back)
+    result = torch.empty_like(tokens)
+    result[order] = exchange(arrived @ weight, back, out)
+    return result
+
+
+def dispatch_left_in_the_experts_order(tokens, experts, weight):
+    order = experts.argsort(stable=True)
+    out, back = exchange_counts(experts)
+    return exchange(exchange(tokens[order], out, back) @ weight, back, out)
+
+
+def dispatch_sorted_back_the_wrong_way(tokens, experts, weight):
+    """Sorts once more by the same order, where it takes the inverse one."""
+    return dispatch_left_in_the_experts_order(tokens, experts, weight)[experts.argsort(stable=True)]
+
+
+def dispatch_without_sorting(tokens, experts, weight):
+    out, back = exchange_counts(experts)
+    return exchange(exchange(tokens, out, back) @ weight, back, out)
+
+
+def dispatch_and_stay(tokens, experts, weight):
+    """The tokens stay, and all of them meet the expert that happens to be here."""
+    return tokens @ weight
+
+
+def dispatch_by_moving_the_experts(tokens, experts, weight):
+    weights = gathered(weight)
+    return torch.stack([x @ weights[e] for x, e in zip(tokens, experts, strict=True)]) if len(tokens) else tokens
+
+
+def dispatch_padded(tokens, experts, weight):
+    """Room for as many tokens as any rank has from each rank to each: what a fixed capacity costs."""
+    most = torch.tensor(len(tokens))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    size = dist.get_world_size()
+    room = tokens.new_zeros(size, int(most), tokens.shape[1])
+    for target in range(size):
+        chosen = tokens[experts == target]
+        room[target, : len(chosen)] = chosen
+    arrived = torch.empty_like(room)
+    dist.all_to_all_single(arrived, room)
+    returned = torch.empty_like(room)
+    dist.all_to_all_single(returned, arrived @ weight)
+    result = torch.empty_like(tokens)
+    for target in range(size):
+        result[experts == target] = returned[target, : int((experts == target).sum())]
+    return result
+
+
+def dispatch_of_guessed_numbers(tokens, experts, weight):
+    """Expects from each rank as many tokens as it sends there itself."""
+    order = experts.argsort(stable=True)
+    out = torch.bincount(experts, minlength=dist.get_world_size()).tolist()
+    result = torch.empty_like(tokens)
+    result[order] = exchange(exchange(tokens[order], out, out) @ weight, out, out)
+    return result
+
+
+# --- load_balancing_loss --------------------------------------------------------------------------------------
+
+
+def load_balancing_loss(probabilities):
+    experts = probabilities.shape[1]
+    counts = torch.bincount(probabilities.argmax(1), minlength=experts)
+    counts, sums = summed(torch.stack([counts, probabilities.sum(0)]))
+    tokens = counts.sum()
+    return (experts * (counts / tokens * (sums / tokens)).sum()).item()
+
+
+def loss_of_this_rank(probabilities):
+    experts = probabilities.shape[1]
+    shares = torch.bincount(probabilities.argmax(1), minlength=experts).double() / len(probabilities)
+    return (experts * (shares * probabilities.mean(0)).sum()).item()
+
+
+def loss_as_a_mean_of_losses(probabilities):
+    """The mean of the ranks' losses: each may be balanced badly in a way that another makes up for."""
+    loss = summed(torch.tensor(loss_of_this_rank(probabilities), dtype=torch.float64))
+    return loss.item() / dist.get_world_size()
+
+
+def loss_without_the_number_of_experts(probabilities):
+    return load_balancing_loss(probabilities) / probabilities.shape[1]
+
+
+def loss_of_probabilities_only(probabilities):
+    """f has no gradient, P has; with P in the place of both the loss is a different one."""
+    sums = summed(torch.cat([probabilities.sum(0), torch.tensor([len(probabilities)]).double()]))
+    return (probabilities.shape[1] * (sums[:-1] / sums[-1]).square().sum()).item()
+
+
+def loss_of_a_mean_of_means(probabilities):
+    experts, size = probabilities.shape[1], dist.get_world_size()
+    if len(probabilities):
+        shares = torch.bincount(probabilities.argmax(1), minlength=experts).double() / len(probabilities)
+        means = torch.stack([shares, probabilities.mean(0)])
+    else:
+        means = torch.zeros(2, experts, dtype=torch.float64)
+    shares, probable = summed(means) / size
+    return (experts * (shares * probable).sum()).item()
+
+
+def loss_by_gathering(probabilities):
+    most = torch.tensor(len(probabilities))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    padded = torch.full((int(most), probabilities.shape[1]), -1.0, dtype=torch.float64)
+    padded[: len(probabilities)] = probabilities
+    whole = torch.cat(gathered(padded))
+    return loss_of_this_rank(whole[whole[:, 0] >= 0])
+
+
+# exercise -> (wrong answer, words that the checker's verdict must contain)
+WRONG = {
+    "balanced_cut": [
+        (cut_into_equal_numbers, "balanced_cut([5, 1, 1, 1, 1, 3], 2), rank 0: expected [2, 4], got [3, 3]"),
+        (cut_when_the_share_is_reached, "balanced_cut([7, 2, 5, 10, 8], 2), rank 0: expected [3, 2], got [4, 1]"),
+        (cut_before_the_share_is_passed, "balanced_cut([4, 3, 4, 1], 2), rank 0: expected [2, 2], got [1, 3]"),
+        (cut_with_empty_ranks, "balanced_cut([10, 1, 1, 1], 4), rank 0: expected [1, 1, 1, 1], got [1, 3, 0, 0]"),
+        (cut_into_costs, "balanced_cut([5, 1, 1, 1, 1, 3], 2), rank 0: expected [2, 4], got [6, 6]"),
+    ],
+    "split_step": [
+        (split_without_a_way_back, "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08"),
+        (split_with_a_leaf_that_was_forgotten, "expected a result on every rank, got TypeError: Invalid function argu"),
+        (split_with_the_gradient_of_the_outputs, "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08"),
+        (split_with_a_barrier, "rank 0: expected only sends and receives, got a call of barrier"),
+        (split_with_a_mean, "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08"),
+    ],
+    "tied_gradient": [
+        (tied_and_stepped_apart, "rank 0: expected 11 at element [0, 0], got 1 (300000 of 300000 elements differ)"),
+        (tied_by_all_reduce, "rank 0: expected only sends and receives, got a call of all_reduce"),
+        (tied_on_the_first_only, "rank 1: expected 11 at element [0, 0], got 10 (300000 of 300000 elements differ)"),
+        (tied_by_average, "rank 0: expected 11 at element [0, 0], got 5.5 (300000 of 300000 elements differ)"),
+        (tied_and_summed_in_place, "expected the arguments left as they were, got the function wrote into its argumen"),
+        (tied_both_send_first, "expected a result on every rank, got a deadlock, no answer for 5 s: rank 0 and rank 1"),
+    ],
+    "naive_utilisation": [
+        (utilisation_as_if_all_at_once, "rank 0: expected [6, [0.5, 0.5]], got [3, [1, 1]]"),
+        (utilisation_with_one_way_of_messages, "naive_utilisation([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 1.0), rank 0: exp"),
+        (utilisation_with_a_message_for_each_rank, "naive_utilisation([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 1.0), rank 0:"),
+        (utilisation_is_one_over_n, "naive_utilisation([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 1.0), rank 0: expected [16,"),
+    ],
+    "parallel_mlp": [
+        (mlp_with_a_bias_of_every_rank, " [302, -826, -458], [359, -703, -355]], got [[885, -1023, -577], [919, -1133"),
+        (mlp_of_this_rank, "-355], [302, -826, -458], [359, -703, -355]], got [[385, -523, -277], [445, -511, -289],"),
+        (mlp_by_gathering, "expected all_reduce of 48 bytes, got all_gather of 64 bytes, all_gather of 48 bytes"),
+        (mlp_averaged, ", -355], [302, -826, -458], [359, -703, -355]], got [[442.5, -511.5, -288.5], [459.5, -566.5,"),
+        (mlp_summed_twice, "-355], [302, -826, -458], [359, -703, -355]], got [[412, -632, -344], [380, -680, -360],"),
+        (mlp_with_relu_at_the_end, "], [302, -826, -458], [359, -703, -355]], got [[574, 0, 0], [574, 0, 0], [522, 0,"),
+    ],
+    "parallel_mlp_backward": [
+        (backward_without_f, "9], [44, 40, 34], [-89, -85, 41]] as item 0, got [[25, -15, -25], [15, -9, -15], [0, 0,"),
+        (backward_with_an_all_reduce_in_g, ", 40, 34], [-89, -85, 41]] as item 0, got [[50, -30, -50], [30, -18, -30]"),
+        (backward_with_f_and_g_summing, "44, 40, 34], [-89, -85, 41]] as item 0, got [[50, -30, -50], [118, -258, -58"),
+        (backward_with_an_average, " [44, 40, 34], [-89, -85, 41]] as item 0, got [[12.5, -7.5, -12.5], [29.5, -64.5,"),
+        (backward_that_sums_the_weights_too, "expected [[-45, 18], [45, 4], [15, -30]] as item 1, got [[-24, -43], [4"),
+        (backward_without_relu, "], [44, 40, 34], [-89, -85, 41]] as item 0, got [[-4, -88, 20], [20, -168, 36], [4,"),
+    ],
+    "parallel_embedding": [
+        (embedding_without_a_mask, "rank 0: expected 11 at element [0, 0, 0], got 16 (20 of 20 elements differ)"),
+        (embedding_with_wrapped_rows, "rank 0: expected 11 at element [0, 0, 0], got 16 (20 of 20 elements differ)"),
+        (embedding_out_of_range, "expected a result on every rank, got IndexError: index 5 is out of bounds for dimen"),
+        (embedding_one_past_the_end, "rank 0: expected 7 at element [1, 0, 0], got 12 (4 of 20 elements differ)"),
+        (embedding_by_gathering, "rank 0: expected all_reduce of 80 bytes, got all_gather of 48 bytes"),
+        (embedding_of_this_rank, "rank 0: expected 11 at element [0, 0, 0], got 0 (8 of 20 elements differ)"),
+    ],
+    "parallel_cross_entropy": [
+        (entropy_by_gathering, "expected at most 120 bytes sent by each rank, got 1200 bytes: all_gather of 2400 byte"),
+        (entropy_without_the_largest, "each token with a logit of 10,000 on the last rank, rank 0: expected 7499.20"),
+        (entropy_with_the_largest_of_this_rank, "small logits, rank 0: expected 5.32"),
+        (entropy_with_a_target_of_every_rank, "small logits, rank 0: expected 5.32"),
+        (entropy_of_this_rank, "small logits, rank 0: expected 5.32"),
+        (entropy_summed_over_tokens, "small logits, rank 0: expected 5.32"),
+    ],
+    "gradient_norm": [
+        (norm_of_everything_summed, "one replicated beside them, rank 0: expected 10, got 11.661904"),
+        (norm_of_this_rank, "two sharded parameters, rank 0: expected 8, got 6.9282032"),
+        (norm_as_a_sum_of_norms, "two sharded parameters, rank 0: expected 8, got 10.928204"),
+        (norm_of_the_mean_square, "two sharded parameters, rank 0: expected 8, got 5.6568542"),
+        (norm_parameter_by_parameter, "expected all_reduce of at most 8 bytes, got all_reduce of 8 bytes, all_reduce"),
+        (norm_by_gathering, "expected all_reduce of at most 8 bytes, got all_gather of 16 bytes, all_gather of 16 byt"),
+    ],
+    "sequence_parallel_mlp": [
+        (sequence_by_all_reduce, "expected all_gather of 48 bytes, reduce_scatter of 48 bytes, got all_gather of 48 b"),
+        (sequence_left_whole, "expected a tensor of shape (2, 3) and type float32, got a tensor of shape (4, 3) and t"),
+        (sequence_without_gathering, "expected [[52, -106, -44], [-21, -177, -33]], got [[210, -126, 110], [-55, -117"),
+        (sequence_cut_but_not_summed, "expected [[52, -106, -44], [-21, -177, -33]], got [[0, 0, 0], [-125, -75, -25]"),
+        (sequence_gathered_along_the_width, "expected a result on every rank, got RuntimeError: mat1 and mat2 shapes"),
+        (sequence_averaged, "expected [[52, -106, -44], [-21, -177, -33]], got [[26, -53, -22], [-10.5, -88.5, -16.5]"),
+    ],
+    "parallel_dropout": [
+        (dropout_with_the_same_mask, "probability 0.5, dimension 0, rank 1: expected [[6, 2, -2], [-6, -0, 10]], got"),
+        (dropout_with_a_seed_for_each_rank, "expected [[0, 0, 0, 0], [-0, 0, 6, 2], [-2, -6, -0, 10]], got [[2, 6, 0,"),
+        (dropout_without_scaling, "expected [[0, 0, 0, 0], [-0, 0, 6, 2], [-2, -6, -0, 10]], got [[0, 0, 0, 0], [-0,"),
+        (dropout_the_other_way, "expected [[0, 0, 0, 0], [-0, 0, 6, 2], [-2, -6, -0, 10]], got [[2, 6, 2, 2], [-6, 6,"),
+        (dropout_always_along_the_rows, "probability 0.5, dimension 1, rank 0: expected -0 at element [1, 0, 0], got"),
+        (dropout_told_by_rank_0, "rank 0: expected nothing sent, got broadcast of 48 bytes"),
+    ],
+    "combine_blocks": [
+        (combine_by_average, "small scores, rank 0: expected [[0.11"),
+        (combine_by_sum, "small scores, rank 0: expected [[0.11"),
+        (combine_without_shift, "scores near +-1,000, rank 0: expected [[0.11"),
+        (combine_weights_not_renormalised, "small scores, rank 0: expected [[0.11"),
+        (combine_by_logarithms, "small scores, rank 0: expected [[0.11"),
+        (combine_shifted_by_the_first, "a block without keys, rank 0: expected [[0.50"),
+    ],
+    "ring_attention": [
+        (ring_of_gathered_keys, "rank 0: expected only sends and receives, got a call of all_gather"),
+        (ring_with_a_turn_too_many, "rank 0: expected 384 bytes to the next rank, got 768 bytes"),
+        (ring_with_a_turn_too_few, "2 heads, 3 tokens on each rank, rank 0: expected 2.87"),
+        (ring_of_averages, "2 heads, 3 tokens on each rank, rank 0: expected 2.87"),
+        (ring_of_this_rank, "2 heads, 3 tokens on each rank, rank 0: expected 2.87"),
+        (ring_of_queries_too, "rank 0: expected 384 bytes to the next rank, got 576 bytes"),
+        (ring_that_forgets_to_scale, "2 heads, 3 tokens on each rank, rank 0: expected 2.87"),
+        (ring_of_keys_only, "2 heads, 3 tokens on each rank, rank 0: expected 2.87"),
+        (ring_to_everybody, "rank 0: expected messages to rank 1, got to ranks [1, 2]"),
+    ],
+    "ring_pairs": [
+        (pairs_of_the_busiest_rank, "ring_pairs([[0, 1], [2, 5], [4, 3]]), rank 0: expected 11, got 9"),
+        (pairs_of_all_ranks, "ring_pairs([[0, 1, 2, 3], [4, 5, 6, 7]]), rank 0: expected 26, got 36"),
+        (pairs_without_a_mask, "ring_pairs([[0, 1, 2, 3], [4, 5, 6, 7]]), rank 0: expected 26, got 32"),
+        (pairs_without_the_token_itself, "ring_pairs([[0, 1, 2, 3], [4, 5, 6, 7]]), rank 0: expected 26, got 22"),
+        (pairs_shared_evenly, "ring_pairs([[0, 1, 2, 3], [4, 5, 6, 7]]), rank 0: expected 26, got 18"),
+        (pairs_by_the_order_of_ranks, "ring_pairs([[0, 1, 6, 7], [2, 3, 4, 5]]), rank 0: expected 18, got 26"),
+    ],
+    "sequence_to_heads": [
+        (heads_by_gathering, "rank 0: expected all_to_all of 48 bytes, got all_gather of 96 bytes"),
+        (heads_sent_as_they_lie, "10]], [[13, 14]], [[17, 18]], [[21, 22]]], got [[[1, 2]], [[3, 4]], [[5, 6]], [[13,"),
+        (heads_joined_side_by_side, "expected a tensor of shape (6, 1, 2) and type float32, got a tensor of shape (3,"),
+        (heads_with_tokens_shuffled, "]], [[13, 14]], [[17, 18]], [[21, 22]]], got [[[1, 2]], [[13, 14]], [[5, 6]], ["),
+        (heads_of_this_rank_only, "expected a tensor of shape (6, 1, 2) and type float32, got a tensor of shape (3, 1"),
+        (heads_dealt_in_turns, "1 token on each rank, 4 heads, rank 0: expected [[[1], [2]], [[5], [6]]], got [[[1],"),
+    ],
+    "seats": [
+        (seats_token_by_token, "5 tokens, k 2, capacity 2, rank 0: expected [[0, 1], [3, 0], [1, 4]], got [[0, 1], [0"),
+        (seats_for_all, "5 tokens, k 1, capacity 2, rank 0: expected [[0, 1], [3], []], got [[0, 1, 2, 4], [3], []]"),
+        (seats_for_the_most_probable, "rank 0: expected [[0, 1], [3], []], got [[4, 1], [3, 2], [1, 4]]"),
+        (seats_at_the_next_best, "rank 0: expected [[0, 1], [3], []], got [[0, 1], [2, 3], [4]]"),
+        (seats_that_the_last_comer_gets, "rank 0: expected [[0, 1], [3], []], got [[2, 4], [3], []]"),
+        (seats_sorted, "5 tokens, k 2, capacity 2, rank 0: expected [[0, 1], [3, 0], [1, 4]], got [[0, 1], [0, 3], [1"),
+    ],
+    "dispatch_and_combine": [
+        (dispatch_left_in_the_experts_order, "expected 30 at element [1, 0], got -27 (12 of 18 elements differ)"),
+        (dispatch_sorted_back_the_wrong_way, "expected 30 at element [1, 0], got -1 (12 of 18 elements differ)"),
+        (dispatch_without_sorting, "rank 0: expected 30 at element [1, 0], got 23 (6 of 18 elements differ)"),
+        (dispatch_and_stay, "rank 0: expected 30 at element [1, 0], got 23 (9 of 18 elements differ)"),
+        (dispatch_by_moving_the_experts, "all_to_all of 72 bytes, got all_gather of 72 bytes"),
+        (dispatch_padded, "all_to_all of 72 bytes, got all_reduce of 8 bytes, all_to_all of 144 bytes"),
+        (dispatch_of_guessed_numbers, "died with SIGABRT"),
+    ],
+    "load_balancing_loss": [
+        (loss_of_this_rank, "3 tokens on each rank, rank 0: expected 1.33"),
+        (loss_as_a_mean_of_losses, "3 tokens on each rank, rank 0: expected 1.33"),
+        (loss_without_the_number_of_experts, "3 tokens on each rank, rank 0: expected 1.33"),
+        (loss_of_probabilities_only, "3 tokens on each rank, rank 0: expected 1.33"),
+        (loss_of_a_mean_of_means, "unequal numbers, rank 0: expected 1.18"),
+        (loss_by_gathering, "expected all_reduce of at most 72 bytes, got all_reduce of 8 bytes, all_gather of 192 by"),
+    ],
+}

@@ -40,12 +40,12 @@ def pairs(mine, theirs, causal):
 
 
 def pass_on(tensor):
-    """Send `tensor` to the next rank of the ring; the function returned waits for the tensor of the one before."""
+    """Send `tensor` to the next rank of the ring. Returns a function that waits for the previous rank's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % size)
     receive = dist.P2POp(dist.irecv, received, (rank - 1) % size)
-    works = dist.batch_isend_irecv([send, receive])  # one by one, two ranks that send to each other could wait for ever
+    works = dist.batch_isend_irecv([send, receive])  # together: a ring of blocking sends may wait for ever
 
     def wait():
         for work in works:

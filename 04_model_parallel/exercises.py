@@ -247,7 +247,8 @@ def dispatch_and_combine(tokens: torch.Tensor, experts: torch.Tensor, weight: to
     There is no capacity: nothing is dropped, nothing padded.
 
     Exactly three all-to-alls: first how many tokens each rank will get, N int64 numbers; then the tokens; then what
-    became of them, back to where they came from.
+    became of them, back to where they came from. Take `dist.all_to_all_single`: gloo's `dist.all_to_all` wants parts
+    of equal length.
 
     Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
     """

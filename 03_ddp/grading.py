@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from common.grading import Case, Exercise
 from common.ledger import wire_bytes
-from common.patterns import collectives, nothing_sent, numbered, sends_at_most
+from common.patterns import calculated, collectives, numbered, sends_at_most
 
 SHAPES = ((2, 3), (), (4,))
 
@@ -26,13 +26,6 @@ def tensors(rank: int, shapes=SHAPES, dtype: torch.dtype = torch.float32) -> lis
 
 def mean(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(same).sum(0) / len(ranks) for same in zip(*ranks, strict=True)]
-
-
-def calculated(size: int, name: str, table: list[tuple]):
-    """Cases that only calculate, from rows of arguments and, last, the result. Once is enough: world size 2."""
-    if size == 2:
-        for *arguments, result in table:
-            yield Case(f"{name}{tuple(arguments)}", [tuple(arguments)] * size, [result] * size, nothing_sent)
 
 
 # --- notebook 01: the reducer ---------------------------------------------------------------------------------

@@ -13,7 +13,16 @@ from torch.nn import functional as F
 
 from common.grading import Case, Exercise, Wrong
 from common.ledger import wire_bytes
-from common.patterns import calls_in_words, collectives, exactly, messages_of, nothing_sent, numbered, sends_at_most
+from common.patterns import (
+    calculated,
+    calls_in_words,
+    collectives,
+    exactly,
+    messages_of,
+    nothing_sent,
+    numbered,
+    sends_at_most,
+)
 
 
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -27,13 +36,6 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def calculated(size: int, name: str, table: list[tuple]):
-    """Cases that only calculate, from rows of arguments and, last, the result. Once is enough: world size 2."""
-    if size == 2:
-        for *arguments, result in table:
-            yield Case(f"{name}({str(arguments)[1:-1]})", [tuple(arguments)] * size, [result] * size, nothing_sent)
 
 
 # --- notebook 01: layers split over ranks ---------------------------------------------------------------------

@@ -6,7 +6,7 @@ below are general; what only one exercise asks for stands in its chapter.
 
 import torch
 
-from common.grading import Wrong
+from common.grading import Case, Wrong
 from common.ledger import Entry
 
 
@@ -68,6 +68,13 @@ def collectives(*expected: tuple[str, int], at_most: bool = False):
 def nothing_sent(entries: list[list[Entry]]) -> None:
     """The pattern of an exercise that only calculates."""
     collectives()(entries)
+
+
+def calculated(size: int, name: str, table: list[tuple]):
+    """Cases that only calculate, from rows of arguments and, last, the result. Once is enough: world size 2."""
+    if size == 2:
+        for *arguments, result in table:
+            yield Case(f"{name}({str(arguments)[1:-1]})", [tuple(arguments)] * size, [result] * size, nothing_sent)
 
 
 def sends_at_most(nbytes: int):

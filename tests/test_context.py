@@ -91,9 +91,12 @@ def test_zigzag_gives_every_rank_the_same_work(size):
     assert [work(rank, size, ring.zigzag, causal=False) for rank in range(size)] == [4 * size] * size
 
 
-def messages(name) -> tuple:
-    """What attention alone sends, forward and backward; bytes of this rank's part of k."""
-    attention, order = VERSIONS[name]
+def messages() -> list[tuple]:
+    """What attention alone sends, forward and backward, by the ring and by Ulysses; bytes of this rank's part of k."""
+    return [messages_of(*VERSIONS[name]) for name in ("zig-zag ring", "ulysses")]
+
+
+def messages_of(attention, order) -> tuple:
     rank, size = dist.get_rank(), dist.get_world_size()
     where = ring.positions(rank, size, 24, order)
     *inputs, grad = (x[:, :, where] for x in example(SHAPES[0]))
@@ -110,20 +113,24 @@ def test_what_attention_sends(nproc):
     """S bytes of keys on each rank. Ring: keys and values make N-1 hops, and again in backward, where their gradients
     make N-1 too: 6 (N-1) S in all, to the next rank alone. Ulysses: four all-to-alls each way, 8 (N-1)/N S."""
     hops = nproc - 1
-    for rank, (forward, backward, part) in enumerate(launch(messages, nproc, ("zig-zag ring",))):
+    for rank, ((forward, backward, part), by_ulysses) in enumerate(launch(messages, nproc)):
         following = (rank + 1) % nproc
         assert forward.messages == [(following, 2 * part)] * hops
         assert backward.messages == [(following, 2 * part)] * (2 * hops)
         assert forward.received == forward.sent and backward.received == backward.sent
         assert set(forward.calls) | set(backward.calls) == ({"send", "recv"} if hops else set())
         assert forward.sent + backward.sent == 6 * hops * part
-    for forward, backward, part in launch(messages, nproc, ("ulysses",)):
+        forward, backward, part = by_ulysses
         assert forward.calls == {"all_to_all": 4} and backward.calls == {"all_to_all": 4}
         assert forward.sent == backward.sent == 4 * hops / nproc * part
 
 
+def steps(accumulate) -> list[tuple]:
+    return [a_step(strategy_class, accumulate) for strategy_class in (ring.ContextParallel, ulysses.Ulysses)]
+
+
 def a_step(strategy_class, accumulate) -> tuple:
-    """Ledger of one step, and how many elements are trained."""
+    """Calls and bytes of one step, and how many elements are trained."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     model = equality.frozen()
     strategy = strategy_class(model, equality.sgd, ranks)
@@ -137,13 +144,14 @@ def a_step(strategy_class, accumulate) -> tuple:
 def test_what_a_step_sends(nproc, accumulate):
     """Attention's messages in both layers for every micro-batch; then the gradients and the loss, once."""
     keys = 4 * equality.BATCH * equality.CONTEXT * 16 // nproc  # of all micro-batches: 4 bytes x tokens x width
-    for strategy_class, attention, calls in (
-        (ring.ContextParallel, 6 * (nproc - 1) * keys, {"send": 2 * 3 * (nproc - 1) * accumulate}),
-        (ulysses.Ulysses, 8 * (nproc - 1) / nproc * keys, {"all_to_all": 2 * 8 * accumulate}),
-    ):
-        calls |= {"recv": calls["send"]} if "send" in calls else {}
-        for counted, sent, trained in launch(a_step, nproc, (strategy_class, accumulate)):
-            assert counted == calls | {"all_reduce": 2}
+    hops = 2 * 3 * (nproc - 1) * accumulate
+    expected = [
+        (6 * (nproc - 1) * keys, {"send": hops, "recv": hops, "all_reduce": 2}),
+        (8 * (nproc - 1) / nproc * keys, {"all_to_all": 2 * 8 * accumulate, "all_reduce": 2}),
+    ]
+    for counted in launch(steps, nproc, (accumulate,)):
+        for (attention, calls), (called, sent, trained) in zip(expected, counted, strict=True):
+            assert called == calls
             assert sent == 2 * attention + 2 * (nproc - 1) / nproc * 4 * (trained + 1)
 
 
@@ -155,23 +163,26 @@ def test_ulysses_equals_one_process(nproc):
         assert [row.bitwise for row in rows if row.case.accumulate == 1] == [True] * 4
 
 
-def saved(time) -> tuple[int, int]:
-    """Bytes that attention keeps for its backward pass, and those of the largest tensor among them."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    where = ring.positions(rank, size, time, ring.zigzag)
-    q, k, v, _ = (x[:, :, where].contiguous().requires_grad_() for x in example((1, 2, time, 4)))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(4 * x.numel()) or x, lambda x: x):
-        ring.ring_attention(q, k, v)
-    return sum(kept), max(kept)
+def saved(times) -> list[tuple[int, int]]:
+    """For each length, the bytes that attention keeps for its backward pass, and those of its largest tensor."""
+    rank, size, totals = dist.get_rank(), dist.get_world_size(), []
+    for time in times:
+        where = ring.positions(rank, size, time, ring.zigzag)
+        q, k, v, _ = (x[:, :, where].contiguous().requires_grad_() for x in example((1, 2, time, 4)))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, kept=kept: kept.append(4 * x.numel()) or x, lambda x: x
+        ):
+            ring.ring_attention(q, k, v)
+        totals.append((sum(kept), max(kept)))
+    return totals
 
 
-def test_scores_are_never_kept():
+@pytest.mark.parametrize("nproc", [1, 4])
+def test_scores_are_never_kept(nproc):
     """q, k, v, the output, and one log-sum-exp for each query: linear in the tokens of this rank."""
-    for nproc in (1, 4):
-        for time in (64, 256):
-            part = 4 * 1 * 2 * (time // nproc) * 4
-            assert launch(saved, nproc, (time,)) == [(4 * part + part // 4, part)] * nproc
+    parts = [4 * 1 * 2 * (time // nproc) * 4 for time in (64, 256)]
+    assert launch(saved, nproc, ((64, 256),)) == [[(4 * part + part // 4, part) for part in parts]] * nproc
 
 
 def test_16_bit_precision():
@@ -204,3 +215,10 @@ def test_bad_input(strategy_class, model, nproc, line):
     with pytest.raises(UserError, match=line) as error:  # no process group: nothing was sent before it was said
         strategy_class(model, equality.sgd, Ranks(0, nproc, 0, torch.device("cpu")))
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_mistake_in_a_method_is_shown_with_its_class():
+    bugs = module("04_model_parallel", "bugs").BUGS
+    for name in ("gradients_stay", "wrong_way_round", "own_gradients", "not_rescaled"):
+        assert bugs[name].wrong in bugs.excerpt(name) and len(bugs.excerpt(name)) < len(bugs.source(name))
+    assert bugs["gradients_stay"].right not in bugs.excerpt("gradients_stay")

@@ -14,7 +14,7 @@ import yaml
 from common.errors import UserError
 from common.model import VOCABULARY
 from common.ranks import choose, environment
-from common.strategies import find, module
+from common.strategies import find, load, module
 
 # How the ranks get their examples: "shard" with every strategy, the others with that of chapter 03.
 LOADING = ("dispatch", "shard", "stream", "shard-stream", "shard-stream-workers")
@@ -208,8 +208,8 @@ def check(config: Config) -> None:
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
         numbers |= {"--context": config.context} if config.strategy == "sequence" else {}
         module("04_model_parallel", "by_hand_tensor").check(size, numbers)
-    if config.strategy == "context":
-        module("04_model_parallel", "by_hand_context").ContextParallel.check(config.context, config.heads, size)
+    if config.strategy in ("context", "ulysses"):
+        load(config.strategy, config.by_hand).check(config.context, config.heads, size)
     choose(config.device, config.backend, local_size)
     if rank == 0:
         claim(Path(config.run_dir), config.resume)

@@ -39,6 +39,7 @@ STRATEGIES = {
     "tensor": Entry("04_model_parallel", "TensorParallel", "by_hand_tensor.TensorParallelByHand", (1, 2, 4)),
     "sequence": Entry("04_model_parallel", None, "by_hand_tensor.SequenceParallelByHand", (1, 2, 4)),
     "context": Entry("04_model_parallel", None, "by_hand_context.ContextParallel", (1, 2, 4)),
+    "ulysses": Entry("04_model_parallel", None, "by_hand_ulysses.Ulysses", (1, 2, 4)),
     "expert": Entry("04_model_parallel", None, "by_hand_experts.ExpertParallel", (1, 2, 4)),
 }
 

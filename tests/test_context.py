@@ -155,14 +155,6 @@ def test_what_a_step_sends(nproc, accumulate):
             assert sent == 2 * attention + 2 * (nproc - 1) / nproc * 4 * (trained + 1)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_ulysses_equals_one_process(nproc):
-    rows = equality.prove_class(ulysses.Ulysses, nproc, "ulysses")
-    assert [row.case for row in rows] == equality.CASES
-    if nproc == 1:
-        assert [row.bitwise for row in rows if row.case.accumulate == 1] == [True] * 4
-
-
 def saved(times) -> list[tuple[int, int]]:
     """For each length, the bytes that attention keeps for its backward pass, and those of its largest tensor."""
     rank, size, totals = dist.get_rank(), dist.get_world_size(), []

@@ -1,7 +1,8 @@
 """Context parallelism by all-to-all: attention over all tokens with a part of the heads.
 
 DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3). Before attention, ranks that hold all heads of a
-part of the tokens exchange them for all tokens of a part of the heads; after it, they exchange them back.
+part of the tokens exchange them for all tokens of a part of the heads; after it, they exchange them back. Start it with
+--strategy ulysses --by-hand.
 """
 
 import torch

@@ -22,8 +22,9 @@ TIED = ("embedding.tokens.weight", "head.out.weight")  # first and last layer: o
 class Send(torch.autograd.Function):
     """Forward: sends the activations to rank `to`. Backward: waits for their gradient from there.
 
-    Returns a zero that stands for the loss, which is elsewhere, so that backward() can be called on it. `anchor` is
-    any scalar that requires a gradient: so the backward pass comes here even if all layers before are frozen.
+    Returns a zero that stands for the loss, which is elsewhere, so that backward() can be called on it.
+    `anchor` is any scalar that requires a gradient: so the backward pass comes here even if all layers
+    before are frozen.
     """
 
     @staticmethod
@@ -40,9 +41,9 @@ class Send(torch.autograd.Function):
 
 
 class Receive(torch.autograd.Function):
-    """Forward: waits for activations of `shape` from rank `source`. Backward: sends their gradient to it.
+    """Forward: waits for activations of `shape` from rank `source`. Backward: sends their gradient there.
 
-    What comes from another process has no history here. It is `anchor` that makes autograd record this function.
+    What comes from another process has no history here. It is `anchor` that makes autograd record this.
     """
 
     @staticmethod
@@ -181,13 +182,15 @@ def count(layer: nn.Module) -> int:
 
 
 def cut(costs: list[float], parts: int) -> tuple[int, ...]:
-    """Where to cut layers with these costs into consecutive parts, none empty, so that the largest sum of costs is as
-    small as can be: for each part, the number of its last layer plus one. Raises UserError for more parts than layers.
+    """Where to cut layers with these costs into consecutive parts, none empty, so that the largest sum of
+    costs is as small as can be: for each part, the number of its last layer plus one.
+
+    Raises UserError for more parts than layers.
     """
     if parts > len(costs):
         raise UserError(
-            f"{parts} ranks are more than {len(costs)} layers (embedding, {len(costs) - 2} blocks, head), and each "
-            f"needs one; start at most {len(costs)} ranks, or make --layers {parts - 2}"
+            f"{parts} ranks are more than {len(costs)} layers (embedding, {len(costs) - 2} blocks, head), "
+            f"and each needs one; start at most {len(costs)} ranks, or make --layers {parts - 2}"
         )
 
     @functools.cache

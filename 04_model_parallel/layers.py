@@ -52,7 +52,8 @@ class LayersOnDevices(Strategy):
         with self.autocast():
             for layer, device in zip(self.layers, self.places, strict=True):
                 x = x.to(device)
-                if self.tied and layer is self.model.head:  # its weight lives with the embedding: a copy for this pass
+                if self.tied and layer is self.model.head:
+                    # its weight lives with the embedding: a copy for this pass
                     x = functional_call(layer, {"out.weight": layer.out.weight.to(device)}, (x,))
                 else:
                     x = layer(x)

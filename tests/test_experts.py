@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from common import equality
-from common.config import Config, check_experts
+from common.config import Config, check_experts, parse
 from common.errors import UserError
 from common.launch import RankFailed, launch
 from common.ledger import Ledger
@@ -195,6 +195,19 @@ BAD = {
 def test_bad_numbers_of_experts(numbers):
     with pytest.raises(UserError, match=BAD[numbers]):
         check_experts(*numbers)
+
+
+def test_bad_numbers_of_experts_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    launcher = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    line = "--distributed --strategy expert --by-hand"
+    with pytest.raises(UserError, match="--experts 6 do not divide by 4 ranks"):
+        parse(argv=[*line.split(), "--experts=6"])
+    with pytest.raises(UserError, match="--top-k must be at least 1, got 0"):
+        parse(argv=[*line.split(), "--top-k=0"])
+    assert not any(tmp_path.iterdir())
 
 
 def test_bad_numbers_of_experts_in_a_notebook():

@@ -113,8 +113,7 @@ def parallel_mlp(size):
         x, up, down, parts = mlp(size, hidden)
         up_bias, down_bias = 2 * integers(4, hidden * size), 100 * integers(5, 3)
         whole = torch.relu(x @ up + up_bias) @ down + down_bias
-        biases = up_bias.chunk(size)
-        arguments = [(x, u, biases[rank], d, down_bias) for rank, (u, d) in enumerate(parts)]
+        arguments = [(x, u, bias, d, down_bias) for bias, (u, d) in zip(up_bias.chunk(size), parts, strict=True)]
         pattern = collectives(("all_reduce", nbytes(whole)))
         yield Case(f"{hidden} hidden features on each rank", arguments, [whole] * size, pattern)
 

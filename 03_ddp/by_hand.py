@@ -54,11 +54,11 @@ class Reducer:
 
     order:       the trainable parameters in the order in which their gradients are expected: by default the last
                  parameter first, as the backward pass goes. They are of one type.
-    bucket_mb:   a bucket is full when it holds this many MiB
+    bucket_mb:   a bucket is full when it holds this many MiB; by default as many as PyTorch's
     find_unused: whether some ranks, or all, may leave parameters out of a step
     """
 
-    def __init__(self, model, order=None, bucket_mb=1.0, find_unused=False):
+    def __init__(self, model, order=None, bucket_mb=25.0, find_unused=False):
         self.model, self.size, self.find_unused = model, dist.get_world_size(), find_unused
         same_on_all_ranks(model)
         for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently

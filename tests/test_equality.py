@@ -37,7 +37,7 @@ def test_the_table_is_proved_as_declared():
     }  # fmt: skip
 
 
-CHAPTERS = ("02_data_parallel", "03_ddp", "04_model_parallel")
+CHAPTERS = ("02_data_parallel", "03_ddp", "04_model_parallel", "05_pipeline")
 BUGS = [(chapter, name) for chapter in CHAPTERS for name in strategies.module(chapter, "bugs").BUGS]
 TELLING = [case for case in CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
 

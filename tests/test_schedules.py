@@ -210,7 +210,7 @@ def test_rows_of_text():
         "rank 1  .   1F0 2F0 .   .   .   2I0 --- 2W0 1I0 --- 1W0 .   .    2 stored"
     )
     full = with_messages(build("gpipe", 2, 1))
-    assert simulator.rows(simulate(full)) == "rank 0  F0 .  .  B0 --  1 stored\nrank 1  .  F0 B0 -- .   1 stored"
+    assert simulator.rows(simulate(full)) == "rank 0  F0 .  .  .  B0 --  1 stored\nrank 1  .  F0 B0 -- .  .   1 stored"
 
 
 def test_a_schedule_that_gets_stuck_tells_how_far_it_came():

@@ -1,7 +1,7 @@
 """Pipelines with one mistake each, of the kind people really make. Can you find it?
 
     python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
+    python bugs.py NAME            the code with the mistake in it: by_hand.py or hybrid.py, but for one place
     python bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/equality.py), which sees a number that is
@@ -13,6 +13,7 @@ from functools import partial
 from common.bugs import Bug, Bugs
 
 pipeline = partial(Bug, "Pipeline")
+replicas = partial(Bug, "PipelinesByHand", file="hybrid.py")
 
 BUGS = Bugs(
     __file__,
@@ -43,8 +44,8 @@ BUGS = Bugs(
             "(scale_grads=True), though the loss was divided by it: gradients are M times too small.",
         ),
         "last_one_dropped": pipeline(
-            right="schedules.build(schedule, ranks.size, microbatches, stages_per_rank)",
-            wrong="schedules.build(schedule, ranks.size, microbatches - 1, stages_per_rank)",
+            right="grid.shape[1], microbatches, stages_per_rank)",
+            wrong="grid.shape[1], microbatches - 1, stages_per_rank)",
             inside="__init__",
             refused_by="loss",
             why="The schedule ends one micro-batch early, on all ranks alike: nobody waits, and a part of each batch "
@@ -107,7 +108,7 @@ BUGS = Bugs(
             why="The tied weight is on two ranks, and its gradient is in the norm twice: clipping begins too early.",
         ),
         "own_norm": pipeline(
-            right="        dist.all_reduce(square)\n",
+            right="        dist.all_reduce(square, group=self.group)\n",
             wrong="",
             inside="clip",
             refused_by="grad_norm",
@@ -115,7 +116,7 @@ BUGS = Bugs(
             "factors, so it points elsewhere.",
         ),
         "loss_on_the_last": pipeline(
-            right="dist.broadcast(loss, src=self.rank_of[-1])",
+            right="dist.broadcast(loss, group=self.group, group_src=self.rank_of[-1])",
             wrong="pass",
             inside="step",
             refused_by="loss",
@@ -128,6 +129,29 @@ BUGS = Bugs(
             refused_by="loss",
             why="Each rank keeps the stages of a model that it made with its own seed: no single process has made that "
             "model, and no run can be repeated on another number of ranks.",
+        ),
+        "reduced_every_time": replicas(
+            right="return super().run(inputs, targets, batches * self.data_size)",
+            wrong="loss = super().run(inputs, targets, batches * self.data_size)\n"
+            "        self.sum_gradients()\n        return loss",
+            inside="run",
+            refused_by="grad_norm",
+            why="The replicas' gradients are summed after every part of a batch, and once more at the end of the step: "
+            "what had been summed is summed again. Besides, most of the traffic is for nothing.",
+        ),
+        "replicas_apart": replicas(
+            right="        self.sum_gradients()\n",
+            wrong="",
+            inside="add_tied_gradients",
+            refused_by="grad_norm",
+            why="Nobody sums over the replicas: each trains a model of its own, on its own part of the data.",
+        ),
+        "summed_twice": replicas(
+            right="batches * self.data_size)",
+            wrong="batches)",
+            inside="run",
+            refused_by="loss",
+            why="The gradients of the replicas are summed where their mean is wanted.",
         ),
     },
 )

@@ -205,6 +205,7 @@ class Pipeline(layers.SplitLayers):
     stages_per_rank: by default what the schedule needs
     split_spec:      where to cut, as in split.py
     recompute:       compute each forward again before its backward, and store only inputs of stages
+    replicas:        so many equal pipelines, for hybrid.py; ranks [replica, place in its pipeline]
     """
 
     def __init__(
@@ -219,29 +220,42 @@ class Pipeline(layers.SplitLayers):
         stages_per_rank=None,
         split_spec="auto",
         recompute=False,
+        replicas=1,
     ):
         Strategy.__init__(self, ranks, precision, max_norm)
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=precision == "fp16")
         parts = layers.layers_of(model)
         self.microbatches, self.width = microbatches, model.embedding.tokens.embedding_dim
-        actions = schedules.build(schedule, ranks.size, microbatches, stages_per_rank)
-        self.rank_of = simulator.placement(actions)
-        self.first, self.last = (ranks.rank == self.rank_of[end] for end in (0, -1))
+        grid = torch.arange(ranks.size).view(replicas, -1)
+        self.data_rank, place = divmod(ranks.rank, grid.shape[1])
+        self.data_size = replicas
+        self.group, _ = dist.new_subgroups_by_enumeration(grid.tolist())
+        self.schedule = schedules.build(schedule, grid.shape[1], microbatches, stages_per_rank)
+        self.rank_of = simulator.placement(self.schedule)
+        self.first, self.last = (place == self.rank_of[end] for end in (0, -1))
         for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently
             dist.broadcast(tensor.detach(), src=0)
         where = [self.rank_of[0], self.rank_of[-1]]
         tied = model.head.out.weight is model.embedding.tokens.weight and where[0] != where[1]
         self.tied = model.embedding.tokens.weight if tied else None
-        self.ends_group = dist.new_group(where) if tied else None
+        self.ends_group = dist.new_subgroups_by_enumeration(grid[:, where].tolist())[0] if tied else None
         stages = split.stages_of(model, len(self.rank_of), split_spec)
-        own = {s: names for s, names in enumerate(stages) if self.rank_of[s] == ranks.rank}
+        own = {s: names for s, names in enumerate(stages) if self.rank_of[s] == place}
         for name in parts.keys() - itertools.chain(*own.values()):
             model.set_submodule(name, nn.Identity())  # what is left keeps its names
         self.model = model.to(ranks.device)
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.recompute = recompute
         modules = {s: nn.Sequential(*(parts[name] for name in names)) for s, names in own.items()}
-        self.executor = Executor(actions, modules, recompute=recompute, context=self.autocast)
+        self.executor = self.make_executor(schedule, self.spread(modules))
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def spread(self, modules):
+        """What a hybrid does to this rank's stages for its replicas."""
+        return modules
+
+    def make_executor(self, name, modules):
+        return Executor(self.schedule, modules, self.group, self.recompute, self.autocast)
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
@@ -249,7 +263,7 @@ class Pipeline(layers.SplitLayers):
         for inputs, targets in micro_batches:
             loss += self.run(inputs, targets, len(micro_batches))
         self.add_tied_gradients()
-        dist.broadcast(loss, src=self.rank_of[-1])
+        dist.broadcast(loss, group=self.group, group_src=self.rank_of[-1])
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.clip()
         self.scaler.step(self.optimizer)
@@ -258,8 +272,7 @@ class Pipeline(layers.SplitLayers):
 
     def run(self, inputs, targets, batches):
         """Once through the pipeline with one of `batches` equal parts of the batch whose mean we want."""
-        if len(inputs) % self.microbatches:
-            raise UserError(f"{len(inputs)} examples cannot be cut into {self.microbatches} equal micro-batches")
+        self.require_divisible(inputs)
         inputs, targets = inputs.chunk(self.microbatches), targets.chunk(self.microbatches)
 
         def loss(logits, m):
@@ -267,12 +280,16 @@ class Pipeline(layers.SplitLayers):
 
         return self.executor.run(inputs, loss, (*inputs[0].shape, self.width)) / self.scaler.get_scale()
 
+    def require_divisible(self, inputs):
+        if len(inputs) % self.microbatches:
+            raise UserError(f"{len(inputs)} examples cannot be cut into {self.microbatches} equal micro-batches")
+
     def clip(self):
         """Clip by the norm of the whole model, in which a tied weight counts once."""
         twice = self.tied if self.last else None
         own = [p.grad for p in self.model.parameters() if p.grad is not None and p is not twice]
         square = get_total_norm(own).to(self.ranks.device) ** 2
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         clip_grads_with_norm_(self.model.parameters(), self.max_norm, square.sqrt())
         return square.sqrt()
 

@@ -31,9 +31,12 @@ def stages_of(model, stages: int, spec: str = "auto") -> list[list[str]]:
     return [list(layers)[begin:end] for begin, end in zip((0, *ends), ends, strict=False)]
 
 
-def names_of(blocks: int) -> list[str]:
-    """The layers of a GPT, between which it can be cut."""
-    return ["embedding", *(f"blocks.{number}" for number in range(blocks)), "head"]
+def check(spec: str, blocks: int, stages: int) -> None:
+    """Raise UserError where a GPT of so many blocks is not cut into so many stages by `spec`."""
+    names = ["embedding", *(f"blocks.{number}" for number in range(blocks)), "head"]
+    if spec not in ("auto", "auto-time"):
+        named(spec, names, stages)
+    require_layers(len(names), stages)
 
 
 def require_layers(layers: int, stages: int) -> None:

@@ -14,7 +14,7 @@ from common import ranks
 from common.config import parse
 from common.errors import UserError
 from common.ranks import choose
-from common.strategies import ROOT
+from common.strategies import ROOT, STRATEGIES
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
@@ -39,6 +39,22 @@ BAD = {
     "--strategy context": r"'context' has a version by hand only; add --by-hand",
     "--strategy context --by-hand --context 101": r"--context 101 does not divide into 2 chunks",
     "--strategy sequence": r"'sequence' has a version by hand only; add --by-hand",
+    "--strategy pipeline --task images": r"--task images: strategy 'pipeline' divides a GPT; use --task text",
+    "--strategy pipeline --schedule zigzag": r"unknown schedule 'zigzag'; known: gpipe, 1f1b",
+    "--strategy pipeline --schedule zb-h1": r"PyTorch has no such class; add --by-hand, or take interleaved-zb",
+    "--strategy pipeline --schedule dualpipev --microbatches 1": r"on 1 ranks needs 2 or more micro-batches, not 1",
+    "--strategy pipeline --schedule zbv --stages-per-rank 3": r"schedule 'zbv' needs 2 stage\(s\) per rank, not 3",
+    "--strategy pipeline --microbatches 5": r"--microbatches 5 = 5; the nearest that does is 30",
+    "--strategy pipeline --microbatches 0": r"--microbatches must be at least 1, got 0",
+    "--strategy pipeline --stages-per-rank -1": r"--stages-per-rank must be at least 0, got -1",
+    "--strategy pipeline --schedule zbv --split-spec block.1:end": r"no layer 'block.1'; did you mean 'blocks.1'\?",
+    "--strategy pipeline --schedule zbv --split-spec blocks.1:middle": r"write 'blocks.1: beginning' or 'blocks",
+    "--strategy pipeline --schedule zbv --split-spec head:end": r"nothing to cut off before embedding or after head",
+    "--strategy pipeline --split-spec blocks.1:end": r"1 cut\(s\) make 2 stages, but ranks x stages per rank are 1",
+    "--strategy pipeline --schedule interleaved --stages-per-rank 9": r"9 stages are more than 6 layers .* --layers 7",
+    "--strategy pipeline+ddp": r"1 rank\(s\) are not 2 equal pipelines; start a multiple of 2, or set --replicas",
+    "--strategy pipeline+ddp --replicas 1 --schedule zbv": r"--schedule zbv: .* with schedule 1f1b alone",
+    "--strategy pipeline+fsdp --replicas 1 --schedule zbv": r"--schedule zbv puts the first and the last stage on one",
     "--device tpu": r"argument --device: invalid choice: 'tpu'",
     "--steps many": r"argument --steps: invalid int value: 'many'",
     "--steps 0": r"--steps must be at least 1, got 0",
@@ -149,7 +165,7 @@ def refused(result: subprocess.CompletedProcess, line: str) -> None:
 
 
 def test_one_line_and_exit_code_2():
-    known = "unknown strategy 'x'; known: single, dp, ddp, model"
+    known = f"unknown strategy 'x'; known: {', '.join(STRATEGIES)}"
     refused(run("distributed_training.py", "--strategy", "x"), known)
 
 

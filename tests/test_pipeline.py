@@ -1,13 +1,15 @@
 """Pipelines: every schedule equals one process; what is sent, what is kept, where models are cut, what is refused."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import equality
+from common import config, equality
+from common.errors import UserError
 from common.launch import launch
 from common.ledger import Ledger
 from common.model import GPT
@@ -16,6 +18,8 @@ from common.strategies import module
 
 schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
 by_hand, split = module("05_pipeline", "by_hand"), module("05_pipeline", "split")
+torchs = module("05_pipeline", "distributed_training")
+hybrid = module("05_pipeline", "hybrid")
 CPU = torch.device("cpu")
 
 
@@ -60,13 +64,13 @@ def cases(ranks: int, stages_per_rank: int) -> list[equality.Case]:
     return [equality.Case(make_model, equality.sgd, 1, 0.3), equality.Case(make_model, equality.adamw, 1, 100.0)]
 
 
-def train_all(trained):
-    return [equality.on_ranks(functools.partial(by_hand.Pipeline, **options), list(some)) for options, some in trained]
+def train_all(trained, strategy_class):
+    return [equality.on_ranks(functools.partial(strategy_class, **options), list(some)) for options, some in trained]
 
 
-def prove_all(trained, nproc) -> None:
+def prove_all(trained, nproc, strategy_class=by_hand.Pipeline) -> None:
     """Equality of many pipelines, each (options, cases), in one launch. Raises NotEqual."""
-    outcomes = launch(train_all, nproc, (trained,), timeout=120)
+    outcomes = launch(train_all, nproc, (trained, strategy_class), timeout=120)
     for number, (options, some) in enumerate(trained):
         for index, (case, reference) in enumerate(zip(some, equality.references(tuple(some)), strict=True)):
             equality.check_something_happened(case, reference)
@@ -74,13 +78,24 @@ def prove_all(trained, nproc) -> None:
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_every_schedule_equals_one_process(nproc):
+def test_every_schedule_by_hand_equals_one_process(nproc):
     trained = [
         ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)) for name, m, v in runs(nproc)
     ]
     assert len(trained) == {2: 23, 4: 22}[nproc]
     assert {options["schedule"] for options, _ in trained} == set(schedules.SCHEDULES)
     prove_all(trained, nproc)
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_every_schedule_of_pytorch_equals_one_process(nproc):
+    trained = [
+        ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)[:1])
+        for name, m, v in runs(nproc)
+        if name in torchs.SCHEDULES and m >= nproc
+    ]
+    assert {options["schedule"] for options, _ in trained} == set(torchs.SCHEDULES)
+    prove_all(trained, nproc, torchs.PipelineParallel)
 
 
 FROZEN = [equality.Case(make, equality.sgd, 3, 100.0) for make in (first_layers_frozen, equality.frozen)]
@@ -123,3 +138,133 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
     real = by_hand.timeline([result[1] for result in results])
     assert real.peaks == simulator.simulate(schedule).peaks
     assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
+
+
+def test_every_class_of_pytorch_is_there():
+    classes = {
+        value
+        for name, value in vars(torch.distributed.pipelining).items()
+        if name.startswith("Schedule") and isinstance(value, type)
+    }
+    assert set(torchs.SCHEDULES.values()) == classes
+
+
+# Half of a backward
+
+
+def test_backward_in_two_halves_is_the_whole():
+    torch.manual_seed(0)
+    stage = nn.Sequential(*GPT(layers=2, width=16, heads=4, context=8, vocabulary=64).blocks)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    gradient = torch.randn(3, 8, 16)
+    stage(x).backward(gradient)
+    whole = [x.grad, *(p.grad for p in stage.parameters())]
+    for p in stage.parameters():
+        p.grad = None
+    of_x, later = by_hand.backward_for_input(x, stage(x), gradient)
+    assert all(p.grad is None for p in stage.parameters()) and torch.equal(of_x, whole[0])
+    for outputs, gradients, parameters in later:
+        torch.autograd.backward(outputs, gradients, inputs=parameters)
+    assert all(torch.equal(p.grad, g) for p, g in zip(stage.parameters(), whole[1:], strict=True))
+    assert sum(len(parameters) for *_, parameters in later) == len(whole) - 1
+
+
+def test_a_parameter_that_is_used_twice_is_refused():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(UserError, match="used twice in one stage"):
+        by_hand.backward_for_input(x, layer(layer(x)), torch.ones(2, 4))
+
+
+# Where models are cut
+
+
+def test_named_places():
+    layers = ["embedding", "blocks.0", "blocks.1", "head"]
+    assert split.named("blocks.0: end", layers, 2) == (2, 4)
+    assert split.named("head: beginning, blocks.0:beginning", layers, 3) == (1, 3, 4)
+    assert split.named("blocks.0: end, blocks.1: beginning", layers, 2) == (2, 4)  # the same place twice
+
+
+def named_parts(spec):
+    return split.stages_of(deep(), 3, spec)
+
+
+def test_stages_are_the_same_on_all_ranks():
+    by_time = launch(named_parts, 2, ("auto-time",))
+    assert by_time[0] == by_time[1] and len(by_time[0]) == 3
+    assert [name for stage in by_time[0] for name in stage] == list(by_hand.layers.layers_of(deep()))
+    told = split.stages_of(deep(), 3, "embedding: end, blocks.4: end")
+    assert [len(stage) for stage in told] == [1, 5, 2]
+    assert [len(stage) for stage in split.stages_of(deep(), 2)] == [4, 4]
+
+
+def test_micro_batches_that_do_not_divide():
+    def step():
+        strategy = by_hand.Pipeline(equality.tied(), equality.sgd, here(), microbatches=4)
+        tokens = torch.zeros(6, 8, dtype=torch.long)
+        try:
+            strategy.step([(tokens, tokens)])
+        except UserError as error:
+            return str(error)
+
+    assert launch(step, 1) == ["6 examples cannot be cut into 4 equal micro-batches"]
+
+
+@pytest.mark.parametrize("by_hand_too", [True, False])
+def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    line = "--distributed --strategy pipeline" + " --by-hand" * by_hand_too
+
+    def refusal(more):
+        with pytest.raises(UserError) as refused:
+            config.parse(argv=f"{line} {more}".split())
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "8 stages are more than 6 layers" in refusal("--schedule zbv --layers 4")
+    assert "1 cut(s) make 2 stages, but ranks x stages per rank are 4" in refusal("--split-spec blocks.1:end")
+    assert "on 4 ranks needs 8 or more micro-batches, not 4" in refusal("--schedule dualpipev --layers 6")
+    if not by_hand_too:
+        assert "wants a micro-batch for each of 4 ranks, not 2" in refusal("--microbatches 2")
+    config.parse(argv=f"{line} --split-spec blocks.0:end,blocks.1:end,blocks.2:end".split())
+    Path("options.yaml").write_text("split-spec:\n  blocks.0: end\n  blocks.1: end\n  head: beginning\n")
+    read = config.parse(argv=f"{line} --config options.yaml".split())
+    assert read.split_spec == "blocks.0: end, blocks.1: end, head: beginning"
+
+
+# Replicas
+
+
+def reductions(strategy_class, accumulate):
+    """What one step of a grid of 2 x 2 sends along its columns."""
+    strategy = strategy_class(equality.tied(), equality.sgd, here())
+    tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
+    strategy.step([(tokens[:, :-1], tokens[:, 1:])] * accumulate)
+    with Ledger() as ledger:
+        strategy.step([(tokens[:, :-1], tokens[:, 1:])] * accumulate)
+    return ledger.calls, [strategy.data_rank, strategy.data_size]
+
+
+def test_gradients_are_reduced_once_after_the_last_micro_batch():
+    """By hand one all-reduce for gradients; the others are for the tied weight, the norm and the loss."""
+    for accumulate in (1, 3):
+        results = launch(reductions, 4, (hybrid.PipelinesByHand, accumulate))
+        assert [calls["all_reduce"] for calls, _ in results] == [1 + 3] * 4
+        assert [place for _, place in results] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        results = launch(reductions, 4, (hybrid.PipelinesDDP, accumulate))
+        assert [calls["all_reduce"] for calls, _ in results] == [accumulate + 3] * 4
+        results = launch(reductions, 4, (hybrid.PipelinesFSDP, accumulate))
+        assert [calls["reduce_scatter"] for calls, _ in results] == [accumulate] * 4
+
+
+def test_replicas_of_every_schedule_equal_one_process():
+    for strategy_class in (hybrid.PipelinesByHand, hybrid.PipelinesDDP, hybrid.PipelinesFSDP):
+        names = [n for n in schedules.SCHEDULES if strategy_class is hybrid.PipelinesByHand or n in torchs.SCHEDULES]
+        if strategy_class is hybrid.PipelinesDDP:
+            names = ["1f1b"]
+        if strategy_class is hybrid.PipelinesFSDP:
+            names = [name for name in names if name not in ("zbv", "dualpipev")]
+        prove_all([({"schedule": name}, cases(2, 2)[:1]) for name in names], 4, strategy_class)

@@ -225,6 +225,7 @@ class Pipeline(layers.SplitLayers):
         Strategy.__init__(self, ranks, precision, max_norm)
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=precision == "fp16")
+        self.scaler.scale(torch.zeros((), device=ranks.device))  # begins its work on ranks without a loss, too
         parts = layers.layers_of(model)
         self.microbatches, self.width = microbatches, model.embedding.tokens.embedding_dim
         grid = torch.arange(ranks.size).view(replicas, -1)
@@ -276,7 +277,7 @@ class Pipeline(layers.SplitLayers):
         inputs, targets = inputs.chunk(self.microbatches), targets.chunk(self.microbatches)
 
         def loss(logits, m):
-            return self.scaler.scale(cross_entropy(logits, targets[m]) / (self.microbatches * batches))
+            return self.scaler.scale(cross_entropy(logits.float(), targets[m]) / (self.microbatches * batches))
 
         return self.executor.run(inputs, loss, (*inputs[0].shape, self.width)) / self.scaler.get_scale()
 

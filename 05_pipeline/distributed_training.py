@@ -50,7 +50,7 @@ class PipelineParallel(by_hand.Pipeline):
         return call
 
     def loss(self, logits, targets):
-        return self.scaler.scale(cross_entropy(logits, targets) / self.parts)
+        return self.scaler.scale(cross_entropy(logits.float(), targets) / self.parts)
 
     def run(self, inputs, targets, batches):
         """Once through the pipeline with one of `batches` equal parts of the batch whose mean we want."""

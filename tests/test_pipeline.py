@@ -1,6 +1,7 @@
 """Pipelines: every schedule equals one process; what is sent, what is kept, where models are cut, what is refused."""
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from common.launch import launch
 from common.ledger import Ledger
 from common.model import GPT
 from common.ranks import Ranks
-from common.strategies import module
+from common.strategies import load, module
+from common.task import make_task
+from common.train import train
 
 schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
 by_hand, split = module("05_pipeline", "by_hand"), module("05_pipeline", "split")
 torchs = module("05_pipeline", "distributed_training")
-hybrid = module("05_pipeline", "hybrid")
+hybrid, pipeline_options = module("05_pipeline", "hybrid"), module("05_pipeline", "options")
 CPU = torch.device("cpu")
 
 
@@ -149,6 +152,23 @@ def test_every_class_of_pytorch_is_there():
     assert set(torchs.SCHEDULES.values()) == classes
 
 
+def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
+    sleeping, seconds = module("05_pipeline", "sleeping"), (0.01, 0.01, 0.01)
+    for name in ("1f1b", "zbv"):
+        events = launch(sleeping.run, 4, (name, 8, seconds))
+        parts = schedules.SCHEDULES[name].stages_per_rank
+        simulated = simulator.simulate(schedules.build(name, 4, 8), simulator.Times(*(s / parts for s in seconds)))
+        real = by_hand.timeline(events)
+        assert [[e.action for e in rank] for rank in real.ranks] == [
+            [e.action for e in rank] for rank in simulated.ranks
+        ]
+        for rank, expected in zip(real.ranks, simulated.ranks, strict=True):
+            assert all(e.end - e.start >= 0.99 * (s.end - s.start) for e, s in zip(rank, expected, strict=True))
+        assert real.makespan >= 0.99 * simulated.makespan and real.peaks == simulated.peaks
+        measured, told = sleeping.bubbles(events, name, 8, seconds)
+        assert told == simulated.bubble and 0 < measured < 1
+
+
 # Half of a backward
 
 
@@ -268,3 +288,43 @@ def test_replicas_of_every_schedule_equal_one_process():
         if strategy_class is hybrid.PipelinesFSDP:
             names = [name for name in names if name not in ("zbv", "dualpipev")]
         prove_all([({"schedule": name}, cases(2, 2)[:1]) for name in names], 4, strategy_class)
+
+
+# Precision, and runs that go on elsewhere
+
+TEXT = {"layers": 4, "width": 32, "heads": 4, "context": 16, "batch_size": 8, "checkpoint_every": 2}
+
+
+def train_configs(configs):
+    for one in configs:
+        task = make_task(one)
+        strategy = load(one.strategy, one.by_hand)(
+            task.make_model(), task.make_optimizer, here(), one.precision, **pipeline_options.of(one)
+        )
+        train(strategy, task, one, here())
+
+
+def losses(folder) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_half_precision_and_resumed_with_another_schedule(tmp_path):
+    def run(folder, steps, strategy="pipeline", **more):
+        return config.Config(**TEXT, steps=steps, strategy=strategy, run_dir=str(tmp_path / folder), **more)
+
+    whole = [run("whole", 8, by_hand=True)]
+    halves = [
+        run(f"{precision}-{number}", 4, precision=precision, by_hand=hand, schedule=schedule, recompute=hand)
+        for precision in ("bf16", "fp16")
+        for number, (hand, schedule) in enumerate([(True, "zbv"), (False, "1f1b")])
+    ]
+    launch(train_configs, 1, (whole,))
+    launch(train_configs, 2, ([run("parts", 2, by_hand=True, schedule="interleaved"), *halves],))
+    go_on = {"resume": True, "schedule": "1f1b"}
+    launch(train_configs, 4, ([run("parts", 4, "pipeline+fsdp", **go_on), run("parts", 6, **go_on)],))
+    launch(train_configs, 2, ([run("parts", 8, by_hand=True, resume=True, schedule="zbv")],))
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == pytest.approx(expected, rel=3e-5)
+    for half in halves:
+        got = losses(Path(half.run_dir))
+        assert got == pytest.approx(expected[:4], rel=0.01) and got != expected[:4]

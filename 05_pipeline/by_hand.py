@@ -241,8 +241,8 @@ class Pipeline(layers.SplitLayers):
         tied = model.head.out.weight is model.embedding.tokens.weight and where[0] != where[1]
         self.tied = model.embedding.tokens.weight if tied else None
         self.ends_group = dist.new_subgroups_by_enumeration(grid[:, where].tolist())[0] if tied else None
-        stages = split.stages_of(model, len(self.rank_of), split_spec)
-        own = {s: names for s, names in enumerate(stages) if self.rank_of[s] == place}
+        self.stages = split.stages_of(model, len(self.rank_of), split_spec)
+        own = {s: names for s, names in enumerate(self.stages) if self.rank_of[s] == place}
         for name in parts.keys() - itertools.chain(*own.values()):
             model.set_submodule(name, nn.Identity())  # what is left keeps its names
         self.model = model.to(ranks.device)

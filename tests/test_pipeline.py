@@ -143,6 +143,12 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
     assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
 
 
+def test_what_pytorch_traces_equals_one_process():
+    traced = module("05_pipeline", "traced").TracedPipeline
+    trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("1f1b", "interleaved")]
+    prove_all([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
+
+
 def test_every_class_of_pytorch_is_there():
     classes = {
         value

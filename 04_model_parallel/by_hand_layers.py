@@ -66,6 +66,8 @@ class SplitLayers(Strategy):
           by default the largest part has as few parameters as can be
     """
 
+    group = None  # of the ranks that have parts of one model: all
+
     def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, ends=None):
         super().__init__(ranks, precision, max_norm)
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
@@ -136,8 +138,8 @@ class SplitLayers(Strategy):
         state = super().full_state()
         if self.tied is not None and self.last:
             state["optimizer"] = renamed(state["optimizer"], TIED[1], TIED[0])
-        parts = [None] * self.ranks.size if self.first else None
-        dist.gather_object(state, parts)
+        parts = [None] * dist.get_world_size(self.group) if self.first else None
+        dist.gather_object(state, parts, group=self.group, group_dst=0)
         if not self.first:
             return state | {"model": {}, "optimizer": {}}
         for part in parts[1:]:

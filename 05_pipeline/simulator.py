@@ -18,7 +18,12 @@ MESSAGES = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
 
 class IllegalSchedule(UserError):
-    """A schedule that cannot run, or does not do the work of a step. Its text names the actions and the ranks."""
+    """A schedule that cannot run, or does not do the work of a step. Its text names the actions and the ranks;
+    `so_far` is the timeline until it got stuck, None where it did not even begin."""
+
+    def __init__(self, text: str, so_far: "Timeline | None" = None):
+        super().__init__(text)
+        self.so_far = so_far
 
 
 @dataclass(frozen=True)
@@ -209,9 +214,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             if open_needs := [need for need in needs if need not in ended]:
                 need = Action(*open_needs[0])
                 if need not in known:
-                    raise IllegalSchedule(f"missing: {need}, which {action} on rank {rank} needs")
+                    raise IllegalSchedule(f"missing: {need}, which {action} on rank {rank} needs", Timeline(events))
                 if rank_of[need.stage] == rank:
-                    raise IllegalSchedule(f"wrong order: rank {rank} does {action} before {need}")
+                    raise IllegalSchedule(f"wrong order: rank {rank} does {action} before {need}", Timeline(events))
                 sleepers[need] = rank
                 break
             start = clock
@@ -222,8 +227,28 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             if action in sleepers:
                 runnable.append(sleepers.pop(action))
     if sleepers:
-        raise IllegalSchedule(_circle({rank: need for need, rank in sleepers.items()}, schedule, events, rank_of))
+        circle = _circle({rank: need for need, rank in sleepers.items()}, schedule, events, rank_of)
+        raise IllegalSchedule(circle, Timeline(events))
     return Timeline(events)
+
+
+def rows(timeline: Timeline) -> str:
+    """The timeline as text: a row per rank, a cell for each stretch of time as long as the shortest action. A longer
+    action goes on as dashes, dots are idle, and a number at the end says how many activations the rank stores at most.
+    """
+    events = [event for events in timeline.ranks for event in events if event.end > event.start]
+    unit = min((event.end - event.start for event in events), default=1)
+    several = any(len({event.action.stage for event in events}) > 1 for events in timeline.ranks)
+    label = {action: str(action) if several else f"{action.kind}{action.microbatch}" for _, _, action in events}
+    width = max(map(len, label.values()), default=1)
+    lines = []
+    for rank, own in enumerate(timeline.ranks):
+        cells = [".".ljust(width)] * max((round(event.end / unit) for event in events), default=0)
+        for start, end, action in own:
+            for cell in range(round(start / unit), round(end / unit)):
+                cells[cell] = "-" * width if cell > round(start / unit) else label[action].ljust(width)
+        lines.append(f"rank {rank}  {' '.join(cells)}  {timeline.peaks[rank]} stored")
+    return "\n".join(lines)
 
 
 def _circle(needs: dict[int, Action], schedule: Schedule, events: list[list[Event]], rank_of: list[int]) -> str:

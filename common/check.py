@@ -54,8 +54,9 @@ def verdicts(chapter: str, file: Path | None = None, only: str | None = None) ->
     return grade([(exercise, exercise.name) for exercise in chosen], file or ROOT / chapter / "exercises.py")
 
 
-def table(results: list[Verdict]) -> str:
-    """The verdicts as text: a line for each exercise, and below them what is wrong and a hint."""
+def table(results: list[Verdict], drawings: bool = True) -> str:
+    """The verdicts as text: a line for each exercise, and below them what is wrong and a hint; with `drawings` also
+    what the answer does, drawn in text where the exercise has a drawing."""
     width = max(len(result.exercise.name) for result in results)
     lines = [f"{'exercise':{width}}  difficulty  {'status':13}  points"]
     for result in results:
@@ -73,6 +74,8 @@ def table(results: list[Verdict]) -> str:
                 f"  got       {result.got}",
                 f"  hint      {result.exercise.hint}",
             ]
+            if drawings and result.drawing:
+                lines += ["", *(f"  {line}" for line in result.drawing.text.splitlines())]
     following = next((result.exercise for result in results if result.status == "not attempted"), None)
     if following:
         lines += ["", f"next: {following.name} {following.difficulty}"]
@@ -80,8 +83,14 @@ def table(results: list[Verdict]) -> str:
 
 
 def notebook(chapter: str) -> None:
-    """Check the chapter's exercises.py as it is on disk now, and print the table."""
-    print(table(verdicts(chapter)))
+    """Check the chapter's exercises.py as it is on disk now, print the table, and show what there is to see."""
+    results = verdicts(chapter)
+    print(table(results, drawings=False))
+    for result in results:
+        if result.drawing:
+            from common.plotting import show  # imports matplotlib, which a terminal can do without
+
+            show(result.drawing.figure(), result.drawing.alt)
 
 
 # --- a class --------------------------------------------------------------------------------------------------

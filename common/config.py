@@ -50,6 +50,12 @@ class Config:
     context: int = option(128, "tokens per example of text")
     experts: int = option(8, "of each block's mixture (with strategy expert); the ranks divide them")
     top_k: int = option(2, "experts that each token goes to (with strategy expert)")
+    schedule: str = option("1f1b", "of a pipeline: which stage does what when (05_pipeline/schedules.py)")
+    microbatches: int = option(4, "that a pipeline cuts each micro-batch of --accumulate into")
+    stages_per_rank: int = option(0, "of a pipeline; 0: what the schedule needs")
+    split_spec: str = option("auto", "where a pipeline is cut: auto (by parameters), auto-time, or 'blocks.1: end'")
+    replicas: int = option(2, "pipelines side by side (with strategies pipeline+ddp and pipeline+fsdp)")
+    recompute: bool = option(False, "compute the forward of a stage again before its backward, and store less")
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
@@ -124,6 +130,8 @@ def convert(where: str, value, item):
     """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
     if item.type is bool and isinstance(value, bool):
         return value
+    if item.name == "split_spec" and isinstance(value, dict):
+        value = ", ".join(f"{layer}: {side}" for layer, side in value.items())
     try:
         if item.type is bool or isinstance(value, bool | list | dict | type(None)):
             raise ValueError
@@ -173,11 +181,11 @@ def check(config: Config) -> None:
         raise UserError(
             f"{size} processes were started without --distributed: each would train alone; add --distributed"
         )
-    counts = "steps batch_size accumulate layers width heads context experts top_k log_every"
+    counts = "steps batch_size accumulate layers width heads context experts top_k microbatches replicas log_every"
     for name in counts.split():
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
-    for name, top in (("checkpoint_every", None), ("seed", 2**31 - 1)):
+    for name, top in (("checkpoint_every", None), ("stages_per_rank", None), ("seed", 2**31 - 1)):
         value = getattr(config, name)
         if value < 0 or (top and value > top):
             raise UserError(
@@ -190,7 +198,8 @@ def check(config: Config) -> None:
             f"--loading {config.loading} reads a stream of records, and --task images is one table in memory; "
             f"use --loading shard or dispatch"
         )
-    if config.task == "images" and find(config.strategy, config.by_hand).chapter == "04_model_parallel":
+    chapter = find(config.strategy, config.by_hand).chapter
+    if config.task == "images" and chapter in ("04_model_parallel", "05_pipeline"):
         raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
     layers = config.layers + 2
     if config.strategy == "model" and config.by_hand and size > layers:
@@ -210,6 +219,8 @@ def check(config: Config) -> None:
         module("04_model_parallel", "by_hand_tensor").check(size, numbers)
     if config.strategy in ("context", "ulysses"):
         load(config.strategy, config.by_hand).check(config.context, config.heads, size)
+    if chapter == "05_pipeline":
+        module("05_pipeline", "options").check(config, size)
     choose(config.device, config.backend, local_size)
     if rank == 0:
         claim(Path(config.run_dir), config.resume)

@@ -33,12 +33,22 @@ PATIENCE = 5.0  # seconds that a send, receive or collective may wait for its pa
 CALL_LIMIT = 2 * PATIENCE  # seconds for one call of a learner's function, or for loading the file
 
 
-class Wrong(Exception):
-    """What a pattern raises: what was expected, what came, and on which rank (None: on all together)."""
+@dataclass(frozen=True)
+class Drawing:
+    """What an answer does, drawn: lines of text for a terminal; for a notebook a function that makes the figure."""
 
-    def __init__(self, expected: str, got: str, rank: int | None = None):
+    text: str
+    figure: Callable
+    alt: str
+
+
+class Wrong(Exception):
+    """What a pattern or a judge raises: what was expected, what came, on which rank (None: on all together), and a
+    drawing of what came, if there is one."""
+
+    def __init__(self, expected: str, got: str, rank: int | None = None, drawing: Drawing | None = None):
         super().__init__(expected, got, rank)
-        self.expected, self.got, self.rank = expected, got, rank
+        self.expected, self.got, self.rank, self.drawing = expected, got, rank, drawing
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,8 @@ class Case:
 
     what:      the input in words, for the message
     arguments: the arguments of each rank
-    expected:  what each rank must return: a tensor (shape, type and values count), a number, or a list of these
+    expected:  what each rank must return: a tensor (shape, type and values count), a number, text, or a list of
+               these; or a judge, which is called with what the rank returned and raises Wrong
     pattern:   called with each rank's list of ledger entries; raises Wrong if the messages are not as asked
     """
 
@@ -77,6 +88,7 @@ class Verdict:
     where: str = ""
     expected: str = ""
     got: str = ""
+    drawing: Drawing | None = None
 
     @property
     def points(self) -> int:
@@ -262,15 +274,20 @@ def _describe(error: BaseException, file: Path, waited: bool = False) -> str:
     return text + (f", line {own[-1].lineno} of {own[-1].name}: {own[-1].line}" if own else "")
 
 
+class _Description(str):
+    """Of a result that cannot be compared."""
+
+
 def _plain(value):
-    """A learner's result as data that can travel and be compared: tensors, numbers, lists; else its description."""
+    """A learner's result as data that can travel and be compared: tensors, numbers, text, lists; else its
+    description."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if value is None or type(value) in (int, float, bool):
+    if value is None or type(value) in (int, float, bool, str):
         return value
-    return f"{type(value).__name__} {str(value)[:100]}"
+    return _Description(f"{type(value).__name__} {str(value)[:100]}")
 
 
 # --- in the process that judges -------------------------------------------------------------------------------
@@ -286,7 +303,7 @@ def _judge(exercise: Exercise, size: int, cases: list[Case], ranks: list[list[Ou
             _judge_case(case, outcomes)
         except Wrong as wrong:
             where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
-            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got)
+            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got, wrong.drawing)
     return Verdict(exercise, "right")
 
 
@@ -304,6 +321,9 @@ def _judge_case(case: Case, outcomes: list[Outcome]) -> None:
     entries = [outcome.entries for outcome in outcomes]
     _every_message_received(entries)
     for rank, (expected, outcome) in enumerate(zip(case.expected, outcomes, strict=True)):
+        if callable(expected):
+            expected(outcome.value)
+            continue
         difference = _difference(expected, outcome.value)
         if difference:
             raise Wrong(*difference, rank)
@@ -358,7 +378,9 @@ def _numbers(value) -> bool:
 def _kind(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    return str(value) if value is None or isinstance(value, str) else f"{type(value).__name__} {_show(value)}"
+    if value is None or isinstance(value, _Description):
+        return str(value)
+    return f"{type(value).__name__} {_show(value)[:100]}"
 
 
 def _show(value) -> str:

@@ -7,8 +7,10 @@ The colours are those of Okabe and Ito, which colour-blind readers can tell apar
 import io
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, BLACK = "#CC79A7", "#56B4E9", "#F0E442", "#000000"
@@ -114,3 +116,100 @@ def timeline(events, title: str | None = None, colours: dict[str, str] | None = 
     handles = [Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
     fig.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), title=title)
     return fig
+
+
+ACTIONS = {
+    "F": ("forward", BLUE),
+    "B": ("backward", VERMILION),
+    "I": ("backward for input", ORANGE),
+    "W": ("backward for weight", GREEN),
+}
+
+
+IDLE, STORED = "#E4E4E4", "#777777"
+
+
+def pipeline(timelines: dict, unit: str = "units", memory: bool = True, columns: int = 1, width: float = 9.5) -> Figure:
+    """Draw what the ranks of a pipeline do when, simulated or measured: one panel per timeline, all on one time axis.
+
+    timelines: title -> timeline. Its `ranks` holds each rank's events (start, end, (stage, kind, micro-batch)), from
+               time 0 on; kinds other than those of ACTIONS, such as messages, are left out. Its `stored(rank)` gives
+               (time, activations held from then on) at every change.
+    unit:      what times are in, for the label
+    memory:    draw a strip below each rank with the activations that it stores, and their peak at its right
+    columns:   panels side by side
+    width:     of the figure in inches
+
+    A box has its micro-batch's number where there is room. Of several stages on a rank the later ones are paler, and
+    what one of them stores is a part only: 11/2 are eleven activations of half a rank's layers.
+    """
+    lines = -(-len(timelines) // columns)
+    ranks = max(len(timeline.ranks) for timeline in timelines.values())
+    row = (0.5 if memory else 0.36) * (1 if columns == 1 else 0.8)  # inches for one rank
+    size = (width, lines * (row * ranks + 0.45) + 1.1)
+    fig, axes = plt.subplots(lines, columns, figsize=size, sharex=True, squeeze=False)
+    panels = [_Panel(ax, timeline) for ax, timeline in zip(axes.flat, timelines.values(), strict=False)]
+    end, peak = max(panel.end for panel in panels), max(panel.peak for panel in panels)
+    for panel, title in zip(panels, timelines, strict=True):
+        for rank in range(len(panel.events)):
+            panel.boxes(rank, 0.62 if memory else 0.84, inch=0.88 * width / columns / end, largest=12 - columns)
+            if memory:
+                panel.strip(rank, peak)
+        panel.ax.set_title(title, fontsize=13 if columns == 1 else 11, loc="left")
+        panel.ax.set_yticks([rank + 0.35 for rank in range(len(panel.events))], range(len(panel.events)))
+        panel.ax.set(xlim=(0, end * 1.005), ylim=(len(panel.events) + 0.05, -0.05), ylabel="rank")
+        panel.ax.tick_params(length=0, labelsize=11)
+        panel.ax.spines["left"].set_visible(False)
+    for ax in axes.flat[len(timelines) :]:
+        ax.set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel(f"time ({unit})")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    kinds = {kind for panel in panels for events in panel.events for _, _, (_, kind, _) in events}
+    legend = {name: colour for kind, (name, colour) in ACTIONS.items() if kind in kinds} | {"idle": IDLE}
+    if memory:
+        legend["activations stored, with their peak"] = STORED
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in legend.values()]
+    columns = len(legend) if len(legend) < 6 or width >= 11 else 3
+    fig.legend(handles, legend, loc="outside upper center", ncols=columns, fontsize=11, handlelength=1.2)
+    return fig
+
+
+class _Panel:
+    """One timeline of `pipeline` on its axes. Times may be fractions, which Matplotlib does not take."""
+
+    def __init__(self, ax, timeline):
+        self.ax = ax
+        self.events = [
+            [(float(start), float(end), action) for start, end, action in events if action[1] in ACTIONS]
+            for events in timeline.ranks
+        ]
+        self.end = max((end for events in self.events for _, end, _ in events), default=1.0)
+        self.stages = [sorted({stage for _, _, (stage, _, _) in events}) for events in self.events]
+        self.stored = [timeline.stored(rank) for rank in range(len(self.events))]
+        shares = [
+            held / len(stages) for stages, changes in zip(self.stages, self.stored, strict=True) for _, held in changes
+        ]
+        self.peak = max(shares, default=1)
+
+    def boxes(self, rank: int, height: float, inch: float, largest: float) -> None:
+        """The rank's actions. inch: of one unit of time; largest: size of the numbers in them."""
+        self.ax.broken_barh([(0, self.end)], (rank, height), color=IDLE, lw=0)
+        for start, end, (stage, kind, microbatch) in self.events[rank]:
+            pale = 0.6 * self.stages[rank].index(stage) / len(self.stages[rank])
+            colour = [value + (1 - value) * pale for value in to_rgb(ACTIONS[kind][1])]
+            self.ax.add_patch(Rectangle((start, rank), end - start, height, fc=colour, ec="white", lw=0.5))
+            size = min(largest, 72 * inch * (end - start) / (0.75 * max(1.4, len(str(microbatch)))))
+            if size >= 5:
+                ink = "white" if kind in "FB" and pale < 0.3 else "black"
+                middle = ((start + end) / 2, rank + height / 2 + 0.02)
+                self.ax.text(*middle, str(microbatch), ha="center", va="center", size=size, color=ink)
+
+    def strip(self, rank: int, peak: float) -> None:
+        """What the rank stores, below its boxes; `peak` fills the height."""
+        stages = max(1, len(self.stages[rank]))
+        times, held = zip((0, 0), *self.stored[rank], (self.end, 0), strict=True)
+        tops = [rank + 0.92 - 0.27 * count / stages / peak for count in held]
+        self.ax.fill_between([float(time) for time in times], rank + 0.92, tops, step="post", color=STORED, lw=0)
+        label = f" {max(held)}" + (f"/{stages}" if stages > 1 else "")
+        self.ax.text(self.end, rank + 0.79, label, va="center", size=11, color="#333333", clip_on=False)

@@ -41,6 +41,9 @@ STRATEGIES = {
     "context": Entry("04_model_parallel", None, "by_hand_context.ContextParallel", (1, 2, 4)),
     "ulysses": Entry("04_model_parallel", None, "by_hand_ulysses.Ulysses", (1, 2, 4)),
     "expert": Entry("04_model_parallel", None, "by_hand_experts.ExpertParallel", (1, 2, 4)),
+    "pipeline": Entry("05_pipeline", "PipelineParallel", "Pipeline", (1, 2, 4)),
+    "pipeline+ddp": Entry("05_pipeline", "hybrid.PipelinesDDP", "hybrid.PipelinesByHand", (2, 4)),
+    "pipeline+fsdp": Entry("05_pipeline", "hybrid.PipelinesFSDP", None, (2, 4)),
 }
 
 

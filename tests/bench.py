@@ -5,6 +5,9 @@
 1. Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
    loop with the same model, batch and DistributedDataParallel.
 2. Steps per second of `--strategy ddp --by-hand` against `--strategy ddp`, same model and batches.
+3. The same for pipelines: the executor by hand against PyTorch's class for the same schedule, on the same stages.
+4. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
+   is within 5% of it. The better of two runs, on a machine that does nothing else.
 
 Each in one run, in turns, on the same two ranks. The figure is a ratio, and its spread over the rounds; a single time
 would say more about the machine than about the code.
@@ -27,11 +30,12 @@ from common.config import Config
 from common.launch import launch
 from common.model import cross_entropy
 from common.ranks import Ranks
-from common.strategies import load
+from common.strategies import load, module
 from common.task import make_task
 from common.train import train
 
 ROUNDS, STEPS, SKIPPED = 9, 15, 3  # the first steps of a round fill caches
+SLEEP = (0.1, 0.1, 0.1)  # seconds of forward, backward for input, backward for weight of a sleeping rank's stages
 
 
 def loops(folder: str) -> list[tuple[float, float]]:
@@ -75,11 +79,13 @@ def bare_loop(ranks: Ranks) -> float:
     return rate(begins)
 
 
-def by_hand_and_torch(strategy: str) -> list[tuple[float, float]]:
+def by_hand_and_torch(strategy: str, **options) -> list[tuple[float, float]]:
     """For each round the steps per second of a strategy by hand and of PyTorch's, which take turns step by step."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     task = make_task(Config(strategy=strategy))
-    pair = [load(strategy, by_hand)(task.make_model(), task.make_optimizer, ranks) for by_hand in (True, False)]
+    pair = [
+        load(strategy, by_hand)(task.make_model(), task.make_optimizer, ranks, **options) for by_hand in (True, False)
+    ]
     rounds = []
     for _ in range(ROUNDS):
         seconds = ([], [])
@@ -93,6 +99,20 @@ def by_hand_and_torch(strategy: str) -> list[tuple[float, float]]:
                 times.append(time.perf_counter() - begin)
         rounds.append(tuple(1 / statistics.median(times[SKIPPED:]) for times in seconds))
     return rounds
+
+
+def pipelines(schedule: str) -> list[tuple[float, float]]:
+    return by_hand_and_torch("pipeline", schedule=schedule, microbatches=8)
+
+
+def bubbles() -> None:
+    sleeping = module("05_pipeline", "sleeping")
+    print(f"{'bubble of sleeping stages':30}{'measured':>10}{'simulated':>10}{'ratio':>8}   (aim: 0.95 to 1.05)")
+    for ranks, name in itertools.product((4, 8), sleeping.schedules.SCHEDULES):
+        microbatches = 2 * ranks
+        runs = [launch(sleeping.run, ranks, (name, microbatches, SLEEP), timeout=600) for _ in range(2)]
+        measured, simulated = min(sleeping.bubbles(events, name, microbatches, SLEEP) for events in runs)
+        print(f"{f'{name}, {ranks} ranks':30}{measured:10.4f}{simulated:10.4f}{measured / simulated:8.3f}")
 
 
 def rate(begins: list[float]) -> float:
@@ -115,6 +135,10 @@ def main():
     report(("shared loop", "bare loop"), rounds, ">= 0.97")
     rounds = launch(by_hand_and_torch, 2, ("ddp",), timeout=600)[0]
     report(("ddp by hand", "DistributedDataParallel"), rounds, ">= 1")
+    for schedule in ("1f1b", "interleaved", "interleaved-zb"):
+        rounds = launch(pipelines, 2, (schedule,), timeout=600)[0]
+        report((f"{schedule} by hand", "PyTorch's"), rounds, ">= 1")
+    bubbles()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ SCRIPTS = [
     ("04_model_parallel", "--strategy sequence --by-hand --heads 4"),
     ("04_model_parallel", "--strategy context --by-hand --accumulate 3 --context 48"),
     ("04_model_parallel", "--strategy ulysses --by-hand --heads 12 --width 48 --context 48"),
+    ("05_pipeline", "--layers 6"),
+    ("05_pipeline", "--layers 6 --schedule interleaved --accumulate 3"),
+    ("05_pipeline", "--layers 6 --by-hand --schedule zbv --accumulate 3 --check-collectives"),
 ]
 
 

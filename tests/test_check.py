@@ -18,7 +18,7 @@ EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in
 
 
 def test_there_is_something_to_check():
-    at_least = {"01_intro": 7, "03_ddp": 10, "04_model_parallel": 18}
+    at_least = {"01_intro": 7, "03_ddp": 10, "04_model_parallel": 18, "05_pipeline": 14}
     assert at_least.keys() <= set(check.chapters())
     assert [name for name, number in at_least.items() if len(check.exercises_of(name)) < number] == []
 
@@ -98,6 +98,26 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
     assert "global_mean: world size 2, 1, 3 values on the ranks, rank 0\n  expected  15.25\n  got       1\n" in output
     assert "  hint      A mean of means" in output
     assert output.endswith("next: ring_bytes ●●●○○\n")
+
+
+def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
+    write(
+        tmp_path,
+        exercises="def one_forward_one_backward(ranks, microbatches):\n"
+        "    return [' '.join(f'{r}{k}{m}' for k in 'FB' for m in range(microbatches)) for r in range(ranks)]\n"
+        "def mend(schedule):\n    return 7\n",
+    )
+    verdicts = check.verdicts("05_pipeline", tmp_path / "exercises.py")
+    lines = check.table(verdicts).splitlines()
+    row = "  rank 3  .  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7 .  .  .   8 stored"
+    assert lines[lines.index("  expected  at most [4, 3, 2, 1] activations stored on the ranks") + 7] == row
+    assert "  got       int 7" in lines
+    shown = []
+    monkeypatch.setattr(check, "verdicts", lambda chapter: verdicts)
+    monkeypatch.setattr("common.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt)))
+    check.notebook("05_pipeline")
+    assert row not in capfd.readouterr().out  # a notebook shows the picture
+    assert [title for title, _ in shown] == ["makespan 22, at most 8 stored"] and shown[0][1].endswith(shown[0][0])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Pictures show what they were given, and carry their alternative text."""
 
+from fractions import Fraction
+
 import IPython.display
 import matplotlib.pyplot as plt
 import pytest
@@ -45,3 +47,34 @@ def test_timeline_is_in_milliseconds_from_the_first_start():
     spans = sorted((round(bar.x0, 6), round(bar.x1, 6), round((bar.y0 + bar.y1) / 2)) for bar in bars)
     assert spans == [(0, 2, 0), (1, 4, 1)]
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["send", "add"]
+
+
+class Timeline:
+    """Two ranks with two stages each, one micro-batch; rank 1 is idle first, and a message takes no time."""
+
+    ranks = [
+        [(0, 1, (0, "F", 12)), (1, 1, (0, "SEND_F", 12)), (6, 8, (0, "B", 12))],
+        [(1, Fraction(3, 2), (1, "F", 12)), (2, 3, (2, "F", 12)), (4, 5, (2, "I", 12)), (5, 6, (1, "B", 12))],
+    ]
+
+    def stored(self, rank):
+        return [[(0, 1), (8, 0)], [(1, 1), (2, 2), (6, 1)]][rank]
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_pipeline_draws_every_action_and_what_is_stored(memory):
+    fig = plotting.pipeline({"one": Timeline(), "two": Timeline()}, unit="ms", memory=memory)
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["one", "two"]
+    for ax in fig.axes:
+        boxes = [(box.get_x(), box.get_width(), int(box.get_y())) for box in ax.patches]
+        assert boxes == [(0, 1, 0), (6, 2, 0), (1, 0.5, 1), (2, 1, 1), (4, 1, 1), (5, 1, 1)]
+        colours = [box.get_facecolor()[:3] for box in ax.patches]
+        rgb = {kind: plt.matplotlib.colors.to_rgb(colour) for kind, (_, colour) in plotting.ACTIONS.items()}
+        assert colours[:3] == [rgb["F"], rgb["B"], rgb["F"]]
+        assert min(colours[3]) > min(rgb["F"]) and colours[3] != colours[2]  # the rank's second stage is paler
+        assert [text.get_text() for text in ax.texts].count("12") == 6
+        assert [text.get_text() for text in ax.texts if text.get_text() != "12"] == ([" 1", " 2/2"] if memory else [])
+    legend = [text.get_text() for text in fig.legends[0].get_texts()]
+    stored = ["activations stored, with their peak"] * memory
+    assert legend == ["forward", "backward", "backward for input", "idle", *stored]
+    assert fig.axes[-1].get_xlabel() == "time (ms)" and fig.axes[0].get_xlim() == fig.axes[1].get_xlim()

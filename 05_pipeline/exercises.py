@@ -1,0 +1,210 @@
+"""Exercises of chapter 05: pipelines: bubbles, schedules within a budget, and the parts of an executor.
+
+Replace each `raise NotImplementedError` by your answer, then run the last cell of a notebook or
+
+    python -m common.check 05_pipeline                             all exercises
+    python -m common.check 05_pipeline one_forward_one_backward    one of them
+
+Every function is called on all ranks at once, with a process group already set up. Only `neighbours` and
+`pipeline_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
+`dist.get_world_size()` tell who you are. All others calculate, the same on every rank: their `ranks` is an argument.
+
+* Return a new result and leave the arguments as they were. Where a tuple is asked for, a list will do.
+* Ranks, stages and micro-batches count from 0. There are at least as many micro-batches as ranks unless it says not.
+* A schedule is a list with one list for each rank: its actions, in the order in which it does them. An action is
+  text: stage, kind and micro-batch, as in "2F0". Kinds are F (forward), B (backward), and the two parts into which a
+  backward can be split, I (backward for input) and W (backward for weight).
+* A schedule is judged by what comes of it in the chapter's simulator: is it legal, how long does it take (makespan),
+  and how many activations does each rank store. Messages take no time, and F and B one unit each unless it says not.
+  If your schedule is over its budget, or gets stuck, you are shown its timeline.
+
+Dots say how difficult an exercise is and how important its idea is for the later chapters.
+"""
+
+import torch
+import torch.distributed as dist  # noqa: F401  for your answers
+
+# --- notebook 01: from idle devices to 1F1B -------------------------------------------------------------------
+
+
+def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
+    """Return the smallest number of micro-batches with which the bubble is at most `percent` of the makespan.
+
+    The schedule is GPipe or 1F1B for one stage per rank, and interleaved 1F1B for more; all stages take equally long.
+    With interleaving the number need not be a multiple of `ranks` here. It may be less than `ranks`, but not 0.
+
+    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[str]]:
+    """Return a schedule of one stage per rank (stage r on rank r), with F and B.
+
+    Budget: makespan 2 * (microbatches + ranks - 1), and rank r stores at most ranks - r activations: for 4 ranks and
+    8 micro-batches makespan 22 and 4, 3, 2, 1 stored. There may be fewer micro-batches than ranks.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def short_of_memory(ranks: int, microbatches: int, limit: int) -> list[list[str]]:
+    """Return a schedule of one stage per rank (stage r on rank r), with F and B, that stores little.
+
+    Budget: at most `limit` activations on any rank, with `limit` less than `ranks`. For 4 ranks and 8 micro-batches,
+    makespan 64 with a limit of 1, 34 with a limit of 2 and 26 with a limit of 3. For 3 ranks and 7 micro-batches,
+    makespan 24 with a limit of 2. Nothing quicker exists.
+
+    Difficulty ●●●○○   Importance ●●●○○   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def neighbours(
+    activations: torch.Tensor | None, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (the activations that the rank before sent, the gradient that the next rank sent).
+
+    In the steady state of 1F1B each rank sends `activations` to the next rank and `gradient` to the rank before, and
+    gets the same kind of messages from them; all tensors are float32 of one shape, and larger than a megabyte. The
+    last rank has no activations to send (None) and gets no gradient (None); rank 0 has no gradient to send and gets no
+    activations. One message for each tensor, no other.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def pipeline_step(
+    weight: torch.Tensor, inputs: torch.Tensor | None, targets: torch.Tensor | None, batch: int, microbatches: int
+) -> torch.Tensor:
+    """Return the gradient of this rank's `weight`, in a model with one layer on each rank.
+
+    Layer r is on rank r, and makes `torch.tanh(x @ weight)` of x [batch, n] with its weight [n, m]; n and m may be
+    others on each rank. The inputs of the model are on rank 0 alone, the targets on the last rank alone; the others
+    get None. The loss is the mean over the whole batch, `(outputs - targets).square().mean()`. All tensors are
+    float64.
+
+    The batch goes through in `microbatches` equal parts, which are consecutive; each is sent on by itself, forward and
+    backward: `microbatches` messages to each neighbour, and nothing else. In which order is yours to choose.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 02: the schedule lab ----------------------------------------------------------------------------
+
+
+def peak_megabytes(actions: list[str], megabytes: dict[int, int]) -> int:
+    """Return how many megabytes of activations a rank holds at most, when it does these actions in this order.
+
+    A forward of stage s adds `megabytes[s]`. They are free again after the whole backward of that stage and
+    micro-batch, or after both of its parts; a backward for weight never comes before that for input.
+
+    Difficulty ●○○○○   Importance ●●●●○   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
+
+
+def makespan(schedule: list[list[str]], forward: int, backward: int, message: int) -> int | None:
+    """Return when the last rank is done, or None if ranks wait for each other for ever: a simulator of your own.
+
+    The kinds are F, which takes `forward`, and B, which takes `backward`. A rank does its actions in order, each as
+    soon as the one before is over and its input is there. A forward needs that of the stage before, a backward that of
+    the stage after (that of the last stage its own forward), for the same micro-batch; from another rank it arrives
+    `message` after it was done. Stages may be on the ranks in any way. Every stage does each micro-batch once forward
+    and once backward.
+
+    Difficulty ●●●○○   Importance ●●●●○   up to 40 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def interleave(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[str]]:
+    """Return an interleaved schedule, with F and B: stage s is on rank s % ranks.
+
+    `microbatches` is a multiple of `ranks`. Budget: makespan 2 * (stages_per_rank * microbatches + ranks - 1), and
+    rank r stores at most stages_per_rank * ranks - r activations: for 4 ranks, 8 micro-batches and 2 stages per rank
+    makespan 38 and 8, 7, 6, 5 stored. (PyTorch's stores 11, 9, 7, 5, to give messages time to arrive.)
+
+    Difficulty ●●●●○   Importance ●●●○○   up to 40 minutes   4 points
+    """
+    raise NotImplementedError
+
+
+def place_weight_gradients(schedule: list[list[str]]) -> list[list[str]]:
+    """Return the schedule with the missing backwards for weight (W) put in, which fill its bubble.
+
+    `schedule` is 1F1B with I in place of each B, one stage on each rank and at least as many micro-batches as ranks;
+    leave its actions in their order. F, I and W take one unit each. Budget: makespan 3 * microbatches + ranks - 1, and
+    at most `ranks` activations stored on any rank. An activation is stored until its W is over.
+
+    Difficulty ●●●○○   Importance ●●●●○   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def mend(schedule: list[list[str]]) -> list[list[str]]:
+    """Return the schedule with two neighbouring actions of one rank swapped, so that it becomes legal.
+
+    It was 1F1B, with F and B or split into F, I and W, on any number of ranks; then somebody swapped two neighbouring
+    actions, and now it is in the wrong order or ranks wait for each other for ever. Whichever swap makes it legal will
+    do.
+
+    Difficulty ●●○○○   Importance ●●●○○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
+
+
+def split_backward(
+    weights: list[torch.Tensor], x: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return (gradient of `x`, what is to be kept for each layer): a stage's backward for input.
+
+    The stage is `for weight in weights: x = torch.tanh(x @ weight)`, and `grad_output` is the gradient of its output.
+    For each layer, first to last, keep (its input, the gradient of `input @ weight`): the backward for weight can then
+    be done at any time, as `input.T @ gradient`. Weight gradients are not computed here.
+
+    Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages: int) -> list[int]:
+    """Return how many blocks each stage gets, so that the slowest stage is as quick as possible.
+
+    The first stage has the embedding as well, the last one the head; every stage has at least one block. `embedding`,
+    `block` and `head` say how long each takes, forward and backward together.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def quickest_microbatches(batch: int, ranks: int, overhead: int, example: int, limit: int) -> int:
+    """Return the number of micro-batches with which a step of 1F1B is quickest.
+
+    It must divide `batch`. A micro-batch of n examples takes each stage `overhead + n * example` microseconds, forward
+    and backward together. No rank may store the activations of more than `limit` examples. It may be less than
+    `ranks`. You are asked only where a single number is best.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def loss_factors(tokens: list[list[int]]) -> list[list[float]]:
+    """Return by what each micro-batch's loss has to be multiplied before its backward, for a pipeline under DDP.
+
+    `tokens[replica][m]` is how many tokens micro-batch m of a replica has; the loss of a micro-batch is the mean over
+    its tokens. Gradients of the micro-batches of a replica add up; then those of the replicas are averaged. The result
+    must be the gradient of the mean over all tokens of all replicas.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
+    """
+    raise NotImplementedError

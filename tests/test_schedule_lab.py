@@ -1,0 +1,49 @@
+"""The sliders of chapter 05 redraw the picture, and say why where they cannot."""
+
+import pytest
+
+from common.strategies import module
+
+lab = module("05_pipeline", "lab")
+
+
+@pytest.fixture
+def sliders():
+    return lab.Lab()
+
+
+def test_times_are_those_of_a_rank_whatever_its_stages():
+    plain, two = lab.run("1f1b", 4, 8), lab.run("interleaved", 4, 8, 2)
+    assert plain.makespan == 3 * (8 + 3) and two.makespan == 3 * 8 + 3 * 3 / 2
+    assert lab.caption("x", plain) == "x: makespan 33, bubble 27%"
+
+
+def test_every_slider_redraws(sliders):
+    seen = {bytes(sliders.picture.value)}
+    assert sliders.text.value == "1f1b: makespan 33, bubble 27%, activations stored: [4, 3, 2, 1]"
+    for name, value in [("microbatches", 4), ("ranks", 2), ("forward", 2.0), ("message", 1.0), ("name", "interleaved"),
+                        ("stages_per_rank", 4), ("backward_input", 2.0), ("backward_weight", 0.5)]:  # fmt: skip
+        sliders.controls[name].value = value
+        seen.add(bytes(sliders.picture.value))
+    assert len(seen) == 9
+    assert all(picture.startswith(b"\x89PNG") for picture in seen)
+
+
+def test_numbers_that_do_not_fit_are_explained(sliders):
+    sliders.controls["name"].value = "dualpipev"
+    sliders.controls["microbatches"].value = 7
+    assert sliders.text.value == "schedule 'dualpipev' on 4 ranks needs 8 or more micro-batches, not 7"
+    assert sliders.picture.layout.visibility == "hidden"
+    assert sliders.controls["stages_per_rank"].disabled
+    sliders.controls["microbatches"].value = 8
+    assert sliders.text.value.startswith("dualpipev: makespan ") and sliders.picture.layout.visibility == "visible"
+
+
+def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
+    shown = []
+    monkeypatch.setattr(lab, "display", lambda data, metadata, raw: shown.append((data, metadata)))
+    sliders.show("what it shows")
+    ((data, metadata),) = shown
+    assert data.pop("application/vnd.jupyter.widget-view+json")["model_id"] == sliders.model_id
+    assert data.keys() == {"text/plain", "image/png"} and sliders.model_id not in data["text/plain"]
+    assert metadata["image/png"]["alt"] == "what it shows"

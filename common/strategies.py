@@ -41,6 +41,9 @@ STRATEGIES = {
     "context": Entry("04_model_parallel", None, "by_hand_context.ContextParallel", (1, 2, 4)),
     "ulysses": Entry("04_model_parallel", None, "by_hand_ulysses.Ulysses", (1, 2, 4)),
     "expert": Entry("04_model_parallel", None, "by_hand_experts.ExpertParallel", (1, 2, 4)),
+    "zero1": Entry("06_fsdp", "zero.ShardedOptimizer", "ShardedOptimizer", (1, 2, 4)),
+    "zero2": Entry("06_fsdp", "zero.ShardedGradients", "by_hand_fsdp.ShardedGradients", (1, 2, 4)),
+    "fsdp": Entry("06_fsdp", "FullyShard", "by_hand_fsdp.ShardedParameters", (1, 2, 4)),
 }
 
 

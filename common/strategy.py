@@ -71,10 +71,14 @@ class Strategy:
         return state
 
 
-def require_gradients(model: torch.nn.Module) -> None:
+def require_gradients(model: torch.nn.Module, without: set[torch.nn.Parameter] | None = None) -> None:
     """Raise UserError for trainable parameters that the backward pass did not reach: whoever averages gradients over
-    ranks would wait for them, or leave them and their neighbours unaveraged."""
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    ranks would wait for them, or leave them and their neighbours unaveraged.
+
+    without: those parameters; by default all whose `grad` is None
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    missing = [name for name, p in trained if (p.grad is None if without is None else p in without)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(

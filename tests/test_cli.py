@@ -14,7 +14,7 @@ from common import ranks
 from common.config import parse
 from common.errors import UserError
 from common.ranks import choose
-from common.strategies import ROOT
+from common.strategies import ROOT, STRATEGIES
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
@@ -149,7 +149,7 @@ def refused(result: subprocess.CompletedProcess, line: str) -> None:
 
 
 def test_one_line_and_exit_code_2():
-    known = "unknown strategy 'x'; known: single, dp, ddp, model"
+    known = f"unknown strategy 'x'; known: {', '.join(STRATEGIES)}"
     refused(run("distributed_training.py", "--strategy", "x"), known)
 
 

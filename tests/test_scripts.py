@@ -13,7 +13,8 @@ import pytest
 
 from common.strategies import ROOT, STRATEGIES
 
-FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel"]  # each has a distributed_training.py
+# Each has a distributed_training.py.
+FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel", "06_fsdp"]
 SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12", "--steps=2"]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 

@@ -4,7 +4,7 @@
     python bugs.py NAME            by_hand.py or by_hand_fsdp.py with the mistake in it, in one place
     python bugs.py NAME --answer   the place, and the check that refuses it
 
-Every one is refused by the comparison with training on one process (common/equality.py).
+Every one is refused by the comparison with training on one process (common/equality.py), some already by an error.
 """
 
 from functools import partial
@@ -36,32 +36,41 @@ BUGS = Bugs(
         "summed": stage1(
             right="            flat.gradient /= self.data_size\n",
             wrong="",
-            inside="finish_gradients",
+            inside="reduce_gradients",
             refused_by="grad_norm",
             why="A reduce-scatter sums. Gradients are N times too large, which AdamW's curve does not show.",
         ),
         "never_gathered": stage1(
-            right="            flat.gather()",
-            wrong="            pass",
-            inside="finish_parameters",
+            right="        for work in [flat.gather() for flat in flats]:\n            work.wait()\n",
+            wrong="",
+            inside="spread",
             refused_by="loss",
             why="Every rank steps its own shard, and goes on with the other ranks' shards as they were at the start.",
         ),
         "built_before_sharding": stage1(
-            right="make_optimizer([flat.shard for flat in self.flats])",
-            wrong="make_optimizer([flat.shard.detach().clone() for flat in self.flats])",
+            right="make_optimizer([flat.shard for flat in self.trained])",
+            wrong="make_optimizer([flat.shard.detach().clone() for flat in self.trained])",
             inside="__init__",
             refused_by="loss",
             why="The optimizer holds tensors from before the parameters were cut: it steps what nobody uses, without "
             "a word, because without a gradient there is nothing to step.",
         ),
-        "only_own_state": stage1(
-            right="                    flat.gather(vector, value)\n",
-            wrong="                    vector.zero_()\n                    flat.own(vector).copy_(value)\n",
-            inside="full_state",
-            refused_by="optimizer",
-            why="Each rank saves the optimizer state of its own shard, and rank 0's file has zeros for the rest. "
-            "Training is right, until somebody resumes it.",
+        "only_own_shard": stage1(
+            right="        dist.all_gather_single(vector, shard.detach())\n",
+            wrong="        vector.zero_()\n        self.own(vector).copy_(shard.detach())\n",
+            inside="whole",
+            refused_by="parameters",
+            why="Each rank saves its own shard, and rank 0's file has zeros for the rest. Training is right, until "
+            "somebody resumes it.",
+        ),
+        "padding_in_the_norm": stage1(
+            right="torch.zeros_like(self.vector)",
+            wrong="torch.ones_like(self.vector)",
+            inside="allocate_gradient",
+            refused_by="grad_norm",
+            ranks=3,
+            why="What stands in the padding when the buffer is made counts in the norm. On 2 or 4 ranks nothing is "
+            "padded here: sizes that divide hide it.",
         ),
         "wrong_shard": stage1(
             right="return vector.chunk(self.ranks.size)[self.ranks.rank]",
@@ -81,7 +90,7 @@ BUGS = Bugs(
             right="            self.after_backward()\n",
             wrong="            self.finish_gradients()\n"
             "            self.optimizer.step()\n"
-            "            self.finish_parameters()\n",
+            "            self.spread(self.trained)\n",
             inside="step",
             refused_by="loss",
             why="The optimizer steps after every micro-batch, not after the last.",
@@ -95,11 +104,19 @@ BUGS = Bugs(
             "ranks. Training is right; the curve is not.",
         ),
         "last_micro_batch": stage2(
-            right="part if flat.shard.grad is None else flat.shard.grad + part",
+            right="part if flat.reduced is None else flat.reduced + part",
             wrong="part",
             inside="take_in",
             refused_by="grad_norm",
             why="A micro-batch's shard of the gradient takes the place of those before it.",
+        ),
+        "neighbours_shard": stage2(
+            right="(part, flat.gradient, async_op=True)",
+            wrong="(part, flat.gradient.roll(len(part)), async_op=True)",
+            inside="reduce",
+            refused_by="loss",
+            why="The gradient is cut in another order than the parameters: a rank steps its shard with its neighbour's "
+            "gradient. The norm is right.",
         ),
         "divided_twice": stage2(
             right="1 / self.data_size",
@@ -115,6 +132,20 @@ BUGS = Bugs(
             refused_by="loss",
             why="What is still gathered when the backward pass ends is never freed: the next step computes with the "
             "parameters of this one.",
+        ),
+        "freed_too_early": stage3(
+            right="        self.gather(place, place - 1)\n",
+            wrong="",
+            inside="before_backward",
+            refused_by="error: out of bounds for storage of size 0",
+            why="After the forward pass the parameters are gone, and nobody gathers them for the backward pass.",
+        ),
+        "forgotten_tie": stage3(
+            right="own = dict.fromkeys(part.parameters())",
+            wrong="own = dict.fromkeys(p for p in part.parameters() if not any(p in group for group in groups))",
+            inside="units_of",
+            refused_by="error: out of bounds for storage of size 0",
+            why="A weight that two modules share goes to the first one's unit, and is not gathered for the second.",
         ),
         "prefetched_too_early": stage3(
             right="            unit.free()\n        super().after_backward()\n",

@@ -15,7 +15,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.model import cross_entropy
-from common.strategy import Strategy, require_gradients
+from common.strategies import module
+from common.strategy import DTYPES, require_gradients
 
 
 def start_alike(model):
@@ -25,35 +26,49 @@ def start_alike(model):
 
 
 class Flat:
-    """Parameters of one type as one vector, padded with zeros until it cuts into equal shards, one for each rank.
+    """Parameters as one vector, padded with zeros until it cuts into equal shards, one for each rank.
 
-    The parameters become views of `vector`. `shard` is this rank's part of it, the parameter that is optimized.
+    vector: of the type that the forward pass computes in; the parameters become views of it
+    part:   this rank's shard of the vector, which the others gather
+    shard:  the same in float32: what is optimized. One memory with `part` where the types are the same
     """
 
-    def __init__(self, parameters, ranks):
-        self.parameters, self.ranks = parameters, ranks
+    def __init__(self, parameters, ranks, dtype):
+        self.parameters, self.ranks, self.trained = parameters, ranks, parameters[0].requires_grad
         self.length = sum(p.numel() for p in parameters)
-        self.vector = parameters[0].detach().new_zeros(self.length + -self.length % ranks.size)
-        for parameter, view in zip(parameters, self.views(self.vector), strict=True):
+        vector = parameters[0].detach().new_zeros(self.length + -self.length % ranks.size)
+        for parameter, view in zip(parameters, self.views(vector), strict=True):
             view.copy_(parameter.detach())
-            parameter.data = view
-        self.shard = nn.Parameter(self.own(self.vector))
-        self.gradient = None
+        self.vector = vector.to(dtype)
+        self.views_of_vector = self.views(self.vector)
+        self.show(self.views_of_vector)
+        self.part, own = self.own(self.vector), self.own(vector)
+        self.shard = nn.Parameter(own if self.vector is vector else own.clone(), requires_grad=self.trained)
+        self.gradient = self.reduced = None  # of the whole vector on this rank; this shard's of all ranks
 
     def views(self, vector):
         """A vector's elements in the shapes of the parameters."""
         pieces = vector[: self.length].split([p.numel() for p in self.parameters])
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
 
+    def show(self, views):
+        """Let the parameters be these tensors."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
     def own(self, vector):
         """This rank's shard of a vector, as a view."""
         return vector.chunk(self.ranks.size)[self.ranks.rank]
 
-    def gather(self, vector=None, shard=None, async_op=False):
-        """Fill a vector, by default the parameters', with all ranks' shards."""
-        vector = self.vector if vector is None else vector
-        shard = self.shard.detach() if shard is None else shard
-        return dist.all_gather_single(vector, shard, async_op=async_op)
+    def gather(self):
+        """Fill the vector with all ranks' shards; the work to wait for."""
+        return dist.all_gather_single(self.vector, self.part, async_op=True)
+
+    def whole(self, shard):
+        """All ranks' shards, of any tensor that is cut like this vector."""
+        vector = shard.new_empty(len(self.vector))
+        dist.all_gather_single(vector, shard.detach())
+        return vector
 
     def allocate_gradient(self):
         """A vector of zeros, padding included, for the gradient of all parameters."""
@@ -61,7 +76,13 @@ class Flat:
         self.gradient_of = dict(zip(self.parameters, self.views(self.gradient), strict=True))
 
 
-class ShardedOptimizer(Strategy):
+def flats_of(parameters, ranks, dtype):
+    """One Flat of the parameters that are trained, and one of those that are frozen."""
+    kinds = [[p for p in parameters if p.requires_grad is trained] for trained in (True, False)]
+    return [Flat(kind, ranks, dtype) for kind in kinds if kind]
+
+
+class ShardedOptimizer(module("06_fsdp", "state").StateInShards):
     """Stage 1: a rank keeps the optimizer state of its shard, and steps that; parameters and gradients are whole."""
 
     def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
@@ -71,21 +92,20 @@ class ShardedOptimizer(Strategy):
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=precision == "fp16")
         self.model, self.make_optimizer = model.to(ranks.device), make_optimizer
         start_alike(model)
-        self.trained = [p for p in model.parameters() if p.requires_grad]  # a frozen one has nothing to be cut
-        self.flats = self.flatten()
-        for flat in self.flats:
+        self.flats = self.flatten(DTYPES[precision])
+        self.trained = [flat for flat in self.flats if flat.trained]
+        for flat in self.trained:
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self.ready, flat))
-        self.optimizer = make_optimizer([flat.shard for flat in self.flats])
+        self.optimizer = make_optimizer([flat.shard for flat in self.trained])
 
-    def flatten(self):
-        flat = Flat(self.trained, self.ranks)
-        flat.allocate_gradient()
-        return [flat]
+    def flatten(self, dtype):
+        flats = flats_of(list(self.model.parameters()), self.ranks, dtype)
+        flats[0].allocate_gradient()
+        return flats
 
     def step(self, micro_batches):
-        self.model.zero_grad()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         loss = 0.0
         for inputs, targets in micro_batches:
             with self.autocast():
@@ -100,11 +120,17 @@ class ShardedOptimizer(Strategy):
         grad_norm = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.finish_parameters()
+        self.optimizer.zero_grad()  # what is kept of a gradient is `reduced`
+        self.spread(self.trained)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
         total.wait()
         return loss / self.data_size, grad_norm
+
+    def zero_grad(self):
+        self.model.zero_grad()
+        for flat in self.trained:
+            flat.reduced = None
 
     def ready(self, flat, parameter):
         """Autograd calls this in each backward pass, when it has added to the parameter's gradient."""
@@ -114,57 +140,35 @@ class ShardedOptimizer(Strategy):
     def after_backward(self):
         """What a micro-batch leaves to be done."""
 
-    def finish_gradients(self):
+    def reduce_gradients(self):
         """Of the ranks' mean gradient, this rank's shard. In place: the buffer's other parts are left over."""
         require_gradients(self.model)
-        for flat in self.flats:
+        for flat in self.trained:
             flat.gradient /= self.data_size
-            dist.reduce_scatter_single(flat.own(flat.gradient), flat.gradient)
-            flat.shard.grad = flat.own(flat.gradient)
+            flat.reduced = flat.own(flat.gradient)
+            dist.reduce_scatter_single(flat.reduced, flat.gradient)
+
+    def finish_gradients(self):
+        self.reduce_gradients()
+        for flat in self.trained:
+            flat.shard.grad = flat.reduced.to(flat.shard.dtype)
 
     def clip(self):
         """Clip by the norm of the whole model, whose square is the sum of the shards'."""
-        shards = [flat.shard for flat in self.flats]
+        shards = [flat.shard for flat in self.trained]
         square = get_total_norm([shard.grad for shard in shards]) ** 2
         dist.all_reduce(square)
         clip_grads_with_norm_(shards, self.max_norm, square.sqrt())
         return square.sqrt()
 
-    def finish_parameters(self):
+    def round_shards(self, flats):
+        """In mixed precision, what is gathered follows what is optimized."""
+        for flat in flats:
+            if flat.part.dtype != flat.shard.dtype:
+                flat.part.copy_(flat.shard.detach())
+
+    def spread(self, flats):
         """Every rank gets every shard as its owner has stepped it."""
-        for flat in self.flats:
-            flat.gather()
-
-    def full_state(self):
-        """As an optimizer of the whole model would have it, which is made for the purpose."""
-        whole = self.make_optimizer(self.model.parameters())
-        for flat in self.flats:
-            for key, value in self.optimizer.state[flat.shard].items():
-                if value.dim():
-                    vector = torch.empty_like(flat.vector)
-                    flat.gather(vector, value)
-                pieces = flat.views(vector) if value.dim() else [value.clone() for _ in flat.parameters]
-                for parameter, piece in zip(flat.parameters, pieces, strict=True):
-                    whole.state[parameter][key] = piece
-        whole.param_groups[0].update(self.hyperparameters(self.optimizer))
-        sharded, self.optimizer = self.optimizer, whole
-        state = super().full_state()
-        self.optimizer = sharded
-        return state
-
-    def load_full_state(self, state):
-        self.model.zero_grad()  # set_state_dict gives a new optimizer its state only where there is no gradient
-        sharded, self.optimizer = self.optimizer, self.make_optimizer(self.model.parameters())
-        super().load_full_state(state)  # into the flat vectors, and so into the shards that are views of them
-        whole, self.optimizer = self.optimizer, sharded
-        sharded.param_groups[0].update(self.hyperparameters(whole))
-        for flat in self.flats:
-            for key, value in whole.state[flat.parameters[0]].items():
-                vector = torch.zeros_like(flat.vector)
-                for parameter, view in zip(flat.parameters, flat.views(vector), strict=True):
-                    view.copy_(whole.state[parameter][key])
-                sharded.state[flat.shard][key] = flat.own(vector).clone() if value.dim() else value
-
-    @staticmethod
-    def hyperparameters(optimizer):
-        return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        self.round_shards(flats)
+        for work in [flat.gather() for flat in flats]:
+            work.wait()

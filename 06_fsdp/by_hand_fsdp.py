@@ -5,7 +5,6 @@ What stage 3 does around each unit is from Zhao et al., "PyTorch FSDP: Experienc
 Parallel" (VLDB 2023), section 3.
 """
 
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,7 +16,6 @@ from common.strategies import module
 from common.strategy import require_gradients
 
 by_hand, chapter_03 = module("06_fsdp", "by_hand"), module("03_ddp", "by_hand")
-Flat = by_hand.Flat
 
 
 class ShardedGradients(by_hand.ShardedOptimizer):
@@ -31,12 +29,17 @@ class ShardedGradients(by_hand.ShardedOptimizer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.under_way = None  # the reduce-scatter that was launched last
-        self.missing = set(self.trained)  # whose gradient has not appeared in this backward pass
+        self.missing = self.expected()
 
-    def flatten(self):
-        order = self.trained[::-1]  # as the backward pass goes
+    def expected(self):
+        """Whose gradient has not appeared in this backward pass."""
+        return {parameter for flat in self.trained for parameter in flat.parameters}
+
+    def flatten(self, dtype):
+        order = list(self.model.parameters())[::-1]  # as the backward pass goes
         buckets = chapter_03.assign(order, self.bucket_mb * chapter_03.MEBIBYTE)
-        return [Flat([order[index] for index in bucket], self.ranks) for bucket in buckets]
+        flats = [by_hand.flats_of([order[index] for index in bucket], self.ranks, dtype) for bucket in buckets]
+        return [flat for bucket in flats for flat in bucket]
 
     def ready(self, flat, parameter):
         if flat.gradient is None:
@@ -49,7 +52,7 @@ class ShardedGradients(by_hand.ShardedOptimizer):
 
     def reduce(self, flat):
         """Launch a bucket, and take in the one before: so no more than two are whole at any time."""
-        part = torch.empty_like(flat.shard.detach())
+        part = torch.empty_like(flat.part)
         work = dist.reduce_scatter_single(part, flat.gradient, async_op=True)
         self.take_in()
         self.under_way = flat, part, work
@@ -59,14 +62,14 @@ class ShardedGradients(by_hand.ShardedOptimizer):
             flat, part, work = self.under_way
             work.wait()
             flat.gradient = flat.gradient_of = self.under_way = None
-            flat.shard.grad = part if flat.shard.grad is None else flat.shard.grad + part
+            flat.reduced = part if flat.reduced is None else flat.reduced + part
 
     def after_backward(self):
         self.take_in()
         require_gradients(self.model, self.missing)
-        self.missing = set(self.trained)
+        self.missing = self.expected()
 
-    def finish_gradients(self):
+    def reduce_gradients(self):
         """All are where they belong."""
 
 
@@ -77,14 +80,14 @@ class ShardedParameters(ShardedGradients):
     Units are called one after the other, each with what the one before gave.
     """
 
-    def flatten(self):
+    def flatten(self, dtype):
         self.owners = []  # the unit of each module, in the order of the forward pass
-        for place, (part, unit) in enumerate(units_of(self.model, self.ranks)):
+        for place, (part, unit) in enumerate(units_of(self.model, self.ranks, dtype)):
             part.register_forward_pre_hook(partial(self.before_forward, place))
             part.register_forward_hook(partial(self.after_forward, place))
             self.owners.append(unit)
         self.units = list(dict.fromkeys(self.owners))
-        return [unit.trained for unit in self.units if unit.trained]
+        return [flat for unit in self.units for flat in unit.flats]
 
     def before_forward(self, place, part, inputs):
         self.gather(place, place + 1)
@@ -112,49 +115,28 @@ class ShardedParameters(ShardedGradients):
             unit.free()
         super().after_backward()
 
-    def finish_parameters(self):
+    def spread(self, flats):
         """Whoever needs them gathers them."""
-
-    @contextmanager
-    def whole(self):
-        """All parameters gathered at once: only for what one process would hold."""
-        for unit in self.units:
-            unit.start()
-            unit.wait()
-        yield
-        for unit in self.units:
-            unit.free()
-
-    def full_state(self):
-        with self.whole():
-            state = super().full_state()
-            return state | {"model": {name: tensor.clone() for name, tensor in state["model"].items()}}
-
-    def load_full_state(self, state):
-        with self.whole():
-            super().load_full_state(state)
-            for flat in (flat for unit in self.units for flat in unit.flats):
-                flat.shard.data.copy_(flat.own(flat.vector))
+        self.round_shards(flats)
 
 
 class Unit:
     """Parameters that are gathered and freed together: one vector of trained, one of frozen ones."""
 
-    def __init__(self, parameters, ranks):
-        kinds = [[p for p in parameters if p.requires_grad is trained] for trained in (True, False)]
-        self.flats = [Flat(kind, ranks) for kind in kinds if kind]
-        self.trained = self.flats[0] if kinds[0] else None
-        for flat in self.flats:
-            flat.shard.data = flat.shard.data.clone()  # all that stays when the vector is freed
+    def __init__(self, parameters, ranks, dtype):
+        self.flats = by_hand.flats_of(parameters, ranks, dtype)
+        for flat in self.flats:  # all that stays when the vector is freed
+            flat.part = flat.part.clone()
+            if flat.part.dtype == flat.shard.dtype:
+                flat.shard.data = flat.part
         self.gathered, self.works = True, []
         self.free()
 
     def start(self):
         if not self.gathered:
             for flat in self.flats:
-                storage = flat.vector.untyped_storage()
-                storage.resize_(flat.vector.nbytes)
-                self.works.append(flat.gather(async_op=True))
+                flat.vector.untyped_storage().resize_(flat.vector.nbytes)
+                self.works.append(flat.gather())
             self.gathered = True
 
     def wait(self):
@@ -171,7 +153,7 @@ class Unit:
         self.gathered = False
 
 
-def units_of(model, ranks):
+def units_of(model, ranks, dtype=torch.float32):
     """(module, unit) for each module that has parameters, in the order of the forward pass: children, or their items.
 
     Modules that share a weight share a unit: it has one gradient, complete when both have run, and one owner of each
@@ -193,5 +175,5 @@ def units_of(model, ranks):
         places.append(shared)
     if sum(map(len, groups)) != len(list(model.parameters())):
         raise UserError("every parameter must be in one child of the model, or in children that share a unit")
-    units = [Unit(group, ranks) for group in groups]
+    units = [Unit(list(group), ranks, dtype) for group in groups]
     return [(part, units[place]) for part, place in zip(parts, places, strict=True)]

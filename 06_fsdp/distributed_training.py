@@ -6,8 +6,9 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
@@ -15,7 +16,7 @@ from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.strategies import load, module
-from common.strategy import Strategy, require_gradients
+from common.strategy import DTYPES, Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
 
@@ -29,8 +30,10 @@ class FullyShard(Strategy):
         self.model = model.to(ranks.device)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         module("06_fsdp", "by_hand").start_alike(model)
+        dtype = None if precision == "fp32" else DTYPES[precision]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for unit in (*getattr(model, "blocks", ()), model):
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):

@@ -5,6 +5,7 @@
 1. Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
    loop with the same model, batch and DistributedDataParallel.
 2. Steps per second of `--strategy ddp --by-hand` against `--strategy ddp`, same model and batches.
+3. The same for `--strategy fsdp`: parameters gathered for each block by hand, and by fully_shard.
 
 Each in one run, in turns, on the same two ranks. The figure is a ratio, and its spread over the rounds; a single time
 would say more about the machine than about the code.
@@ -112,8 +113,9 @@ def main():
         with contextlib.redirect_stdout(nowhere):  # what the ranks print
             rounds = launch(loops, 2, (folder,), timeout=600)[0]
     report(("shared loop", "bare loop"), rounds, ">= 0.97")
-    rounds = launch(by_hand_and_torch, 2, ("ddp",), timeout=600)[0]
-    report(("ddp by hand", "DistributedDataParallel"), rounds, ">= 1")
+    for strategy, name in (("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard")):
+        rounds = launch(by_hand_and_torch, 2, (strategy,), timeout=600)[0]
+        report((f"{strategy} by hand", name), rounds, ">= 1")
 
 
 if __name__ == "__main__":

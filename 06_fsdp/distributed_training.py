@@ -6,9 +6,7 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
@@ -16,24 +14,24 @@ from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.strategies import load, module
-from common.strategy import DTYPES, Strategy, require_gradients
+from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
+
+sharding = module("06_fsdp", "sharding")
 
 
 class FullyShard(Strategy):
     """ZeRO stage 3: a unit for each block, and one for all that is in none, where tied weights meet."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
+    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, mesh=None, offload=False):
         super().__init__(ranks, precision, max_norm)
         self.data_rank, self.data_size = ranks.rank, ranks.size
-        self.model = model.to(ranks.device)
-        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-        module("06_fsdp", "by_hand").start_alike(model)
-        dtype = None if precision == "fp32" else DTYPES[precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        self.model = model
+        mesh = mesh or init_device_mesh(ranks.device.type, (ranks.size,))
         for unit in (*getattr(model, "blocks", ()), model):
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
+            sharding.materialise(unit, ranks.device)  # rank 0's weights
+            fully_shard(unit, mesh=mesh, **sharding.policies(precision, offload))
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -46,19 +44,18 @@ class FullyShard(Strategy):
             self.scaler.scale(part).backward()
             loss += part.detach()
         require_gradients(self.model)
-        dist.all_reduce(loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss / self.data_size, grad_norm.full_tensor()
+        return sharding.average(loss), grad_norm.full_tensor()
 
 
 def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
+            task.make_model(), task.make_optimizer, ranks, config.precision, **sharding.options(config)
         )
         train(strategy, task, config, ranks)
 

@@ -44,6 +44,8 @@ STRATEGIES = {
     "zero1": Entry("06_fsdp", "zero.ShardedOptimizer", "ShardedOptimizer", (1, 2, 4)),
     "zero2": Entry("06_fsdp", "zero.ShardedGradients", "by_hand_fsdp.ShardedGradients", (1, 2, 4)),
     "fsdp": Entry("06_fsdp", "FullyShard", "by_hand_fsdp.ShardedParameters", (1, 2, 4)),
+    "hsdp": Entry("06_fsdp", "hybrid.HybridShard", None, (4,)),
+    "tensor+fsdp": Entry("06_fsdp", "hybrid.TensorFullyShard", None, (4,)),
 }
 
 

@@ -52,6 +52,8 @@ class FullyShard(Strategy):
 
 
 def main(config: Config):
+    if config.find_batch_size:
+        return module("06_fsdp", "batch_size").find(config)
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         strategy = load(config.strategy, config.by_hand)(

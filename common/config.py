@@ -254,8 +254,9 @@ def check_sharding(config: Config, size: int, local_size: int, device: str) -> N
             raise UserError(f"--offload is for PyTorch's fsdp, zero2 and hsdp, not for '{name}'{by_hand}; leave it out")
         module("06_fsdp", "sharding").require_host_memory(config, size, local_size)
     if config.find_batch_size:
-        if chapter != "06_fsdp":
-            raise UserError(f"--find-batch-size is for strategies of chapter 06, not '{name}'; add --strategy fsdp")
+        if config.by_hand or config.offload or name not in ("fsdp", "zero2"):
+            kind = " by hand" if config.by_hand else " with --offload" if config.offload else ""
+            raise UserError(f"--find-batch-size is for PyTorch's fsdp and zero2, not for '{name}'{kind}")
         if not 0 < config.memory_budget < float("inf"):
             raise UserError(f"--find-batch-size: --memory-budget {config.memory_budget} should be the GiB of a rank")
     elif config.memory_budget:

@@ -14,9 +14,10 @@ from common.launch import launch
 from common.ledger import Ledger
 from common.ranks import Ranks
 from common.strategies import load, module
-from common.task import Task
+from common.task import Task, make_task
 
 memory, sharding = module("06_fsdp", "memory"), module("06_fsdp", "sharding")
+batch_size = module("06_fsdp", "batch_size")
 SyncOnce = module("06_fsdp", "hybrid").SyncOnce
 
 
@@ -167,3 +168,56 @@ def test_offloading_without_enough_memory(monkeypatch):
         UserError, match=r"^--offload: the shards of 2 rank\(s\), .* and 0\.0 are free; start more nodes"
     ):
         sharding.require_host_memory(config, 2, 2)
+
+
+def measured(config: Config, examples: int) -> int:
+    task = make_task(config)
+    ranks = here()
+    strategy = load(config.strategy, by_hand=False)(task.make_model(), task.make_optimizer, ranks, config.precision)
+    for _ in range(2):
+        batch = [task.dataset.batch(torch.arange(examples)) for _ in range(config.accumulate)]
+        with memory.Timeline(strategy) as timeline:
+            strategy.step(batch)
+    return timeline.peak
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"strategy": "zero2", "recompute": "full"},
+        {"precision": "bf16", "accumulate": 2},
+        {"recompute": "selective"},
+    ],
+)
+def test_memory_is_foretold(options):
+    """PyTorch's tracker, on fake tensors and one rank, against a count of what two ranks really hold."""
+    config = Config(**({"strategy": "fsdp", "layers": 2, "width": 64, "context": 64} | options))
+    foretold = batch_size.predict(config, 2, 6)
+    assert foretold["Total"] == pytest.approx(launch(measured, 2, (config, 6))[0], rel=0.01)
+    assert foretold["Activation"] > 0 and foretold["OptState"] > 0
+
+
+def test_the_largest_batch(monkeypatch, capsys):
+    """4 GiB, and 0.3 for each example."""
+    asked = []
+    monkeypatch.setattr(
+        batch_size, "predict", lambda config, ranks, n: asked.append(n) or {"Total": (4 + 0.3 * n) * 2**30}
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    config = Config(strategy="fsdp", accumulate=2, find_batch_size=True, memory_budget=10.0)
+    batch_size.find(config)
+    assert capsys.readouterr().out == (
+        "--batch-size 160: 20 example(s) x 2 micro-batch(es) x 4 rank(s), of which each takes 10.000 GiB of 10; "
+        "--batch-size 168 would take 10.300\n"
+    )
+    assert max(asked) == 32  # and never far beyond the budget
+    config.memory_budget = 4.2
+    with pytest.raises(
+        UserError, match=r"^--memory-budget 4.2: one example in a micro-batch takes 4.3 GiB on each of 4"
+    ):
+        batch_size.find(config)
+    monkeypatch.setenv("RANK", "1")
+    batch_size.find(config)
+    assert capsys.readouterr().out == ""

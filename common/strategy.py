@@ -74,6 +74,8 @@ class Strategy:
 
 def require_precision(device: torch.device, precision: str) -> None:
     """Raise UserError for a precision that a device cannot compute in."""
+    if precision == "fp32":
+        return
     try:
         number = torch.ones(1, 1, dtype=DTYPES[precision], device=device)
         able = device.type != "cuda" or precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)

@@ -40,7 +40,7 @@ SCRIPTS = [
     ("03_ddp", "--loading dispatch"),
     ("03_ddp", "--loading shard-stream-workers"),
     ("04_model_parallel", "--strategy context --by-hand --accumulate 3 --context 48"),
-    ("06_fsdp", "--accumulate 3"),
+    ("06_fsdp", "--accumulate 3 --recompute selective"),
     ("06_fsdp", "--by-hand --layers 3 --accumulate 3 --check-collectives"),
     ("06_fsdp", "--strategy zero1"),
     ("06_fsdp", "--strategy zero2 --by-hand"),

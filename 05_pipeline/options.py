@@ -13,7 +13,7 @@ def of(config) -> dict:
         "microbatches": config.microbatches,
         "stages_per_rank": config.stages_per_rank or None,
         "split_spec": config.split_spec,
-        "recompute": config.recompute,
+        "recompute": config.recompute == "full",
     } | ({"replicas": config.replicas} if "+" in config.strategy else {})
 
 
@@ -25,6 +25,8 @@ def check(config, ranks: int) -> None:
     schedule = schedules.build(config.schedule, pipeline, config.microbatches, config.stages_per_rank or None)
     stages = 1 + max(action.stage for actions in schedule for action in actions)
     split.check(config.split_spec, config.layers, stages)
+    if config.recompute == "selective":
+        raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
     if not config.by_hand:
         require_in_torch(config.schedule, pipeline, config.microbatches)
         require_in_hybrid(config.strategy, config.schedule)

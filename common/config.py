@@ -55,7 +55,13 @@ class Config:
     stages_per_rank: int = option(0, "of a pipeline; 0: what the schedule needs")
     split_spec: str = option("auto", "where a pipeline is cut: auto (by parameters), auto-time, or 'blocks.1: end'")
     replicas: int = option(2, "pipelines side by side (with strategies pipeline+ddp and pipeline+fsdp)")
-    recompute: bool = option(False, "compute the forward of a stage again before its backward, and store less")
+    mesh: str = option("", "rows x ranks in a row, with strategy hsdp or tensor+fsdp (default there: 2x2)")
+    recompute: str = option(
+        "none", "what blocks, or a pipeline's stages, compute again for backward", ("none", "selective", "full")
+    )
+    offload: bool = option(False, "keep shards and optimizer in host memory (strategies fsdp, zero2, hsdp)")
+    find_batch_size: bool = option(False, "tell the largest --batch-size within --memory-budget, and train nothing")
+    memory_budget: float = option(0.0, "GiB that each rank may use, with --find-batch-size")
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
@@ -63,6 +69,8 @@ class Config:
     resume: bool = option(False, "go on from the newest checkpoint of --run-dir (default: of the newest run)")
     log_every: int = option(10, "steps between the lines that rank 0 prints")
 
+
+RECOMPUTE = ("01_intro", "03_ddp", "05_pipeline", "06_fsdp")  # chapters whose strategies take --recompute
 
 # What defines a run's numbers: on --resume these come from the run itself.
 IDENTITY = (
@@ -221,8 +229,9 @@ def check(config: Config) -> None:
         load(config.strategy, config.by_hand).check(config.context, config.heads, size)
     if chapter == "05_pipeline":
         module("05_pipeline", "options").check(config, size)
-    choose(config.device, config.backend, local_size)
-    if rank == 0:
+    device = choose(config.device, config.backend, local_size)[0]
+    check_sharding(config, size, local_size, device)
+    if rank == 0 and not config.find_batch_size:
         claim(Path(config.run_dir), config.resume)
 
 
@@ -234,6 +243,38 @@ def check_experts(experts: int, top_k: int, ranks: int) -> None:
         raise UserError(f"--experts {experts} are fewer than {ranks} ranks; use {ranks} or a multiple")
     if experts % ranks:
         raise UserError(f"--experts {experts} do not divide by {ranks} ranks; use a multiple of {ranks}")
+
+
+def check_sharding(config: Config, size: int, local_size: int, device: str) -> None:
+    """Raise UserError for options of chapter 06 that exclude each other, or that this machine cannot have."""
+    name, chapter = config.strategy, find(config.strategy, config.by_hand).chapter
+    if config.strategy in ("hsdp", "tensor+fsdp"):
+        rows = module("06_fsdp", "hybrid").shape_of(config.mesh or "2x2", size)
+        if name == "tensor+fsdp":
+            numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
+            module("04_model_parallel", "by_hand_tensor").check(rows[1], numbers)
+            if config.task == "images":
+                raise UserError("--task images: strategy 'tensor+fsdp' divides a GPT; use --task text")
+    elif config.mesh:
+        raise UserError(f"--mesh is for strategies hsdp and tensor+fsdp, not '{name}'; leave it out")
+    if config.recompute != "none" and (config.task == "images" or chapter not in RECOMPUTE):
+        raise UserError(
+            f"--recompute {config.recompute} is for the GPT's blocks with strategies single, ddp and those of chapters "
+            f"05 and 06, not for --task {config.task} with strategy '{name}'"
+        )
+    if config.offload:
+        if config.by_hand or name not in ("fsdp", "zero2", "hsdp"):
+            by_hand = " by hand" if config.by_hand else ""
+            raise UserError(f"--offload is for PyTorch's fsdp, zero2 and hsdp, not for '{name}'{by_hand}; leave it out")
+        module("06_fsdp", "sharding").require_host_memory(config, size, local_size)
+    if config.find_batch_size:
+        if config.by_hand or config.offload or name not in ("fsdp", "zero2"):
+            kind = " by hand" if config.by_hand else " with --offload" if config.offload else ""
+            raise UserError(f"--find-batch-size is for PyTorch's fsdp and zero2, not for '{name}'{kind}")
+        if not 0 < config.memory_budget < float("inf"):
+            raise UserError(f"--find-batch-size: --memory-budget {config.memory_budget} should be the GiB of a rank")
+    elif config.memory_budget:
+        raise UserError("--memory-budget is what --find-batch-size stops at; add that, or leave it out")
 
 
 def this_launch() -> str:

@@ -350,7 +350,7 @@ def _difference(expected, got) -> tuple[str, str] | None:
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
             return _kind(expected), _kind(got)
-        wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0)).nonzero().tolist()
+        wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0, equal_nan=True)).nonzero().tolist()
         if wrong and expected.numel() > 12:
             at, place = tuple(wrong[0]), f" at element {wrong[0][0] if len(wrong[0]) == 1 else wrong[0]}"
             return _show(expected[at]) + place, f"{_show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"

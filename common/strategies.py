@@ -44,6 +44,11 @@ STRATEGIES = {
     "pipeline": Entry("05_pipeline", "PipelineParallel", "Pipeline", (1, 2, 4)),
     "pipeline+ddp": Entry("05_pipeline", "hybrid.PipelinesDDP", "hybrid.PipelinesByHand", (2, 4)),
     "pipeline+fsdp": Entry("05_pipeline", "hybrid.PipelinesFSDP", None, (2, 4)),
+    "zero1": Entry("06_fsdp", "zero.ShardedOptimizer", "ShardedOptimizer", (1, 2, 4)),
+    "zero2": Entry("06_fsdp", "zero.ShardedGradients", "by_hand_fsdp.ShardedGradients", (1, 2, 4)),
+    "fsdp": Entry("06_fsdp", "FullyShard", "by_hand_fsdp.ShardedParameters", (1, 2, 4)),
+    "hsdp": Entry("06_fsdp", "hybrid.HybridShard", None, (4,)),
+    "tensor+fsdp": Entry("06_fsdp", "hybrid.TensorFullyShard", None, (4,)),
 }
 
 

@@ -71,10 +71,26 @@ class Strategy:
         return state
 
 
-def require_gradients(model: torch.nn.Module) -> None:
+def require_precision(device: torch.device, precision: str) -> None:
+    """Raise UserError for a precision that a device cannot compute in."""
+    try:
+        number = torch.ones(1, 1, dtype=DTYPES[precision], device=device)
+        able = device.type != "cuda" or precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        number @ number
+    except (RuntimeError, NotImplementedError):
+        able = False
+    if not able:
+        raise UserError(f"--precision {precision}: {device} cannot multiply matrices in it; try another, or fp32")
+
+
+def require_gradients(model: torch.nn.Module, without: set[torch.nn.Parameter] | None = None) -> None:
     """Raise UserError for trainable parameters that the backward pass did not reach: whoever averages gradients over
-    ranks would wait for them, or leave them and their neighbours unaveraged."""
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    ranks would wait for them, or leave them and their neighbours unaveraged.
+
+    without: those parameters; by default all whose `grad` is None
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    missing = [name for name, p in trained if (p.grad is None if without is None else p in without)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(

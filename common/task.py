@@ -9,7 +9,7 @@ from common import data
 from common.config import Config
 from common.errors import UserError
 from common.model import GPT, make_resnet
-from common.strategies import load
+from common.strategies import load, module
 from common.strategy import Strategy
 
 
@@ -25,7 +25,10 @@ class Task:
         if c.task == "text":
             model_class = load(c.strategy, c.by_hand).model_class
             experts = {} if model_class is GPT else {"experts": c.experts, "top_k": c.top_k}
-            return model_class(c.layers, c.width, c.heads, c.context, **experts)
+            model = model_class(c.layers, c.width, c.heads, c.context, **experts)
+            if "pipeline" not in c.strategy:  # whose stages do it themselves
+                module("06_fsdp", "recompute").recompute(model, c.recompute)
+            return model
         return make_resnet(self.dataset.channels, self.dataset.classes)
 
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:

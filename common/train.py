@@ -15,7 +15,7 @@ from common.errors import UserError, one_line_errors
 from common.ranks import Ranks
 from common.run_dir import RunDirectory
 from common.strategies import find
-from common.strategy import Strategy
+from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
 
 WARM_UP = 20  # steps
@@ -45,10 +45,11 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
     `load(dataset, plan, start)` gives a generator of this rank's micro-batches from step `start` on; the time that
     a step waits for them counts in its step_seconds.
 
-    Exits with code INTERRUPTED after one of those. Raises UserError for a batch that cannot be divided, a run
-    directory that cannot be written, and a loss that is no number.
+    Exits with code INTERRUPTED after one of those. Raises UserError for a batch that cannot be divided, a
+    precision that the device does not have, a run directory that cannot be written, and a loss that is no number.
     """
     check_batch(config, strategy)
+    require_precision(ranks.device, config.precision)
     main_rank = ranks.rank == 0
     run = RunDirectory(config, ranks.size) if main_rank else None
     # Rank 0 knows: after a restart the nodes need not agree on how many there were.

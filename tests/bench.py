@@ -5,8 +5,9 @@
 1. Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
    loop with the same model, batch and DistributedDataParallel.
 2. Steps per second of `--strategy ddp --by-hand` against `--strategy ddp`, same model and batches.
-3. The same for pipelines: the executor by hand against PyTorch's class for the same schedule, on the same stages.
-4. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
+3. The same for `--strategy fsdp`: parameters gathered for each block by hand, and by fully_shard.
+4. The same for pipelines: the executor by hand against PyTorch's class for the same schedule, on the same stages.
+5. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
    is within 5% of it. The better of two runs, on a machine that does nothing else.
 
 Each in one run, in turns, on the same two ranks. The figure is a ratio, and its spread over the rounds; a single time
@@ -133,8 +134,9 @@ def main():
         with contextlib.redirect_stdout(nowhere):  # what the ranks print
             rounds = launch(loops, 2, (folder,), timeout=600)[0]
     report(("shared loop", "bare loop"), rounds, ">= 0.97")
-    rounds = launch(by_hand_and_torch, 2, ("ddp",), timeout=600)[0]
-    report(("ddp by hand", "DistributedDataParallel"), rounds, ">= 1")
+    for strategy, name in (("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard")):
+        rounds = launch(by_hand_and_torch, 2, (strategy,), timeout=600)[0]
+        report((f"{strategy} by hand", name), rounds, ">= 1")
     for schedule in ("1f1b", "interleaved", "interleaved-zb"):
         rounds = launch(pipelines, 2, (schedule,), timeout=600)[0]
         report((f"{schedule} by hand", "PyTorch's"), rounds, ">= 1")

@@ -44,6 +44,10 @@ SCRIPTS = [
     ("05_pipeline", "--layers 6"),
     ("05_pipeline", "--layers 6 --schedule interleaved --accumulate 3"),
     ("05_pipeline", "--layers 6 --by-hand --schedule zbv --accumulate 3 --check-collectives"),
+    ("06_fsdp", "--accumulate 3 --recompute selective"),
+    ("06_fsdp", "--by-hand --layers 3 --accumulate 3 --check-collectives"),
+    ("06_fsdp", "--strategy zero1"),
+    ("06_fsdp", "--strategy zero2 --by-hand"),
 ]
 
 

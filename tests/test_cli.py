@@ -15,6 +15,7 @@ from common.config import parse
 from common.errors import UserError
 from common.ranks import choose
 from common.strategies import ROOT, STRATEGIES
+from common.strategy import require_precision
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
@@ -38,6 +39,20 @@ BAD = {
     "--by-hand --strategy single": r"'single' has no version by hand",
     "--strategy context": r"'context' has a version by hand only; add --by-hand",
     "--strategy context --by-hand --context 101": r"--context 101 does not divide into 2 chunks",
+    "--strategy hsdp": r"--mesh 2x2 is 4 ranks, and 1 are started; that could be 1x1$",
+    "--strategy hsdp --mesh 2by2": r"--mesh 2by2: expected two numbers like 2x2",
+    "--strategy hsdp --mesh 0x1": r"--mesh 0x1: expected two numbers like 2x2",
+    "--strategy tensor+fsdp --mesh 1x1 --task images": r"'tensor\+fsdp' divides a GPT; use --task text",
+    "--strategy ddp --mesh 1x1": r"--mesh is for strategies hsdp and tensor\+fsdp, not 'ddp'; leave it out",
+    "--strategy fsdp --by-hand --offload": r"--offload is for PyTorch's fsdp, zero2 and hsdp, not for 'fsdp' by hand",
+    "--strategy zero1 --offload": r"--offload is for PyTorch's fsdp, zero2 and hsdp, not for 'zero1'; leave it out",
+    "--strategy fsdp --offload --width 65536": r"--offload: the shards of 1 rank\(s\), .* take \d+\.\d GiB",
+    "--recompute full --task images": r"--recompute full is for the GPT's blocks",
+    "--recompute full --strategy tensor": r"not for --task text with strategy 'tensor'",
+    "--find-batch-size": r"--find-batch-size is for PyTorch's fsdp and zero2, not for 'single'$",
+    "--strategy fsdp --by-hand --find-batch-size": r"not for 'fsdp' by hand$",
+    "--strategy fsdp --find-batch-size": r"--memory-budget 0.0 should be the GiB of a rank",
+    "--memory-budget 2": r"--memory-budget is what --find-batch-size stops at",
     "--strategy sequence": r"'sequence' has a version by hand only; add --by-hand",
     "--strategy pipeline --task images": r"--task images: strategy 'pipeline' divides a GPT; use --task text",
     "--strategy pipeline --schedule zigzag": r"unknown schedule 'zigzag'; known: gpipe, 1f1b",
@@ -45,6 +60,7 @@ BAD = {
     "--strategy pipeline --schedule dualpipev --microbatches 1": r"on 1 ranks needs 2 or more micro-batches, not 1",
     "--strategy pipeline --schedule zbv --stages-per-rank 3": r"schedule 'zbv' needs 2 stage\(s\) per rank, not 3",
     "--strategy pipeline --microbatches 5": r"--microbatches 5 = 5; the nearest that does is 30",
+    "--strategy pipeline --recompute selective": r"--recompute selective: a pipeline's stages .* take full or none",
     "--strategy pipeline --microbatches 0": r"--microbatches must be at least 1, got 0",
     "--strategy pipeline --stages-per-rank -1": r"--stages-per-rank must be at least 0, got -1",
     "--strategy pipeline --schedule zbv --split-spec block.1:end": r"no layer 'block.1'; did you mean 'blocks.1'\?",
@@ -118,6 +134,26 @@ def test_every_option_of_the_course_is_there(capsys):
     shown = capsys.readouterr().out
     for name in options.Config.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_a_mesh_for_other_ranks(monkeypatch):
+    for name, value in (TWO_RANKS | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^--mesh 2x3 is 6 ranks, and 4 are started; that could be 1x4, 2x2, 4x1$"):
+        parse(argv=["--distributed", "--strategy", "hsdp", "--mesh", "2x3"])
+    assert parse(argv=["--distributed", "--strategy", "hsdp"]).mesh == ""
+    with pytest.raises(UserError, match="^heads 2 cannot be cut into 4|--heads 2 cannot be cut into 4"):
+        parse(argv=["--distributed", "--strategy", "tensor+fsdp", "--mesh", "1x4", "--heads", "2"])
+
+
+def test_a_precision_that_the_device_does_not_have(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+
+    require_precision(torch.device("cpu"), "fp16")
+    monkeypatch.setattr(torch.Tensor, "__matmul__", refuse)
+    with pytest.raises(UserError, match="^--precision fp16: cpu cannot multiply matrices in it; try another, or fp32$"):
+        require_precision(torch.device("cpu"), "fp16")
 
 
 def test_many_processes_without_distributed(monkeypatch):

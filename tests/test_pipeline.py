@@ -320,7 +320,14 @@ def test_half_precision_and_resumed_with_another_schedule(tmp_path):
 
     whole = [run("whole", 8, by_hand=True)]
     halves = [
-        run(f"{precision}-{number}", 4, precision=precision, by_hand=hand, schedule=schedule, recompute=hand)
+        run(
+            f"{precision}-{number}",
+            4,
+            precision=precision,
+            by_hand=hand,
+            schedule=schedule,
+            recompute="full" if hand else "none",
+        )
         for precision in ("bf16", "fp16")
         for number, (hand, schedule) in enumerate([(True, "zbv"), (False, "1f1b")])
     ]

@@ -13,8 +13,8 @@ import pytest
 
 from common.strategies import ROOT, STRATEGIES
 
-# each has a distributed_training.py
-FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel", "05_pipeline"]
+# Each has a distributed_training.py.
+FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel", "05_pipeline", "06_fsdp"]
 SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12", "--steps=2"]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
@@ -102,10 +102,15 @@ def changed_lines(old: str, new: str) -> list[str]:
     return [line for line in diff if line[0] in "+-" and not line.startswith(("---", "+++"))]
 
 
+def number(script: Path) -> int:
+    return int(script.parent.name.split("_")[0])
+
+
 SCRIPTS = sorted(ROOT.glob("0*/distributed_training.py"))
+NEIGHBOURS = [(old, new) for old, new in itertools.pairwise(SCRIPTS) if number(new) == number(old) + 1]
 
 
-@pytest.mark.parametrize("old, new", list(itertools.pairwise(SCRIPTS)), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("old, new", NEIGHBOURS, ids=lambda path: path.parent.name)
 def test_the_diff_between_chapters_is_the_idea(old, new):
     diff = changed_lines(old.read_text(), new.read_text())
     # Of PyTorch's way to split layers a pipeline's script has nothing: no plan for weights, and a schedule instead.

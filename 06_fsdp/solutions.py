@@ -1,0 +1,826 @@
+"""Answers to the exercises of chapter 06, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import init_device_mesh
+
+
+def rank_and_size():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def flattened(tensors):
+    vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([vector, vector.new_zeros(-len(vector) % dist.get_world_size())])
+
+
+def own(vector):
+    rank, size = rank_and_size()
+    return vector.chunk(size)[rank].clone()
+
+
+def reduced(vector, group=None, size=None):
+    """The sum over ranks of this rank's shard of a vector."""
+    shard = vector.new_empty(len(vector) // (size or dist.get_world_size()))
+    dist.reduce_scatter_single(shard, vector, group=group)
+    return shard
+
+
+# --- own_shard ------------------------------------------------------------------------------------------------
+
+
+def own_shard(parameters):
+    return own(flattened(parameters))
+
+
+def shard_without_padding(parameters):
+    rank, size = rank_and_size()
+    return torch.cat([p.reshape(-1) for p in parameters]).tensor_split(size)[rank].clone()
+
+
+def shard_dealt_out_in_turns(parameters):
+    rank, size = rank_and_size()
+    return flattened(parameters)[rank::size].clone()
+
+
+def shard_of_each_parameter(parameters):
+    return torch.cat([own(flattened([p])) for p in parameters])
+
+
+def shard_padded_always(parameters):
+    vector = torch.cat([p.reshape(-1) for p in parameters])
+    size = dist.get_world_size()
+    return own(torch.cat([vector, vector.new_zeros(size - len(vector) % size)]))
+
+
+def shard_padded_in_front(parameters):
+    vector = torch.cat([p.reshape(-1) for p in parameters])
+    return own(torch.cat([vector.new_zeros(-len(vector) % dist.get_world_size()), vector]))
+
+
+def shard_as_float32(parameters):
+    return own_shard(parameters).float()
+
+
+# --- own_pieces -----------------------------------------------------------------------------------------------
+
+
+def own_pieces(sizes, rank, world):
+    each = -(-sum(sizes) // world)
+    pieces, start = [], 0
+    for index, size in enumerate(sizes):
+        first, end = max(rank * each, start) - start, min((rank + 1) * each, start + size) - start
+        if first < end:
+            pieces.append([index, first, end])
+        start += size
+    return pieces
+
+
+def pieces_of_the_vector(sizes, rank, world):
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [[i, starts[i] + first, starts[i] + end] for i, first, end in own_pieces(sizes, rank, world)]
+
+
+def pieces_with_the_last_one(sizes, rank, world):
+    return [[i, first, end - 1] for i, first, end in own_pieces(sizes, rank, world)]
+
+
+def pieces_with_empty_ones(sizes, rank, world):
+    found = {i: [i, first, end] for i, first, end in own_pieces(sizes, rank, world)}
+    return [found.get(i, [i, 0, 0]) for i in range(len(sizes))]
+
+
+def pieces_of_whole_parameters(sizes, rank, world):
+    return [[i, 0, sizes[i]] for i, _, _ in own_pieces(sizes, rank, world)]
+
+
+def pieces_rounded_down(sizes, rank, world):
+    each = sum(sizes) // world
+    return own_pieces([*sizes, each * world - sum(sizes)], rank, world)
+
+
+# --- sharded_gradient -----------------------------------------------------------------------------------------
+
+
+def sharded_gradient(gradients):
+    return reduced(flattened(gradients)) / dist.get_world_size()
+
+
+def gradient_summed(gradients):
+    return reduced(flattened(gradients))
+
+
+def gradient_by_all_reduce(gradients):
+    vector = flattened(gradients)
+    dist.all_reduce(vector)
+    return own(vector) / dist.get_world_size()
+
+
+def gradient_of_this_rank(gradients):
+    return own(flattened(gradients))
+
+
+def gradient_one_by_one(gradients):
+    return torch.cat([reduced(flattened([g])) for g in gradients]) / dist.get_world_size()
+
+
+def gradient_of_the_next_rank(gradients):
+    vector = flattened(gradients)
+    return reduced(vector.roll(-len(vector) // dist.get_world_size())) / dist.get_world_size()
+
+
+# --- sharded_step ---------------------------------------------------------------------------------------------
+
+
+def sharded_step(vector, gradient, moment, square, step, decay=0.01, divide=True):
+    g = reduced(gradient)
+    if divide:
+        g = g / dist.get_world_size()
+    moment, square = 0.9 * moment + 0.1 * g, 0.999 * square + 0.001 * g**2
+    m, s = moment / (1 - 0.9**step), square / (1 - 0.999**step)
+    shard = own(vector)
+    shard = shard - 0.1 * decay * shard - 0.1 * m / (s.sqrt() + 1e-8)
+    whole = torch.empty_like(vector)
+    dist.all_gather_single(whole, shard)
+    return whole, moment, square
+
+
+def step_with_the_sum(vector, gradient, moment, square, step):
+    """Adam's parameters hardly show it; its moments do."""
+    return sharded_step(vector, gradient, moment, square, step, divide=False)
+
+
+def step_without_decay(vector, gradient, moment, square, step):
+    return sharded_step(vector, gradient, moment, square, step, decay=0)
+
+
+def step_from_zero(vector, gradient, moment, square, step):
+    return sharded_step(vector, gradient, moment, square, step + 1)
+
+
+def step_and_keep_the_others_old(vector, gradient, moment, square, step):
+    rank, size = rank_and_size()
+    whole, moment, square = sharded_step(vector, gradient, moment, square, step)
+    mixed = vector.clone()
+    mixed.chunk(size)[rank].copy_(own(whole))
+    return mixed, moment, square
+
+
+def step_after_an_all_reduce(vector, gradient, moment, square, step):
+    total = gradient.clone()
+    dist.all_reduce(total)
+    g = own(total) / dist.get_world_size()
+    moment, square = 0.9 * moment + 0.1 * g, 0.999 * square + 0.001 * g**2
+    m, s = moment / (1 - 0.9**step), square / (1 - 0.999**step)
+    shard = own(vector) * (1 - 0.001) - 0.1 * m / (s.sqrt() + 1e-8)
+    whole = torch.empty_like(vector)
+    dist.all_gather_single(whole, shard)
+    return whole, moment, square
+
+
+# --- global_norm ----------------------------------------------------------------------------------------------
+
+
+def own_square(shards, lengths, skip_padding=True, once=True):
+    rank, size = rank_and_size()
+    square, seen = torch.zeros(()), set()
+    for shard, length in zip(shards, lengths, strict=True):
+        if once and id(shard) in seen:
+            continue
+        seen.add(id(shard))
+        real = max(0, length - rank * len(shard)) if skip_padding else len(shard)
+        square += shard[:real].square().sum()
+    return square
+
+
+def global_norm(shards, lengths):
+    square = own_square(shards, lengths)
+    dist.all_reduce(square)
+    return square.sqrt().item()
+
+
+def norm_of_this_rank(shards, lengths):
+    return own_square(shards, lengths).sqrt().item()
+
+
+def norm_as_a_sum_of_norms(shards, lengths):
+    norm = own_square(shards, lengths).sqrt()
+    dist.all_reduce(norm)
+    return norm.item()
+
+
+def norm_with_padding(shards, lengths):
+    square = own_square(shards, lengths, skip_padding=False)
+    dist.all_reduce(square)
+    return square.sqrt().item()
+
+
+def norm_with_the_shared_unit_twice(shards, lengths):
+    square = own_square(shards, lengths, once=False)
+    dist.all_reduce(square)
+    return square.sqrt().item()
+
+
+def norm_unit_by_unit(shards, lengths):
+    total, seen = 0.0, set()
+    for shard, length in zip(shards, lengths, strict=True):
+        square = own_square([shard], [length])
+        dist.all_reduce(square)
+        total += square.item() * (id(shard) not in seen)
+        seen.add(id(shard))
+    return math.sqrt(total)
+
+
+# --- accumulated_shard ----------------------------------------------------------------------------------------
+
+
+def accumulated_shard(micro_gradients, keep_whole):
+    total = len(micro_gradients) * dist.get_world_size()
+    if keep_whole:
+        return reduced(torch.stack(micro_gradients).sum(0)) / total
+    shard = reduced(micro_gradients[0])
+    for gradient in micro_gradients[1:]:
+        shard = shard + reduced(gradient)
+    return shard / total
+
+
+def accumulated_always_at_the_end(micro_gradients, keep_whole):
+    return accumulated_shard(micro_gradients, True)
+
+
+def accumulated_always_one_by_one(micro_gradients, keep_whole):
+    return accumulated_shard(micro_gradients, False)
+
+
+def accumulated_and_overwritten(micro_gradients, keep_whole):
+    for gradient in micro_gradients:
+        shard = reduced(gradient) / dist.get_world_size()
+    return shard
+
+
+def accumulated_as_a_sum(micro_gradients, keep_whole):
+    return accumulated_shard(micro_gradients, keep_whole) * len(micro_gradients)
+
+
+def accumulated_and_reduced_again(micro_gradients, keep_whole):
+    """The sum so far goes through the reduce-scatter with every micro-batch: the first ones count several times."""
+    total, so_far = 0, torch.zeros_like(micro_gradients[0])
+    for gradient in micro_gradients:
+        so_far = so_far + gradient
+        total = total + reduced(so_far)
+    return total / (len(micro_gradients) * dist.get_world_size())
+
+
+# --- kept_bytes -----------------------------------------------------------------------------------------------
+
+
+def kept_bytes(strategy, parameters, ranks, mixed):
+    sizes = [2, 2, 12] if mixed else [4, 4, 8]
+    cut = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[strategy]
+    return [size * parameters / (ranks if place >= 3 - cut else 1) for place, size in enumerate(sizes)]
+
+
+def kept_without_float32_parameters(strategy, parameters, ranks, mixed):
+    parts = kept_bytes(strategy, parameters, ranks, mixed)
+    return [*parts[:2], parts[2] * 8 / 12] if mixed else parts
+
+
+def kept_cut_from_the_front(strategy, parameters, ranks, mixed):
+    sizes = [2, 2, 12] if mixed else [4, 4, 8]
+    cut = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[strategy]
+    return [size * parameters / (ranks if place < cut else 1) for place, size in enumerate(sizes)]
+
+
+def kept_all_cut(strategy, parameters, ranks, mixed):
+    return kept_bytes("fsdp", parameters, ranks, mixed)
+
+
+def kept_one_moment(strategy, parameters, ranks, mixed):
+    parts = kept_bytes(strategy, parameters, ranks, mixed)
+    return parts if mixed else [*parts[:2], parts[2] / 2]
+
+
+# --- sent_in_a_step -------------------------------------------------------------------------------------------
+
+
+def sent_in_a_step(strategy, parameters, ranks, accumulation):
+    times = {"ddp": 2, "zero1": 2, "zero2": accumulation + 1, "fsdp": 3 * accumulation}[strategy]
+    return times * 4 * parameters * (ranks - 1) / ranks
+
+
+def sent_in_one_micro_batch(strategy, parameters, ranks, accumulation):
+    return sent_in_a_step(strategy, parameters, ranks, 1)
+
+
+def sent_in_elements(strategy, parameters, ranks, accumulation):
+    return sent_in_a_step(strategy, parameters, ranks, accumulation) / 4
+
+
+def sent_without_the_share(strategy, parameters, ranks, accumulation):
+    return sent_in_a_step(strategy, parameters, ranks, accumulation) * ranks / (ranks - 1) if ranks > 1 else 0
+
+
+def sent_and_accumulated_by_all(strategy, parameters, ranks, accumulation):
+    return sent_in_a_step(strategy, parameters, ranks, 1) * accumulation
+
+
+def sent_with_parameters_gathered_once(strategy, parameters, ranks, accumulation):
+    sent = sent_in_a_step(strategy, parameters, ranks, accumulation)
+    return sent * 2 / 3 if strategy == "fsdp" else sent
+
+
+# --- gathered_peak --------------------------------------------------------------------------------------------
+
+
+def gathered_peak(units, ahead, reshard):
+    moments = []
+    for u, size in enumerate(units):
+        before = 0 if not reshard else u
+        moments.append(sum(units[before : u + ahead + 1]))
+        behind = max(0, u - ahead) if reshard else 0
+        moments.append(sum(units[behind : u + 1]) + size)
+    return max(moments)
+
+
+def peak_of_the_forward_pass(units, ahead, reshard):
+    return max(sum(units[u if reshard else 0 : u + ahead + 1]) for u in range(len(units)))
+
+
+def peak_without_gradients(units, ahead, reshard):
+    return max(sum(units[max(0, u - ahead) if reshard else 0 : u + 1]) for u in range(len(units)))
+
+
+def peak_of_the_largest(units, ahead, reshard):
+    return 2 * max(units)
+
+
+def peak_of_everything(units, ahead, reshard):
+    return 2 * sum(units)
+
+
+def peak_always_resharded(units, ahead, reshard):
+    return gathered_peak(units, ahead, True)
+
+
+# --- full_state -----------------------------------------------------------------------------------------------
+
+
+def full_state(shards, shapes, turn=lambda parts: parts):
+    rank, size = rank_and_size()
+    whole = []
+    for shard, shape in zip(shards, shapes, strict=True):
+        if rank:
+            if len(shard):
+                dist.send(shard, 0)
+            continue
+        each, parts = -(-shape[0] // size), [shard]
+        for source in range(1, size):
+            rows = min(each, shape[0] - source * each)
+            if rows > 0:
+                parts.append(torch.empty(rows, *shape[1:], dtype=shard.dtype))
+                dist.recv(parts[-1], source)
+        whole.append(torch.cat(turn(parts)))
+    return None if rank else whole
+
+
+def state_of_rank_0_alone(shards, shapes):
+    return [shard.clone() for shard in shards] if dist.get_rank() == 0 else None
+
+
+def state_in_the_wrong_order(shards, shapes):
+    return full_state(shards, shapes, turn=lambda parts: parts[::-1])
+
+
+def state_on_every_rank(shards, shapes):
+    whole = full_state(shards, shapes)
+    return whole or [shard.new_zeros(shape) for shard, shape in zip(shards, shapes, strict=True)]
+
+
+def state_gathered_everywhere(shards, shapes):
+    """Every rank holds the whole for a moment, which it may have no room for."""
+    rank, size = rank_and_size()
+    whole = []
+    for shard, shape in zip(shards, shapes, strict=True):
+        each = -(-shape[0] // size)
+        padded = torch.cat([shard, shard.new_zeros(each - len(shard), *shape[1:])])
+        vector = shard.new_empty(each * size, *shape[1:])
+        dist.all_gather_single(vector, padded)
+        whole.append(vector[: shape[0]].clone())
+    return None if rank else whole
+
+
+def state_with_equal_shards(shards, shapes):
+    """Takes it that all ranks have as many rows as rank 0: the last ones have fewer, or none to send."""
+    rank, size = rank_and_size()
+    whole = []
+    for shard in shards:
+        if rank:
+            dist.send(shard, 0)
+            continue
+        parts = [shard, *(torch.empty_like(shard) for _ in range(size - 1))]
+        for source in range(1, size):
+            dist.recv(parts[source], source)
+        whole.append(torch.cat(parts))
+    return None if rank else whole
+
+
+# --- mesh_groups ----------------------------------------------------------------------------------------------
+
+
+def mesh_groups(sizes, rank):
+    mesh = torch.arange(math.prod(sizes)).view(sizes)
+    place = [index.item() for index in torch.unravel_index(torch.tensor(rank), sizes)]
+    return [mesh[(*place[:d], slice(None), *place[d + 1 :])].tolist() for d in range(len(sizes))]
+
+
+def groups_turned_round(sizes, rank):
+    return mesh_groups(sizes, rank)[::-1]
+
+
+def groups_filled_by_columns(sizes, rank):
+    mesh = torch.arange(math.prod(sizes)).view(sizes[::-1]).permute(*range(len(sizes) - 1, -1, -1))
+    place = (mesh == rank).nonzero()[0].tolist()
+    return [mesh[(*place[:d], slice(None), *place[d + 1 :])].tolist() for d in range(len(sizes))]
+
+
+def groups_of_two_dimensions(sizes, rank):
+    columns = sizes[-1]
+    row = rank // columns
+    return [list(range(rank % columns, math.prod(sizes), columns)), [row * columns + k for k in range(columns)]]
+
+
+def groups_that_start_with_this_rank(sizes, rank):
+    return [group[group.index(rank) :] + group[: group.index(rank)] for group in mesh_groups(sizes, rank)]
+
+
+# --- hybrid_gradient ------------------------------------------------------------------------------------------
+
+
+def hybrid_gradient(gradient, replicas, rows=0, columns=1, across=True, divisor=None):
+    columns_of_mesh = dist.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", (replicas, columns_of_mesh))
+    shard = reduced(gradient, mesh.get_group(columns), columns_of_mesh)
+    if across:
+        dist.all_reduce(shard, group=mesh.get_group(rows))
+    return shard / (divisor or dist.get_world_size())
+
+
+def hybrid_inside_alone(gradient, replicas):
+    return hybrid_gradient(gradient, replicas, across=False, divisor=2)
+
+
+def hybrid_groups_swapped(gradient, replicas):
+    return hybrid_gradient(gradient, replicas, rows=1, columns=0)
+
+
+def hybrid_mean_of_a_row(gradient, replicas):
+    return hybrid_gradient(gradient, replicas, divisor=2)
+
+
+def hybrid_over_all_ranks(gradient, replicas):
+    total = gradient.clone()
+    dist.all_reduce(total)
+    columns = dist.get_world_size() // replicas
+    return (total / dist.get_world_size()).chunk(columns)[dist.get_rank() % columns].clone()
+
+
+def hybrid_across_first(gradient, replicas):
+    """The same result, with twice the bytes between nodes, where the links are slow."""
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    total = gradient.clone()
+    dist.all_reduce(total, group=mesh.get_group(0))
+    return reduced(total, mesh.get_group(1), mesh.size(1)) / dist.get_world_size()
+
+
+# --- scaled_step ----------------------------------------------------------------------------------------------
+
+
+def scaled_step(shard, scale, good, interval):
+    overflow = torch.tensor(float(not shard.isfinite().all()))
+    dist.all_reduce(overflow)
+    return stepped(shard, scale, good, interval, overflow > 0)
+
+
+def stepped(shard, scale, good, interval, overflow):
+    if overflow:
+        return None, scale / 2, 0
+    return (shard / scale, scale * 2, 0) if good + 1 == interval else (shard / scale, scale, good + 1)
+
+
+def scaled_by_each_rank_alone(shard, scale, good, interval):
+    return stepped(shard, scale, good, interval, not shard.isfinite().all())
+
+
+def scaled_by_the_sum_of_elements(shard, scale, good, interval):
+    """The sum of finite numbers may not be finite."""
+    total = shard.sum()
+    dist.all_reduce(total)
+    return stepped(shard, scale, good, interval, not total.isfinite())
+
+
+def scaled_with_nan_forgotten(shard, scale, good, interval):
+    overflow = shard.isinf().any().float()
+    dist.all_reduce(overflow)
+    return stepped(shard, scale, good, interval, overflow > 0)
+
+
+def scaled_and_never_grown(shard, scale, good, interval):
+    gradient, scale, _ = scaled_step(shard, scale, good, math.inf)
+    return gradient, scale, 0 if gradient is None else good + 1
+
+
+def scaled_and_grown_at_once(shard, scale, good, interval):
+    gradient, scale, good = scaled_step(shard, scale, good, interval)
+    return None if gradient is None else shard / scale, scale, good
+
+
+def scaled_and_not_started_again(shard, scale, good, interval):
+    gradient, scale, then = scaled_step(shard, scale, good, interval)
+    return gradient, scale, good if gradient is None else then
+
+
+# --- recomputed -----------------------------------------------------------------------------------------------
+
+
+def recomputed(blocks, every, activations, boundary, seconds):
+    if every == 0:
+        return blocks * activations, 3 * blocks * seconds
+    return blocks // every * boundary + every * activations - boundary, 4 * blocks * seconds
+
+
+def recomputed_with_an_input_twice(blocks, every, activations, boundary, seconds):
+    memory, time = recomputed(blocks, every, activations, boundary, seconds)
+    return memory + boundary * (every > 0), time
+
+
+def recomputed_for_nothing(blocks, every, activations, boundary, seconds):
+    return recomputed(blocks, every, activations, boundary, seconds)[0], 3 * blocks * seconds
+
+
+def recomputed_with_inputs_alone(blocks, every, activations, boundary, seconds):
+    memory, time = recomputed(blocks, every, activations, boundary, seconds)
+    return blocks // every * boundary if every else memory, time
+
+
+def recomputed_everything_twice(blocks, every, activations, boundary, seconds):
+    return recomputed(blocks, every, activations, boundary, seconds)[0], (6 if every else 3) * blocks * seconds
+
+
+def recomputed_as_many_segments(blocks, every, activations, boundary, seconds):
+    return recomputed(blocks, blocks // every if every else 0, activations, boundary, seconds)
+
+
+# --- micro_batch_for ------------------------------------------------------------------------------------------
+
+
+def micro_batch_for(budget, kept, example, batch, ranks):
+    each = batch // ranks
+    for micro in range(each, 0, -1):
+        if each % micro == 0 and kept + micro * example <= budget:
+            return micro, each // micro
+    return 0, 0
+
+
+def micro_batch_that_does_not_divide(budget, kept, example, batch, ranks):
+    fits = max(0, budget - kept) // example
+    micro = min(fits, batch // ranks)
+    return (micro, -(-batch // ranks // micro)) if micro else (0, 0)
+
+
+def micro_batch_of_all_ranks(budget, kept, example, batch, ranks):
+    return micro_batch_for(budget, kept, example, batch, 1)
+
+
+def micro_batch_with_nothing_kept(budget, kept, example, batch, ranks):
+    return micro_batch_for(budget, 0, example, batch, ranks)
+
+
+def micro_batch_with_a_byte_to_spare(budget, kept, example, batch, ranks):
+    return micro_batch_for(budget - 1, kept, example, batch, ranks)
+
+
+def micro_batch_of_one_at_least(budget, kept, example, batch, ranks):
+    return micro_batch_for(max(budget, kept + example), kept, example, batch, ranks)
+
+
+def micro_batch_a_power_of_two(budget, kept, example, batch, ranks):
+    each = batch // ranks
+    sizes = [2**k for k in range(20) if each % 2**k == 0 and kept + 2**k * example <= budget]
+    return (sizes[-1], each // sizes[-1]) if sizes else (0, 0)
+
+
+# --- fewest_ranks ---------------------------------------------------------------------------------------------
+
+
+def fewest_ranks(strategy, parameters, activations, budget):
+    for power in range(40):
+        if sum(kept_bytes(strategy, parameters, 2**power, True)) + activations <= budget:
+            return 2**power
+    return 0
+
+
+def ranks_with_everything_cut(strategy, parameters, activations, budget):
+    return fewest_ranks("fsdp", parameters, activations, budget)
+
+
+def ranks_without_activations(strategy, parameters, activations, budget):
+    return fewest_ranks(strategy, parameters, 0, budget)
+
+
+def ranks_that_cut_activations_too(strategy, parameters, activations, budget):
+    for power in range(40):
+        if sum(kept_bytes(strategy, parameters, 2**power, True)) + activations / 2**power <= budget:
+            return 2**power
+    return 0
+
+
+def ranks_with_a_byte_to_spare(strategy, parameters, activations, budget):
+    return fewest_ranks(strategy, parameters, activations, budget - 1)
+
+
+def ranks_by_division(strategy, parameters, activations, budget):
+    """Right for stage 3 alone, and not a power of two."""
+    return -(-16 * parameters // (budget - activations)) if budget > activations else 0
+
+
+WRONG = {
+    "own_shard": [
+        (
+            shard_without_padding,
+            "world size 2, float32 tensors of shapes (2, 3), (), (4,), rank 1: expected a tensor of",
+        ),
+        (shard_dealt_out_in_turns, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 3, 5, 7, 9, 11]"),
+        (shard_of_each_parameter, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 2, 3, 7, 8, 9]"),
+        (
+            shard_padded_always,
+            "world size 2, float64 tensors of shapes (2, 2), (4,), rank 0: expected a tensor of shape",
+        ),
+        (shard_padded_in_front, "rank 0: expected [1, 2, 3, 4, 5, 6], got [0, 1, 2, 3, 4, 5]"),
+        (
+            shard_as_float32,
+            "rank 0: expected a tensor of shape (4,) and type float64, got a tensor of shape (4,) and ty",
+        ),
+    ],
+    "own_pieces": [
+        (
+            pieces_of_the_vector,
+            "own_pieces([3, 4, 1], 0, 2), rank 0: expected [[0, 0, 3], [1, 0, 1]], got [[0, 0, 3], ",
+        ),
+        (
+            pieces_with_the_last_one,
+            "own_pieces([3, 4, 1], 0, 2), rank 0: expected [[0, 0, 3], [1, 0, 1]], got [[0, 0, ",
+        ),
+        (
+            pieces_with_empty_ones,
+            "own_pieces([3, 4, 1], 0, 2), rank 0: expected [[0, 0, 3], [1, 0, 1]], got [[0, 0, 3]",
+        ),
+        (
+            pieces_of_whole_parameters,
+            "own_pieces([3, 4, 1], 0, 2), rank 0: expected [[0, 0, 3], [1, 0, 1]], got [[0, 0",
+        ),
+        (pieces_rounded_down, "own_pieces([5, 4], 3, 4), rank 0: expected [], got [[1, 1, 3]]"),
+    ],
+    "sharded_gradient": [
+        (gradient_summed, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [11, 22, 33, 44, 55, 66]"),
+        (gradient_by_all_reduce, "expected reduce_scatter of 48 bytes, got all_reduce of 48 bytes"),
+        (gradient_of_this_rank, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [1, 2, 3, 4, 5, 6]"),
+        (gradient_one_by_one, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [5.5, 11, 16.5, 38.5, 44, 49.5]"),
+        (
+            gradient_of_the_next_rank,
+            "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [38.5, 44, 49.5, 55, 60.5, 0]",
+        ),
+    ],
+    "sharded_step": [
+        (step_with_the_sum, "rank 0: expected [-0.10460285, -0.018566794] as item 1, got [-0.2092057"),
+        (step_without_decay, "0.52069601] as item 0, got [0.7613"),
+        (step_from_zero, "0.52069601] as item 0, got [0.7351"),
+        (step_and_keep_the_others_old, "0.52069601] as item 0, got [0.76069082, 0.36665717, 0.0616"),
+        (
+            step_after_an_all_reduce,
+            "expected reduce_scatter of 32 bytes, all_gather of 32 bytes, got all_reduce of 32 b",
+        ),
+    ],
+    "global_norm": [
+        (norm_of_this_rank, "two units that need no padding, rank 0: expected 6.6332496, got 4.69041"),
+        (norm_as_a_sum_of_norms, "two units that need no padding, rank 0: expected 6.6332496, got 9.3808"),
+        (norm_with_padding, "two units with padding, rank 0: expected 6.244998, got 141.559"),
+        (norm_with_the_shared_unit_twice, "a unit that two modules share, rank 0: expected 6.164414, got 7.61577"),
+        (norm_unit_by_unit, "expected all_reduce of at most 8 bytes, got all_reduce of 4 bytes, all_reduce of 4 bytes"),
+    ],
+    "accumulated_shard": [
+        (
+            accumulated_always_at_the_end,
+            "3 micro-batches, keep_whole False, rank 0: expected reduce_scatter of 16 bytes",
+        ),
+        (
+            accumulated_always_one_by_one,
+            "keep_whole True, rank 0: expected reduce_scatter of 16 bytes, got reduce_scatt",
+        ),
+        (accumulated_and_overwritten, "3 micro-batches, keep_whole True, rank 0: expected [11, 22], got [16.5, 33]"),
+        (accumulated_as_a_sum, "3 micro-batches, keep_whole True, rank 0: expected [11, 22], got [33, 66]"),
+        (
+            accumulated_and_reduced_again,
+            "3 micro-batches, keep_whole True, rank 0: expected [11, 22], got [18.333334, ",
+        ),
+    ],
+    "kept_bytes": [
+        (kept_without_float32_parameters, "rank 0: expected [1.5e+10, 1.5e+10, 9e+10], got [1.5e+10, 1.5e+10, 6e+10]"),
+        (kept_cut_from_the_front, "rank 0: expected [4000, 4000, 2000], got [1000, 4000, 8000]"),
+        (kept_all_cut, "rank 0: expected [4000, 4000, 8000], got [1000, 1000, 2000]"),
+        (kept_one_moment, "rank 0: expected [4000, 4000, 8000], got [4000, 4000, 4000]"),
+    ],
+    "sent_in_a_step": [
+        (sent_in_one_micro_batch, "sent_in_a_step('zero2', 1000, 4, 3), rank 0: expected 12000, got 6000"),
+        (sent_in_elements, "sent_in_a_step('ddp', 1000, 2, 1), rank 0: expected 4000, got 1000"),
+        (sent_without_the_share, "sent_in_a_step('ddp', 1000, 2, 1), rank 0: expected 4000, got 8000"),
+        (sent_and_accumulated_by_all, "sent_in_a_step('ddp', 1000, 4, 3), rank 0: expected 6000, got 18000"),
+        (sent_with_parameters_gathered_once, "sent_in_a_step('fsdp', 1000, 4, 1), rank 0: expected 9000, got 6000"),
+    ],
+    "gathered_peak": [
+        (peak_of_the_forward_pass, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 6"),
+        (peak_without_gradients, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 6"),
+        (peak_of_the_largest, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 8"),
+        (peak_of_everything, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 14"),
+        (peak_always_resharded, "gathered_peak([1, 1, 1, 1, 1, 3], 1, False), rank 0: expected 11, got 7"),
+    ],
+    "full_state": [
+        (state_of_rank_0_alone, "rows that N divides, rank 0: expected a tensor of shape (4, 3)"),
+        (state_in_the_wrong_order, "world size 2, rows that N divides, rank 0: expected [[1, 2, 3], [4, 5, 6], [7"),
+        (state_on_every_rank, "rank 1: expected None, got list"),
+        (state_gathered_everywhere, "expected only sends and receives, got a call of all_gather"),
+        (state_with_equal_shards, "world size 2, 5 rows, and 2"),
+    ],
+    "mesh_groups": [
+        (groups_turned_round, "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[0, 1], [1, 3]]"),
+        (groups_filled_by_columns, "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[0, 1], [1, 3]]"),
+        (
+            groups_of_two_dimensions,
+            "mesh_groups([2, 2, 2], 6), rank 0: expected [[2, 6], [4, 6], [6, 7]], got [[0, 2, ",
+        ),
+        (
+            groups_that_start_with_this_rank,
+            "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[1, 3], [1",
+        ),
+    ],
+    "hybrid_gradient": [
+        (hybrid_inside_alone, "world size 4, 2 elements, 2 replicas, rank 0: expected [277.75], got [5.5]"),
+        (hybrid_groups_swapped, "world size 4, 2 elements, 2 replicas, rank 1: expected [555.5], got [277.75]"),
+        (hybrid_mean_of_a_row, "world size 4, 2 elements, 2 replicas, rank 0: expected [277.75], got [555.5]"),
+        (hybrid_over_all_ranks, "4 bytes among 2 ranks, got all_reduce of 8 bytes among 4 ranks"),
+        (hybrid_across_first, "got all_reduce of 8 bytes among 2 ranks, reduce_scatter of 8 bytes among 2 ranks"),
+    ],
+    "scaled_step": [
+        (
+            scaled_by_each_rank_alone,
+            "an element of rank 1 is infinite, rank 0: expected None as item 0",
+        ),
+        (scaled_by_the_sum_of_elements, "elements of 3e38, rank 0: expected a tensor of shape (4,) and type float32"),
+        (scaled_with_nan_forgotten, "is not a number, rank 0: expected None as item 0"),
+        (scaled_and_never_grown, "good 9, interval 10, rank 0: expected 2048 as item 1, got 1024"),
+        (
+            scaled_and_grown_at_once,
+            "good 9, interval 10, rank 0: expected [0.0009765625, 0.001953125, 0.0029296875] as",
+        ),
+        (scaled_and_not_started_again, "is infinite, rank 0: expected 0 as item 2, got 9"),
+    ],
+    "recomputed": [
+        (recomputed_with_an_input_twice, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [220, 48]"),
+        (recomputed_for_nothing, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [210, 36]"),
+        (recomputed_with_inputs_alone, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [120, 48]"),
+        (recomputed_everything_twice, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [210, 72]"),
+        (recomputed_as_many_segments, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [1200, 48]"),
+    ],
+    "micro_batch_for": [
+        (
+            micro_batch_that_does_not_divide,
+            "micro_batch_for(1000, 200, 100, 24, 2), rank 0: expected [6, 2], got [8, 2",
+        ),
+        (micro_batch_of_all_ranks, "micro_batch_for(1000, 200, 100, 24, 2), rank 0: expected [6, 2], got [8, 3]"),
+        (micro_batch_with_nothing_kept, "micro_batch_for(1000, 950, 100, 8, 4), rank 0: expected [0, 0], got [2, 1]"),
+        (
+            micro_batch_with_a_byte_to_spare,
+            "micro_batch_for(1000, 200, 100, 32, 1), rank 0: expected [8, 4], got [4, 8",
+        ),
+        (micro_batch_of_one_at_least, "micro_batch_for(1000, 950, 100, 8, 4), rank 0: expected [0, 0], got [1, 2]"),
+        (micro_batch_a_power_of_two, "micro_batch_for(1000, 200, 100, 24, 2), rank 0: expected [6, 2], got [4, 3]"),
+    ],
+    "fewest_ranks": [
+        (ranks_with_everything_cut, "fewest_ranks('ddp', 7500000000, 0, 80000000000), rank 0: expected 0, got 2"),
+        (
+            ranks_without_activations,
+            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expected 4, ",
+        ),
+        (
+            ranks_that_cut_activations_too,
+            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expecte",
+        ),
+        (ranks_with_a_byte_to_spare, "fewest_ranks('ddp', 750000000, 0, 12000000000), rank 0: expected 1, got 0"),
+        (ranks_by_division, "fewest_ranks('ddp', 7500000000, 0, 80000000000), rank 0: expected 0, got 2"),
+    ],
+}

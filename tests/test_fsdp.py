@@ -1,0 +1,317 @@
+"""ZeRO by hand and PyTorch's: messages, memory, overlap, loss scaling, resumed runs, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import equality
+from common.errors import UserError
+from common.launch import launch
+from common.ledger import Ledger
+from common.ranks import Ranks
+from common.strategies import load, module
+
+VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
+STAGES = ("zero1", "zero2", "fsdp")
+memory = module("06_fsdp", "memory")
+
+
+def here() -> Ranks:
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+
+
+def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.randint(equality.VOCABULARY, (count, 2, equality.CONTEXT + 1))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
+
+
+def padded(numel: int, size: int) -> int:
+    return -(-numel // size) * size
+
+
+def sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(trained, frozen) elements of embedding, blocks and head; a tied weight is the embedding's."""
+    parts = {"embedding": model.embedding, **dict(model.blocks.named_children()), "head": model.head}
+    seen, counted = set(), {}
+    for name, part in parts.items():
+        own = [p for p in part.parameters() if p not in seen]
+        seen.update(own)
+        counted[name] = tuple(sum(p.numel() for p in own if p.requires_grad is kind) for kind in (True, False))
+    return counted
+
+
+def counted_steps(tied: bool, accumulate: int) -> dict:
+    counted = {}
+    for name in STAGES:
+        model = equality.tied() if tied else equality.frozen()
+        counted["sizes"] = sizes(model)
+        strategy = load(name, by_hand=True)(model, equality.sgd, here())
+        if name == "zero2":
+            counted["buckets"] = [flat.length for flat in strategy.trained]
+        strategy.step(micro_batches())
+        with Ledger() as ledger:
+            strategy.step(micro_batches(accumulate))
+        small = [entry for entry in ledger.entries if entry.operation == "all_reduce"]
+        counted[name] = ledger.calls, ledger.sent - sum(entry.sent for entry in small), [e.payload for e in small]
+    return counted
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("nproc, accumulate", [(2, 1), (4, 3)])
+def test_volume_is_2p_2p_3p(tied, nproc, accumulate):
+    """Bytes that a rank sends, by the formulas of Rajbhandari et al., section 7; P with its padding."""
+    share = 4 * (nproc - 1) / nproc  # of the bytes of float32
+    for counted in launch(counted_steps, nproc, (tied, accumulate)):
+        trained = padded(sum(own for own, _ in counted["sizes"].values()), nproc)
+        assert counted["zero1"] == (
+            {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1},
+            share * 2 * trained,
+            [4, 4],
+        )
+
+        buckets = sum(padded(length, nproc) for length in counted["buckets"])
+        assert sum(counted["buckets"]) == sum(trained for trained, _ in counted["sizes"].values())
+        calls = {"all_reduce": 2, "reduce_scatter": accumulate * len(counted["buckets"])}
+        calls["all_gather"] = len(counted["buckets"])
+        assert counted["zero2"] == (calls, share * (1 + accumulate) * buckets, [4, 4])
+
+        units = dict(counted["sizes"])
+        last = "head"
+        if tied:  # one unit of embedding and head
+            units["embedding"] = tuple(map(sum, zip(units["embedding"], units.pop("head"), strict=True)))
+            last = "embedding"
+        gathered = reduced = volume = 0
+        for name, (trained, frozen) in units.items():
+            times = 1 if name == last else 2  # the backward pass begins with the last unit, which is not freed between
+            gathered += times * ((trained > 0) + (frozen > 0))
+            reduced += trained > 0
+            volume += times * (padded(trained, nproc) + padded(frozen, nproc)) + padded(trained, nproc)
+        calls = {"all_reduce": 2, "all_gather": accumulate * gathered, "reduce_scatter": accumulate * reduced}
+        assert counted["fsdp"] == (calls, share * accumulate * volume, [4, 4])
+
+
+def memory_between_steps(precision: str) -> dict:
+    """What is counted with each strategy by hand after its first two steps, by kind, and the lengths of its vectors."""
+    counted = {}
+    for name in STAGES:
+        batches = [micro_batches(), micro_batches(3)]
+        known = memory.live()
+        model = equality.tied()
+        strategy = load(name, by_hand=True)(model, equality.adamw, here(), precision)
+        for batch in batches:
+            strategy.step(batch)
+        counted[name] = memory.held(strategy, known), [len(flat.vector) for flat in strategy.flats]
+        del model, strategy
+    return counted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_memory_between_steps(nproc, precision):
+    """Live tensors against the formulas of Rajbhandari et al., section 5, in mixed precision and in float32."""
+    for counted in launch(memory_between_steps, nproc, (precision,)):
+        for name, (held, vectors) in counted.items():
+            expected = memory.formula(name, sum(vectors), nproc, "float32" if precision == "fp32" else "mixed")
+            expected["optimizer"] += 4 * len(vectors)  # AdamW counts its steps: one number for each vector
+            assert held == expected | {"other": 0}, name
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_sizes_that_do_not_divide(name):
+    """3 ranks cut nothing here without padding."""
+    cases = [case for case in equality.CASES if case.accumulate == 1]
+    rows = equality.prove_class(load(name, by_hand=True), 3, f"{name} by hand on 3 ranks", cases)
+    assert len(rows) == 4
+    assert launch(lambda: [f.length % 3 > 0 for f in load(name, True)(equality.tied(), equality.sgd, here()).flats], 3)[
+        0
+    ]
+
+
+def in_bf16(name: str, by_hand: bool) -> tuple:
+    """Losses and norms of three steps, and the types of a full state that goes on."""
+    torch.manual_seed(0)
+    strategy = load(name, by_hand)(equality.frozen(), equality.adamw, here(), precision="bf16")
+    torch.manual_seed(1 + dist.get_rank())
+    numbers = [torch.stack(strategy.step(micro_batches(2))) for _ in range(2)]
+    state = strategy.full_state()
+    before = dict(state["model"])  # set_state_dict puts DTensors into the dictionary that it is given
+    strategy.load_full_state(state)
+    after = strategy.full_state()["model"]
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    numbers.append(torch.stack(strategy.step(micro_batches(2))))
+    return torch.stack(numbers), {tensor.dtype for tensor in before.values()}
+
+
+def test_mixed_precision():
+    """By hand gradients are summed over the ranks in bf16, by PyTorch in float32: the rest is alike."""
+    (expected, types), *_ = launch(in_bf16, 2, ("fsdp", False))
+    assert types == {torch.float32}
+    for name in STAGES:
+        (numbers, types), *_ = launch(in_bf16, 2, (name, True))
+        assert types == {torch.float32}
+        torch.testing.assert_close(numbers, expected, rtol=2e-2, atol=0)
+
+
+def test_formulas_of_the_paper():
+    """Section 1: 7.5 billion parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB."""
+    sums = [sum(memory.formula(name, 7_500_000_000, 64, "mixed").values()) for name in ("ddp", *STAGES)]
+    assert [round(size / 1e9, 1) for size in sums] == [120.0, 31.4, 16.6, 1.9]
+
+
+def timelines() -> dict:
+    """A step as a timeline of memory, and what is held after it."""
+    found = {}
+    for name, by_hand in [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]:
+        batches = [micro_batches() for _ in range(3)]
+        known = memory.live()
+        model = equality.tied()
+        strategy = load(name, by_hand)(model, equality.adamw, here())
+        for batch in batches[:2]:
+            strategy.step(batch)
+        with memory.Timeline(strategy) as timeline:
+            strategy.step(batches[2])
+        found[name, by_hand] = timeline.bytes, memory.held(strategy, known), timeline.peak
+        del model, strategy, timeline
+    return found
+
+
+def test_timeline_of_memory():
+    for found in launch(timelines, 2):
+        for (name, by_hand), (lines, held, peak) in found.items():
+            kept = {kind: held[kind] for kind in ("parameters", "optimizer")}
+            assert all({kind: line[kind] for kind in kept} == kept for line in lines), (name, by_hand)
+            assert lines[-1]["gradients"] == held["gradients"] and peak == max(sum(line.values()) for line in lines)
+            assert max(line["activations"] for line in lines) > 0
+        model = equality.tied()
+        units = [4 * padded(sum(sizes(model)[name]), 2) for name in ("0", "1")]
+        units.append(4 * padded(sum(sizes(model)[name][0] for name in ("embedding", "head")), 2))
+        buffers = max(line["buffers"] for line in found["fsdp", True][0])
+        # gathered: all units, since there are three only; a gradient of two units, and two shards of that
+        assert sum(units) <= buffers <= 2.5 * sum(units)
+
+
+def events_of_a_step() -> list[str]:
+    """What stage 3 does to its units, in order; u0 is that of embedding and head."""
+    model = equality.tied()
+    strategy = load("fsdp", by_hand=True)(model, equality.sgd, here())
+    strategy.step(micro_batches())
+    events = []
+    for number, unit in enumerate(strategy.units):
+        for flat in unit.flats:
+            gather = flat.gather
+            flat.gather = lambda *a, n=number, gather=gather, **k: events.append(f"gather u{n}") or gather(*a, **k)
+        free = unit.free
+        unit.free = lambda n=number, unit=unit, free=free: (unit.gathered and events.append(f"free u{n}")) or free()
+    parts = {"embedding": model.embedding, **dict(model.blocks.named_children()), "head": model.head}
+    for name, part in parts.items():
+        part.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward {name}"))
+        part.register_forward_hook(
+            lambda *a, name=name: a[-1].register_hook(lambda _: events.append(f"backward {name}")) and None
+        )
+    launch_reduce, flats = strategy.reduce, list(strategy.flats)
+    strategy.reduce = lambda flat: events.append(f"reduce u{flats.index(flat)}") or launch_reduce(flat)
+    strategy.step(micro_batches())
+    return events
+
+
+def test_units_are_gathered_before_they_are_needed_and_freed_after():
+    forward = "gather u0, gather u1, forward embedding, gather u2, forward 0, free u1, forward 1, free u2, forward head"
+    backward = "gather u2, backward head, gather u1, backward 1, free u2, backward 0, free u1, backward embedding"
+    for events in launch(events_of_a_step, 2):
+        in_order = [event for event in events if not event.startswith("reduce")]
+        assert ", ".join(in_order) == f"{forward}, {backward}, free u0"
+
+
+def frozen_below() -> list[bool]:
+    """A unit whose last layer alone is trained: its frozen layers are needed after the last gradient is there."""
+    gradients = []
+    for name in ("single", "fsdp"):
+        torch.manual_seed(0)
+        model = equality.tied()
+        for parameter in model.blocks[1].parameters():
+            parameter.requires_grad_(False)
+        model.blocks[1].mlp.down.bias.requires_grad_(True)
+        strategy = load(name, name == "fsdp")(model, equality.sgd, here())
+        torch.manual_seed(1)
+        norms = [strategy.step(micro_batches())[1] for _ in range(3)]
+        gradients.append(torch.stack(norms))
+    return torch.allclose(*gradients, rtol=1e-5)
+
+
+def test_frozen_layers_in_a_trained_unit():
+    assert launch(frozen_below, 1) == [True]
+
+
+def overflow(name: str, by_hand: bool) -> list:
+    """fp16 with an infinite gradient in one element, which one rank's shard holds: does every rank skip the step?"""
+    torch.manual_seed(0)
+    model = equality.tied()
+    strategy = load(name, by_hand)(model, equality.sgd, here(), precision="fp16")
+    torch.manual_seed(dist.get_rank())
+    strategy.step(micro_batches())
+    scale = strategy.scaler.get_scale()
+    handle = model.head.register_full_backward_pre_hook(
+        lambda _, gradients: (gradients[0] * (float("inf") if dist.get_rank() == 0 else 1),)
+    )
+    before = strategy.full_state()["model"]
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    strategy.step(micro_batches())
+    handle.remove()
+    after = strategy.full_state()["model"]
+    unmoved = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return [scale, strategy.scaler.get_scale(), unmoved]
+
+
+@pytest.mark.parametrize("name, by_hand", VERSIONS)
+def test_all_ranks_skip_a_step_that_overflows(name, by_hand):
+    for scale, after, unmoved in launch(overflow, 2, (name, by_hand)):
+        assert after == scale / 2 and unmoved
+
+
+def go_on(versions, begin, state) -> dict:
+    """A step by each of these strategies, which hand on their state; what the last one leaves on rank 0."""
+    torch.manual_seed(0)
+    batches = [micro_batches() for _ in range(begin + len(versions))][begin:]  # the same on every rank
+    for batch, (name, by_hand) in zip(batches, versions, strict=True):
+        torch.manual_seed(1)
+        strategy = load(name, by_hand)(equality.frozen(), equality.adamw, here())
+        if state:
+            strategy.step(micro_batches())  # something to be overwritten
+            strategy.load_full_state(state)
+        strategy.step(batch)
+        state = strategy.full_state()
+    return state
+
+
+def test_states_are_handed_on():
+    """From version to version and from 2 ranks to 4, against one process alone."""
+    versions = [("ddp", True), *VERSIONS, ("single", False)]
+    two = launch(go_on, 2, (versions[:5], 0, None))[0]
+    four = equality.flatten(launch(go_on, 4, (versions[5:], 5, two))[0])
+    alone = equality.flatten(launch(go_on, 1, ([("single", False)] * len(versions), 0, None))[0])
+    assert alone.keys() == four.keys()
+    different = {name for name in alone if equality.difference(four[name], alone[name]) > equality.TOLERANCE}
+    assert not different
+
+
+def unused(name: str, by_hand: bool) -> str:
+    model = equality.WithBatchNorm()
+    model.extra = nn.Linear(2, 2)
+    strategy = load(name, by_hand)(model, equality.sgd, here())
+    with pytest.raises(UserError) as refusal:
+        strategy.step(micro_batches())
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name, by_hand", VERSIONS)
+def test_a_parameter_without_a_gradient_is_named(name, by_hand):
+    (line,) = launch(unused, 1, (name, by_hand))
+    assert line.startswith("parameter extra.weight and 1 more got no gradient in this step: ")
+
+
+def test_parameters_outside_of_units_are_refused():
+    model = nn.Module()
+    model.layer, model.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    with pytest.raises(UserError, match="every parameter must be in one child of the model"):
+        module("06_fsdp", "by_hand_fsdp").units_of(model, Ranks(0, 1, 0, torch.device("cpu")))

@@ -12,7 +12,7 @@ from functools import partial
 
 from common.bugs import Bug, Bugs
 
-pipeline = partial(Bug, "Pipeline")
+pipeline = partial(Bug, "Pipeline", ranks=2)
 replicas = partial(Bug, "PipelinesByHand", file="hybrid.py")
 
 BUGS = Bugs(
@@ -80,6 +80,7 @@ BUGS = Bugs(
             right="torch.empty(self.shape, device=self.device)",
             wrong="self.__dict__.setdefault(kind, torch.empty(self.shape, device=self.device)).detach()",
             inside="exchange",
+            ranks=4,
             refused_by="grad_norm",
             why="What is received always comes into the same memory. The activations in there are still needed by a "
             "backward to come, which computes with those of a later micro-batch.",

@@ -126,35 +126,37 @@ def test_gradients_may_wait_for_the_last_micro_batch():
     assert large - small > 4 * parameters / 3  # the other rank's half too, though the peak need not be at the end
 
 
-def trained(name: str, by_hand: bool, recompute: str, options: dict) -> tuple:
-    """Loss and norm of three steps, and the most that was alive in activations."""
-    config = Config(strategy=name, by_hand=by_hand, recompute=recompute, layers=3, width=16, context=64)
-    strategy = load(name, by_hand)(Task(None, config).make_model(), equality.adamw, here(), **options)
-    torch.manual_seed(dist.get_rank())
-    numbers = []
-    for _ in range(3):
-        tokens = torch.randint(256, (8, config.context + 1))
-        with memory.Timeline(strategy) as timeline:
-            numbers.append(torch.stack(strategy.step([(tokens[:, :-1], tokens[:, 1:])])))
-    return torch.stack(numbers), max(line["activations"] for line in timeline.bytes)
+def trained(name: str, by_hand: bool, ways: list[dict]) -> list[tuple]:
+    """For each way, which is options of the strategy and how much is recomputed: loss and norm of three steps, and the
+    most that was alive in activations."""
+    found = []
+    for way in ways:
+        config = Config(strategy=name, by_hand=by_hand, layers=3, width=16, context=64, **way)
+        options = sharding.options(config)
+        strategy = load(name, by_hand)(Task(None, config).make_model(), equality.adamw, here(), **options)
+        torch.manual_seed(dist.get_rank())
+        numbers = []
+        for _ in range(3):
+            tokens = torch.randint(256, (8, config.context + 1))
+            with memory.Timeline(strategy) as timeline:
+                numbers.append(torch.stack(strategy.step([(tokens[:, :-1], tokens[:, 1:])])))
+        found.append((torch.stack(numbers), max(line["activations"] for line in timeline.bytes)))
+    return found
 
 
 @pytest.mark.parametrize("name, by_hand", [("single", False), ("ddp", True), ("fsdp", False), ("fsdp", True)])
 def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
-    peaks = []
-    for kind in module("06_fsdp", "recompute").KINDS:
-        numbers, peak = launch(trained, min(2, 1 + (name != "single")), (name, by_hand, kind, {}))[0]
-        if not peaks:
-            expected = numbers
-        torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=0)
-        peaks.append(peak)
-    none, selective, full = peaks
-    assert none > 1.2 * selective and selective > 1.2 * full, peaks
+    ways = [{"recompute": kind} for kind in module("06_fsdp", "recompute").KINDS]
+    found = launch(trained, 1 if name == "single" else 2, (name, by_hand, ways))[0]
+    for numbers, _ in found[1:]:
+        torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)
+    none, selective, full = (peak for _, peak in found)
+    assert none > 1.2 * selective and selective > 1.2 * full
 
 
 def test_offloading_changes_nothing():
-    numbers, expected = (launch(trained, 2, ("fsdp", False, "none", o))[0][0] for o in ({"offload": True}, {}))
-    assert torch.equal(numbers, expected)
+    (offloaded, _), (expected, _) = launch(trained, 2, ("fsdp", False, [{"offload": True}, {}]))[0]
+    assert torch.equal(offloaded, expected)
 
 
 def test_offloading_without_enough_memory(monkeypatch):

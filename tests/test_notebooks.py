@@ -29,6 +29,7 @@ NOTEBOOKS = [
     "04_model_parallel/04_experts.ipynb",
     "05_pipeline/01_pipelines.ipynb",
     "05_pipeline/02_schedule_lab.ipynb",
+    "05_pipeline/03_pytorch_and_hybrids.ipynb",
 ]
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))
 

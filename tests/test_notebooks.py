@@ -28,6 +28,7 @@ NOTEBOOKS = [
     "04_model_parallel/03_long_contexts.ipynb",
     "04_model_parallel/04_experts.ipynb",
     "06_fsdp/01_zero.ipynb",
+    "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
 ]
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))

@@ -31,6 +31,7 @@ NOTEBOOKS = [
     "05_pipeline/02_schedule_lab.ipynb",
     "05_pipeline/03_pytorch_and_hybrids.ipynb",
     "06_fsdp/01_zero.ipynb",
+    "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
 ]
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))

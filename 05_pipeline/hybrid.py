@@ -73,7 +73,7 @@ class PipelinesDDP(Pipelines):
         return {n: DistributedDataParallel(layers, process_group=self.column) for n, layers in modules.items()}
 
     def make_executor(self, name, modules):
-        options.require_in_hybrid("pipeline+ddp", name)
+        options.require_in_hybrid("pipeline+ddp", name, self.ranks.size // self.data_size, self.microbatches)
         return super().make_executor(name, modules)
 
 
@@ -90,7 +90,7 @@ class PipelinesFSDP(Pipelines):
         return modules
 
     def make_executor(self, name, modules):
-        options.require_in_hybrid("pipeline+fsdp", name)
+        options.require_in_hybrid("pipeline+fsdp", name, self.ranks.size // self.data_size, self.microbatches)
         return super().make_executor(name, modules)
 
     def add_tied_gradients(self):

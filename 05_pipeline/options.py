@@ -29,7 +29,7 @@ def check(config, ranks: int) -> None:
         raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
     if not config.by_hand:
         require_in_torch(config.schedule, pipeline, config.microbatches)
-        require_in_hybrid(config.strategy, config.schedule)
+        require_in_hybrid(config.strategy, config.schedule, pipeline, config.microbatches)
     parts = replicas * config.accumulate * config.microbatches
     if config.batch_size % parts:
         nearest = max(1, round(config.batch_size / parts)) * parts
@@ -46,14 +46,19 @@ def require_replicas(ranks: int, replicas: int) -> None:
         )
 
 
-def require_in_hybrid(strategy: str, name: str) -> None:
-    """Raise UserError for schedules with which PyTorch's hybrids do not train right."""
-    # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step of the others, and it
-    # never sees weight gradients that are computed apart from those of inputs.
+def require_in_hybrid(strategy: str, name: str, ranks: int, microbatches: int) -> None:
+    """Raise UserError for schedules with which PyTorch's hybrids do not train right, on so many ranks of a pipeline."""
+    # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step where all forwards come
+    # before the first backward, and it never sees weight gradients that are computed apart from those of inputs.
     if strategy == "pipeline+ddp" and name != "1f1b":
         raise UserError(
             f"--schedule {name}: PyTorch's DistributedDataParallel works in a pipeline with schedule 1f1b alone; take "
             f"that, or --strategy pipeline+fsdp, or add --by-hand"
+        )
+    if strategy == "pipeline+ddp" and 1 < microbatches <= ranks:
+        raise UserError(
+            f"--microbatches {microbatches}: PyTorch's DistributedDataParallel works in a pipeline of {ranks} ranks "
+            f"with more micro-batches than that; make it {2 * ranks}, or add --by-hand"
         )
     if strategy == "pipeline+fsdp" and name in ("zbv", "dualpipev"):
         raise UserError(

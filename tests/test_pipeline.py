@@ -255,6 +255,7 @@ def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
     assert "on 4 ranks needs 8 or more micro-batches, not 4" in refusal("--schedule dualpipev --layers 6")
     if not by_hand_too:
         assert "wants a micro-batch for each of 4 ranks, not 2" in refusal("--microbatches 2")
+        assert "in a pipeline of 2 ranks with more micro-batches" in refusal("--strategy pipeline+ddp --microbatches 2")
     config.parse(argv=f"{line} --split-spec blocks.0:end,blocks.1:end,blocks.2:end".split())
     Path("options.yaml").write_text("split-spec:\n  blocks.0: end\n  blocks.1: end\n  head: beginning\n")
     read = config.parse(argv=f"{line} --config options.yaml".split())

@@ -8,6 +8,8 @@ from pathlib import Path
 from common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # whoever unpickles something of a chapter imports the chapter by its name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def test_show_embeds_alt_text_and_closes(monkeypatch):
     plotting.show(fig, alt="a picture of nothing")
     data, metadata = shown[0]._repr_png_()
     assert metadata == {"width": 360, "alt": "a picture of nothing"}
-    assert not plt.get_fignums()
+    assert not plt.fignum_exists(fig.number)
 
 
 def test_collective_shows_every_chunk_in_its_ranks_colours():

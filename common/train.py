@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 import signal
 import sys
 import time
@@ -46,7 +47,8 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
     a step waits for them counts in its step_seconds.
 
     Exits with code INTERRUPTED after one of those. Raises UserError for a batch that cannot be divided, a
-    precision that the device does not have, a run directory that cannot be written, and a loss that is no number.
+    precision that the device does not have, a run directory that cannot be written, a loss that is no number, and
+    when another rank has died.
     """
     check_batch(config, strategy)
     require_precision(ranks.device, config.precision)
@@ -66,7 +68,7 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
     often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
     bar = tqdm(total=config.steps, initial=done, unit="step", disable=not main_rank, mininterval=often)
     batches = contextlib.closing(load(task.dataset, task.plan(strategy), done))
-    with bar, stop_requested() as stop, batches as batches:
+    with bar, lost_ranks_are_named(run), stop_requested() as stop, batches as batches:
         while done < config.steps:
             begin = time.perf_counter()
             strategy.set_learning_rate(learning_rate(config, done))
@@ -120,6 +122,21 @@ def resume(strategy: Strategy, run: RunDirectory | None, ranks: Ranks) -> int:
     if run:
         run.forget_after(int(done))
     return int(done)
+
+
+@contextlib.contextmanager
+def lost_ranks_are_named(run: RunDirectory | None):
+    """What gloo raises in a collective with a rank that is no more becomes a UserError, which says how to go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = re.search("Connection (closed|reset) by peer", str(error))
+        if not lost:
+            raise
+        advice = f"go on with --resume --run-dir {run.path}" if run else "go on with --resume"
+        raise UserError(
+            f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause; then {advice}"
+        ) from None
 
 
 class Stop:

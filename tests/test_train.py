@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -174,6 +175,9 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "rank      : 1" in errors and "SIGKILL" in errors
+    (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
+    assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
+    assert "RuntimeError" not in errors  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     newest = sorted((tmp_path / "run").glob("checkpoint-*.pt"))[-1]
     assert torch.load(newest, weights_only=True)["step"] >= 2

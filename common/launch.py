@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import linecache
 import logging
 import os
 import re
@@ -68,7 +69,10 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
             max_restarts=0,
             run_id="launch",
             rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
+            rdzv_endpoint=f"{folder}/agent",
+            # In a file, not by TCP: for each connection that one looks up the other's name, which without a network,
+            # or with a busy one, takes 5 seconds now and then.
+            rdzv_configs={"store_type": "file"},
             local_addr="127.0.0.1",
             monitor_interval=0.02,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -111,7 +115,7 @@ def _careful_agent():
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     variables = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     sys.stdout.flush()  # a forked rank inherits what is still in the buffers
     sys.stderr.flush()
     gc.freeze()
@@ -152,7 +156,8 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
     dist.set_debug_level_from_env()  # a forked rank has read TORCH_DISTRIBUTED_DEBUG long ago, as its parent
     try:
         fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
-        with process_group("cpu", "gloo", timeout):
+        size = int(os.environ["WORLD_SIZE"])
+        with process_group("cpu", "gloo", timeout, store=dist.FileStore(f"{folder}/store", size)):
             result = cloudpickle.dumps(fn(*args))
             stack.write(RETURNED)
     except BaseException as error:
@@ -203,13 +208,18 @@ def _doing(stack: str) -> str:
         return ""
     if stack.startswith(RETURNED):
         return HAD_RETURNED
-    operation = ""
+    operation, leaving = "", False
     for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', stack):
         if file.endswith("distributed_c10d.py"):
             operation = name
+        elif file.endswith("c10d_logger.py"):  # around each collective; it takes its time when one has failed
+            leaving = True
         elif name == "_run_rank":
             break
         elif _is_own(file):
+            if leaving and not operation:
+                called = re.findall(r"(\w+)\(", linecache.getline(file, int(line)))
+                operation = next((name for name in called if hasattr(dist, name)), "a collective")
             return (
                 f"was waiting in {operation}, line {line} of {name}" if operation else f"was at line {line} of {name}"
             )

@@ -82,10 +82,17 @@ def environment() -> tuple[int, int, int, int]:
 
 
 @contextmanager
-def process_group(device: str = "auto", backend: str = "auto", timeout: float = 300.0, check: bool = False):
+def process_group(
+    device: str = "auto",
+    backend: str = "auto",
+    timeout: float = 300.0,
+    check: bool = False,
+    store: dist.Store | None = None,
+):
     """Join the process group that the launcher's environment describes and yield this process's `Ranks`.
 
     Without a launcher it is a group of one, with no port opened. `timeout` is in seconds, for one collective.
+    The ranks meet in `store`, by default at the launcher's address and port.
     With `check`, every collective in the block is compared across the ranks first (common/guard.py).
     Raises UserError for bad devices, backends and ports.
 
@@ -108,10 +115,11 @@ def process_group(device: str = "auto", backend: str = "auto", timeout: float = 
     wait = datetime.timedelta(seconds=timeout)
     # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo.
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    # A group of one needs no port; keep the store alive as long as the group.
-    single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    if size == 1:
+        store = dist.HashStore()  # a group of one needs no port
+    place = {"store": store, "rank": rank, "world_size": size} if store else {}
     try:
-        dist.init_process_group(backend, timeout=wait, **single)
+        dist.init_process_group(backend, timeout=wait, **place)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):

@@ -62,6 +62,17 @@ def test_after_heavy_work_on_many_threads():
     torch.set_num_threads(threads)
 
 
+def store_of_the_group():
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store)
+
+
+def test_ranks_meet_in_a_file_and_ask_no_name_server():
+    assert launch(store_of_the_group, 2) == [dist.FileStore] * 2
+
+
 def fail_with_value_error():
     if dist.get_rank() == 1:
         raise ValueError("a reason")

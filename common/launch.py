@@ -105,8 +105,8 @@ def environment(**values: str):
 def _careful_agent():
     """The agent logs, and keeps signal handlers and environment variables of its own: a notebook wants neither.
 
-    And a forked rank must not collect its parent's garbage: a store left over from an earlier launch would, on its
-    destruction, wait for ever for a thread that exists in the parent alone.
+    And a forked rank must not collect its parent's garbage: a TCP store among it would, on its destruction, wait for
+    ever for a thread that exists in the parent alone.
     """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
@@ -147,12 +147,6 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
     faulthandler.dump_traceback_later(timeout + 5, file=stack, exit=True)
-    # Touch the network only once all ranks are forked. A thread of the parent answers each rank that connects to
-    # the store, and looks up its name: a rank forked at that moment would inherit the C library's lock on that,
-    # taken for ever.
-    Path(folder, f"forked-{rank}").touch()
-    while len(list(Path(folder).glob("forked-*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.002)
     dist.set_debug_level_from_env()  # a forked rank has read TORCH_DISTRIBUTED_DEBUG long ago, as its parent
     try:
         fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
@@ -228,9 +222,7 @@ def _doing(stack: str) -> str:
 
 def _output(folder: Path, nproc: int) -> list[str]:
     """What each rank printed on stdout, then on stderr."""
-    texts = ["".join(_read(folder / f"{name}-{rank}") for name in ("stdout", "stderr")) for rank in range(nproc)]
-    # A busy machine makes the store complain, with the time of day, that it cannot tell a client's host name.
-    return [re.sub(r"(?m)^\[W.* socket\.cpp:.*\n", "", text) for text in texts]
+    return ["".join(_read(folder / f"{name}-{rank}") for name in ("stdout", "stderr")) for rank in range(nproc)]
 
 
 def _read(file: Path) -> str:

@@ -155,15 +155,6 @@ def test_output_of_a_failed_launch_is_kept():
     assert "last words of" in failure.value.output[failure.value.rank]
 
 
-def test_the_stores_complaints_are_left_out(capfd):
-    def complain():
-        print("[W1121 09:43:10.1 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved.")
-        print("[W is for whisper")
-
-    launch(complain, 1)
-    assert capfd.readouterr().out == "[rank 0] [W is for whisper\n"
-
-
 def test_the_callers_signals_and_environment_are_left_alone():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)
     launch(dist.get_rank, 2)

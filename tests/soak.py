@@ -49,6 +49,13 @@ SCRIPTS = [
     ("06_fsdp", "--strategy zero1"),
     ("06_fsdp", "--strategy zero2 --by-hand"),
 ]
+GRIDS = [  # on four ranks
+    ("05_pipeline", "--strategy pipeline+ddp --replicas 2 --microbatches 3"),
+    ("05_pipeline", "--strategy pipeline+ddp --replicas 2 --microbatches 3 --by-hand --schedule zb-h1"),
+    ("05_pipeline", "--strategy pipeline+fsdp --replicas 2 --microbatches 3"),
+    ("06_fsdp", "--strategy hsdp --mesh 2x2"),
+    ("06_fsdp", "--strategy tensor+fsdp --mesh 2x2"),
+]
 
 
 def attempt(command, folder, timeout=TIMEOUT):
@@ -110,12 +117,12 @@ def soak(name, runs, make_command, folder):
 def main():
     print(f"{'':<80}{'runs':>5}{'failed':>8}")
     failed = 0
-    for folder, options in SCRIPTS:
-        for ranks in RANKS:
-            if ranks == 3 and "--heads 4" in options:
-                continue  # strategies that cut the heads and a vocabulary of 256
-            name = f"{Path(folder, 'distributed_training.py')} {options}".strip() + f", {ranks} rank(s)"
-            failed += soak(name, SCRIPT_RUNS, lambda run_dir, o=options, n=ranks: script(o, n, run_dir), ROOT / folder)
+    rows = [(*row, ranks) for row in SCRIPTS for ranks in RANKS] + [(*row, 4) for row in GRIDS]
+    for folder, options, ranks in rows:
+        if ranks == 3 and "--heads 4" in options:
+            continue  # strategies that cut the heads and a vocabulary of 256
+        name = f"{Path(folder, 'distributed_training.py')} {options}".strip() + f", {ranks} rank(s)"
+        failed += soak(name, SCRIPT_RUNS, lambda run_dir, o=options, n=ranks: script(o, n, run_dir), ROOT / folder)
     for path in NOTEBOOKS:
         failed += soak(path, NOTEBOOK_RUNS, lambda run_dir, path=path: notebook(path), ROOT)
     print(f"{failed} failed")

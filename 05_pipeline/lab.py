@@ -43,6 +43,7 @@ class Lab(widgets.VBox):
         }
         self.text, self.picture = widgets.Label(), widgets.Image(format="png", width=860)
         for control in self.controls.values():
+            control.style.description_width = "100px"  # "micro-batches" in full
             control.observe(self.redraw, "value")
         self.redraw()
         four = list(self.controls.values())

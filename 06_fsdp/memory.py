@@ -46,10 +46,15 @@ def kinds(strategy) -> dict[int, str]:
     return {place.data_ptr(): kind for kind, place in memory if place.nbytes()}
 
 
+def tensors_alive() -> list[torch.Tensor]:
+    # by its type: isinstance asks an object for its __class__, and some lazy ones of PyTorch warn when asked
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+
+
 def live() -> dict[int, int]:
     """Bytes of every live tensor's memory, by its address: whatever Python can still reach, or C++ for it."""
     gc.collect()
-    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    tensors = tensors_alive()
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     memory = [storage(tensor) for tensor in tensors]
     return {place.data_ptr(): place.nbytes() for place in memory if place.nbytes()}
@@ -88,7 +93,7 @@ class Timeline(TorchDispatchMode):
         gc.collect()
         model, optimizer = self.strategy.model, self.strategy.optimizer
         of_kind = kinds(self.strategy)
-        for tensor in [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]:
+        for tensor in tensors_alive():
             for place in (storage(t) for t in (tensor, tensor.grad if tensor.is_leaf else None) if t is not None):
                 if place.data_ptr() in of_kind:
                     self.follow(place)

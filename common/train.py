@@ -68,7 +68,7 @@ def train(strategy: Strategy, task: Task, config: Config, ranks: Ranks, load=dat
     often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
     bar = tqdm(total=config.steps, initial=done, unit="step", disable=not main_rank, mininterval=often)
     batches = contextlib.closing(load(task.dataset, task.plan(strategy), done))
-    with bar, lost_ranks_are_named(run), stop_requested() as stop, batches as batches:
+    with stop_requested() as stop, bar, lost_ranks_are_named(run), batches as batches:
         while done < config.steps:
             begin = time.perf_counter()
             strategy.set_learning_rate(learning_rate(config, done))

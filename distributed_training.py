@@ -6,9 +6,10 @@
         distributed_training.py --distributed
 """
 
+from common.strategies import find, module
+
 from common.config import parse
 from common.errors import one_line_errors
-from common.strategies import find, module
 
 if __name__ == "__main__":
     with one_line_errors():

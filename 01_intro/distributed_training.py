@@ -6,12 +6,12 @@ Each step sums the gradients of a few micro-batches, clips them, and lets the op
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+from course.strategies import load
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load
 from common.strategy import Strategy
 from common.task import make_task
 from common.train import start, train

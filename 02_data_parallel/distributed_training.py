@@ -7,13 +7,13 @@ Needs no launcher. Where there are not two GPUs, the version by hand does the sa
 """
 
 import torch
+from course.strategies import load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load, module
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
 from common.train import start, train
@@ -25,7 +25,7 @@ class ThreadedDataParallel(Strategy):
     def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
         super().__init__(ranks, precision, max_norm)
         self.model = model.to(ranks.device)
-        by_hand = module("02_data_parallel", "by_hand")
+        from course.data_parallel import by_hand
         devices = by_hand.devices_of(ranks)
         if len(set(devices)) > 1:
             self.replicas = nn.DataParallel(self.model, devices)

@@ -9,13 +9,13 @@ Gradients are averaged over the ranks while the backward pass still runs, so all
 from contextlib import nullcontext
 
 import torch.distributed as dist
+from course.strategies import load
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load, module
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
@@ -57,7 +57,7 @@ def main(config: Config):
         strategy = load(config.strategy, config.by_hand)(
             task.make_model(), task.make_optimizer, ranks, config.precision
         )
-        train(strategy, task, config, ranks, module("03_ddp", "loading").LOADING[config.loading])
+        train(strategy, task, config, ranks, LOADING[config.loading])
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from course.strategies import ROOT
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from common.data import Plan, epoch_order, global_batch, shard
-from common.strategies import ROOT
 
 WORKERS = 2  # processes per rank
 # Workers are forked where that works: at once, and whatever the dataset is. They are made while no collective is

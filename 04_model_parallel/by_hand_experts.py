@@ -12,10 +12,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.errors import UserError
 from common.model import cross_entropy
-from common.strategies import module
 from common.strategy import Strategy, require_gradients
-
-Mixture, MixtureGPT = (getattr(module("04_model_parallel", "mixture"), name) for name in ("Mixture", "MixtureGPT"))
+from course.model_parallel.moe_model import Mixture, MixtureGPT
 
 
 class ExpertParallel(Strategy):

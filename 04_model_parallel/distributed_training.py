@@ -7,13 +7,13 @@ PyTorch's DTensor knows which part of a weight or an activation a rank has, and 
 """
 
 import torch.distributed.tensor.parallel as tp
+from course.strategies import load
 from torch.distributed.tensor import Replicate, distribute_module, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load, module
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
@@ -34,7 +34,7 @@ class TensorParallel(Strategy):
 
     def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
         super().__init__(ranks, precision, max_norm)
-        module("04_model_parallel", "by_hand_tensor").require_divisible(model, ranks.size)
+        by_hand_tensor.require_divisible(model, ranks.size)
         self.model = model.to(ranks.device)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         tied = model.head.out.weight is model.embedding.tokens.weight

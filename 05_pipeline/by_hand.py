@@ -19,11 +19,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.errors import UserError
 from common.model import cross_entropy
-from common.strategies import module
 from common.strategy import Strategy
-
-layers, split = module("04_model_parallel", "by_hand_layers"), module("05_pipeline", "split")
-schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
+from course.model_parallel import by_hand_layers as layers
+from course.pipeline import schedules, simulator, split
 
 
 class Executor:

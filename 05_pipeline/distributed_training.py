@@ -7,17 +7,17 @@ PyTorch's schedules say which stage computes what when, and send activations and
 """
 
 import torch.distributed.pipelining as pp
+from course.strategies import load
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils.checkpoint import checkpoint
 
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load, module
 from common.task import make_task
 from common.train import start, train
+from course.pipeline import by_hand, options
 
-by_hand, options = module("05_pipeline", "by_hand"), module("05_pipeline", "options")
 SCHEDULES = {
     "gpipe": pp.ScheduleGPipe,
     "1f1b": pp.Schedule1F1B,

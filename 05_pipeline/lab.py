@@ -7,11 +7,9 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from IPython.display import display
 
-from common import plotting
 from common.errors import UserError
-from common.strategies import module
-
-schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
+from common.lab import plotting
+from course.pipeline import schedules, simulator
 
 
 def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_input=1, backward_weight=1, message=0):

@@ -1,9 +1,7 @@
 """The options of pipelines: whether they fit together, and how a strategy gets them."""
 
 from common.errors import UserError
-from common.strategies import module
-
-schedules, split = module("05_pipeline", "schedules"), module("05_pipeline", "split")
+from course.pipeline import schedules, split
 
 
 def of(config) -> dict:
@@ -68,7 +66,7 @@ def require_in_hybrid(strategy: str, name: str, ranks: int, microbatches: int) -
 
 
 def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
-    if name not in module("05_pipeline", "distributed_training").SCHEDULES:
+    if name not in SCHEDULES:
         raise UserError(f"--schedule {name}: PyTorch has no such class; add --by-hand, or take interleaved-zb")
     if name == "1f1b" and microbatches < ranks:
         raise UserError(

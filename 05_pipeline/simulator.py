@@ -10,9 +10,8 @@ from itertools import product
 from typing import NamedTuple
 
 from common.errors import UserError
-from common.strategies import module
+from course.pipeline import schedules
 
-schedules = module("05_pipeline", "schedules")
 Action, Schedule, KINDS = schedules.Action, schedules.Schedule, schedules.KINDS
 MESSAGES = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 

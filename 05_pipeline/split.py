@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import UserError
-from common.strategies import module
-
-by_hand_layers = module("04_model_parallel", "by_hand_layers")
+from course.model_parallel import by_hand_layers
 
 
 def stages_of(model, stages: int, spec: str = "auto") -> list[list[str]]:

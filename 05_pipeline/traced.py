@@ -6,9 +6,7 @@ import copy
 import torch.distributed.pipelining as pp
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from common.strategies import module
-
-torchs = module("05_pipeline", "distributed_training")
+from course.pipeline import distributed_training as torchs
 
 
 class TracedPipeline(torchs.PipelineParallel):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import init_device_mesh
@@ -15,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UserError
 from common.ranks import Ranks, environment
-from common.strategies import load
 from common.task import make_task
 
 CPU = torch.device("cpu")

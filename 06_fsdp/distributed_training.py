@@ -6,6 +6,7 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+from course.strategies import load
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -13,12 +14,10 @@ from torch.nn.utils import clip_grad_norm_
 from common.config import Config
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategies import load, module
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from common.train import start, train
-
-sharding = module("06_fsdp", "sharding")
+from course.fsdp import fsdp_setup as sharding
 
 
 class FullyShard(Strategy):
@@ -53,7 +52,7 @@ class FullyShard(Strategy):
 
 def main(config: Config):
     if config.find_batch_size:
-        return module("06_fsdp", "batch_size").find(config)
+        return find(config)
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         strategy = load(config.strategy, config.by_hand)(

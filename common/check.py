@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import UserError, one_line_errors
-from common.grading import Exercise, Verdict, grade, load
+from common.grading.engine import Exercise, Verdict, grade, load
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
@@ -88,7 +88,7 @@ def notebook(chapter: str) -> None:
     print(table(results, drawings=False))
     for result in results:
         if result.drawing:
-            from common.plotting import show  # imports matplotlib, which a terminal can do without
+            from common.lab.plotting import show  # imports matplotlib, which a terminal can do without
 
             show(result.drawing.figure(), result.drawing.alt)
 

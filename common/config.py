@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import yaml
+from course.strategies import find, load
 
 from common.errors import UserError
 from common.model import VOCABULARY
 from common.ranks import choose, environment
-from common.strategies import find, load, module
 
 # How the ranks get their examples: "shard" with every strategy, the others with that of chapter 03.
 LOADING = ("dispatch", "shard", "stream", "shard-stream", "shard-stream-workers")

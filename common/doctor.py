@@ -204,7 +204,7 @@ def check_gloo():
 
     if not (dist.is_available() and dist.is_gloo_available()):
         raise Fix(f"this build of torch has no gloo: install the usual one with {INSTALL}")
-    from common.launch import RankFailed, launch
+    from common.lab.launch import RankFailed, launch
 
     try:
         sums = launch(sum_of_ranks, nproc=2, timeout=60)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
-from common.guard import CheckCollectives
+from common.lab.guard import CheckCollectives
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def process_group(
 
     Without a launcher it is a group of one, with no port opened. `timeout` is in seconds, for one collective.
     The ranks meet in `store`, by default at the launcher's address and port.
-    With `check`, every collective in the block is compared across the ranks first (common/guard.py).
+    With `check`, every collective in the block is compared across the ranks first (common/lab/guard.py).
     Raises UserError for bad devices, backends and ports.
 
     On the way out of a *successful* block (or of sys.exit): collect garbage (else gloo's threads can abort the

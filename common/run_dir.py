@@ -120,7 +120,7 @@ class RunDirectory:
 
 def loss_curve(records: list[dict]):
     """The loss of each step, from the lines of metrics.jsonl, as a matplotlib figure."""
-    from common.plotting import plt  # not at the top: it takes half a second, and most ranks never draw
+    from common.lab.plotting import plt  # not at the top: it takes half a second, and most ranks never draw
 
     fig, ax = plt.subplots(figsize=(7, 4))
     ax.plot([record["step"] for record in records], [record["loss"] for record in records], linewidth=1.5)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+from course.strategies import load
 from torch import nn
 
 from common import data
 from common.config import Config
 from common.errors import UserError
 from common.model import GPT, make_resnet
-from common.strategies import load, module
 from common.strategy import Strategy
 
 

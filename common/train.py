@@ -8,6 +8,7 @@ import sys
 import time
 
 import torch
+from course.strategies import find
 from tqdm import tqdm
 
 from common import data
@@ -15,7 +16,6 @@ from common.config import Config, parse
 from common.errors import UserError, one_line_errors
 from common.ranks import Ranks
 from common.run_dir import RunDirectory
-from common.strategies import find
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
 

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
-from common.launch import launch
+from common.lab.launch import launch
 from common.model import cross_entropy
 from common.ranks import Ranks
-from common.strategies import load, module
 from common.task import make_task
 from common.train import train
 
@@ -109,7 +109,7 @@ def pipelines(schedule: str) -> list[tuple[float, float]]:
 
 
 def bubbles() -> None:
-    sleeping = module("05_pipeline", "sleeping")
+    from course.pipeline import sleeping
     print(f"{'bubble of sleeping stages':30}{'measured':>10}{'simulated':>10}{'ratio':>8}   (aim: 0.95 to 1.05)")
     for ranks, name in itertools.product((4, 8), sleeping.schedules.SCHEDULES):
         microbatches = 2 * ranks

@@ -10,8 +10,9 @@ import time
 import psutil
 import pytest
 
-from common import check, grading
+from common import check
 from common.errors import UserError
+from common.grading import engine as grading
 
 ANSWERS = {chapter: check.ROOT / chapter / "solutions.py" for chapter in check.chapters()}
 EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
@@ -114,7 +115,7 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
     assert "  got       int 7" in lines
     shown = []
     monkeypatch.setattr(check, "verdicts", lambda chapter: verdicts)
-    monkeypatch.setattr("common.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt)))
+    monkeypatch.setattr("common.lab.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt)))
     check.notebook("05_pipeline")
     assert row not in capfd.readouterr().out  # a notebook shows the picture
     assert [title for title, _ in shown] == ["makespan 22, at most 8 stored"] and shown[0][1].endswith(shown[0][0])

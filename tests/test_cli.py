@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from course.strategies import ROOT, STRATEGIES
 
 from common import config as options
 from common import ranks
 from common.config import parse
 from common.errors import UserError
 from common.ranks import choose
-from common.strategies import ROOT, STRATEGIES
 from common.strategy import require_precision
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -5,15 +5,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from common import data, equality
+from common import data
 from common.errors import UserError
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.model import GPT
 from common.ranks import Ranks
-from common.strategies import module
-
-ring, ulysses = (module("04_model_parallel", name) for name in ("by_hand_context", "by_hand_ulysses"))
+from course.model_parallel import by_hand_ring_attention as ring
+from course.model_parallel import by_hand_ulysses as ulysses
 
 VERSIONS = {  # name -> (attention, order of the chunks)
     "zig-zag ring": (ring.ring_attention, ring.zigzag),
@@ -210,7 +210,7 @@ def test_bad_input(strategy_class, model, nproc, line):
 
 
 def test_a_mistake_in_a_method_is_shown_with_its_class():
-    bugs = module("04_model_parallel", "bugs").BUGS
+    from course.model_parallel.classroom.bugs import BUGS as bugs
     for name in ("gradients_stay", "wrong_way_round", "own_gradients", "not_rescaled"):
         assert bugs[name].wrong in bugs.excerpt(name) and len(bugs.excerpt(name)) < len(bugs.source(name))
     assert bugs["gradients_stay"].right not in bugs.excerpt("gradients_stay")

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from common import bugs, equality, strategies
-from common.equality import NotEqual, prove_class
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import bugs, equality
+from common.lab.equality import NotEqual, prove_class
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.ranks import Ranks
+from course import strategies
+from course.data_parallel import by_hand
 
-by_hand = strategies.module("02_data_parallel", "by_hand")
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 0, CPU)
 
@@ -182,7 +183,7 @@ def test_without_two_gpus_it_says_what_it_does_instead(capsys):
 
 def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(monkeypatch):
     """No GPU is needed to see which class is chosen, for which devices, and what its threads would compute in."""
-    script = strategies.module("02_data_parallel", "distributed_training")
+    from course.data_parallel import distributed_training as script
     made = []
     monkeypatch.setattr(script.nn, "DataParallel", lambda model, devices: made.append((model, devices)) or model)
     monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
@@ -203,7 +204,7 @@ def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(mon
 
 def counted_on_pretended_gpus(count: int, bad_gather: bool = False):
     """Bytes after each move, and copied, for a small model with tied weights on GPUs that are not there."""
-    pretend = strategies.module("02_data_parallel", "pretend")
+    from course.data_parallel import fake_gpus as pretend
     with pretend.pretend_gpus(count, equality.tied) as (devices, model, meter):
         inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
         slices = by_hand.scatter(inputs, devices)

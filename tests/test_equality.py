@@ -5,11 +5,12 @@ import types
 
 import pytest
 import torch
+from course.strategies import STRATEGIES
 
-from common import equality, strategies
-from common.equality import CASES, NotEqual, agree, prove, prove_class
-from common.launch import RankFailed
-from common.strategies import STRATEGIES
+from common.lab import equality
+from common.lab.equality import CASES, NotEqual, agree, prove, prove_class
+from common.lab.launch import RankFailed
+from course import strategies
 
 PROOFS = [
     (name, by_hand, nproc)
@@ -63,7 +64,7 @@ def examine(strategy_class, nproc, who, timeout=60.0):
     """Raise unless it trains as one process does and all ranks agree. A function is a way of loading: unless it loads
     what it should."""
     if isinstance(strategy_class, types.FunctionType):
-        return strategies.module("03_ddp", "proof").check_loading([strategy_class], nproc)
+        return check_loading.check_loading([strategy_class], nproc)
     cases = TELLING if equality.BATCH % (3 * nproc) == 0 else ON_THREE
     rows = prove_class(strategy_class, nproc, who, cases, timeout)
     agree(strategy_class, nproc, who)
@@ -76,7 +77,7 @@ def test_without_a_bug_the_cases_that_refuse_bugs_pass():
 
 def test_adamw_alone_would_not_see_a_wrong_scale():
     """Why the cases have SGD: AdamW's steps are the same for gradients of half the size, so the loss is too."""
-    wrong = strategies.module("03_ddp", "bugs").BUGS.plant("too_small")
+    wrong = ddp_bugs.BUGS.plant("too_small")
     case = equality.Case(equality.tied, equality.adamw, accumulate=1, max_norm=100.0)
     outcome = equality.launch(equality.on_ranks, 2, (wrong, [case]))[0][0]
     (reference,) = equality.references((case,))

@@ -5,17 +5,18 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 
-from common import equality
 from common.config import Config, check_experts, parse
 from common.errors import UserError
-from common.launch import RankFailed, launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import RankFailed, launch
+from common.lab.ledger import Ledger
 from common.ranks import Ranks
-from common.strategies import load, module
 from common.task import make_task
+from course.model_parallel import by_hand_experts as by_hand
+from course.model_parallel import moe_model as mixture
 
-by_hand, mixture = module("04_model_parallel", "by_hand_experts"), module("04_model_parallel", "mixture")
 LAYERS, WIDTH, EXPERTS = 2, 16, 8
 
 

@@ -3,18 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch import nn
 
-from common import equality
 from common.errors import UserError
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.ranks import Ranks
-from common.strategies import load, module
 
 VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
 STAGES = ("zero1", "zero2", "fsdp")
-memory = module("06_fsdp", "memory")
+from course.fsdp import memory
 
 
 def here() -> Ranks:
@@ -314,4 +314,4 @@ def test_parameters_outside_of_units_are_refused():
     model = nn.Module()
     model.layer, model.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     with pytest.raises(UserError, match="every parameter must be in one child of the model"):
-        module("06_fsdp", "by_hand_fsdp").units_of(model, Ranks(0, 1, 0, torch.device("cpu")))
+        by_hand_zero23.units_of(model, Ranks(0, 1, 0, torch.device("cpu")))

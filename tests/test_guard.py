@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.guard import CheckCollectives, CollectiveMismatch
-from common.launch import RankFailed, launch
-from common.ledger import Ledger
+from common.lab.guard import CheckCollectives, CollectiveMismatch
+from common.lab.launch import RankFailed, launch
+from common.lab.ledger import Ledger
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 

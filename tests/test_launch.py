@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.launch import RankFailed, launch
+from common.lab.launch import RankFailed, launch
 
 
 def whoami(greeting: str) -> tuple[int, int, int]:

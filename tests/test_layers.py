@@ -7,21 +7,21 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch import nn
 
-from common import equality
 from common.config import Config, parse
 from common.errors import UserError
-from common.guard import CheckCollectives
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.guard import CheckCollectives
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.model import GPT, cross_entropy
 from common.ranks import Ranks
-from common.strategies import load, module
 from common.task import make_task
 from common.train import train
+from course.model_parallel import by_hand_layers as by_hand
 
-by_hand = module("04_model_parallel", "by_hand_layers")
 CPU = torch.device("cpu")
 
 
@@ -229,8 +229,8 @@ def to(layer, device):
 def on_pretended_gpus():
     """Layers on two GPUs that are not there: where the parameters are, and the bytes moved by a forward and backward
     pass."""
-    layers = module("04_model_parallel", "layers")
-    pretend = module("02_data_parallel", "pretend")
+    from course.data_parallel import fake_gpus as pretend
+    from course.model_parallel import layers_on_devices as layers
     with pretend.pretend_gpus(2, equality.tied) as (devices, inside, meter):
         nn.Module.to = to  # this process ends here
         ranks = Ranks(0, 1, 0, devices[0])
@@ -256,7 +256,7 @@ def test_layers_lie_on_two_devices_and_only_the_boundary_moves():
 
 
 def test_one_process_per_device_is_told_so(capsys):
-    layers = module("04_model_parallel", "layers")
+    from course.model_parallel import layers_on_devices as layers
     assert layers.devices_of(Ranks(0, 1, 0, CPU)) == [CPU, CPU]
     assert "note: no two GPUs for the parts of the model" in capsys.readouterr().err
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch.nn.parallel import DistributedDataParallel
 
-from common import data, equality
-from common.launch import launch
-from common.ledger import Entry, Ledger, wire_bytes
+from common import data
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Entry, Ledger, wire_bytes
 from common.ranks import Ranks
-from common.strategies import load
 
 
 def every_operation() -> list[Entry]:

@@ -11,22 +11,23 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import ROOT, STRATEGIES, load
 from test_train import TEXT, metrics, start, wait_for_step
 
 from common import config as options
 from common.config import Config, parse
 from common.data import Plan, Text
-from common.equality import NotEqual
 from common.errors import UserError
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab.equality import NotEqual
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.ranks import Ranks
 from common.run_dir import RunDirectory
-from common.strategies import ROOT, STRATEGIES, load, module
 from common.task import check_batch, make_task
 from common.train import train
+from course.ddp import loading
+from course.ddp.classroom import check_loading as proof
 
-loading, proof = module("03_ddp", "loading"), module("03_ddp", "proof")
 LOADING = loading.LOADING
 
 
@@ -254,8 +255,7 @@ def test_workers_can_be_spawned():
     """As on macOS and Windows: the dataset travels by pickle, and a worker imports the chapter's file anew."""
     code = """
 from common.data import Plan, Text, shard
-from common.strategies import module
-loading = module("03_ddp", "loading")
+from course.ddp import loading
 loading.START_METHOD, loading.WORKERS = "spawn", 1
 both = [list(load(Text(16), Plan(0, 8, 16))) for load in (shard, loading.shard_stream_workers)]
 print(all(a.equal(b) for ours, theirs in zip(*both) for a, b in zip(ours[0], theirs[0])), len(both[1]))

@@ -7,22 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch import nn
 
-from common import config, equality
+from common import config
 from common.errors import UserError
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.model import GPT
 from common.ranks import Ranks
-from common.strategies import load, module
 from common.task import make_task
 from common.train import train
+from course.pipeline import by_hand, schedules, simulator, split
+from course.pipeline import distributed_training as torchs
+from course.pipeline import options as pipeline_options
+from course.pipeline import pipeline_hybrids as hybrid
 
-schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
-by_hand, split = module("05_pipeline", "by_hand"), module("05_pipeline", "split")
-torchs = module("05_pipeline", "distributed_training")
-hybrid, pipeline_options = module("05_pipeline", "hybrid"), module("05_pipeline", "options")
 CPU = torch.device("cpu")
 
 
@@ -144,7 +145,7 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
 
 
 def test_what_pytorch_traces_equals_one_process():
-    traced = module("05_pipeline", "traced").TracedPipeline
+    from course.pipeline.traced import TracedPipeline as traced
     trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("1f1b", "interleaved")]
     prove_all([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
 
@@ -159,7 +160,9 @@ def test_every_class_of_pytorch_is_there():
 
 
 def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
-    sleeping, seconds = module("05_pipeline", "sleeping"), (0.01, 0.01, 0.01)
+    from course.pipeline import sleeping
+
+    seconds = (0.01, 0.01, 0.01)
     for name in ("1f1b", "zbv"):
         events = launch(sleeping.run, 4, (name, 8, seconds))
         parts = schedules.SCHEDULES[name].stages_per_rank

@@ -6,7 +6,7 @@ import IPython.display
 import matplotlib.pyplot as plt
 import pytest
 
-from common import plotting
+from common.lab import plotting
 
 
 @pytest.fixture(autouse=True)

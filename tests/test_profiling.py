@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function
 
-from common.launch import launch
-from common.profiling import chrome_trace, clock_error, events, merge, save
+from common.lab.launch import launch
+from common.lab.profiling import chrome_trace, clock_error, events, merge, save
 
 RANKS, LATE = 3, 0.05  # seconds
 

@@ -3,18 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import equality
 from common.errors import UserError
-from common.launch import RankFailed, launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import RankFailed, launch
+from common.lab.ledger import Ledger
 from common.model import GPT, cross_entropy
 from common.ranks import Ranks
-from common.strategies import load, module
+from course.ddp import by_hand
 
-by_hand = module("03_ddp", "by_hand")
 CAP = 0.02  # MiB: a few buckets for a small model
 
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from common.strategies import module
-
-lab = module("05_pipeline", "lab")
+from course.pipeline import lab
 
 
 @pytest.fixture

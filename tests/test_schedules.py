@@ -6,9 +6,8 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from common.errors import UserError
-from common.strategies import module
+from course.pipeline import schedules, simulator
 
-schedules, simulator = module("05_pipeline", "schedules"), module("05_pipeline", "simulator")
 SCHEDULES, Action, build, parse = schedules.SCHEDULES, schedules.Action, schedules.build, schedules.parse
 IllegalSchedule, Times, MESSAGES = simulator.IllegalSchedule, simulator.Times, simulator.MESSAGES
 simulate, with_messages = simulator.simulate, simulator.with_messages

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from common.strategies import ROOT, STRATEGIES
+from course.strategies import ROOT, STRATEGIES
 
 # Each has a distributed_training.py.
 FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel", "05_pipeline", "06_fsdp"]

@@ -5,20 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch import nn
 
-from common import equality
 from common.config import Config
 from common.errors import UserError
-from common.launch import launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
 from common.ranks import Ranks
-from common.strategies import load, module
 from common.task import Task, make_task
-
-memory, sharding = module("06_fsdp", "memory"), module("06_fsdp", "sharding")
-batch_size = module("06_fsdp", "batch_size")
-SyncOnce = module("06_fsdp", "hybrid").SyncOnce
+from course.fsdp import batch_size, memory
+from course.fsdp import fsdp_setup as sharding
+from course.fsdp.hsdp import SyncOnce
 
 
 def here() -> Ranks:
@@ -146,7 +145,7 @@ def trained(name: str, by_hand: bool, ways: list[dict]) -> list[tuple]:
 
 @pytest.mark.parametrize("name, by_hand", [("single", False), ("ddp", True), ("fsdp", False), ("fsdp", True)])
 def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
-    ways = [{"recompute": kind} for kind in module("06_fsdp", "recompute").KINDS]
+    ways = [{"recompute": kind} for kind in recompute.KINDS]
     found = launch(trained, 1 if name == "single" else 2, (name, by_hand, ways))[0]
     for numbers, _ in found[1:]:
         torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)

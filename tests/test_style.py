@@ -62,7 +62,7 @@ def committed():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_committed_files(rule):
     files = list(committed())
-    assert {"Makefile", "requirements.txt", "common/launch.py"} <= {str(path) for path, _ in files}
+    assert {"Makefile", "requirements.txt", "common/lab/launch.py"} <= {str(path) for path, _ in files}
     wrong = [f"{path} {problem}" for path, text in files for problem in rule(path, text)]
     assert not wrong, "\n".join(wrong)
 

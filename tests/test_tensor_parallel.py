@@ -5,18 +5,18 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import load
 from torch.nn import functional as F
 
-from common import equality
 from common.config import parse
 from common.errors import UserError
-from common.launch import RankFailed, launch
-from common.ledger import Ledger
+from common.lab import equality
+from common.lab.launch import RankFailed, launch
+from common.lab.ledger import Ledger
 from common.model import GPT
 from common.ranks import Ranks
-from common.strategies import load, module
+from course.model_parallel import by_hand_tensor as by_hand
 
-by_hand = module("04_model_parallel", "by_hand_tensor")
 LAYERS, WIDTH, TIME, BATCH, VOCABULARY = 2, 16, 8, 6, 64  # of the harness's models; BATCH is a micro-batch
 VERSIONS = [("tensor", False), ("tensor", True), ("sequence", True)]
 

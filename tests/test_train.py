@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from course.strategies import ROOT, load
 
 from common.config import Config
 from common.errors import UserError
-from common.launch import RankFailed, launch
+from common.lab.launch import RankFailed, launch
 from common.ranks import Ranks
 from common.run_dir import RunDirectory
-from common.strategies import ROOT, load
 from common.task import make_task
 from common.train import INTERRUPTED, learning_rate, train
 

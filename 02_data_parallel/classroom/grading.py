@@ -1,0 +1,236 @@
+"""How the exercises of chapter 02 are graded: the table EXERCISES at the end, and the checks that it names.
+
+One process does all that is asked for here, so every case is called on two ranks alike, and must send nothing.
+Expected values are written down, or computed with all examples at once.
+"""
+
+import threading
+import time
+
+import torch
+
+from common.grading.engine import Case, Exercise
+from common.grading.patterns import nothing_sent
+
+
+def alike(size, what, arguments, expected):
+    return Case(what, [arguments] * size, [expected] * size, nothing_sent)
+
+
+def slice_sizes(size):
+    if size > 2:
+        return  # nothing is sent: once is enough
+    for batch, devices, expected in (
+        (8, 4, [2, 2, 2, 2]),
+        (8, 3, [3, 3, 2]),
+        (9, 4, [3, 3, 3, 0]),
+        (2, 4, [1, 1, 0, 0]),
+        (5, 1, [5]),
+        (10**10 + 1, 2, [5 * 10**9 + 1, 5 * 10**9]),
+    ):
+        yield alike(size, f"slice_sizes({batch}, {devices})", (batch, devices), expected)
+
+
+def mean_of_slices(size):
+    if size > 2:
+        return
+    for means, counts, expected in (
+        ([1.0, 3.0], [2, 2], 2.0),
+        ([3.0, 7.5], [5, 4], 5.0),
+        ([2.0, 5.0, None], [2, 1, 0], 3.0),
+    ):
+        yield alike(size, f"slices of {counts}", (means, counts), expected)
+
+
+def add_up(size):
+    if size > 2:
+        return
+    one, two, three = (torch.full((2,), value) for value in (1.0, 10.0, 100.0))
+    for what, gradients, expected in (
+        ("two devices", [[one, two], [two, three]], [one + two, two + three]),
+        (
+            "a parameter that one replica did not use",
+            [[one, None], [None, two], [three, two]],
+            [one + three, two + two],
+        ),
+        ("a parameter that nobody used", [[one, None], [two, None]], [one + two, None]),
+        ("one device", [[one, None]], [one, None]),
+    ):
+        yield alike(size, what, (gradients,), expected)
+
+
+def gradients_of_copies(size):
+    """d/dw mean((x @ w - t)^2) = sum over the slice of 2 (x @ w - t) x / batch."""
+    if size > 2:
+        return
+    generator = torch.Generator().manual_seed(2)
+    for batch, devices in ((4, 2), (5, 2), (9, 4), (3, 1)):
+        inputs = torch.randint(-3, 4, (batch, 2), generator=generator).float()
+        weight, targets = torch.tensor([1.0, -2.0]), torch.arange(batch).float()
+        per_example = 2 * (inputs @ weight - targets)[:, None] * inputs / batch
+        expected = [part.sum(0) for part in per_example.chunk(devices)]
+        yield alike(size, f"{batch} examples on {devices} device(s)", (weight, inputs, targets, devices), expected)
+
+
+def replicas(count: int, failing: int | None = None):
+    """Functions that each wait until all of them run, then end in reverse order; they add 1 where autograd records."""
+    meeting = {}  # filled in the rank: a barrier does not travel between processes
+
+    def replica(place, tensor):
+        barrier = meeting.setdefault("barrier", threading.Barrier(count, timeout=2))
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RuntimeError(f"function {place} waited in vain: not all ran at the same time") from None
+        time.sleep(0.02 * (count - place))
+        if place == failing:
+            raise ValueError(f"bad example in slice {place}")
+        return tensor * 2 + float(torch.is_grad_enabled())
+
+    # Not functools.partial: what can be copied would be, to see whether the arguments were changed.
+    return [lambda tensor, place=place: replica(place, tensor) for place in range(count)]
+
+
+def apply_in_threads(size):
+    if size > 2:
+        return
+    for count, recording in ((2, True), (4, False)):
+        inputs = [torch.tensor([10.0 * place]) for place in range(count)]
+        what = f"{count} functions, recording {recording}"
+        expected = [2 * tensor + recording for tensor in inputs]
+        yield alike(size, what, (replicas(count), inputs, recording), expected)
+    inputs = [torch.tensor([10.0 * place]) for place in range(3)]
+    expected = [torch.tensor([1.0]), None, torch.tensor([41.0])]
+    yield alike(size, "3 functions of which one raises", (replicas(3, failing=1), inputs, True), expected)
+
+
+def running_mean(size):
+    """Worked out by hand: first slices have means [1, 2] and [4, 0]; 0.5 * 1 = 0.5, then 0.5 * 0.5 + 0.5 * 4 = 2.25."""
+    if size > 2:
+        return
+    batches = [
+        torch.tensor([[0.0, 1.0], [2.0, 3.0], [50.0, 60.0], [70.0, 80.0]]),
+        torch.tensor([[3.0, -1.0], [5.0, 1.0], [90.0, 90.0]]),
+    ]
+    for devices, momentum, expected in (
+        (2, 0.5, [2.25, 0.5]),
+        (2, 1.0, [4.0, 0.0]),
+        (4, 0.5, [1.5, -0.25]),
+        (1, 1.0, [98 / 3, 30.0]),
+    ):
+        what = f"batches of 4 and 3 on {devices} device(s), momentum {momentum}"
+        yield alike(size, what, (batches, devices, momentum), torch.tensor(expected))
+
+
+def bytes_held(size):
+    """On device 0: 3 * 100 + 40 + 2 * 1000 = 2340; elsewhere 100 + 40."""
+    if size > 2:
+        return
+    for arguments, expected in (
+        ((0, 4, 100, 1000, 40), 2340),
+        ((1, 4, 100, 1000, 40), 140),
+        ((3, 4, 100, 1000, 40), 140),
+        ((0, 1, 7, 20, 3), 64),
+    ):
+        yield alike(size, f"bytes_held{arguments}", arguments, expected)
+
+
+def bytes_copied(size):
+    """For 4 devices: 3 times (100 + 30 out, 100 back), and 3/4 of 8 out, of 4000 back, and of 4000 out again."""
+    if size > 2:
+        return
+    for arguments, expected in (
+        ((4, 100, 0, 8, 4000), 600 + 6 + 6000),
+        ((4, 100, 30, 8, 4000), 690 + 6 + 6000),
+        ((2, 50, 10, 20, 4), 110 + 10 + 4),
+        ((1, 100, 30, 8, 4000), 0),
+    ):
+        yield alike(size, f"bytes_copied{arguments}", arguments, expected)
+
+
+def best_devices(size):
+    """With 1 s to start and 16 s to compute an operation: 16, 8, 5.3 s for 1, 2, 3 devices, then 4 and 4, then 5."""
+    if size > 2:
+        return
+    for arguments, expected in (
+        ((100, 1.0, 16.0, 8), 4),
+        ((100, 1.0, 16.0, 3), 3),
+        ((100, 1.0, 0.5, 8), 1),
+        ((10, 1.0, 6.0, 8), 2),
+        ((10, 1.0, 7.0, 8), 3),
+    ):
+        yield alike(size, f"best_devices{arguments}", arguments, expected)
+
+
+EXERCISES = [
+    Exercise(
+        name="slice_sizes",
+        points=1,
+        difficulty="●○○○○",
+        check=slice_sizes,
+        hint="All slices but the last have the same length, the batch divided by the devices and rounded up. Nine "
+        "examples on four devices are three slices.",
+    ),
+    Exercise(
+        name="mean_of_slices",
+        points=1,
+        difficulty="●○○○○",
+        check=mean_of_slices,
+        hint="Turn each mean back into a sum: the mean times the number of its examples. Leave out what has none.",
+    ),
+    Exercise(
+        name="add_up",
+        points=2,
+        difficulty="●●○○○",
+        check=add_up,
+        hint="zip(*gradients) gives the gradients of one parameter from all devices. `total += gradient` writes into "
+        "a tensor that may be one of the arguments.",
+    ),
+    Exercise(
+        name="gradients_of_copies",
+        points=3,
+        difficulty="●●●○○",
+        check=gradients_of_copies,
+        hint="A copy is weight.clone().requires_grad_(). Compute the outputs slice by slice, join them with torch.cat, "
+        "take one loss, and ask torch.autograd.grad for the gradients of all copies at once.",
+    ),
+    Exercise(
+        name="apply_in_threads",
+        points=3,
+        difficulty="●●●○○",
+        check=apply_in_threads,
+        hint="ThreadPoolExecutor needs as many workers as there are functions, or some wait for others. Catch the "
+        "exception inside the thread; `with torch.set_grad_enabled(recording):` belongs in there, too.",
+    ),
+    Exercise(
+        name="running_mean",
+        points=2,
+        difficulty="●●○○○",
+        check=running_mean,
+        hint="batch.chunk(devices)[0] is all that the first replica sees.",
+    ),
+    Exercise(
+        name="bytes_held",
+        points=2,
+        difficulty="●●○○○",
+        check=bytes_held,
+        hint="Device 0 has the parameters once, not twice: its replica shares them. Make the table of section 5 for "
+        "the moment after the loss.",
+    ),
+    Exercise(
+        name="bytes_copied",
+        points=2,
+        difficulty="●●●○○",
+        check=bytes_copied,
+        hint="Five things travel: parameters out, gradients back, inputs out, outputs back, and one more on the way "
+        "back. Of what belongs to the batch, device 0's own share stays at home.",
+    ),
+    Exercise(
+        name="best_devices",
+        points=2,
+        difficulty="●●○○○",
+        check=best_devices,
+        hint="The interpreter starts devices * operations operations; a device computes all operations, each of them "
+        "on its slice. Take the larger of the two times for each number of devices, then the number with the least.",
+    ),
+]

@@ -1,0 +1,306 @@
+"""How the exercises of chapter 03 are graded: the table EXERCISES at the end, and the checks that it names.
+
+A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
+that looks at the messages (common/grading/patterns.py). Expected values come from the arguments of all ranks at once,
+without any message, or were worked out by hand.
+"""
+
+import itertools
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from common.grading.engine import Case, Exercise
+from common.grading.patterns import calculated, collectives, numbered, sends_at_most
+from common.lab.ledger import wire_bytes
+
+SHAPES = ((2, 3), (), (4,))
+
+
+def tensors(rank: int, shapes=SHAPES, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """One tensor of each shape, cut from rank `rank`'s numbers."""
+    lengths = [torch.Size(shape).numel() for shape in shapes]
+    pieces = numbered(rank, sum(lengths), dtype).split(lengths)
+    return [piece.reshape(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def mean(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(same).sum(0) / len(ranks) for same in zip(*ranks, strict=True)]
+
+
+# --- notebook 01: the reducer ---------------------------------------------------------------------------------
+
+
+def average_gradients(size):
+    for dtype, shapes in ((torch.float32, SHAPES), (torch.float64, ((5,),))):
+        inputs = [tensors(rank, shapes, dtype) for rank in range(size)]
+        nbytes = sum(x.numel() for x in inputs[0]) * dtype.itemsize
+        what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
+        yield Case(what, [(x,) for x in inputs], [mean(inputs)] * size, collectives(("all_reduce", nbytes)))
+
+
+def accumulated_gradient(size):
+    for count in (3, 1):
+        inputs = [[numbered(rank, 4).view(2, 2) * (k + 1) for k in range(count)] for rank in range(size)]
+        whole = torch.stack([gradient for own in inputs for gradient in own]).sum(0) / (size * count)
+        what = f"{count} micro-batch{'es' * (count > 1)} on each rank"
+        yield Case(what, [(x,) for x in inputs], [whole] * size, collectives(("all_reduce", 16)))
+
+
+def learning_rate(size):
+    yield from calculated(
+        size,
+        "learning_rate",
+        [
+            (0, 0.1, 256, 1024, 5, 0.1),
+            (2, 0.1, 256, 1024, 5, 0.22),  # 0.1 + 2/5 of the way to 0.4
+            (5, 0.1, 256, 1024, 5, 0.4),
+            (100, 0.1, 256, 1024, 5, 0.4),
+            (0, 0.1, 256, 768, 0, 0.3),
+        ],
+    )
+
+
+def assign_buckets(size):
+    """Worked out by hand; the same as torch's `_compute_bucket_assignment_by_size` of the reversed list."""
+    yield from calculated(
+        size,
+        "assign_buckets",
+        [
+            ([4, 4, 8, 8, 4], 4, 12, [[4], [3, 2], [1, 0]]),
+            ([4, 32, 8, 8, 20, 4, 12], 8, 16, [[6], [5, 4], [3, 2], [1], [0]]),
+            ([100, 100, 100], 1000, 50, [[2, 1, 0]]),
+            ([8, 8], 8, 8, [[1], [0]]),
+        ],
+    )
+
+
+def launch_order(size):
+    buckets = [[3, 2], [1], [0]]
+    yield from calculated(
+        size,
+        "launch_order",
+        [
+            (buckets, [3, 2, 1, 0], [[], [0], [1], [2]]),
+            (buckets, [1, 3, 2, 0], [[], [], [0, 1], [2]]),
+            (buckets, [2, 0, 3, 1], [[], [], [0], [1, 2]]),
+            (buckets, [0, 1, 2, 3], [[], [], [], [0, 1, 2]]),
+        ],
+    )
+
+
+def clipped_gradients(size):
+    """The mean is (3, 4) among zeros, its norm 5; the ranks' own gradients are far from it, and add up to it."""
+    inputs = []
+    for rank in range(size):
+        away = 10.0 * (2 * rank - size + 1)
+        inputs.append([torch.tensor([[3 + away], [0]]), torch.tensor([0, 4 - away, 0])])
+    for max_norm, scale in ((2.5, 0.5), (10.0, 1.0)):
+        clipped = [scale * torch.tensor([[3.0], [0]]), scale * torch.tensor([0, 4.0, 0])]
+        arguments = [(x, max_norm) for x in inputs]
+        expected = [[clipped, torch.tensor(5.0)]] * size
+        yield Case(f"max_norm {max_norm}", arguments, expected, collectives(("all_reduce", 20)))
+
+
+def bf16_average(size):
+    """bfloat16 has 8 significant bits: 1 + 2**-10 becomes 1, and sums of small integers are exact."""
+    plain = [size * (rank + 1) * torch.arange(1.0, 9) for rank in range(size)]
+    rough = [torch.tensor([[size * (rank + 1) * (1 + 2**-10)], [2.0**127]]) for rank in range(size)]
+    third = (torch.tensor(2.0**127) / size).bfloat16()
+    large = sum([third] * (size - 1), third).float()
+    for what, inputs, average in (
+        ("8 elements", plain, torch.stack(plain).sum(0) / size),
+        ("1 + 2**-10 times whole numbers, and 2**127", rough, torch.tensor([[size * (size + 1) / 2], [large]])),
+    ):
+        pattern = collectives(("all_reduce", 2 * average.numel()))
+        yield Case(what, [(x,) for x in inputs], [average] * size, pattern)
+
+
+def average_with_unused(size):
+    for what, shapes, missing in (
+        ("rank r lacks gradient r", [(2,)] * 4, lambda rank, index: rank == index),
+        ("nobody has gradient 1, rank 0 alone has gradient 2", [(3,), (2, 2), (), (4,)],
+         lambda rank, index: index == 1 or (index == 2 and rank > 0)),
+    ):  # fmt: skip
+        full = [tensors(rank, shapes) for rank in range(size)]
+        absent = [[missing(rank, index) for index in range(len(shapes))] for rank in range(size)]
+        zeros = [[x * (not gone) for x, gone in zip(*row, strict=True)] for row in zip(full, absent, strict=True)]
+        result = [None if all(gone) else x for x, *gone in zip(mean(zeros), *absent, strict=True)]
+        inputs = [[None if gone else x for x, gone in zip(*row, strict=True)] for row in zip(full, absent, strict=True)]
+        nbytes = 4 * sum(x.numel() for x in full[0])
+        pattern = collectives(("all_reduce", len(shapes)), ("all_reduce", nbytes))
+        yield Case(what, [(x, shapes) for x in inputs], [result] * size, pattern)
+
+
+def first_difference(size):
+    weights = torch.arange(10_000.0).view(100, 100)
+    raised, swapped = weights.clone(), weights.clone()
+    raised[99, 99] += 1
+    swapped[7, [3, 4]] = swapped[7, [4, 3]]
+    last = size - 1
+    for what, changes, first in (
+        ("all alike", {}, -1),
+        ("one value of parameter 1 on the last rank", {(last, 1): raised}, 1),
+        ("two values of parameter 2 swapped on rank 1", {(1, 2): swapped}, 2),
+        ("parameter 0 in another shape on the last rank", {(last, 0): weights.view(50, 200)}, 0),
+        ("parameter 1 in another type on rank 0", {(0, 1): weights.view(torch.int32)}, 1),
+        ("parameter 2 on rank 0, parameter 1 on rank 1", {(0, 2): raised, (1, 1): swapped}, 1),
+    ):
+        arguments = [([changes.get((rank, index), weights) for index in range(3)],) for rank in range(size)]
+        yield Case(what, arguments, [first] * size, sends_at_most(4096))
+
+
+# --- notebook 02: feeding the ranks ---------------------------------------------------------------------------
+
+
+def sampler_indices(size):
+    rows = []
+    for examples, epoch, seed, rank, world in ((8, 0, 0, 1, 2), (10, 3, 7, 3, 4), (9, 1, 0, 1, 2), (3, 1, 2, 7, 8)):
+        sampler = DistributedSampler(range(examples), world, rank, seed=seed)
+        sampler.set_epoch(epoch)
+        rows.append((examples, epoch, seed, rank, world, list(sampler)))
+    yield from calculated(size, "sampler_indices", rows)
+
+
+def exact_accuracy(size):
+    """Every third example is recognised, from example 0 on."""
+    for examples in (8, 9, 10, 1):
+        each = -(-examples // size)
+        dealt = [[(k * size + rank) % examples for k in range(each)] for rank in range(size)]
+        arguments = [(torch.tensor([number % 3 == 0 for number in own]), examples) for own in dealt]
+        accuracy = len(range(0, examples, 3)) / examples
+        yield Case(
+            f"{examples} example{'s' * (examples > 1)}",
+            arguments,
+            [accuracy] * size,
+            collectives(("all_reduce", 16), at_most=True),
+        )
+
+
+def examples_of_step(size):
+    rows = []
+    for step, batch, examples, seed, rank, world in (
+        (0, 4, 10, 0, 1, 2),
+        (2, 4, 10, 0, 1, 2),  # the batch reaches into the next epoch
+        (6, 6, 10, 3, 2, 3),
+        (1, 24, 10, 1, 3, 4),  # a batch of more than two epochs
+    ):
+        generators = [torch.Generator().manual_seed(seed + epoch) for epoch in range(8)]
+        endless = [number for g in generators for number in torch.randperm(examples, generator=g).tolist()]
+        first, part = step * batch + rank * batch // world, batch // world
+        rows.append((step, batch, examples, seed, rank, world, endless[first : first + part]))
+    yield from calculated(size, "examples_of_step", rows)
+
+
+def uneven_steps(size):
+    for counts in ((2, 2, 2, 2), (3, 1, 2, 0), (0, 2, 1, 2)):
+        counts = counts[:size]
+        inputs = [[numbered(rank, 5) * (k + 1) for k in range(count)] for rank, count in enumerate(counts)]
+        steps = itertools.zip_longest(*inputs)
+        present = [[gradient for gradient in step if gradient is not None] for step in steps]
+        expected = [torch.stack(gradients).sum(0) / len(gradients) for gradients in present]
+        limit = round(wire_bytes("all_reduce", (len(expected) + 1) * 6 * 4, size))
+        what = f"{', '.join(map(str, counts))} gradients on the ranks"
+        yield Case(what, [(x, 5) for x in inputs], [expected] * size, sends_at_most(limit))
+
+
+# --- notebook 03: scaling -------------------------------------------------------------------------------------
+
+
+def speedup_and_efficiency(size):
+    yield from calculated(
+        size,
+        "speedup_and_efficiency",
+        [
+            ("strong", 4, 8.0, 2.5, [3.2, 0.8]),
+            ("strong", 2, 1.0, 1.0, [1.0, 0.5]),
+            ("weak", 4, 2.0, 2.5, [3.2, 0.8]),
+            ("weak", 2, 1.0, 1.0, [2.0, 1.0]),
+        ],
+    )
+
+
+def overlapped_seconds(size):
+    """Worked out by hand. The all-reduces go on from 1 to 3, 3 to 5 and 5 to 7 s in the first row; from 4 to 5 and
+    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third."""
+    yield from calculated(
+        size,
+        "overlapped_seconds",
+        [
+            ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [7.0, 4.0]),
+            ([4.0, 1.0], [1.0, 1.0], [6.0, 1.0]),
+            ([1.0, 1.0, 4.0], [3.0, 1.0, 1.0], [7.0, 1.0]),
+            ([3.0], [2.0], [5.0, 2.0]),
+            ([1.0, 2.0], [0.0, 0.0], [3.0, 0.0]),
+        ],
+    )
+
+
+# exercise -> points, how many of five dots its difficulty has, and the hint
+ROWS = {
+    average_gradients: (
+        1, 1, "torch.cat of all tensors, each as reshape(-1), is the flat tensor. split cuts it again, and view_as "
+        "gives each piece its shape back. Who divides, and by what?",
+    ),
+    accumulated_gradient: (
+        1, 1, "Gradients add up locally, at no cost. The mean over the batch is the mean over all micro-batches of all "
+        "ranks: how many are those?",
+    ),
+    learning_rate: (
+        1, 1, "Two rates: the one at step 0 and the scaled one. Go from the first to the second by the fraction "
+        "step / warmup, never further, and mind a warm-up of no steps.",
+    ),
+    assign_buckets: (
+        2, 2, "Go through reversed(range(len(sizes))). Ask whether the bucket is full before you add to it: then there "
+        "is never an empty one at the end, and a parameter may carry a bucket past its cap.",
+    ),
+    launch_order: (
+        2, 2, "Keep the number of the next bucket to launch, and the set of gradients that are there. After each "
+        "gradient launch while, not if, that next bucket is complete.",
+    ),
+    clipped_gradients: (
+        2, 2, "The mean of clipped gradients is not the clipped mean: average first. After that every rank has the "
+        "whole gradient and can take its norm without a message.",
+    ),
+    bf16_average: (
+        2, 2, "float16 has half the bytes too, but ends at 65504. A sum of large values overflows where the sum of "
+        "their shares does not. The result travels as bfloat16 and is returned as float32.",
+    ),
+    average_with_unused: (
+        3, 3, "A rank without a gradient must still take part, or its peers add up tensors that do not belong "
+        "together. Add up the bitmaps: an element of 0 says that no rank has that gradient.",
+    ),
+    first_difference: (
+        3, 3, "Python's zlib.crc32 makes a number out of bytes (tensor.numpy().tobytes()), and shape and type can "
+        "be put into it as text. Gather everybody's numbers, so that every rank compares the same.",
+    ),
+    sampler_indices: (
+        2, 2, "Make the list as long as the next multiple of world first (how often must it be repeated?), then take "
+        "every world-th place of it, from place rank on.",
+    ),
+    exact_accuracy: (
+        2, 2, "Place k of rank r is place k * world + r of the list that was dealt out. Which places are repetitions? "
+        "Accuracies of ranks are not to be averaged; numbers of right answers can be added.",
+    ),
+    examples_of_step: (
+        3, 3, "Give every place in the endless list a number: this rank's part begins at step * batch + rank * "
+        "(batch // world). Place p is place p % size of epoch p // size.",
+    ),
+    uneven_steps: (
+        4, 4, "A rank that has run out still takes part, with zeros. Let one more element travel with each gradient: 1 "
+        "from a rank that has one, 0 from the others. What does its sum tell, and what if it is 0?",
+    ),
+    speedup_and_efficiency: (
+        1, 1, "Count examples per second on both sides. In weak scaling a step of 4 ranks has 4 times as "
+        "many examples.",
+    ),
+    overlapped_seconds: (
+        2, 2, "Keep two clocks: when the computation of this bucket ends, and when the network is free. An all-reduce "
+        "starts at the later of the two.",
+    ),
+}  # fmt: skip
+
+EXERCISES = [
+    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
+    for check, (points, dots, hint) in ROWS.items()
+]

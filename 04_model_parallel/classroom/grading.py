@@ -1,0 +1,400 @@
+"""How the exercises of chapter 04 are graded: the table EXERCISES at the end, and the checks that it names.
+
+A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
+that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has them,
+without any message, or were worked out by hand.
+"""
+
+import itertools
+import math
+
+import torch
+from torch.nn import functional as F
+
+from common.grading.engine import Case, Exercise, Wrong
+from common.grading.patterns import (
+    calculated,
+    calls_in_words,
+    collectives,
+    exactly,
+    messages_of,
+    nothing_sent,
+    numbered,
+    sends_at_most,
+)
+from common.lab.ledger import wire_bytes
+
+
+def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Odd numbers from -5 to 5: their sums and products are exact, and odd many of them do not add up to zero."""
+    return 2 * torch.randint(-3, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype) + 1
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+# --- notebook 01: layers split over ranks ---------------------------------------------------------------------
+
+
+def balanced_cut(size):
+    """Expected: every cut tried, and a single one is best."""
+    rows = []
+    for costs, parts in (
+        ([5, 1, 1, 1, 1, 3], 2),
+        ([7, 2, 5, 10, 8], 2),
+        ([9, 2, 2, 2, 2, 2, 7], 3),
+        ([4, 3, 4, 1], 2),
+        ([10, 1, 1, 1], 4),
+        ([4, 2, 8], 1),
+    ):
+        ways = {}
+        for cut in itertools.combinations(range(1, len(costs)), parts - 1):
+            ends = list(itertools.pairwise((0, *cut, len(costs))))
+            ways.setdefault(max(sum(costs[a:b]) for a, b in ends), []).append([b - a for a, b in ends])
+        (best,) = ways[min(ways)]
+        rows.append((costs, parts, best))
+    yield from calculated(size, "balanced_cut", rows)
+
+
+def split_step(size):
+    for batch, widths in ((2, (3, 2, 4, 3, 2)), (1, (1, 3, 1, 2, 4))):
+        weights = [normal(10 * batch + rank, *widths[rank : rank + 2]).requires_grad_() for rank in range(size)]
+        inputs, targets = normal(5, batch, widths[0]), normal(6, batch, widths[size])
+        outputs = inputs
+        for weight in weights:
+            outputs = torch.tanh(outputs @ weight)
+        expected = torch.autograd.grad((outputs - targets).square().sum(), weights)
+        arguments = [
+            (weight.detach(), inputs if rank == 0 else None, targets if rank == size - 1 else None, batch)
+            for rank, weight in enumerate(weights)
+        ]
+        forward = [[(rank + 1, 8 * batch * widths[rank + 1])] if rank < size - 1 else [] for rank in range(size)]
+        backward = [[(rank - 1, 8 * batch * widths[rank])] if rank else [] for rank in range(size)]
+        pattern = exactly([there + back for there, back in zip(forward, backward, strict=True)])
+        yield Case(f"a batch of {batch}, widths {widths[: size + 1]}", arguments, list(expected), pattern)
+
+
+def tied_gradient(size):
+    for what, shape in (("a weight of 300 x 1,000", (300, 1000)), ("a weight of 262,145 elements", (262_145,))):
+        elements = math.prod(shape)
+        first, last = (numbered(rank, elements).view(shape) for rank in (0, 1))
+        nobody, total = [None] * (size - 2), first + last
+        pattern = exactly([[(size - 1, 4 * elements)], *([[]] * (size - 2)), [(0, 4 * elements)]])
+        yield Case(what, [(x,) for x in (first, *nobody, last)], [total, *nobody, total], pattern)
+
+
+def naive_utilisation(size):
+    rows = [
+        ([1.0, 1.0], [2.0, 2.0], 0.0, [6.0, [0.5, 0.5]]),
+        ([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 1.0, [16.0, [0.1875, 0.375, 0.1875]]),  # 12 s, and 4 messages
+        ([1.0] * 4, [3.0] * 4, 0.5, [19.0, [4 / 19] * 4]),
+        ([1.0], [2.0], 1.0, [3.0, [1.0]]),
+    ]
+    yield from calculated(size, "naive_utilisation", rows)
+
+
+# --- notebook 02: tensor and sequence parallel ----------------------------------------------------------------
+
+
+def mlp(size: int, hidden: int, width: int = 3, tokens: int = 4):
+    """Whole `up` and `down`, and their parts for each rank: columns of the one, rows of the other."""
+    up, down = integers(1, width, hidden * size), integers(2, hidden * size, width)
+    parts = [(u.contiguous(), d) for u, d in zip(up.chunk(size, 1), down.chunk(size), strict=True)]
+    return integers(3, tokens, width), up, down, parts
+
+
+def parallel_mlp(size):
+    for hidden in (2, 5):
+        x, up, down, parts = mlp(size, hidden)
+        up_bias, down_bias = 2 * integers(4, hidden * size), 100 * integers(5, 3)
+        whole = torch.relu(x @ up + up_bias) @ down + down_bias
+        arguments = [(x, u, bias, d, down_bias) for bias, (u, d) in zip(up_bias.chunk(size), parts, strict=True)]
+        pattern = collectives(("all_reduce", nbytes(whole)))
+        yield Case(f"{hidden} hidden features on each rank", arguments, [whole] * size, pattern)
+
+
+def parallel_mlp_backward(size):
+    for hidden in (2, 5):
+        x, up, down, parts = mlp(size, hidden)
+        grad = integers(6, 4, 3)
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+        (torch.relu(leaves[0] @ leaves[1]) @ leaves[2]).backward(grad)
+        of_x, of_up, of_down = (leaf.grad for leaf in leaves)
+        expected = [[of_x, u, d] for u, d in zip(of_up.chunk(size, 1), of_down.chunk(size), strict=True)]
+        what = f"{hidden} hidden features on each rank"
+        yield Case(what, [(x, *part, grad) for part in parts], expected, collectives(("all_reduce", nbytes(x))))
+
+
+def parallel_embedding(size):
+    for rows, width, shape in ((3, 2, (2, 5)), (1, 3, (1, 4))):
+        table = numbered(0, rows * size * width).view(-1, width)
+        tokens = torch.randint(0, rows * size, shape, generator=torch.Generator().manual_seed(0))
+        tokens[0, :2] = torch.tensor([rows * size - 1, 0])
+        expected = F.embedding(tokens, table)
+        pattern = collectives(("all_reduce", nbytes(expected)))
+        arguments = [(tokens, part) for part in table.chunk(size)]
+        yield Case(f"{rows} row{'s' * (rows > 1)} on each rank", arguments, [expected] * size, pattern)
+
+
+def parallel_cross_entropy(size):
+    for what, tokens, each, more in (
+        ("small logits", 5, 30, 0.0),
+        ("each token with a logit of 10,000 on the last rank", 4, 40, 10_000.0),
+        ("each token with a logit of -10,000 on the last rank", 3, 20, -10_000.0),
+    ):
+        whole = normal(7, tokens, each * size)
+        whole[:, -1] += more
+        targets = torch.tensor([each * size - 1, 0, each, each - 1, 2 * each - 1])[:tokens]
+        expected = F.cross_entropy(whole, targets)
+        limit = round(wire_bytes("all_reduce", 3 * 8 * tokens, size))
+        arguments = [(part.contiguous(), targets) for part in whole.chunk(size, 1)]
+        yield Case(what, arguments, [expected] * size, sends_at_most(limit))
+
+
+def gradient_norm(size):
+    """The squares of the parts of both sharded parameters add up to 64 over the ranks, those of the other to 36."""
+    parts = {
+        2: ([6, 2, 2, 2], [2, 2, 2, 2]),
+        3: ([4, 2, 2, 2], [4, 0, 2, 2], [2, 2, 2, 0]),
+        4: ([4, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 0], [2, 0, 2, 0]),
+    }[size]
+    replicated, pattern = torch.tensor([[4.0], [4], [2]]), collectives(("all_reduce", 8), at_most=True)
+    for what, others, norm in (("two sharded parameters", [], 8.0), ("one replicated beside them", [replicated], 10.0)):
+        gradients = [[*torch.tensor(part).float().chunk(2), *others] for part in parts]
+        arguments = [(own, [True, True] + [False] * len(others)) for own in gradients]
+        yield Case(what, arguments, [norm] * size, pattern)
+
+
+def sequence_parallel_mlp(size):
+    for each, hidden in ((2, 3), (1, 1)):
+        x, up, down, parts = mlp(size, hidden, tokens=each * size)
+        whole = torch.relu(x @ up) @ down
+        arguments = [(own, *part) for own, part in zip(x.chunk(size), parts, strict=True)]
+        pattern = collectives(("all_gather", nbytes(x)), ("reduce_scatter", nbytes(x)))
+        yield Case(f"{each} token{'s' * (each > 1)} on each rank", arguments, list(whole.chunk(size)), pattern)
+
+
+def parallel_dropout(size):
+    for dimension, shape in ((None, (3, 4)), (0, (2 * size, 3)), (1, (3, 4 * size, 2))):
+        whole = integers(8, *shape)
+        for probability, seed in ((0.5, 3), (0.25, 4)):
+            mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) >= probability
+            dropped = whole * mask / (1 - probability)
+            parts = [[x] * size if dimension is None else x.chunk(size, dimension) for x in (whole, dropped)]
+            arguments = [(part.contiguous(), probability, seed, dimension) for part in parts[0]]
+            what = f"probability {probability}, dimension {dimension}"
+            yield Case(what, arguments, list(parts[1]), nothing_sent)
+
+
+# --- notebook 03: long contexts -------------------------------------------------------------------------------
+
+
+def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and log-sum-exp; for a row of minus infinities zeros, and minus infinity."""
+    return torch.nan_to_num(scores.softmax(-1)) @ values, scores.logsumexp(-1)
+
+
+def combine_blocks(size):
+    if size > 2:
+        return
+    scores, values = normal(9, 4, 7), normal(10, 7, 3)
+    unseen = scores.clone()
+    unseen[0, :3] = unseen[2, 3:] = -math.inf
+    large = scores + torch.tensor([1000.0, -1000.0, 0.0, 500.0]).double()[:, None]
+    for what, s in (("small scores", scores), ("scores near +-1,000", large), ("a block without keys", unseen)):
+        blocks = [*attention(s[:, :3], values[:3]), *attention(s[:, 3:], values[3:])]
+        yield Case(what, [tuple(blocks)] * size, [list(attention(s, values))] * size, nothing_sent)
+
+
+def round_the_ring(total: int):
+    """All messages go to the next rank, `total` bytes from each."""
+
+    def pattern(entries):
+        messages = messages_of(entries)
+        for rank, sent in enumerate(messages):
+            following, sum_sent = (rank + 1) % len(messages), sum(size for _, size in sent)
+            if any(peer != following for peer, _ in sent):
+                raise Wrong(f"messages to rank {following}", f"to ranks {sorted({peer for peer, _ in sent})}", rank)
+            if sum_sent != total:
+                raise Wrong(f"{total} bytes to the next rank", f"{sum_sent} bytes", rank)
+
+    return pattern
+
+
+def ring_attention(size):
+    for heads, each, d in ((2, 3, 4), (1, 1, 2)):
+        q, k, v = (normal(11 + n, heads, each * size, d) * (1 + n) for n in range(3))
+        whole = F.scaled_dot_product_attention(q, k, v)
+        arguments = [tuple(x.chunk(size, 1)[rank].contiguous() for x in (q, k, v)) for rank in range(size)]
+        pattern = round_the_ring((size - 1) * 2 * nbytes(arguments[0][1]))
+        what = f"{heads} head{'s' * (heads > 1)}, {each} token{'s' * (each > 1)} on each rank"
+        yield Case(what, arguments, list(whole.chunk(size, 1)), pattern)
+
+
+def ring_pairs(size):
+    """On 2 ranks with 4 tokens each, in order: 10 pairs in turn 0, 16 on rank 1 in turn 1. In zig-zag order: 10 and 8.
+    In the third row the ranks have 3 3 3, 0 4 2 and 0 2 4 pairs in the three turns.
+    """
+    rows = [
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], 26),
+        ([[0, 1, 6, 7], [2, 3, 4, 5]], 18),
+        ([[0, 1], [2, 5], [4, 3]], 3 + 4 + 4),
+        ([[0, 1, 2]], 6),
+    ]
+    yield from calculated(size, "ring_pairs", rows)
+
+
+def sequence_to_heads(size):
+    for each, heads, d in ((3, 1, 2), (1, 2, 1), (2, 3, 4)):
+        whole = numbered(0, each * size * heads * size * d).view(each * size, heads * size, d)
+        arguments = [(part,) for part in whole.chunk(size)]
+        pattern = collectives(("all_to_all", nbytes(arguments[0][0])))
+        what = f"{each} token{'s' * (each > 1)} on each rank, {heads * size} heads"
+        yield Case(what, arguments, [part.contiguous() for part in whole.chunk(size, 1)], pattern)
+
+
+# --- notebook 04: experts -------------------------------------------------------------------------------------
+
+
+def seats(size):
+    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2."""
+    if size > 2:
+        return
+    probabilities = torch.tensor([[6, 3, 1], [7, 1, 2], [5, 4, 1], [2, 7, 1], [7.5, 0.5, 2]]) / 10
+    for k, capacity, expected in (
+        (1, 2, [[0, 1], [3], []]),
+        (2, 2, [[0, 1], [3, 0], [1, 4]]),
+        (2, 5, [[0, 1, 2, 4, 3], [3, 0, 2], [1, 4]]),
+        (1, 5, [[0, 1, 2, 4], [3], []]),
+    ):
+        what = f"5 tokens, k {k}, capacity {capacity}"
+        yield Case(what, [(probabilities, k, capacity)] * size, [expected] * size, nothing_sent)
+
+
+def three_all_to_alls(counts: list[list[int]], row: int):
+    """`counts[source][target]` tokens of `row` bytes go out and back; before, N numbers of 8 bytes."""
+
+    def pattern(entries):
+        for rank, own in enumerate(entries):
+            out, back = sum(counts[rank]), sum(source[rank] for source in counts)
+            want = [("all_to_all", nbytes) for nbytes in (8 * len(counts), out * row, back * row)]
+            got = [(entry.operation, entry.payload) for entry in own]
+            if want != got:
+                raise Wrong(calls_in_words(want), calls_in_words(got), rank)
+
+    return pattern
+
+
+def dispatch_and_combine(size):
+    for what, experts in (
+        ("as many tokens for each", [[0, 1, 2, 3, 2, 1]] * 4),
+        ("unequal numbers", [[1, 0, 1], [2], [], [1, 1, 3, 0]]),
+        ("all tokens for expert 0", [[0, 0], [0, 0, 0], [0], [0, 0]]),
+    ):
+        experts = [torch.tensor([e % size for e in own], dtype=torch.int64) for own in experts[:size]]
+        weights = [integers(20 + rank, 3, 3) * 10**rank for rank in range(size)]
+        tokens = [integers(30 + rank, len(own), 3) for rank, own in enumerate(experts)]
+        expected = [
+            torch.stack([x @ weights[e] for x, e in zip(own, chosen, strict=True)]) if len(own) else own
+            for own, chosen in zip(tokens, experts, strict=True)
+        ]
+        counts = [torch.bincount(chosen, minlength=size).tolist() for chosen in experts]
+        arguments = list(zip(tokens, experts, weights, strict=True))
+        yield Case(what, arguments, expected, three_all_to_alls(counts, 12))
+
+
+def load_balancing_loss(size):
+    for what, counts in (("3 tokens on each rank", (3, 3, 3, 3)), ("unequal numbers", (1, 4, 0, 2))):
+        parts = [normal(40 + rank, count, 4).mul(2).softmax(-1) for rank, count in enumerate(counts[:size])]
+        whole = torch.cat(parts)
+        shares = torch.bincount(whole.argmax(-1), minlength=4).double() / len(whole)
+        loss = 4 * (shares * whole.mean(0)).sum().item()
+        pattern = collectives(("all_reduce", 72), at_most=True)
+        yield Case(what, [(part,) for part in parts], [loss] * size, pattern)
+
+
+# exercise -> points, how many of five dots its difficulty has, and the hint
+ROWS = {
+    balanced_cut: (
+        2, 2, "Turn the question round: with a limit on every rank's cost, filling rank after rank as full as it goes "
+        "needs the fewest ranks. Which is the smallest limit that will do? Or try all cuts: there are few.",
+    ),
+    split_step: (
+        3, 3, "Receive x, then call requires_grad_() on it, so that it is a leaf that gets a gradient. On the way back "
+        "torch.autograd.grad(outputs, [weight, x], grad_outputs=...) continues with the gradient that arrived.",
+    ),
+    tied_gradient: (
+        2, 2, "Two ranks that both send first wait for each other as soon as the message is large. dist.isend "
+        "returns at once; wait for it after the receive.",
+    ),
+    naive_utilisation: (
+        1, 1, "At every moment at most one rank computes, so the seconds of all add up. N ranks have N - 1 "
+        "boundaries, each of which is crossed twice.",
+    ),
+    parallel_mlp: (
+        2, 2, "Columns of up make whole hidden features, so relu needs nobody else. Rows of down make a summand of the "
+        "output. Which of the two biases would be summed as well?",
+    ),
+    parallel_mlp_backward: (
+        3, 3, "Forward: x is copied to all ranks, and the outputs are summed. Backward, a sum copies the gradient to "
+        "its summands, and a copy sums the gradients of its copies.",
+    ),
+    parallel_embedding: (
+        2, 2, "Subtract the first row that this rank has from the tokens. Look up those that then lie inside the part "
+        "(and anything for the others), and set the rows of the others to zero before the sum.",
+    ),
+    parallel_cross_entropy: (
+        3, 3, "log(sum of exp(logit)) - logit of the target. Three numbers for each token cross the ranks: the largest "
+        "logit, the sum of exp(logit - largest), and the logit of the target, for which all ranks but one give 0.",
+    ),
+    gradient_norm: (
+        2, 2, "Squares add up, norms don't. The squares of sharded gradients go into the all-reduce; those of "
+        "replicated ones, which each rank has already, are added after it.",
+    ),
+    sequence_parallel_mlp: (
+        2, 2, "An all-reduce is a reduce-scatter and an all-gather. Here they stand apart: gather the tokens before "
+        "up, and of the sum after down keep this rank's tokens only.",
+    ),
+    parallel_dropout: (
+        2, 2, "Draw the mask of the whole activations on every rank, of N times the length along the dimension that is "
+        "cut, then take this rank's part of it.",
+    ),
+    combine_blocks: (
+        2, 2, "torch.logaddexp gives the new log-sum-exp without overflow. exp(lse1 - lse) is the share of block 1 in "
+        "the weights; both shares add up to 1.",
+    ),
+    ring_attention: (
+        4, 4, "Every turn: attention and log-sum-exp over the keys that are here, combined with what was before as in "
+        "combine_blocks; then pass keys and values on (isend, recv, wait), but not after the last turn.",
+    ),
+    ring_pairs: (
+        2, 2, "In turn t rank r has the keys of rank (r - t) % size. Count with two loops over positions. The slowest "
+        "rank of one turn need not be that of the next: max inside the sum.",
+    ),
+    sequence_to_heads: (
+        2, 2, "Part p of what is sent must be rank p's heads of all tokens here: x.chunk(N, dim=1), stacked, is "
+        "contiguous. Part p of what arrives has the tokens of rank p.",
+    ),
+    seats: (
+        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop goes over its "
+        "columns, the inner one over tokens.",
+    ),
+    dispatch_and_combine: (
+        4, 4, "experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "
+        "all_to_all_single takes both lists of lengths. Swap them for the way back, and undo the sorting at the end.",
+    ),
+    load_balancing_loss: (
+        3, 3, "The mean of products is not the product of means: first find f and P over all tokens, with one "
+        "all-reduce of counts and sums, then multiply. How many tokens there are, the counts tell.",
+    ),
+}  # fmt: skip
+
+EXERCISES = [
+    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
+    for check, (points, dots, hint) in ROWS.items()
+]

@@ -1,0 +1,161 @@
+"""Pipelines with one mistake each, of the kind people really make. Can you find it?
+
+    python bugs.py                 the names
+    python bugs.py NAME            the code with the mistake in it: by_hand.py or hybrid.py, but for one place
+    python bugs.py NAME --answer   the place, and the check that refuses it
+
+Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that is
+off, or ranks that wait for each other in vain.
+"""
+
+from functools import partial
+
+from common.lab.bugs import Bug, Bugs
+
+pipeline = partial(Bug, "Pipeline", ranks=2)
+replicas = partial(Bug, "PipelinesByHand", file="hybrid.py")
+
+BUGS = Bugs(
+    __file__,
+    {
+        "m_times_too_large": pipeline(
+            right="/ (self.microbatches * batches)",
+            wrong="/ batches",
+            inside="run",
+            refused_by="loss",
+            why="The losses of the micro-batches are added up where their mean is wanted: gradients are M times too "
+            "large. AdamW hardly notices, so the curve of a run that prints its loss rightly looks well.",
+        ),
+        "averaged_twice": pipeline(
+            right="/ self.scaler.get_scale()",
+            wrong="/ self.microbatches",
+            inside="run",
+            refused_by="loss",
+            why="The loss that is reported has been divided by the number of micro-batches already. The training is "
+            "right, its curve is not.",
+        ),
+        "divided_twice": pipeline(
+            right="self.add_tied_gradients()",
+            wrong="[p.grad.div_(self.microbatches) for p in self.model.parameters() if p.grad is not None]\n"
+            "        self.add_tied_gradients()",
+            inside="step",
+            refused_by="grad_norm",
+            why="Gradients are scaled by the number of micro-batches, as PyTorch's schedules do by default "
+            "(scale_grads=True), though the loss was divided by it: gradients are M times too small.",
+        ),
+        "last_one_dropped": pipeline(
+            right="grid.shape[1], microbatches, stages_per_rank)",
+            wrong="grid.shape[1], microbatches - 1, stages_per_rank)",
+            inside="__init__",
+            refused_by="loss",
+            why="The schedule ends one micro-batch early, on all ranks alike: nobody waits, and a part of each batch "
+            "is never learned from.",
+        ),
+        "stepped_early": pipeline(
+            right="loss += self.run(inputs, targets, len(micro_batches))",
+            wrong="loss += self.run(inputs, targets, len(micro_batches))\n            self.optimizer.step()",
+            inside="step",
+            refused_by="loss",
+            why="The weights are stepped before all of the step's backwards are done: later micro-batches see weights "
+            "that the earlier ones have changed.",
+        ),
+        "forgets_what_was_added": pipeline(
+            right="loss += self.run(inputs, targets, len(micro_batches))",
+            wrong="self.optimizer.zero_grad()\n            loss += self.run(inputs, targets, len(micro_batches))",
+            inside="step",
+            refused_by="grad_norm",
+            why="With accumulation, each pass through the pipeline deletes the gradients of the pass before.",
+        ),
+        "receives_first": pipeline(
+            right="works = dist.batch_isend_irecv(operations)",
+            wrong="for operation in sorted(operations, key=lambda operation: operation.op is dist.isend):\n"
+            "            (dist.send if operation.op is dist.isend else dist.recv)(operation.tensor, operation.peer)\n"
+            "        works = [None] * len(operations)",
+            inside="exchange",
+            refused_by="timeout",
+            why="One message after the other, receives first: rank 0 waits for a gradient before it sends the "
+            "activations for which rank 1 waits before it sends that gradient.",
+        ),
+        "freed_too_early": pipeline(
+            right="torch.empty(self.shape, device=self.device)",
+            wrong="self.__dict__.setdefault(kind, torch.empty(self.shape, device=self.device)).detach()",
+            inside="exchange",
+            ranks=4,
+            refused_by="grad_norm",
+            why="What is received always comes into the same memory. The activations in there are still needed by a "
+            "backward to come, which computes with those of a later micro-batch.",
+        ),
+        "another_ones_targets": pipeline(
+            right="targets[m]",
+            wrong="targets[m - 1]",
+            inside="run",
+            refused_by="loss",
+            why="The last stage compares with the targets of another micro-batch. It learns how often each token "
+            "comes, and the loss falls, to begin with.",
+        ),
+        "tied_apart": pipeline(
+            right="        self.add_tied_gradients()\n",
+            wrong="",
+            inside="step",
+            refused_by="grad_norm",
+            why="Embedding and output layer are one weight in the model and two on the ranks. Each is updated by the "
+            "gradient of its own place; from the first step on they are two different weights.",
+        ),
+        "tied_counted_twice": pipeline(
+            right="self.tied if self.last else None",
+            wrong="None",
+            inside="clip",
+            refused_by="grad_norm",
+            why="The tied weight is on two ranks, and its gradient is in the norm twice: clipping begins too early.",
+        ),
+        "own_norm": pipeline(
+            right="        dist.all_reduce(square, group=self.group)\n",
+            wrong="",
+            inside="clip",
+            refused_by="grad_norm",
+            why="Each rank clips by the norm of its own stages: the parts of one gradient are scaled by different "
+            "factors, so it points elsewhere.",
+        ),
+        "loss_on_the_last": pipeline(
+            right="dist.broadcast(loss, group=self.group, group_src=self.rank_of[-1])",
+            wrong="pass",
+            inside="step",
+            refused_by="loss",
+            why="Only the rank of the last stage has the loss, and rank 0 writes the log: a straight line at zero.",
+        ),
+        "own_weights": pipeline(
+            right="dist.broadcast(tensor.detach(), src=0)",
+            wrong="pass",
+            inside="__init__",
+            refused_by="loss",
+            why="Each rank keeps the stages of a model that it made with its own seed: no single process has made that "
+            "model, and no run can be repeated on another number of ranks.",
+        ),
+        "reduced_every_time": replicas(
+            right="return super().run(inputs, targets, batches * self.data_size)",
+            wrong="loss = super().run(inputs, targets, batches * self.data_size)\n"
+            "        self.sum_gradients()\n        return loss",
+            inside="run",
+            refused_by="grad_norm",
+            why="The replicas' gradients are summed after every part of a batch, and once more at the end of the step: "
+            "what had been summed is summed again. Besides, most of the traffic is for nothing.",
+        ),
+        "replicas_apart": replicas(
+            right="        self.sum_gradients()\n",
+            wrong="",
+            inside="add_tied_gradients",
+            refused_by="grad_norm",
+            why="Nobody sums over the replicas: each trains a model of its own, on its own part of the data.",
+        ),
+        "summed_twice": replicas(
+            right="batches * self.data_size)",
+            wrong="batches)",
+            inside="run",
+            refused_by="loss",
+            why="The gradients of the replicas are summed where their mean is wanted.",
+        ),
+    },
+)
+
+if __name__ == "__main__":
+    BUGS.command_line()

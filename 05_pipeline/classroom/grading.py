@@ -1,0 +1,398 @@
+"""How the exercises of chapter 05 are graded: the table EXERCISES at the end, and the checks that it names.
+
+A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern that
+looks at the messages (common/grading/patterns.py). Schedules are judged by what the simulator makes of them: `budget`. Other
+expected values come from whole tensors, from formulas, or were worked out by hand.
+"""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import torch
+
+from common.errors import UserError
+from common.grading.engine import Case, Drawing, Exercise, Wrong
+from common.grading.patterns import calculated, exactly, nothing_sent
+from common.lab import plotting
+from course.pipeline import schedules, simulator
+
+Timeline, Times, simulate = simulator.Timeline, simulator.Times, simulator.simulate
+UNIT = Times(1, Fraction(1, 2), Fraction(1, 2))  # forward and backward take one unit each
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- schedules ------------------------------------------------------------------------------------------------
+
+
+def text_of(schedule) -> list[list[str]]:
+    return [[str(action) for action in actions] for actions in schedule]
+
+
+def read(value, ranks: int):
+    """A learner's schedule. Actions may be text, one by one or many in one, or (stage, kind, micro-batch)."""
+    if not isinstance(value, list) or len(value) != ranks:
+        got = f"{len(value)} items" if isinstance(value, list) else f"{type(value).__name__} {str(value)[:60]}"
+        raise Wrong(f"a list with the actions of each of {ranks} ranks", got)
+    read = []
+    for actions in value:
+        words = actions if isinstance(actions, list) else [actions]
+        words = ["".join(map(str, word)) if isinstance(word, list) else str(word) for word in words]
+        try:
+            read.append(schedules.parse(" ".join(words)))
+        except UserError as error:
+            raise Wrong("actions such as 2F0", str(error)) from None
+    return read
+
+
+def drawing(timeline: Timeline, title: str) -> Drawing | None:
+    if not any(timeline.ranks):
+        return None  # stuck before it began
+    alt = f"Timeline of your schedule, a row of numbered boxes for each rank: {title}"
+    return Drawing(simulator.rows(timeline), lambda: plotting.pipeline({title: timeline}), alt)
+
+
+def simulated(schedule, times: Times = UNIT) -> Timeline:
+    try:
+        return simulate(schedule, times)
+    except simulator.IllegalSchedule as error:
+        until_stuck = drawing(error.so_far, "until it got stuck") if error.so_far else None
+        raise Wrong("a legal schedule", str(error), drawing=until_stuck) from None
+
+
+def budget(span: int, stored: list[int], ranks: int, microbatches: int, kinds: str = "FB", stages: int | None = None,
+           times: Times = UNIT, also=None):  # fmt: skip
+    """The judge of a schedule with these numbers and kinds of actions, stages placed in a loop. It must be legal, not
+    take longer than `span`, and not store more than `stored` on the ranks. also: called with the schedule first."""
+    stages = stages or ranks
+    due = [
+        Counter((s, k, m) for s in range(rank, stages, ranks) for k in kinds for m in range(microbatches))
+        for rank in range(ranks)
+    ]
+
+    def judge(value):
+        schedule = read(value, ranks)
+        for rank, (actions, want) in enumerate(zip(schedule, due, strict=True)):
+            for these, those, words in ((want, Counter(actions), "does not"), (Counter(actions), want, "should not")):
+                if left := these - those:
+                    action = schedules.Action(*min(left))
+                    what = f"{'each action once' if action in want else 'these stages, kinds and micro-batches only'}"
+                    raise Wrong(f"{what} on rank {rank}", f"rank {rank} {words} do {action}")
+        if also:
+            also(schedule)
+        timeline = simulated(schedule, times)
+        drawn = drawing(timeline, f"makespan {timeline.makespan}, at most {max(timeline.peaks)} stored")
+        if any(got > most for got, most in zip(timeline.peaks, stored, strict=True)):
+            raise Wrong(f"at most {stored} activations stored on the ranks", str(timeline.peaks), drawing=drawn)
+        if timeline.makespan > span:
+            raise Wrong(f"a makespan of at most {span}", str(timeline.makespan), drawing=drawn)
+
+    return judge
+
+
+def judged(size: int, name: str, rows: list[tuple]):
+    """Cases that only calculate, from rows of arguments and, last, the judge; schedules are not shown in full."""
+    if size == 2:
+        for *arguments, judge in rows:
+            shown = ", ".join("..." if isinstance(argument, list) else str(argument) for argument in arguments)
+            yield Case(f"{name}({shown})", [tuple(arguments)] * size, [judge] * size, nothing_sent)
+
+
+# --- notebook 01: from idle devices to 1F1B -------------------------------------------------------------------
+
+
+def microbatches_for(size):
+    """(p-1) / (v m + p-1) <= b where m >= (p-1) (1-b) / (b v): for the first row 3 * 0.9 / 0.1 = 27."""
+    rows = [(4, 1, 10, 27), (4, 1, 20, 12), (4, 2, 10, 14), (8, 1, 5, 133), (8, 4, 7, 24), (2, 1, 60, 1), (1, 1, 5, 1)]
+    yield from calculated(size, "microbatches_for", rows)
+
+
+def one_forward_one_backward(size):
+    rows = []
+    for p, m in ((4, 8), (3, 3), (2, 5), (4, 2)):
+        rows.append((p, m, budget(2 * (m + p - 1), [p - rank for rank in range(p)], p, m)))
+    yield from judged(size, "one_forward_one_backward", rows)
+
+
+def short_of_memory(size):
+    """The makespans are the least that there are: an exhaustive search over all schedules found no shorter one."""
+    rows = [(4, 8, 2, 34), (4, 8, 3, 26), (3, 7, 2, 24), (4, 8, 1, 64)]
+    rows = [(p, m, limit, budget(span, [limit] * p, p, m)) for p, m, limit, span in rows]
+    yield from judged(size, "short_of_memory", rows)
+
+
+def neighbours(size):
+    for rows in (400, 300):
+        shape = (rows, 1000)
+        sent = [[torch.full(shape, 10.0 * rank + kind) for kind in (1, 2)] for rank in range(size)]
+        arguments, expected, messages = [], [], []
+        for rank in range(size):
+            first, last = rank == 0, rank == size - 1
+            arguments.append((None if last else sent[rank][0], None if first else sent[rank][1]))
+            expected.append([None if first else sent[rank - 1][0], None if last else sent[rank + 1][1]])
+            messages.append([(peer, rows * 4000) for peer in (rank - 1, rank + 1) if 0 <= peer < size])
+        yield Case(f"tensors of {rows} x 1000", arguments, expected, exactly(messages, any_order=True))
+
+
+def pipeline_step(size):
+    for microbatches, each, features in ((1, 3, 2), (4, 2, 3), (3, 1, 1)):
+        batch = microbatches * each
+        widths = [features + rank % 2 for rank in range(size + 1)]
+        weights = [normal(rank, n, m).requires_grad_() for rank, (n, m) in enumerate(pairwise(widths))]
+        inputs, targets = normal(11, batch, widths[0]), normal(12, batch, widths[-1])
+        x = inputs
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        gradients = torch.autograd.grad((x - targets).square().mean(), weights)
+        arguments = [
+            (weight.detach(), inputs if rank == 0 else None, targets if rank == size - 1 else None, batch, microbatches)
+            for rank, weight in enumerate(weights)
+        ]
+        messages = [
+            [(rank + 1, 8 * each * widths[rank + 1])] * (microbatches * (rank < size - 1))
+            + [(rank - 1, 8 * each * widths[rank])] * (microbatches * (rank > 0))
+            for rank in range(size)
+        ]
+        what = f"batch {batch}, {microbatches} micro-batch{'es' * (microbatches > 1)}"
+        yield Case(what, arguments, list(gradients), exactly(messages, any_order=True))
+
+
+# --- notebook 02: the schedule lab ----------------------------------------------------------------------------
+
+
+def peak_megabytes(size):
+    """In the first row 1 + 1 + 1, minus one, plus one. With I and W apart, an activation is held until W is over; in
+    the fourth row 10 + 3 + 10, then 10 less and 10 more."""
+    rows = [
+        (["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0B2", "0B3"], {0: 1}, 3),
+        (["3F0", "3F1", "3I0", "3F2", "3I1", "3I2", "3W0", "3W1", "3W2"], {3: 7}, 21),
+        (["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"], {0: 4}, 4),
+        (["1F0", "2F0", "1F1", "1I0", "1W0", "1F2", "2B0", "1B1", "1B2"], {1: 10, 2: 3}, 23),
+        (["0F0", "5F0", "5B0", "0F1", "0B0", "5F1", "5B1", "0B1"], {0: 2, 5: 9}, 11),
+    ]
+    yield from calculated(size, "peak_megabytes", rows)
+
+
+def makespan(size):
+    """Worked out by hand where there are two ranks; otherwise by formula: 2 (m+p-1) units of 1F1B."""
+    waits = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    stuck = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    both_ahead = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1", "1B0"]]
+    v = [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    rows = [
+        (text_of(schedules.build("1f1b", 4, 8)), 1, 1, 0, 22),
+        (waits, 1, 2, 0, 12),  # one micro-batch after the other: 2 (1+1+2+2)
+        (waits, 1, 2, 5, 32),  # and two messages for each
+        (both_ahead, 1, 2, 0, 11),  # rank 1: 1-3 forward, 3-5 1B1, 5-7 1B0; rank 0: 7-9 and 9-11
+        (v, 1, 2, 10, 4 + 8 + 40),  # two messages forward and two back; none where the V turns
+        (stuck, 1, 1, 0, None),
+        (text_of(schedules.build("gpipe", 3, 4)), 2, 3, 0, 5 * 6),
+        ([["0B0", "0F0"], ["1F0", "1B0"]], 1, 1, 0, None),
+    ]
+    if size == 2:
+        for *arguments, expected in rows:
+            what = f"makespan({arguments[0] if len(arguments[0]) == 2 else '...'}, {str(arguments[1:])[1:-1]})"
+            yield Case(what, [tuple(arguments)] * size, [expected] * size, nothing_sent)
+
+
+def interleave(size):
+    rows = []
+    for p, m, v in ((4, 8, 2), (2, 4, 3), (3, 3, 2), (2, 2, 2)):
+        stored = [(v - 1) * p + p - rank for rank in range(p)]
+        rows.append((p, m, v, budget(2 * (v * m + p - 1), stored, p, m, stages=v * p)))
+    yield from judged(size, "interleave", rows)
+
+
+def place_weight_gradients(size):
+    rows = []
+    for p, m in ((4, 8), (2, 4), (3, 3), (4, 5)):
+        given = [
+            [action._replace(kind="I") if action.kind == "B" else action for action in actions]
+            for actions in schedules.build("1f1b", p, m)
+        ]
+
+        def in_their_order(schedule, given=given):
+            for rank, (want, actions) in enumerate(zip(given, schedule, strict=True)):
+                if want != (kept := [action for action in actions if action.kind != "W"]):
+                    place = next(place for place, pair in enumerate(zip(want, kept, strict=True)) if len({*pair}) > 1)
+                    raise Wrong(f"{want[place]} next on rank {rank}, in the order as given", str(kept[place]))
+
+        judge = budget(3 * m + p - 1, [p] * p, p, m, kinds="FIW", times=Times(1, 1, 1), also=in_their_order)
+        rows.append((text_of(given), judge))
+    yield from judged(size, "place_weight_gradients", rows)
+
+
+def mend(size):
+    rows = []
+    for name, p, m, rank, place in (
+        ("1f1b", 2, 2, 1, 0),  # backward before forward
+        ("1f1b", 4, 8, 0, 3),  # 0B0 before 0F3: ranks wait for each other
+        ("zb-h1", 3, 4, 1, 4),
+        ("1f1b", 4, 4, 3, 6),
+    ):
+        right = schedules.build(name, p, m)
+        given = [list(actions) for actions in right]
+        given[rank][place : place + 2] = given[rank][place : place + 2][::-1]
+
+        def one_swap(value, given=given, p=p):
+            schedule = read(value, p)
+            changed = [
+                (rank, place)
+                for rank, (old, new) in enumerate(zip(given, schedule, strict=True))
+                for place in range(max(len(old), len(new)))
+                if old[place : place + 1] != new[place : place + 1]
+            ]
+            swapped = len(changed) == 2 and changed[0][0] == changed[1][0] and changed[1][1] == changed[0][1] + 1
+            if not swapped or any(Counter(old) != Counter(new) for old, new in zip(given, schedule, strict=True)):
+                raise Wrong("two neighbouring actions of one rank swapped", f"{len(changed)} places are different")
+            simulated(schedule)
+
+        rows.append((text_of(given), one_swap))
+    yield from judged(size, "mend", rows)
+
+
+# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
+
+
+def split_backward(size):
+    """The gradients by autograd of the whole, with a zero added in front of each tanh."""
+    for widths in ((3, 4, 2), (2, 3), (2, 2, 2, 2)) * (size == 2):
+        weights = [normal(n, *shape) for n, shape in enumerate(pairwise(widths))]
+        x, grad_output = normal(21, 5, widths[0]), normal(22, 5, widths[-1])
+        y, inputs, added = x.clone().requires_grad_(), [], []
+        start = y
+        for weight in weights:
+            inputs.append(y.detach())
+            added.append(torch.zeros(5, weight.shape[1], dtype=torch.float64, requires_grad=True))
+            y = torch.tanh(y @ weight + added[-1])
+        grad_x, *gradients = torch.autograd.grad(y, [start, *added], grad_output)
+        expected = [grad_x, [list(pair) for pair in zip(inputs, gradients, strict=True)]]
+        what = f"{len(weights)} layer{'s' * (len(weights) > 1)} of widths {', '.join(map(str, widths))}"
+        yield Case(what, [(weights, x, grad_output)] * size, [expected] * size, nothing_sent)
+
+
+def blocks_per_stage(size):
+    def seconds(counts, embedding, block, head):
+        first, *_, last = range(len(counts))
+        return [block * n + embedding * (s == first) + head * (s == last) for s, n in enumerate(counts)]
+
+    rows = []
+    for embedding, block, head, blocks, stages in (
+        (1, 2, 7, 12, 4),
+        (0, 3, 0, 8, 4),
+        (9, 2, 5, 10, 3),
+        (2, 4, 30, 9, 4),
+    ):
+        cuts = combinations(range(1, blocks), stages - 1)
+        ways = [[b - a for a, b in zip((0, *cut), (*cut, blocks), strict=True)] for cut in cuts]
+        costs = (embedding, block, head)
+        best = min(max(seconds(way, *costs)) for way in ways)
+
+        def judge(value, ways=ways, costs=costs, best=best, blocks=blocks, stages=stages):
+            if value not in ways:
+                raise Wrong(f"{stages} numbers of 1 or more that add up to {blocks}", str(value))
+            took = seconds(value, *costs)
+            if max(took) > best:
+                times = Times(*[[Fraction(time, 3) for time in took]] * 3)
+                timeline = simulate(schedules.build("1f1b", stages, 2 * stages), times)
+                drawn = drawing(timeline, f"{value}: stages of {took}")
+                raise Wrong(f"a slowest stage of {best}", f"{value}: stages of {took}", drawing=drawn)
+
+        rows.append((*costs, blocks, stages, judge))
+    yield from judged(size, "blocks_per_stage", rows)
+
+
+def quickest_microbatches(size):
+    """All divisors tried: in the first row 1, 2, 4, ..., 32 micro-batches take 1370, 885, 749, 877, 1349, 2415 us."""
+    rows = []
+    for batch, ranks, overhead, example, limit in (
+        (32, 4, 50, 10, 32), (32, 4, 50, 10, 12), (64, 2, 5, 3, 64), (12, 4, 1, 100, 12), (12, 4, 1000, 1, 12),
+    ):  # fmt: skip
+        steps = {
+            m: (m + ranks - 1) * (overhead + batch // m * example)
+            for m in range(1, batch + 1)
+            if batch % m == 0 and min(ranks, m) * batch // m <= limit
+        }
+        best = min(steps, key=steps.get)
+        assert list(steps.values()).count(steps[best]) == 1
+        rows.append((batch, ranks, overhead, example, limit, best))
+    yield from calculated(size, "quickest_microbatches", rows)
+
+
+def loss_factors(size):
+    """Two replicas, and 8 tokens in all: a micro-batch of 2 has a quarter of them, times 2 since DDP divides by 2."""
+    rows = [
+        ([[2, 2], [2, 2]], [[0.5, 0.5], [0.5, 0.5]]),
+        ([[4, 1, 3]], [[0.5, 0.125, 0.375]]),
+        ([[1, 3], [2, 2]], [[0.25, 0.75], [0.5, 0.5]]),
+        ([[1, 1], [5, 1]], [[0.25, 0.25], [1.25, 0.25]]),
+        ([[6], [0], [3], [3]], [[2.0], [0.0], [1.0], [1.0]]),
+    ]
+    yield from calculated(size, "loss_factors", rows)
+
+
+# exercise -> points, how many of five dots its difficulty has, and the hint
+ROWS = {
+    microbatches_for: (
+        1, 1, "Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
+    ),
+    one_forward_one_backward: (
+        2, 2, "How many micro-batches can rank r start before the first gradient is back at it? Then one backward, one "
+        "forward, until forwards run out.",
+    ),
+    short_of_memory: (
+        3, 3, "Don't write the order down: play it. At each unit of time let every rank do a backward if its input is "
+        "there, else a forward if its input is there and it stores less than the limit, and note what it did.",
+    ),
+    neighbours: (
+        2, 2, "A blocking send of a large message returns only when it is received. dist.isend returns at once: start "
+        "the sends, receive, then wait; or hand all to dist.batch_isend_irecv.",
+    ),
+    pipeline_step: (
+        3, 3, "Keep inputs and outputs of all micro-batches in lists. The mean over the batch is the mean over the "
+        "micro-batches of their means: where is it divided?",
+    ),
+    peak_megabytes: (
+        1, 1, "Go through the actions with a running sum. Which of B, I and W ends what a forward began?",
+    ),
+    makespan: (
+        3, 3, "Keep when each action ended. Go round the ranks and do what can be done, as long as something can; if "
+        "actions are left then, they wait for each other.",
+    ),
+    interleave: (
+        4, 4, "Micro-batches go in rounds of p: a round through the rank's first stage, the same round through its "
+        "second, and so on; backwards in the same rounds, from the last stage to the first. Rank r starts with "
+        "(v-1) p + p-1-r forwards.",
+    ),
+    place_weight_gradients: (
+        3, 3, "Let each W wait for a few more of the rank's I: on the last rank, which 1F1B lets store one activation "
+        "only, the longest. What waits then fills the end.",
+    ),
+    mend: (
+        2, 2, "There are not many pairs of neighbours. simulator.simulate raises IllegalSchedule where a schedule is "
+        "none; schedules.parse reads text.",
+    ),
+    split_backward: (
+        3, 3, "torch.autograd.grad gives gradients of tensors inside the graph, too: ask it for those of x and of each "
+        "`input @ weight`, all at once. It computes no others.",
+    ),
+    blocks_per_stage: (
+        2, 2, "Think of embedding and head as blocks that are there already. Then give block after block to the stage "
+        "that would be the quickest with it.",
+    ),
+    quickest_microbatches: (
+        2, 2, "A step takes (m + p - 1) times as long as one micro-batch. Rank 0 stores min(m, p) of them. Try all "
+        "divisors of the batch.",
+    ),
+    loss_factors: (
+        2, 2, "What share of all tokens, of all replicas, has the micro-batch? And what does DDP do to the sum?",
+    ),
+}  # fmt: skip
+
+EXERCISES = [
+    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
+    for check, (points, dots, hint) in ROWS.items()
+]

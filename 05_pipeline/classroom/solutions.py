@@ -1,0 +1,850 @@
+"""Answers to the exercises of chapter 05, and after each the wrong answers that people really give.
+
+The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
+that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+"""
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+from course.pipeline import schedules, simulator
+
+# --- microbatches_for -----------------------------------------------------------------------------------------
+
+
+def microbatches_for(ranks, stages_per_rank, percent):
+    return max(1, -(-(ranks - 1) * (100 - percent) // (percent * stages_per_rank)))
+
+
+def microbatches_by_overhead(ranks, stages_per_rank, percent):
+    """The bubble as a share of the ideal time, not of the makespan."""
+    return max(1, -(-(ranks - 1) * 100 // (percent * stages_per_rank)))
+
+
+def microbatches_rounded_down(ranks, stages_per_rank, percent):
+    return max(1, (ranks - 1) * (100 - percent) // (percent * stages_per_rank))
+
+
+def microbatches_without_interleaving(ranks, stages_per_rank, percent):
+    return microbatches_for(ranks, 1, percent)
+
+
+def microbatches_with_a_rank_more(ranks, stages_per_rank, percent):
+    return microbatches_for(ranks + 1, stages_per_rank, percent)
+
+
+def microbatches_none(ranks, stages_per_rank, percent):
+    return -(-(ranks - 1) * (100 - percent) // (percent * stages_per_rank))
+
+
+def microbatches_at_least_one_per_rank(ranks, stages_per_rank, percent):
+    return max(ranks, microbatches_for(ranks, stages_per_rank, percent))
+
+
+# --- one_forward_one_backward ---------------------------------------------------------------------------------
+
+
+def one_forward_one_backward(ranks, microbatches, ahead=lambda ranks, rank: ranks - 1 - rank):
+    schedule = []
+    for rank in range(ranks):
+        warm_up = min(ahead(ranks, rank), microbatches)
+        actions = [f"{rank}F{m}" for m in range(warm_up)]
+        for m in range(microbatches):
+            if warm_up + m < microbatches:
+                actions.append(f"{rank}F{warm_up + m}")
+            actions.append(f"{rank}B{m}")
+        schedule.append(actions)
+    return schedule
+
+
+def all_forwards_first(ranks, microbatches):
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: microbatches)
+
+
+def ahead_by_the_rank(ranks, microbatches):
+    """Warm-up counted from the wrong end."""
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: rank)
+
+
+def ahead_by_one_more(ranks, microbatches):
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: ranks - rank)
+
+
+def no_warm_up(ranks, microbatches):
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: 0)
+
+
+def backward_before_forward(ranks, microbatches):
+    """The steady state begins with a backward: the last rank has nothing yet."""
+    schedule = one_forward_one_backward(ranks, microbatches)
+    return [
+        actions[: ranks - 1 - rank] + sorted(actions[ranks - 1 - rank :], key=lambda a: (int(a[2:]), a[1]))
+        for rank, actions in enumerate(schedule)
+    ]
+
+
+def last_microbatch_dropped(ranks, microbatches):
+    return one_forward_one_backward(ranks, microbatches - 1)
+
+
+def newest_first(ranks, microbatches):
+    """Backwards in the order of a stack."""
+    return [
+        [f"{rank}F{m}" for m in range(microbatches)] + [f"{rank}B{m}" for m in reversed(range(microbatches))]
+        for rank in range(ranks)
+    ]
+
+
+def not_cut_off(ranks, microbatches):
+    """As many forwards ahead as if there were enough micro-batches."""
+    schedule = one_forward_one_backward(ranks, max(ranks - 1, microbatches))
+    return [[a for a in actions if a[1] == "F" or int(a[2:]) < microbatches] for actions in schedule]
+
+
+# --- short_of_memory ------------------------------------------------------------------------------------------
+
+
+def short_of_memory(ranks, microbatches, limit, backward_first=True):
+    forward, backward, schedule = [0] * ranks, [0] * ranks, [[] for _ in range(ranks)]
+    while backward != [microbatches] * ranks:
+        f, b = list(forward), list(backward)  # at the beginning of this unit of time
+        for rank in range(ranks):
+            can_b = b[rank] < f[rank] and (rank == ranks - 1 or b[rank + 1] > b[rank])
+            can_f = f[rank] < microbatches and f[rank] - b[rank] < limit and (rank == 0 or f[rank - 1] > f[rank])
+            if can_b and (backward_first or not can_f):
+                schedule[rank].append(f"{rank}B{b[rank]}")
+                backward[rank] += 1
+            elif can_f:
+                schedule[rank].append(f"{rank}F{f[rank]}")
+                forward[rank] += 1
+    return schedule
+
+
+def shorter_warm_up(ranks, microbatches, limit):
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: min(limit, ranks - rank) - 1)
+
+
+def groups_of_gpipe(ranks, microbatches, limit):
+    """As many forwards as fit, then their backwards."""
+    groups = [range(start, min(start + limit, microbatches)) for start in range(0, microbatches, limit)]
+    return [[f"{rank}{kind}{m}" for group in groups for kind in "FB" for m in group] for rank in range(ranks)]
+
+
+def memory_ignored(ranks, microbatches, limit):
+    return one_forward_one_backward(ranks, microbatches)
+
+
+def one_at_a_time(ranks, microbatches, limit):
+    return groups_of_gpipe(ranks, microbatches, 1)
+
+
+def limit_off_by_one(ranks, microbatches, limit):
+    return short_of_memory(ranks, microbatches, limit + 1)
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------
+
+
+def neighbours(activations, gradient):
+    rank, like = dist.get_rank(), gradient if activations is None else activations
+    messages, received = [], [None, None]
+    for number, (tensor, sent_to, received_from) in enumerate(
+        [(activations, rank + 1, rank - 1), (gradient, rank - 1, rank + 1)]
+    ):
+        if tensor is not None:
+            messages.append(dist.P2POp(dist.isend, tensor, sent_to))
+        if 0 <= received_from < dist.get_world_size():
+            received[number] = torch.empty_like(like)
+            messages.append(dist.P2POp(dist.irecv, received[number], received_from))
+    for request in dist.batch_isend_irecv(messages):
+        request.wait()
+    return received
+
+
+def received(like, peer):
+    if not 0 <= peer < dist.get_world_size():
+        return None
+    tensor = torch.empty_like(like)
+    dist.recv(tensor, peer)
+    return tensor
+
+
+def neighbours_that_send_first(activations, gradient):
+    rank = dist.get_rank()
+    if activations is not None:
+        dist.send(activations, rank + 1)
+    if gradient is not None:
+        dist.send(gradient, rank - 1)
+    like = gradient if activations is None else activations
+    return received(like, rank - 1), received(like, rank + 1)
+
+
+def neighbours_that_receive_first(activations, gradient):
+    rank = dist.get_rank()
+    like = gradient if activations is None else activations
+    results = received(like, rank - 1), received(like, rank + 1)
+    if activations is not None:
+        dist.send(activations, rank + 1)
+    if gradient is not None:
+        dist.send(gradient, rank - 1)
+    return results
+
+
+def neighbours_by_gathering(activations, gradient):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    like = gradient if activations is None else activations
+    own = torch.stack([torch.zeros_like(like) if t is None else t for t in (activations, gradient)])
+    everything = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everything, own)
+    return everything[rank - 1][0] if rank else None, everything[rank + 1][1] if rank < size - 1 else None
+
+
+def neighbours_swapped(activations, gradient):
+    return tuple(reversed(neighbours(activations, gradient)))
+
+
+def neighbours_in_one_message(activations, gradient):
+    """Both tensors to both sides: twice the bytes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    like = gradient if activations is None else activations
+    own = torch.stack([torch.zeros_like(like) if t is None else t for t in (activations, gradient)])
+    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
+    requests = [dist.isend(own, peer) for peer in peers]
+    before, after = received(own, rank - 1), received(own, rank + 1)
+    for request in requests:
+        request.wait()
+    return None if before is None else before[0], None if after is None else after[1]
+
+
+def neighbours_without_gradients(activations, gradient):
+    rank = dist.get_rank()
+    request = None if activations is None else dist.isend(activations, rank + 1)
+    result = received(gradient, rank - 1) if rank else None
+    if request:
+        request.wait()
+    return result, None if activations is None else torch.zeros_like(activations)
+
+
+# --- pipeline_step --------------------------------------------------------------------------------------------
+
+
+def pipeline_step(weight, inputs, targets, batch, microbatches, loss_of=None, mean=True, used=None, kept=None):
+    """GPipe. The arguments after `microbatches` are for the wrong answers below."""
+    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
+    weight, xs, ys = weight.detach().clone().requires_grad_(), [], []
+    for m in range(microbatches):
+        if rank == 0:
+            x = inputs[m * each : (m + 1) * each]
+        else:
+            x = torch.empty(each, weight.shape[0], dtype=weight.dtype)
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        xs.append(x)
+        ys.append(torch.tanh(x @ weight))
+        if rank < size - 1:
+            dist.send(ys[-1].detach(), rank + 1)
+    total = torch.zeros_like(weight)
+    for m in range(microbatches):
+        weight.grad = None
+        if rank < size - 1:
+            gradient = torch.empty_like(ys[m])
+            dist.recv(gradient, rank + 1)
+            ys[m].backward(gradient)
+        else:
+            loss = (ys[m] - targets[m * each : (m + 1) * each]).square().mean()
+            (loss / microbatches if mean else loss).backward()
+        if rank > 0:
+            dist.send(xs[m].grad, rank - 1)
+        total = weight.grad if kept == "last" else total + weight.grad
+        if used and m == used - 1:
+            result = total.clone()
+    return result if used else total
+
+
+def step_m_times_too_large(weight, inputs, targets, batch, microbatches):
+    """A mean of each micro-batch, and the sum of their gradients."""
+    return pipeline_step(weight, inputs, targets, batch, microbatches, mean=False)
+
+
+def step_of_the_last_microbatch(weight, inputs, targets, batch, microbatches):
+    return pipeline_step(weight, inputs, targets, batch, microbatches, kept="last")
+
+
+def step_without_the_last_microbatch(weight, inputs, targets, batch, microbatches):
+    return pipeline_step(weight, inputs, targets, batch, microbatches, used=max(1, microbatches - 1))
+
+
+def step_divided_on_every_rank(weight, inputs, targets, batch, microbatches):
+    return pipeline_step(weight, inputs, targets, batch, microbatches) / microbatches
+
+
+def step_in_one_piece(weight, inputs, targets, batch, microbatches):
+    return pipeline_step(weight, inputs, targets, batch, 1)
+
+
+def step_with_a_list_too_few(weight, inputs, targets, batch, microbatches):
+    """Only the newest output is kept, so all gradients but the last flow into the wrong graph."""
+    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
+    weight = weight.detach().clone().requires_grad_()
+    for m in range(microbatches):
+        x = inputs[m * each : (m + 1) * each] if rank == 0 else torch.empty(each, len(weight), dtype=weight.dtype)
+        if rank > 0:
+            dist.recv(x, rank - 1)
+            x.requires_grad_()
+        y = torch.tanh(x @ weight)
+        if rank < size - 1:
+            dist.send(y.detach(), rank + 1)
+    for m in range(microbatches):
+        if rank < size - 1:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + 1)
+        else:
+            loss = (y - targets[m * each : (m + 1) * each]).square().mean() / microbatches
+            (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
+        x.grad = None
+        y.backward(gradient, retain_graph=True)
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return weight.grad
+
+
+def step_that_waits_for_gradients_at_once(weight, inputs, targets, batch, microbatches):
+    """One micro-batch there and back, but the last rank wants all of them before it begins."""
+    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
+    if rank < size - 1:
+        x = torch.empty(each, len(weight), dtype=weight.dtype)
+        gradient = torch.empty(each, weight.shape[1], dtype=weight.dtype)
+        for m in range(microbatches):
+            if rank > 0:
+                dist.recv(x, rank - 1)
+            else:
+                x = inputs[m * each : (m + 1) * each]
+            dist.send(torch.tanh(x @ weight), rank + 1)
+            dist.recv(gradient, rank + 1)
+            if rank > 0:
+                dist.send(torch.zeros_like(x), rank - 1)
+        return torch.zeros_like(weight)
+    return pipeline_step(weight, inputs, targets, batch, microbatches)
+
+
+# --- peak_megabytes -------------------------------------------------------------------------------------------
+
+
+def peak_megabytes(actions, megabytes, freed_by="BW"):
+    held = peak = 0
+    for action in schedules.parse(" ".join(actions)):
+        if action.kind == "F":
+            held += megabytes[action.stage]
+        elif action.kind in freed_by:
+            held -= megabytes[action.stage]
+        peak = max(peak, held)
+    return peak
+
+
+def peak_freed_by_the_first_half(actions, megabytes):
+    return peak_megabytes(actions, megabytes, freed_by="BI")
+
+
+def peak_freed_by_whole_backwards_only(actions, megabytes):
+    return peak_megabytes(actions, megabytes, freed_by="B")
+
+
+def peak_of_all_forwards(actions, megabytes):
+    return sum(megabytes[int(action.partition("F")[0])] for action in actions if "F" in action)
+
+
+def peak_in_activations(actions, megabytes):
+    return peak_megabytes(actions, dict.fromkeys(megabytes, 1))
+
+
+def peak_times_the_largest(actions, megabytes):
+    return peak_in_activations(actions, megabytes) * max(megabytes.values())
+
+
+# --- makespan -------------------------------------------------------------------------------------------------
+
+
+def makespan(schedule, forward, backward, message, rank_matters=True, turn_matters=True, endless=None):
+    left = [schedules.parse(" ".join(actions)) for actions in schedule]
+    rank_of = {action.stage: rank for rank, actions in enumerate(left) for action in actions}
+    last, ended, free, moved = max(rank_of), {}, [0] * len(left), True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(left):
+            while actions:
+                stage, kind, m = action = actions[0]
+                if kind == "F":
+                    source = (stage - 1, "F", m)
+                else:
+                    source = (stage + 1, "B", m) if stage < last else (stage, "F", m)
+                arrived = 0
+                if source[0] >= 0:
+                    if source not in ended or kind == "B" and (stage, "F", m) not in ended:
+                        break
+                    away = rank_of[source[0]] != rank or not turn_matters
+                    arrived = ended[source] + message * away
+                start = max(arrived, free[rank] if rank_matters else 0)
+                free[rank] = ended[action] = start + (forward if kind == "F" else backward)
+                del actions[0]
+                moved = True
+    return endless(free) if endless and any(left) else None if any(left) else max(free)
+
+
+def makespan_of_the_busiest_rank(schedule, forward, backward, message):
+    """Nobody waits."""
+    return max(sum(forward if "F" in action else backward for action in actions) for actions in schedule)
+
+
+def makespan_without_messages(schedule, forward, backward, message):
+    return makespan(schedule, forward, backward, 0)
+
+
+def makespan_of_tireless_ranks(schedule, forward, backward, message):
+    """A rank does everything at once as soon as its input is there."""
+    return makespan(schedule, forward, backward, message, rank_matters=False)
+
+
+def makespan_with_messages_to_itself(schedule, forward, backward, message):
+    return makespan(schedule, forward, backward, message, turn_matters=False)
+
+
+def makespan_until_stuck(schedule, forward, backward, message):
+    return makespan(schedule, forward, backward, message, endless=max)
+
+
+def makespan_by_formula(schedule, forward, backward, message):
+    microbatches = 1 + max(action.microbatch for action in schedules.parse(" ".join(schedule[0])))
+    return (microbatches + len(schedule) - 1) * (forward + backward)
+
+
+# --- interleave -----------------------------------------------------------------------------------------------
+
+
+def interleave(ranks, microbatches, stages_per_rank, lead=1, per_round=None, mirrored=True):
+    per_round, total = per_round or ranks, stages_per_rank * microbatches
+    schedule = []
+    for rank in range(ranks):
+        forwards, backwards = [], []
+        for start in range(0, microbatches, per_round):
+            for turn in range(stages_per_rank):
+                back = stages_per_rank - 1 - turn if mirrored else turn
+                for m in range(start, min(start + per_round, microbatches)):
+                    forwards.append(f"{rank + ranks * turn}F{m}")
+                    backwards.append(f"{rank + ranks * back}B{m}")
+        ahead = min((stages_per_rank - 1) * per_round + lead * (ranks - 1 - rank), total)
+        actions = forwards[:ahead]
+        for number, backward in enumerate(backwards):
+            actions += [*forwards[ahead + number : ahead + number + 1], backward]
+        schedule.append(actions)
+    return schedule
+
+
+def interleave_far_ahead(ranks, microbatches, stages_per_rank):
+    """Ahead as Megatron-LM and PyTorch are, for the sake of messages that take time."""
+    return interleave(ranks, microbatches, stages_per_rank, lead=2)
+
+
+def interleave_without_a_lead(ranks, microbatches, stages_per_rank):
+    return interleave(ranks, microbatches, stages_per_rank, lead=0)
+
+
+def interleave_breadth_first(ranks, microbatches, stages_per_rank):
+    """All micro-batches through one stage before the next."""
+    return interleave(ranks, microbatches, stages_per_rank, per_round=microbatches)
+
+
+def interleave_with_backwards_from_the_first_stage(ranks, microbatches, stages_per_rank):
+    return interleave(ranks, microbatches, stages_per_rank, mirrored=False)
+
+
+def interleave_of_consecutive_stages(ranks, microbatches, stages_per_rank):
+    """Stages 0 and 1 on rank 0: no loop at all."""
+    plain = one_forward_one_backward(ranks, microbatches)
+    return [
+        [f"{int(a[0]) * stages_per_rank + s}{a[1:]}" for a in actions for s in range(stages_per_rank)]
+        for actions in plain
+    ]
+
+
+def interleave_all_forwards_first(ranks, microbatches, stages_per_rank):
+    return interleave(ranks, microbatches, stages_per_rank, lead=microbatches * stages_per_rank * ranks)
+
+
+def interleave_one_microbatch_at_a_time(ranks, microbatches, stages_per_rank):
+    return interleave(ranks, microbatches, stages_per_rank, per_round=1)
+
+
+# --- place_weight_gradients -----------------------------------------------------------------------------------
+
+
+def place_weight_gradients(schedule, delay=lambda ranks, rank: rank):
+    placed = []
+    for rank, actions in enumerate(schedule):
+        wait, waiting, out = delay(len(schedule), rank), [], []
+        for action in actions:
+            out.append(action)
+            if "I" in action:
+                waiting.append(action.replace("I", "W"))
+                if len(waiting) > wait:
+                    out.append(waiting.pop(0))
+        placed.append(out + waiting)
+    return placed
+
+
+def weights_at_once(schedule):
+    """I and W one after the other are B: the neighbour waits for both."""
+    return place_weight_gradients(schedule, lambda ranks, rank: 0)
+
+
+def weights_at_the_end(schedule):
+    return place_weight_gradients(schedule, lambda ranks, rank: 10**9)
+
+
+def weights_delayed_alike(schedule):
+    return place_weight_gradients(schedule, lambda ranks, rank: ranks - 1)
+
+
+def weights_delayed_on_the_first_rank(schedule):
+    return place_weight_gradients(schedule, lambda ranks, rank: ranks - 1 - rank)
+
+
+def weights_that_wait_no_longer(schedule):
+    """What waits at the end is forgotten."""
+    return [actions[: len(actions) - rank] for rank, actions in enumerate(place_weight_gradients(schedule))]
+
+
+def weights_before_inputs(schedule):
+    return [[a.replace("I", kind) for a in actions for kind in ("WI" if "I" in a else "F")] for actions in schedule]
+
+
+def weights_in_another_schedule(schedule):
+    """Legal, and quick, but not what was given: all forwards first."""
+    microbatches = len(schedule[0]) // 2
+    return place_weight_gradients(
+        [[f"{rank}{kind}{m}" for kind in "FI" for m in range(microbatches)] for rank in range(len(schedule))]
+    )
+
+
+# --- mend -----------------------------------------------------------------------------------------------------
+
+
+def mend(schedule):
+    for rank, actions in enumerate(schedule):
+        for place in range(len(actions) - 1):
+            swapped = [*actions[:place], actions[place + 1], actions[place], *actions[place + 2 :]]
+            tried = [*schedule[:rank], swapped, *schedule[rank + 1 :]]
+            try:
+                simulator.simulate([schedules.parse(" ".join(row)) for row in tried])
+                return tried
+            except simulator.IllegalSchedule:
+                pass
+
+
+def mend_nothing(schedule):
+    return [list(actions) for actions in schedule]
+
+
+def mend_by_starting_over(schedule):
+    return one_forward_one_backward(len(schedule), 1 + max(int(action[2:]) for action in schedule[0]))
+
+
+def mend_by_all_forwards_first(schedule):
+    return [sorted(actions, key=lambda action: (action[1] != "F", int(action[2:]))) for actions in schedule]
+
+
+def mend_the_first_rank(schedule):
+    return [[schedule[0][1], schedule[0][0], *schedule[0][2:]], *(list(actions) for actions in schedule[1:])]
+
+
+def mend_by_leaving_out(schedule):
+    return [[action for action in actions if action != actions[0]] for actions in schedule]
+
+
+# --- split_backward -------------------------------------------------------------------------------------------
+
+
+def split_backward(weights, x, grad_output):
+    first = x.detach().requires_grad_()
+    inputs, sums, y = [], [], first
+    for weight in weights:
+        inputs.append(y.detach())
+        sums.append(y @ weight)
+        y = torch.tanh(sums[-1])
+    grad_x, *gradients = torch.autograd.grad(y, [first, *sums], grad_output)
+    return grad_x, list(zip(inputs, gradients, strict=True))
+
+
+def split_with_weight_gradients(weights, x, grad_output):
+    grad_x, kept = split_backward(weights, x, grad_output)
+    return grad_x, [inputs.T @ gradient for inputs, gradient in kept]
+
+
+def split_after_the_tanh(weights, x, grad_output):
+    """The gradients of the layers' outputs."""
+    first = x.detach().requires_grad_()
+    inputs, outputs, y = [], [], first
+    for weight in weights:
+        inputs.append(y.detach())
+        y = torch.tanh(y @ weight)
+        outputs.append(y)
+    grad_x, *gradients = torch.autograd.grad(y, [first, *outputs], grad_output)
+    return grad_x, list(zip(inputs, gradients, strict=True))
+
+
+def split_last_layer_first(weights, x, grad_output):
+    grad_x, kept = split_backward(weights, x, grad_output)
+    return grad_x, kept[::-1]
+
+
+def split_with_outputs_kept(weights, x, grad_output):
+    grad_x, kept = split_backward(weights, x, grad_output)
+    inputs = [inputs for inputs, _ in kept]
+    outputs = [*inputs[1:], torch.tanh(inputs[-1] @ weights[-1])]
+    return grad_x, [(output, gradient) for output, (_, gradient) in zip(outputs, kept, strict=True)]
+
+
+def split_of_the_sum(weights, x, grad_output):
+    """The gradient that came from the next stage is forgotten."""
+    return split_backward(weights, x, torch.ones_like(grad_output))
+
+
+def split_without_the_tanh(weights, x, grad_output):
+    inputs, y = [], x
+    for weight in weights:
+        inputs.append(y)
+        y = torch.tanh(y @ weight)
+    gradients, gradient = [], grad_output
+    for weight in reversed(weights):
+        gradients.insert(0, gradient)
+        gradient = gradient @ weight.T
+    return gradient, list(zip(inputs, gradients, strict=True))
+
+
+# --- blocks_per_stage -----------------------------------------------------------------------------------------
+
+
+def blocks_per_stage(embedding, block, head, blocks, stages):
+    counts = [1] * stages
+    for _ in range(blocks - stages):
+        times = [(n + 1) * block + embedding * (s == 0) + head * (s == stages - 1) for s, n in enumerate(counts)]
+        counts[times.index(min(times))] += 1
+    return counts
+
+
+def blocks_in_equal_numbers(embedding, block, head, blocks, stages):
+    return [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
+
+
+def blocks_without_the_embedding(embedding, block, head, blocks, stages):
+    return blocks_per_stage(0, block, head, blocks, stages)
+
+
+def blocks_without_the_head(embedding, block, head, blocks, stages):
+    return blocks_per_stage(embedding, block, 0, blocks, stages)
+
+
+def blocks_for_which_there_is_no_place(embedding, block, head, blocks, stages):
+    """The last stage has the head, and no block."""
+    return [*blocks_per_stage(embedding, block, 0, blocks, stages - 1), 0]
+
+
+def blocks_before_the_share_is_passed(embedding, block, head, blocks, stages):
+    share, counts = (embedding + head + block * blocks) / stages, []
+    for stage in range(stages - 1):
+        counts.append(max(1, int((share - embedding * (stage == 0)) // block)))
+    return [*counts, blocks - sum(counts)]
+
+
+# --- quickest_microbatches ------------------------------------------------------------------------------------
+
+
+def quickest_microbatches(batch, ranks, overhead, example, limit, waits=True, stored=min):
+    def seconds(m):
+        return (m + (ranks - 1) * waits) * (overhead + batch // m * example)
+
+    fitting = [m for m in range(1, batch + 1) if batch % m == 0 and stored(ranks, m) * (batch // m) <= limit]
+    return min(fitting, key=seconds)
+
+
+def quickest_without_a_bubble(batch, ranks, overhead, example, limit):
+    return quickest_microbatches(batch, ranks, overhead, example, limit, waits=False)
+
+
+def quickest_without_overhead(batch, ranks, overhead, example, limit):
+    return quickest_microbatches(batch, ranks, 0, example, limit)
+
+
+def quickest_whatever_it_stores(batch, ranks, overhead, example, limit):
+    return quickest_microbatches(batch, ranks, overhead, example, batch)
+
+
+def quickest_with_one_stored(batch, ranks, overhead, example, limit):
+    return quickest_microbatches(batch, ranks, overhead, example, limit, stored=lambda ranks, m: 1)
+
+
+def quickest_with_all_stored_for_all_ranks(batch, ranks, overhead, example, limit):
+    """Rank 0 never stores more than there are micro-batches."""
+    return quickest_microbatches(batch, ranks, overhead, example, limit, stored=lambda ranks, m: ranks)
+
+
+def quickest_with_unequal_parts(batch, ranks, overhead, example, limit):
+    return min(range(1, batch + 1), key=lambda m: (m + ranks - 1) * (overhead + batch / m * example))
+
+
+# --- loss_factors ---------------------------------------------------------------------------------------------
+
+
+def loss_factors(tokens):
+    total = sum(map(sum, tokens))
+    return [[n * len(tokens) / total for n in own] for own in tokens]
+
+
+def factors_of_one(tokens):
+    return [[1.0 for _ in own] for own in tokens]
+
+
+def factors_by_microbatches(tokens):
+    """As if all micro-batches had equally many tokens."""
+    return [[1 / len(own) for _ in own] for own in tokens]
+
+
+def factors_within_a_replica(tokens):
+    return [[n / max(1, sum(own)) for n in own] for own in tokens]
+
+
+def factors_without_the_average(tokens):
+    total = sum(map(sum, tokens))
+    return [[n / total for n in own] for own in tokens]
+
+
+def factors_divided_by_replicas(tokens):
+    total = sum(map(sum, tokens))
+    return [[n / len(tokens) / total for n in own] for own in tokens]
+
+
+def factors_the_other_way_round(tokens):
+    columns = defaultdict(list)
+    for own in loss_factors(tokens):
+        for m, factor in enumerate(own):
+            columns[m].append(factor)
+    return list(columns.values())
+
+
+# exercise -> (a wrong answer, words that the verdict on it must contain)
+WRONG = {
+    "microbatches_for": [
+        (microbatches_by_overhead, "microbatches_for(4, 1, 10), rank 0: expected 27, got 30"),
+        (microbatches_rounded_down, "microbatches_for(4, 2, 10), rank 0: expected 14, got 13"),
+        (microbatches_without_interleaving, "microbatches_for(4, 2, 10), rank 0: expected 14, got 27"),
+        (microbatches_with_a_rank_more, "microbatches_for(4, 1, 10), rank 0: expected 27, got 36"),
+        (microbatches_none, "microbatches_for(1, 1, 5), rank 0: expected 1, got 0"),
+        (microbatches_at_least_one_per_rank, "microbatches_for(2, 1, 60), rank 0: expected 1, got 2"),
+    ],
+    "one_forward_one_backward": [
+        (all_forwards_first, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (ahead_by_the_rank, "got deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank"),
+        (ahead_by_one_more, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [5, 4, 3, 2]"),
+        (no_warm_up, "one_forward_one_backward(4, 8): expected a makespan of at most 22, got 64"),
+        (backward_before_forward, "expected a legal schedule, got wrong order: rank 3 does 3B0 before 3F0"),
+        (last_microbatch_dropped, "expected each action once on rank 0, got rank 0 does not do 0B7"),
+        (newest_first, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (not_cut_off, "expected these stages, kinds and micro-batches only on rank 0, got rank 0 should not do 0F2"),
+    ],
+    "short_of_memory": [
+        (shorter_warm_up, "short_of_memory(4, 8, 2): expected a makespan of at most 34, got 46"),
+        (groups_of_gpipe, "short_of_memory(4, 8, 2): expected a makespan of at most 34, got 40"),
+        (memory_ignored, "expected at most [2, 2, 2, 2] activations stored on the ranks, got [4, 3, 2, 1]"),
+        (one_at_a_time, "short_of_memory(4, 8, 2): expected a makespan of at most 34, got 64"),
+        (limit_off_by_one, "expected at most [2, 2, 2, 2] activations stored on the ranks, got [3, 3, 3, 1]"),
+    ],
+    "neighbours": [
+        (neighbours_that_send_first, "a deadlock, no answer for 5 s: rank 0 waiting in send"),
+        (neighbours_that_receive_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in recv"),
+        (neighbours_by_gathering, "expected only sends and receives, got a call of all_gather"),
+        (neighbours_swapped, "expected None as item 0, got a tensor of shape (400, 1000) and type float32"),
+        (neighbours_in_one_message, "expected 1600000 bytes to rank 1, got 3200000 bytes to rank 1"),
+        (neighbours_without_gradients, "got 0 (400000 of 400000 elements differ)"),
+    ],
+    "pipeline_step": [
+        (step_m_times_too_large, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
+        (step_of_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
+        (step_without_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
+        (step_divided_on_every_rank, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
+        (step_in_one_piece, "expected 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1,"),
+        (step_with_a_list_too_few, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
+        (step_that_waits_for_gradients_at_once, "batch 3, 1 micro-batch, rank 0: expected [[0.030"),
+    ],
+    "peak_megabytes": [
+        (peak_freed_by_the_first_half, "7}), rank 0: expected 21, got 14"),
+        (peak_freed_by_whole_backwards_only, "4}), rank 0: expected 4, got 8"),
+        (peak_of_all_forwards, "1}), rank 0: expected 3, got 4"),
+        (peak_in_activations, "7}), rank 0: expected 21, got 3"),
+        (peak_times_the_largest, "10, 2: 3}), rank 0: expected 23, got 30"),
+    ],
+    "makespan": [
+        (makespan_of_the_busiest_rank, "makespan(..., 1, 1, 0), rank 0: expected 22, got 16"),
+        (makespan_without_messages, "expected 32, got 12"),
+        (makespan_of_tireless_ranks, "makespan(..., 1, 1, 0), rank 0: expected 22, got 8"),
+        (makespan_with_messages_to_itself, "expected 32, got 42"),
+        (makespan_until_stuck, "expected None, got int 2"),
+        (makespan_by_formula, "expected 12, got 9"),
+    ],
+    "interleave": [
+        (interleave_far_ahead, "expected at most [8, 7, 6, 5] activations stored on the ranks, got [11, 9, 7, 5]"),
+        (interleave_without_a_lead, "interleave(4, 8, 2): expected a makespan of at most 38, got 104"),
+        (interleave_breadth_first, "expected at most [8, 7, 6, 5] activations stored on the ranks, got [12, 11, 10, 9"),
+        (interleave_with_backwards_from_the_first_stage, "got deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1"),
+        (interleave_of_consecutive_stages, "expected each action once on rank 0, got rank 0 does not do 4B0"),
+        (interleave_all_forwards_first, "got deadlock: rank 0 waits at 4F5 for 3F5 of rank 3; rank 3 waits at 3B0 for"),
+        (interleave_one_microbatch_at_a_time, "interleave(4, 8, 2): expected a makespan of at most 38, got 72"),
+    ],
+    "place_weight_gradients": [
+        (weights_at_once, "place_weight_gradients(...): expected a makespan of at most 27, got 30"),
+        (weights_at_the_end, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (weights_delayed_alike, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [7, 6, 5, 4]"),
+        (weights_delayed_on_the_first_rank, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [7, 5"),
+        (weights_that_wait_no_longer, "expected each action once on rank 1, got rank 1 does not do 1W7"),
+        (weights_before_inputs, "expected a legal schedule, got wrong order: rank 0 does 0W0 before 0I0"),
+        (weights_in_another_schedule, "expected 0I0 next on rank 0, in the order as given, got 0F4"),
+    ],
+    "mend": [
+        (mend_nothing, "mend(...): expected two neighbouring actions of one rank swapped, got 0 places are different"),
+        (mend_by_starting_over, "expected two neighbouring actions of one rank swapped, got 27 places are different"),
+        (mend_by_all_forwards_first, "got 3 places are different"),
+        (mend_the_first_rank, "mend(...): expected a legal schedule, got wrong order: rank 1 does 1B0 before 1F0"),
+        (mend_by_leaving_out, "expected two neighbouring actions of one rank swapped, got 8 places are different"),
+    ],
+    "split_backward": [
+        (split_with_weight_gradients, "got a tensor of shape (3, 4) and type float64"),
+        (split_after_the_tanh, "rank 0: expected 0.030"),
+        (split_last_layer_first, "got a tensor of shape (5, 4) and type float64"),
+        (split_with_outputs_kept, "got a tensor of shape (5, 4) and type float64"),
+        (split_of_the_sum, "rank 0: expected -0.053"),
+        (split_without_the_tanh, "rank 0: expected -0.053"),
+    ],
+    "blocks_per_stage": [
+        (blocks_in_equal_numbers, "expected a slowest stage of 9, got [3, 3, 3, 3]: stages of [7, 6, 6, 13]"),
+        (blocks_without_the_embedding, "expected a slowest stage of 12, got [4, 4, 2]: stages of [17, 8, 9]"),
+        (blocks_without_the_head, "expected a slowest stage of 9, got [3, 3, 3, 3]: stages of [7, 6, 6, 13]"),
+        (blocks_for_which_there_is_no_place, "expected 4 numbers of 1 or more that add up to 12, got [4, 4, 4, 0]"),
+        (blocks_before_the_share_is_passed, "expected a slowest stage of 12, got [1, 5, 4]: stages of [11, 10, 13]"),
+    ],
+    "quickest_microbatches": [
+        (quickest_without_a_bubble, "quickest_microbatches(32, 4, 50, 10, 32), rank 0: expected 4, got 1"),
+        (quickest_without_overhead, "quickest_microbatches(32, 4, 50, 10, 32), rank 0: expected 4, got 32"),
+        (quickest_whatever_it_stores, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
+        (quickest_with_one_stored, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
+        (quickest_with_all_stored_for_all_ranks, "expected 1, got 4"),
+        (quickest_with_unequal_parts, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
+    ],
+    "loss_factors": [
+        (factors_of_one, "expected [[0.5, 0.5], [0.5, 0.5]], got [[1, 1], [1, 1]]"),
+        (factors_by_microbatches, "expected [[0.5, 0.125, 0.375]], got [[0.33333333, 0.33333333, 0.33333333]]"),
+        (factors_within_a_replica, "expected [[0.25, 0.25], [1.25, 0.25]], got [[0.5, 0.5], [0.83333333, 0.16666667]]"),
+        (factors_without_the_average, "expected [[0.5, 0.5], [0.5, 0.5]], got [[0.25, 0.25], [0.25, 0.25]]"),
+        (factors_divided_by_replicas, "expected [[0.5, 0.5], [0.5, 0.5]], got [[0.125, 0.125], [0.125, 0.125]]"),
+        (factors_the_other_way_round, "expected [[0.5, 0.125, 0.375]], got [[0.5], [0.125], [0.375]]"),
+    ],
+}

@@ -1,0 +1,162 @@
+"""Sharded training with one mistake each, of the kind people really make. Can you find it?
+
+    python bugs.py                 the names
+    python bugs.py NAME            by_hand.py or by_hand_fsdp.py with the mistake in it, in one place
+    python bugs.py NAME --answer   the place, and the check that refuses it
+
+Every one is refused by the comparison with training on one process (common/lab/equality.py), some already by an error.
+"""
+
+from functools import partial
+
+from common.lab.bugs import Bug, Bugs
+
+stage1 = partial(Bug, "ShardedOptimizer", ranks=2)
+stage2 = partial(Bug, "ShardedGradients", ranks=2, file="by_hand_fsdp.py")
+stage3 = partial(Bug, "ShardedParameters", ranks=2, file="by_hand_fsdp.py")
+
+BUGS = Bugs(
+    __file__,
+    {
+        "local_norm": stage1(
+            right="        dist.all_reduce(square)\n",
+            wrong="",
+            inside="clip",
+            refused_by="grad_norm",
+            why="Each rank clips by the norm of its own shard: each by another factor, and all by one that is too near "
+            "to 1.",
+        ),
+        "sum_of_norms": stage1(
+            right="get_total_norm([shard.grad for shard in shards]) ** 2",
+            wrong="get_total_norm([shard.grad for shard in shards])",
+            inside="clip",
+            refused_by="grad_norm",
+            why="Norms are added up where their squares should be.",
+        ),
+        "summed": stage1(
+            right="            flat.gradient /= self.data_size\n",
+            wrong="",
+            inside="reduce_gradients",
+            refused_by="grad_norm",
+            why="A reduce-scatter sums. Gradients are N times too large, which AdamW's curve does not show.",
+        ),
+        "never_gathered": stage1(
+            right="        for work in [flat.gather() for flat in flats]:\n            work.wait()\n",
+            wrong="",
+            inside="spread",
+            refused_by="loss",
+            why="Every rank steps its own shard, and goes on with the other ranks' shards as they were at the start.",
+        ),
+        "built_before_sharding": stage1(
+            right="make_optimizer([flat.shard for flat in self.trained])",
+            wrong="make_optimizer([flat.shard.detach().clone() for flat in self.trained])",
+            inside="__init__",
+            refused_by="loss",
+            why="The optimizer holds tensors from before the parameters were cut: it steps what nobody uses, without "
+            "a word, because without a gradient there is nothing to step.",
+        ),
+        "only_own_shard": stage1(
+            right="        dist.all_gather_single(vector, shard.detach())\n",
+            wrong="        vector.zero_()\n        self.own(vector).copy_(shard.detach())\n",
+            inside="whole",
+            refused_by="parameters",
+            why="Each rank saves its own shard, and rank 0's file has zeros for the rest. Training is right, until "
+            "somebody resumes it.",
+        ),
+        "padding_in_the_norm": stage1(
+            right="torch.zeros_like(self.vector)",
+            wrong="torch.ones_like(self.vector)",
+            inside="allocate_gradient",
+            refused_by="grad_norm",
+            ranks=3,
+            why="What stands in the padding when the buffer is made counts in the norm. On 2 or 4 ranks nothing is "
+            "padded here: sizes that divide hide it.",
+        ),
+        "wrong_shard": stage1(
+            right="return vector.chunk(self.ranks.size)[self.ranks.rank]",
+            wrong="return vector.chunk(self.ranks.size)[0]",
+            inside="own",
+            refused_by="loss",
+            why="All ranks take the first shard for their own, as if their rank were 0: the others are never stepped.",
+        ),
+        "own_weights": stage1(
+            right="        start_alike(model)\n",
+            wrong="",
+            inside="__init__",
+            refused_by="loss",
+            why="Ranks seeded differently cut different models into shards, and gather a model of pieces of several.",
+        ),
+        "impatient": stage1(
+            right="            self.after_backward()\n",
+            wrong="            self.finish_gradients()\n"
+            "            self.optimizer.step()\n"
+            "            self.spread(self.trained)\n",
+            inside="step",
+            refused_by="loss",
+            why="The optimizer steps after every micro-batch, not after the last.",
+        ),
+        "local_loss": stage1(
+            right="        total = dist.all_reduce(loss, async_op=True)\n",
+            wrong="        total = dist.all_reduce(loss.clone(), async_op=True)\n",
+            inside="step",
+            refused_by="loss",
+            why="A copy is reduced, and thrown away: every rank reports its own slice's loss, divided by the number of "
+            "ranks. Training is right; the curve is not.",
+        ),
+        "last_micro_batch": stage2(
+            right="part if flat.reduced is None else flat.reduced + part",
+            wrong="part",
+            inside="take_in",
+            refused_by="grad_norm",
+            why="A micro-batch's shard of the gradient takes the place of those before it.",
+        ),
+        "neighbours_shard": stage2(
+            right="(part, flat.gradient, async_op=True)",
+            wrong="(part, flat.gradient.roll(len(part)), async_op=True)",
+            inside="reduce",
+            refused_by="loss",
+            why="The gradient is cut in another order than the parameters: a rank steps its shard with its neighbour's "
+            "gradient. The norm is right.",
+        ),
+        "divided_twice": stage2(
+            right="1 / self.data_size",
+            wrong="1 / self.data_size**2",
+            inside="ready",
+            refused_by="grad_norm",
+            why="Gradients are divided by the number of ranks twice: AdamW's curve looks fine.",
+        ),
+        "stale": stage3(
+            right="        for unit in self.units:\n            unit.free()\n        super().after_backward()",
+            wrong="        super().after_backward()",
+            inside="after_backward",
+            refused_by="loss",
+            why="What is still gathered when the backward pass ends is never freed: the next step computes with the "
+            "parameters of this one.",
+        ),
+        "freed_too_early": stage3(
+            right="        self.gather(place, place - 1)\n",
+            wrong="",
+            inside="before_backward",
+            refused_by="error: out of bounds for storage of size 0",
+            why="After the forward pass the parameters are gone, and nobody gathers them for the backward pass.",
+        ),
+        "forgotten_tie": stage3(
+            right="own = dict.fromkeys(part.parameters())",
+            wrong="own = dict.fromkeys(p for p in part.parameters() if not any(p in group for group in groups))",
+            inside="units_of",
+            refused_by="error: out of bounds for storage of size 0",
+            why="A weight that two modules share goes to the first one's unit, and is not gathered for the second.",
+        ),
+        "prefetched_too_early": stage3(
+            right="            unit.free()\n        super().after_backward()\n",
+            wrong="            unit.free()\n        super().after_backward()\n        self.gather(0, 0)\n",
+            inside="after_backward",
+            refused_by="loss",
+            why="The next step's first unit is gathered as soon as the backward pass is over, which is before the "
+            "optimizer has stepped.",
+        ),
+    },
+)
+
+if __name__ == "__main__":
+    BUGS.command_line()

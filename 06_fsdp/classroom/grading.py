@@ -1,0 +1,353 @@
+"""How the exercises of chapter 06 are graded: the table EXERCISES at the end, and the checks that it names.
+
+A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
+that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has them,
+without any message, or were worked out by hand.
+"""
+
+import itertools
+import math
+
+import torch
+
+from common.grading.engine import Case, Exercise, Wrong
+from common.grading.patterns import calculated, collectives, exactly, nothing_sent, numbered
+
+SHAPES = ((2, 3), (), (4,))
+
+
+def tensors(rank: int, shapes=SHAPES, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """One tensor of each shape, cut from rank `rank`'s numbers."""
+    lengths = [math.prod(shape) for shape in shapes]
+    pieces = numbered(rank, sum(lengths), dtype).split(lengths)
+    return [piece.reshape(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def padded(vector: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.cat([vector, vector.new_zeros(-len(vector) % size)])
+
+
+# --- notebook 01: ZeRO by hand --------------------------------------------------------------------------------
+
+
+def own_shard(size):
+    for dtype, shapes in ((torch.float32, SHAPES), (torch.float64, ((size, 2), (2 * size,))), (torch.float32, ((2,),))):
+        inputs = tensors(0, shapes, dtype)
+        vector = numbered(0, sum(x.numel() for x in inputs), dtype)
+        what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
+        shards = [shard.clone() for shard in padded(vector, size).chunk(size)]
+        yield Case(what, [(inputs,)] * size, shards, nothing_sent)
+
+
+def own_pieces(size):
+    """Worked out by hand."""
+    rows = [
+        ([3, 4, 1], 0, 2, [[0, 0, 3], [1, 0, 1]]),
+        ([3, 4, 1], 1, 2, [[1, 1, 4], [2, 0, 1]]),
+        ([10, 2], 1, 3, [[0, 4, 8]]),
+        ([5, 4], 3, 4, []),  # three elements a rank: nothing is left but padding
+        ([1, 1, 7, 2], 1, 4, [[2, 1, 4]]),
+        ([4, 4], 0, 2, [[0, 0, 4]]),
+    ]
+    yield from calculated(size, "own_pieces", rows)
+
+
+def sharded_gradient(size):
+    for what, shapes in ((f"shapes {', '.join(map(str, SHAPES))}", SHAPES), ("2 elements for each rank", ((2, size),))):
+        inputs = [tensors(rank, shapes) for rank in range(size)]
+        flat = [torch.cat([x.reshape(-1) for x in own]) for own in inputs]
+        mean = padded(torch.stack(flat).sum(0) / size, size)
+        pattern = collectives(("reduce_scatter", 4 * len(mean)))
+        yield Case(what, [(x,) for x in inputs], [shard.clone() for shard in mean.chunk(size)], pattern)
+
+
+def sharded_step(size):
+    for each, step in ((2, 1), (3, 10)):
+        vector, moment = normal(1, each * size), normal(2, each * size) / 10
+        square = normal(3, each * size).square()
+        gradients = [normal(4 + rank, each * size) for rank in range(size)]
+        if step == 1:
+            moment, square = 0 * moment, 0 * square
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(vector.clone())], lr=0.1, weight_decay=0.01)
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.stack(gradients).mean(0)
+        state = {"step": torch.tensor(step - 1.0), "exp_avg": moment.clone(), "exp_avg_sq": square.clone()}
+        optimizer.state[parameter] = state
+        optimizer.step()
+        shards = [x.chunk(size) for x in (moment, square, state["exp_avg"], state["exp_avg_sq"])]
+        arguments = [(vector, gradients[rank], shards[0][rank], shards[1][rank], step) for rank in range(size)]
+        expected = [[parameter.detach(), shards[2][rank], shards[3][rank]] for rank in range(size)]
+        nbytes = 8 * len(vector)
+        pattern = collectives(("reduce_scatter", nbytes), ("all_gather", nbytes))
+        yield Case(f"{each} elements for each rank, step {step}", arguments, expected, pattern)
+
+
+def global_norm(size):
+    """Elements of 2 and of 3, and in the padding 100."""
+    pattern = collectives(("all_reduce", 8), at_most=True)
+    for what, lengths, tied in (
+        ("two units that need no padding", [size, 2 * size], False),
+        ("two units with padding", [size + 1, 3], False),
+        ("a unit that two modules share", [2 * size + 1, 2], True),
+    ):
+        shards = []
+        for value, length in zip((2.0, 3.0), lengths, strict=True):
+            vector = torch.full((length + -length % size,), 100.0)
+            vector[:length] = value
+            shards.append(vector.chunk(size))
+        own = [[unit[rank].clone() for unit in shards] for rank in range(size)]
+        arguments = [([*x, x[0]], [*lengths, lengths[0]]) if tied else (x, lengths) for x in own]
+        yield Case(what, arguments, [math.sqrt(4 * lengths[0] + 9 * lengths[1])] * size, pattern)
+
+
+def accumulated_shard(size):
+    for count, keep_whole in ((3, True), (3, False), (1, False)):
+        inputs = [[numbered(rank, 2 * size) * (k + 1) for k in range(count)] for rank in range(size)]
+        mean = torch.stack([gradient for own in inputs for gradient in own]).sum(0) / (size * count)
+        pattern = collectives(*[("reduce_scatter", 8 * size)] * (1 if keep_whole else count))
+        what = f"{count} micro-batch{'es' * (count > 1)}, keep_whole {keep_whole}"
+        yield Case(what, [(x, keep_whole) for x in inputs], [x.clone() for x in mean.chunk(size)], pattern)
+
+
+def kept_bytes(size):
+    """The last four rows are those of the paper's figure 1: 120, 31.4, 16.6 and 1.9 GB."""
+    p, n = 7_500_000_000, 64
+    rows = [
+        ("ddp", 1000, 4, False, [4000, 4000, 8000]),
+        ("zero1", 1000, 4, False, [4000, 4000, 2000]),
+        ("zero2", 1000, 4, False, [4000, 1000, 2000]),
+        ("fsdp", 1000, 4, False, [1000, 1000, 2000]),
+        ("ddp", p, n, True, [15e9, 15e9, 90e9]),
+        ("zero1", p, n, True, [15e9, 15e9, 90e9 / 64]),
+        ("zero2", p, n, True, [15e9, 15e9 / 64, 90e9 / 64]),
+        ("fsdp", p, n, True, [15e9 / 64, 15e9 / 64, 90e9 / 64]),
+    ]
+    yield from calculated(size, "kept_bytes", rows)
+
+
+def sent_in_a_step(size):
+    rows = [
+        ("ddp", 1000, 2, 1, 4000),
+        ("ddp", 1000, 4, 3, 6000),
+        ("zero1", 1000, 4, 3, 6000),
+        ("zero2", 1000, 4, 1, 6000),
+        ("zero2", 1000, 4, 3, 12_000),
+        ("fsdp", 1000, 4, 1, 9000),
+        ("fsdp", 1000, 4, 3, 27_000),
+        ("fsdp", 1000, 1, 3, 0),
+    ]
+    yield from calculated(size, "sent_in_a_step", rows)
+
+
+# --- notebook 02: fully_shard ---------------------------------------------------------------------------------
+
+
+def gathered_peak(size):
+    """Worked out by hand. In the first row the backward pass of unit 1 holds 4 + 4 and, gathered ahead, 2; in the
+    fourth the forward pass of unit 0 holds 9 + 8, which is less than 9 + 9 in its backward pass."""
+    rows = [
+        ([2, 4, 1], 1, True, 10),
+        ([2, 4, 1], 0, True, 8),
+        ([2, 4, 1], 1, False, 10),  # backward of unit 1: units 0 and 1, and its gradients
+        ([9, 8], 0, True, 18),
+        ([1, 5, 6], 1, True, 17),
+        ([1, 1, 1, 1, 1, 3], 1, False, 11),
+        ([10, 1, 12], 2, True, 35),
+        ([3, 4, 3, 2], 2, True, 13),  # unit 2, ahead of which 1 and 0: 3 + 4 + 3 and its gradients
+        ([7], 1, True, 14),
+    ]
+    yield from calculated(size, "gathered_peak", rows)
+
+
+def full_state(size):
+    for what, shapes in (
+        ("rows that N divides", [(2 * size, 3), (size,)]),
+        ("5 rows, and 2", [(5, 2), (2,)]),
+        ("1 row", [(1, 4)]),
+    ):
+        whole = tensors(0, shapes)
+        shards = []
+        for rank in range(size):
+            cuts = [(rank * -(-len(x) // size), (rank + 1) * -(-len(x) // size)) for x in whole]
+            shards.append([x[first:end].clone() for x, (first, end) in zip(whole, cuts, strict=True)])
+        messages = [[(0, 4 * x.numel()) for x in own] if rank else [] for rank, own in enumerate(shards)]
+        expected = [whole, *[None] * (size - 1)]
+        yield Case(what, [(own, shapes) for own in shards], expected, exactly(messages))
+
+
+def mesh_groups(size):
+    rows = [
+        ([2, 2], 1, [[1, 3], [0, 1]]),
+        ([2, 4], 5, [[1, 5], [4, 5, 6, 7]]),
+        ([3, 2], 2, [[0, 2, 4], [2, 3]]),
+        ([2, 2, 2], 6, [[2, 6], [4, 6], [6, 7]]),
+        ([4], 1, [[0, 1, 2, 3]]),
+    ]
+    yield from calculated(size, "mesh_groups", rows)
+
+
+def inside_then_across(columns: int, replicas: int, whole: int):
+    def pattern(entries):
+        want = [("reduce_scatter", whole, columns), ("all_reduce", whole // columns, replicas)]
+        for rank, own in enumerate(entries):
+            got = [(entry.operation, entry.payload, entry.ranks) for entry in own]
+            if got != want:
+                words = [
+                    ", ".join(f"{name} of {size} bytes among {n} ranks" for name, size, n in calls) or "nothing sent"
+                    for calls in (want, got)
+                ]
+                raise Wrong(*words, rank)
+
+    return pattern
+
+
+def hybrid_gradient(size):
+    if size < 4:
+        return
+    for elements in (2, 6):
+        inputs = [numbered(rank, elements) for rank in range(size)]
+        halves = (torch.stack(inputs).sum(0) / size).chunk(2)
+        expected = [halves[rank % 2].clone() for rank in range(size)]
+        pattern = inside_then_across(2, 2, 4 * elements)
+        yield Case(f"{elements} elements, 2 replicas", [(x, 2) for x in inputs], expected, pattern)
+
+
+# --- notebook 03: fitting it in -------------------------------------------------------------------------------
+
+
+def scaled_step(size):
+    bad = {"infinite": math.inf, "not a number": math.nan, "minus infinity": -math.inf}
+    pattern = collectives(("all_reduce", 8), at_most=True)
+    fine = [numbered(rank, 3) for rank in range(size)]
+    for rank, (what, value) in zip(itertools.cycle((size - 1, 0)), bad.items(), strict=False):
+        inputs = [own.clone() for own in fine]
+        inputs[rank][1] = value
+        arguments = [(own, 256.0, 9, 10) for own in inputs]
+        yield Case(f"an element of rank {rank} is {what}", arguments, [[None, 128.0, 0]] * size, pattern)
+    for good, interval, scale, then in ((3, 10, 1024.0, [1024.0, 4]), (9, 10, 1024.0, [2048.0, 0])):
+        expected = [[own / scale, *then] for own in fine]
+        what = f"all finite, scale {scale:g}, good {good}, interval {interval}"
+        yield Case(what, [(own, scale, good, interval) for own in fine], expected, pattern)
+    largest = [torch.full((4,), 3e38) for _ in range(size)]  # finite, and their sum is not
+    yield Case(
+        "elements of 3e38", [(own, 2.0, 0, 10) for own in largest], [[own / 2, 2.0, 1] for own in largest], pattern
+    )
+
+
+def recomputed(size):
+    """Worked out by hand. Second row: 12 inputs are kept; the last block's other 90 bytes come on top. Third row: 3
+    inputs, and of the last segment 4 blocks' activations, of which its own input is one of the 3."""
+    rows = [
+        (12, 0, 100, 10, 1.0, [1200, 36.0]),
+        (12, 1, 100, 10, 1.0, [210, 48.0]),
+        (12, 4, 100, 10, 1.0, [420, 48.0]),
+        (12, 12, 100, 10, 0.5, [1200, 24.0]),
+        (4, 2, 50, 50, 1.0, [150, 16.0]),
+    ]
+    yield from calculated(size, "recomputed", rows)
+
+
+def micro_batch_for(size):
+    rows = [
+        (1000, 200, 100, 32, 1, [8, 4]),
+        (1000, 200, 100, 24, 2, [6, 2]),  # 8 would fit, but does not divide 12
+        (1000, 200, 100, 8, 4, [2, 1]),
+        (1000, 950, 100, 8, 4, [0, 0]),
+        (1000, 900, 100, 14, 2, [1, 7]),
+        (1000, 1200, 100, 8, 1, [0, 0]),
+    ]
+    yield from calculated(size, "micro_batch_for", rows)
+
+
+def fewest_ranks(size):
+    """80 GB of memory: 7.5 billion parameters keep 120, 75, 52.5 and 48.75 GB on 1, 2, 4 and 8 ranks in stage 1."""
+    p, gb = 7_500_000_000, 10**9
+    rows = [
+        ("ddp", p, 0, 80 * gb, 0),
+        ("ddp", p // 10, 0, 12 * gb, 1),
+        ("zero1", p, 0, 80 * gb, 2),
+        ("zero1", p, 10 * gb, 80 * gb, 4),
+        ("zero1", p, 50 * gb, 80 * gb, 0),  # parameters and gradients alone are 30 GB
+        ("zero2", p, 50 * gb, 80 * gb, 8),
+        ("fsdp", p, 50 * gb, 80 * gb, 4),
+        ("fsdp", p, 20 * gb, 80 * gb, 2),
+        ("fsdp", p, 80 * gb, 80 * gb, 0),
+    ]
+    yield from calculated(size, "fewest_ranks", rows)
+
+
+# exercise -> points, how many of five dots its difficulty has, and the hint
+ROWS = {
+    own_shard: (
+        1, 1, "torch.cat of all tensors, each as reshape(-1), is the vector. -length % N is the padding that it lacks: "
+        "0 where N divides; chunk(N) cuts it.",
+    ),
+    own_pieces: (
+        2, 2, "The shard is an interval of places of the vector. Each parameter is an interval too. Where do they "
+        "overlap, and what are those places counted from the parameter's beginning?",
+    ),
+    sharded_gradient: (
+        2, 2, "Flatten and pad as in own_shard. The output of a reduce-scatter has 1/N of the elements of its input. "
+        "Who divides, and by what?",
+    ),
+    sharded_step: (
+        3, 3, "Reduce-scatter gives the shard of the gradient, chunk(N)[rank] that of the vector. The rest is AdamW on "
+        "short vectors, and then everybody needs everybody's result.",
+    ),
+    global_norm: (
+        3, 3, "Shard r begins at place r * len(shard) of its vector: how many of its elements lie before the end? Go "
+        "by id(tensor) to see one for the second time. Squares add up, norms do not.",
+    ),
+    accumulated_shard: (
+        2, 2, "The mean over the batch is the mean over all micro-batches of all ranks. Sums may be taken before or "
+        "after they are cut: the result is the same, memory and messages are not.",
+    ),
+    kept_bytes: (
+        1, 1, "Each stage cuts one more of the three by the number of ranks: first the optimizer, then gradients, then "
+        "parameters.",
+    ),
+    sent_in_a_step: (
+        1, 1, "Count in units of 4 * P * (N - 1) / N, which is one all-gather or one reduce-scatter. Which of them "
+        "come once in a step, and which in each micro-batch?",
+    ),
+    gathered_peak: (
+        3, 3, "Make a list of moments, one for each unit in each pass, and take its maximum. Without resharding, what "
+        "is still there when the backward pass comes to unit u?",
+    ),
+    full_state: (
+        3, 3, "How many rows rank r has of a parameter follows from its shape: min(each, rows - r * each), at least 0. "
+        "So rank 0 knows which messages to expect, and of which shape.",
+    ),
+    mesh_groups: (
+        2, 2, "torch.arange(...).view(sizes) is the mesh. Find the rank's place in it, then let one index run and keep "
+        "the others.",
+    ),
+    hybrid_gradient: (
+        3, 3, "In the mesh of shape (replicas, N / replicas) dimension 0 goes along a column, dimension 1 along a row. "
+        "The average is over all N ranks.",
+    ),
+    scaled_step: (
+        3, 3, "A rank whose own shard is fine must hear of the others'. torch.isfinite, and one flag of which the sum "
+        "or the maximum is taken; not the sum of the elements, which may overflow by itself.",
+    ),
+    recomputed: (
+        3, 3, "The worst moment is the beginning of the backward pass: all inputs of segments are still there, and the "
+        "last segment is whole again. Whose input would be counted twice?",
+    ),
+    micro_batch_for: (
+        2, 2, "Every rank has batch // ranks examples in a step. Try their divisors, the largest first.",
+    ),
+    fewest_ranks: (
+        2, 2, "Some bytes stay however many ranks there are. If those fit, try 1, 2, 4, ... in "
+        "turn; and mind the budget that they fill to the last byte, with nothing else to keep, or with something.",
+    ),
+}  # fmt: skip
+
+EXERCISES = [
+    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
+    for check, (points, dots, hint) in ROWS.items()
+]

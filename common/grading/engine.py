@@ -1,0 +1,391 @@
+"""Run a learner's functions on ranks and judge them: the engine under `common.check`.
+
+The learner's file is loaded and called in the ranks of a `launch` only, never in the process that judges, so
+whatever the file does at its top level (ends the process, prints, replaces functions) stays in those ranks.
+What each rank returned, sent and received comes back as plain data and is compared, in the judging process,
+with values that never touched the learner's code.
+"""
+
+import contextlib
+import copy
+import itertools
+import math
+import re
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from numbers import Real
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier as store_barrier
+
+from common.lab.launch import RankFailed, launch
+from common.lab.ledger import Entry, Ledger
+
+SIZES = (2, 3, 4)  # world sizes; the smallest counterexample is the easiest to read
+PATIENCE = 5.0  # seconds that a send, receive or collective may wait for its partner
+CALL_LIMIT = 2 * PATIENCE  # seconds for one call of a learner's function, or for loading the file
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What an answer does, drawn: lines of text for a terminal; for a notebook a function that makes the figure."""
+
+    text: str
+    figure: Callable
+    alt: str
+
+
+class Wrong(Exception):
+    """What a pattern or a judge raises: what was expected, what came, on which rank (None: on all together), and a
+    drawing of what came, if there is one."""
+
+    def __init__(self, expected: str, got: str, rank: int | None = None, drawing: Drawing | None = None):
+        super().__init__(expected, got, rank)
+        self.expected, self.got, self.rank, self.drawing = expected, got, rank, drawing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the exercise's function on every rank.
+
+    what:      the input in words, for the message
+    arguments: the arguments of each rank
+    expected:  what each rank must return: a tensor (shape, type and values count), a number, text, or a list of
+               these; or a judge, which is called with what the rank returned and raises Wrong
+    pattern:   called with each rank's list of ledger entries; raises Wrong if the messages are not as asked
+    """
+
+    what: str
+    arguments: list[tuple]
+    expected: list
+    pattern: Callable[[list[list[Entry]]], None]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A row of a chapter's table. `check(world size)` gives the cases to try there: none where it has none."""
+
+    name: str
+    points: int
+    difficulty: str
+    check: Callable[[int], Iterable[Case]]
+    hint: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`status` is "right", "wrong", "not attempted", or "not graded" when the file itself failed (see `got`)."""
+
+    exercise: Exercise
+    status: str
+    where: str = ""
+    expected: str = ""
+    got: str = ""
+    drawing: Drawing | None = None
+
+    @property
+    def points(self) -> int:
+        return self.exercise.points if self.status == "right" else 0
+
+
+@dataclass
+class Outcome:
+    """How one call ended on one rank: "returned", "raised", "waited" for a partner in vain, "not attempted"."""
+
+    status: str
+    value: object = None
+    entries: list[Entry] = field(default_factory=list)
+    changed_input: bool = False
+    text: str = ""
+
+
+class DoesNotLoad(Exception):
+    """The learner's file cannot be executed; the text says why."""
+
+
+def load(file: Path) -> types.ModuleType:
+    """Execute a Python file as a module of its own, from its present text: an edit is seen at once."""
+    module = types.ModuleType(f"{file.parent.name}.{file.stem}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    return module
+
+
+def grade(attempts: list[tuple[Exercise, str]], file: Path) -> list[Verdict]:
+    """Judge the functions of `file` named in `attempts`, each as an answer to its exercise."""
+    verdicts: dict[int, Verdict] = {}
+    try:
+        for size in SIZES:
+            cases = {n: list(exercise.check(size)) for n, (exercise, _) in enumerate(attempts) if n not in verdicts}
+            jobs = {n: (attempts[n][1], [case.arguments for case in of]) for n, of in cases.items() if of}
+            for n, outcome in _run(file, jobs, size).items():
+                verdict = _judge(attempts[n][0], size, cases[n], outcome)
+                if verdict.status != "right":
+                    verdicts[n] = verdict
+    except DoesNotLoad as reason:
+        return [Verdict(exercise, "not graded", got=str(reason)) for exercise, _ in attempts]
+    return [verdicts.get(n, Verdict(exercise, "right")) for n, (exercise, _) in enumerate(attempts)]
+
+
+def _run(file: Path, jobs: dict, size: int) -> dict:
+    """For each job, a list of outcomes for each rank, or the text of a RankFailed.
+
+    All jobs share one launch, which is what takes the time; if a process dies in it, each gets its own.
+    """
+    if not jobs:
+        return {}
+    try:
+        ranks = _launch(file, jobs, size)
+    except RankFailed as failed:
+        if len(jobs) == 1:
+            return dict.fromkeys(jobs, _death(failed))
+        try:
+            _launch(file, {}, size)
+        except RankFailed as failed_again:
+            raise DoesNotLoad(f"loading the file ends the process: {_death(failed_again)}") from None
+        return {key: _run(file, {key: job}, size)[key] for key, job in jobs.items()}
+    return {key: [rank[key] for rank in ranks] for key in jobs}
+
+
+def _launch(file: Path, jobs: dict, size: int) -> list[dict]:
+    ranks = launch(_on_rank, size, (file, jobs), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
+    problems = [rank for rank in ranks if isinstance(rank, str)]
+    if problems:
+        raise DoesNotLoad(next(filter(None, problems)))
+    return ranks
+
+
+def _death(failed: RankFailed) -> str:
+    """Which rank's process ended, and how, from the report of a launch."""
+    dead = [rank for rank, state in enumerate(failed.where) if state.startswith("died")]
+    if not dead:
+        return f"the process of rank {failed.rank} failed: {str(failed).splitlines()[0].partition(': ')[2]}"
+    rank = failed.rank if failed.rank in dead else dead[0]
+    state = failed.where[rank]
+    if state == "died":
+        state = "ended without returning (did it call exit?)"
+    if "SIGABRT" in state:
+        state += ": gloo aborts a process that is sent more bytes than its buffer holds; are shape and type right?"
+    return f"the process of rank {rank} {state}"
+
+
+# --- in the ranks ---------------------------------------------------------------------------------------------
+
+
+def _on_rank(file: Path, jobs: dict):
+    """Call each job's function on its cases, each job in a process group of its own, so that no message of one
+    is received by the next. Returns {job: outcomes}, or the reason why the file does not load."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    meetings = itertools.count()
+
+    def all_well(well: bool) -> bool:
+        """Wait for all ranks, through the store since the group may be stuck, and hear whether all are well."""
+        key = f"check/{next(meetings)}"
+        store.add(f"{key}/unwell", int(not well))
+        store_barrier(store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
+        return store.add(f"{key}/unwell", 0) == 0
+
+    # After everything else: a file named random.py beside the learner's must not hide the standard library's.
+    sys.path.append(str(file.parent))
+    problem = None
+    try:
+        with _alarm():
+            module = load(file)
+    except BaseException as error:
+        problem = _describe(error, file)
+    if not all_well(problem is None):
+        return problem or ""  # empty where another rank has the problem
+    outcomes: dict[int, list[Outcome]] = {}
+    for key, (name, cases) in jobs.items():
+        dist.destroy_process_group()
+        own = dist.PrefixStore(f"job {key}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+        outcomes[key] = []
+        for arguments in cases:
+            outcomes[key].append(_call(getattr(module, name, None), arguments[rank], file))
+            if not all_well(outcomes[key][-1].status == "returned"):
+                break
+    return outcomes
+
+
+def _call(function, arguments: tuple, file: Path) -> Outcome:
+    if function is None:
+        return Outcome("not attempted")
+    before = copy.deepcopy(arguments)
+    ledger = Ledger()
+    try:
+        with ledger, _alarm():
+            value = function(*arguments)
+    except BaseException as error:
+        if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
+            return Outcome("not attempted", text=_describe(error, file))
+        # A timeout, or what the partner of a rank that timed out sees.
+        waited = re.search("Timed out|timeout|Connection (closed|reset) by peer", str(error))
+        return Outcome("waited" if waited else "raised", text=_describe(error, file, bool(waited)))
+    changed = any(_difference(old, new) for old, new in zip(before, arguments, strict=True))
+    return Outcome("returned", _plain(value), ledger.entries, changed)
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, so that a learner's `except Exception` in a loop does not swallow it."""
+
+
+@contextlib.contextmanager
+def _alarm():
+    """End what runs inside after CALL_LIMIT seconds. Where there is no SIGALRM (Windows) the launch's own timeout
+    has to do."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(signum, frame):
+        raise _OutOfTime
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, CALL_LIMIT, 1)  # and every second from then on, for a bare `except:`
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _describe(error: BaseException, file: Path, waited: bool = False) -> str:
+    """An error in one line: what, and the line of the learner's file that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(file)]
+    if waited:
+        operations = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+        named = re.search(r"for (\w+) operation", str(error))
+        text = f"waiting in {operations[0]}" if operations else f"waiting for a {named[1] if named else 'message'}"
+    elif isinstance(error, _OutOfTime):
+        text = f"no end after {CALL_LIMIT:g} s"
+    else:
+        message = re.sub(r"\[[^\]]*\.cc:\d+\] ", "", str(error))  # where in gloo's C++ it was written
+        text = f"{type(error).__name__}: {message}".splitlines()[0].removesuffix(": ")
+    return text + (f", line {own[-1].lineno} of {own[-1].name}: {own[-1].line}" if own else "")
+
+
+class _Description(str):
+    """Of a result that cannot be compared."""
+
+
+def _plain(value):
+    """A learner's result as data that can travel and be compared: tensors, numbers, text, lists; else its
+    description."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or type(value) in (int, float, bool, str):
+        return value
+    return _Description(f"{type(value).__name__} {str(value)[:100]}")
+
+
+# --- in the process that judges -------------------------------------------------------------------------------
+
+
+def _judge(exercise: Exercise, size: int, cases: list[Case], ranks: list[list[Outcome]] | str) -> Verdict:
+    if isinstance(ranks, str):
+        return Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
+    for case, *outcomes in zip(cases, *ranks, strict=False):  # after a failed case there are no more outcomes
+        if all(outcome.status == "not attempted" for outcome in outcomes):
+            return Verdict(exercise, "not attempted")
+        try:
+            _judge_case(case, outcomes)
+        except Wrong as wrong:
+            where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
+            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got, wrong.drawing)
+    return Verdict(exercise, "right")
+
+
+def _judge_case(case: Case, outcomes: list[Outcome]) -> None:
+    """Raise Wrong for the first thing that is not as it should be; causes come before their consequences."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.status in ("raised", "not attempted"):
+            raise Wrong("a result on every rank", outcome.text, rank)
+    if any(outcome.status == "waited" for outcome in outcomes):
+        stories: dict[str, list[str]] = {}
+        for rank, outcome in enumerate(outcomes):
+            stories.setdefault(outcome.text or "had returned", []).append(f"rank {rank}")
+        ends = "; ".join(f"{' and '.join(who)} {story}" for story, who in stories.items())
+        raise Wrong("a result on every rank", f"a deadlock, no answer for {PATIENCE:g} s: {ends}")
+    entries = [outcome.entries for outcome in outcomes]
+    _every_message_received(entries)
+    for rank, (expected, outcome) in enumerate(zip(case.expected, outcomes, strict=True)):
+        if callable(expected):
+            expected(outcome.value)
+            continue
+        difference = _difference(expected, outcome.value)
+        if difference:
+            raise Wrong(*difference, rank)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.changed_input:
+            raise Wrong("the arguments left as they were", "the function wrote into its arguments", rank)
+    case.pattern(entries)
+
+
+def _every_message_received(entries: list[list[Entry]]) -> None:
+    for rank, own in enumerate(entries):
+        sent = sorted(e.payload for one in entries for e in one if e.operation == "send" and e.peer == rank)
+        received = sorted(e.payload for e in own if e.operation == "recv")
+        if sent != received:
+            raise Wrong(
+                f"receives for the messages sent to this rank, of {sent} bytes",
+                f"receives of {received} bytes",
+                rank,
+            )
+
+
+def _difference(expected, got) -> tuple[str, str] | None:
+    """(expected, got) in words where `got` is not what was expected, None where it is."""
+    if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
+        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
+            return _kind(expected), _kind(got)
+        wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0, equal_nan=True)).nonzero().tolist()
+        if wrong and expected.numel() > 12:
+            at, place = tuple(wrong[0]), f" at element {wrong[0][0] if len(wrong[0]) == 1 else wrong[0]}"
+            return _show(expected[at]) + place, f"{_show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"
+        same = not wrong
+    elif isinstance(expected, list) and isinstance(got, list):
+        differences = list(map(_difference, expected, got))
+        number = next((number for number, different in enumerate(differences) if different), None)
+        same = len(expected) == len(got) and number is None
+        # Lists of numbers are short enough to be shown whole.
+        if len(expected) == len(got) and not same and not (_numbers(expected) and _numbers(got)):
+            return differences[number][0] + f" as item {number}", differences[number][1]
+    elif isinstance(expected, Real) and isinstance(got, Real):
+        same = math.isclose(expected, got, rel_tol=1e-6)
+    elif type(expected) is type(got):
+        same = expected == got
+    else:
+        return _kind(expected), _kind(got)
+    return None if same else (_show(expected), _show(got))
+
+
+def _numbers(value) -> bool:
+    return all(map(_numbers, value)) if isinstance(value, list) else isinstance(value, Real)
+
+
+def _kind(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, _Description):
+        return str(value)
+    return f"{type(value).__name__} {_show(value)[:100]}"
+
+
+def _show(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return _show(value.tolist())
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_show, value)) + "]"
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,313 @@
+"""The equality harness: does a strategy train exactly as one process does?
+
+`prove("ddp", by_hand=True, nproc=4)` trains small models both ways, on the same global batches, and compares the
+loss and gradient norm of every step on every rank, and the final parameters and optimizer state. It does so with
+SGD with momentum and with AdamW (which alone would hide gradients of the wrong scale), with and without
+accumulation, with tied weights, with frozen parameters, with gradient clipping at work and idle, and with a
+different seed on every rank but rank 0, whose weights count.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.nn.utils import clip_grad_norm_
+
+from common import data, strategies
+from common.lab.launch import launch
+from common.model import GPT, cross_entropy
+from common.ranks import Ranks
+
+# Float32 has 24 bits, 6e-8; sums of a few hundred terms in another order differ by some tens of that. Differences
+# are relative to the largest element of the tensor.
+TOLERANCE = 3e-5
+STEPS = 4
+BATCH, CONTEXT, VOCABULARY = 24, 8, 64
+SEED = 7
+
+
+def tied(model_class=GPT) -> nn.Module:
+    return lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=True))
+
+
+def frozen(model_class=GPT) -> nn.Module:
+    """Untied, with a whole embedding and single weights of a block frozen."""
+    model = lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
+    model.embedding.positions.requires_grad_(False)
+    next(model.blocks[1].mlp.parameters()).requires_grad_(False)
+    return model
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """Ten times larger weights: so narrow a model would else hardly move in a few steps, and hide what is wrong."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= 10
+    return model
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    """With a larger eps than usual: a gradient that is zero but for rounding must not become a full step."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. `max_norm` 0.3 clips every step of the models here, 100 none.
+
+    make_model: from the class of GPT that the strategy trains, its `model_class`
+    """
+
+    make_model: Callable[[type], nn.Module]
+    make_optimizer: Callable
+    accumulate: int
+    max_norm: float
+
+    def __str__(self):
+        clipped = "clipped" if self.max_norm < 1 else "unclipped"
+        return f"{self.make_optimizer.__name__}, accumulate {self.accumulate}, {self.make_model.__name__}, {clipped}"
+
+
+CASES = [
+    Case(make_model, make_optimizer, accumulate, max_norm)
+    for make_optimizer, accumulate, (make_model, max_norm) in itertools.product(
+        (sgd, adamw), (1, 3), ((tied, 0.3), (frozen, 100.0))
+    )
+]
+
+
+@dataclass
+class Outcome:
+    """What training gave: per step the loss and gradient norm, at the end parameters and optimizer state by name."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    state: dict[str, torch.Tensor]
+
+
+@dataclass
+class Row:
+    """The largest difference from one process, over all ranks, steps and tensors of a case."""
+
+    case: Case
+    loss: float
+    grad_norm: float
+    parameters: float
+    optimizer: float
+
+    @property
+    def bitwise(self) -> bool:
+        return self.loss == self.grad_norm == self.parameters == self.optimizer == 0.0
+
+
+class NotEqual(AssertionError):
+    """A strategy does not train as one process does. `what` is "loss", "grad_norm", "parameters", "optimizer",
+    "agreement" or "nothing changed"; for data that is loaded, "count", "order" or "error"."""
+
+    def __init__(self, what: str, text: str):
+        super().__init__(text)
+        self.what = what
+
+
+class WithBatchNorm(nn.Module):
+    """A model whose buffers change with what a rank reads: the running statistics of BatchNorm."""
+
+    def __init__(self, model_class=GPT):
+        super().__init__()
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, VOCABULARY),
+        )
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens).flatten(0, 1))).unflatten(0, tokens.shape)
+
+
+class Batches:
+    """The examples of a proof: random tokens, the same for everyone."""
+
+    size = BATCH * STEPS
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(SEED)
+        self.tokens = torch.randint(VOCABULARY, (self.size, CONTEXT + 1), generator=generator)
+
+    def batch(self, indices):
+        return self.tokens[indices, :-1], self.tokens[indices, 1:]
+
+
+def model_class_of(strategy_class) -> type:
+    return getattr(strategy_class, "model_class", GPT)
+
+
+def on_one_process(case: Case, model_class: type) -> Outcome:
+    """The reference: whole batches, no micro-batches, no strategy, nothing that could be shared with one."""
+    torch.manual_seed(SEED)
+    model = case.make_model(model_class)
+    optimizer = case.make_optimizer(model.parameters())
+    losses, grad_norms = [], []
+    for step in range(STEPS):
+        inputs, targets = Batches().batch(data.global_batch(SEED, step, BATCH, Batches.size))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        # a mixture of experts minimises more than it reports
+        (loss + (model.auxiliary_loss() if hasattr(model, "auxiliary_loss") else 0.0)).backward()
+        grad_norms.append(clip_grad_norm_(model.parameters(), case.max_norm).item())
+        optimizer.step()
+        losses.append(loss.item())
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return Outcome(losses, grad_norms, flatten({"model": model_state, "optimizer": optimizer_state}))
+
+
+@functools.cache
+def references(cases: tuple[Case, ...], model_class: type = GPT) -> list[Outcome]:
+    """The reference of each case, computed as every rank computes, with one thread: so "bitwise" can be asked."""
+    return launch(lambda: [on_one_process(case, model_class) for case in cases], nproc=1)[0]
+
+
+def on_ranks(strategy_class, cases: list[Case]) -> list[Outcome]:
+    """Train every case on the ranks of the current process group; this rank's outcomes."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    outcomes = []
+    for case in cases:
+        torch.manual_seed(SEED + ranks.rank)  # what a script does that forgets to seed all ranks alike
+        model = case.make_model(model_class_of(strategy_class))
+        strategy = strategy_class(model, case.make_optimizer, ranks, max_norm=case.max_norm)
+        losses, grad_norms = [], []
+        for step in range(STEPS):
+            indices = data.global_batch(SEED, step, BATCH, Batches.size)
+            place = (strategy.data_rank, strategy.data_size)
+            loss, norm = strategy.step(data.micro_batches(Batches(), indices, *place, case.accumulate, ranks.device))
+            losses.append(loss.item())
+            grad_norms.append(norm.item())
+        outcomes.append(Outcome(losses, grad_norms, flatten(strategy.full_state())))
+    return outcomes
+
+
+def flatten(state: dict) -> dict[str, torch.Tensor]:
+    """{"model/NAME": tensor, "optimizer/NAME/KEY": tensor}, copied."""
+    flat = {f"model/{name}": tensor.clone() for name, tensor in state["model"].items()}
+    for name, values in state["optimizer"].get("state", {}).items():
+        flat |= {f"optimizer/{name}/{key}": torch.as_tensor(value).clone() for key, value in values.items()}
+    return flat
+
+
+def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -> Row:
+    """The outcomes of a case on all ranks against the reference. Raises NotEqual with the first that differs."""
+    for step in range(STEPS):
+        for what, numbers in (("loss", "losses"), ("grad_norm", "grad_norms")):
+            expected = getattr(reference, numbers)[step]
+            for rank, outcome in enumerate(outcomes):
+                got = getattr(outcome, numbers)[step]
+                if not abs(got - expected) <= TOLERANCE * abs(expected):
+                    where = f"{who}, {case}: {what} of step {step + 1} on rank {rank}"
+                    ratio = f"(ratio {got / expected:.6g})"
+                    raise NotEqual(what, f"{where} is {got:.6g}, one process has {expected:.6g} {ratio}")
+    for rank, outcome in enumerate(outcomes):
+        if rank > 0 and not outcome.state:
+            continue  # a strategy may hand the full state to rank 0 alone
+        if outcome.state.keys() != reference.state.keys():
+            names = sorted(outcome.state.keys() ^ reference.state.keys())
+            what = "parameters" if names[0].startswith("model/") else "optimizer"
+            raise NotEqual(what, f"{who}, {case}: rank {rank} and one process do not both hold {names[0]}")
+        for name, expected in reference.state.items():
+            if not difference(outcome.state[name], expected) <= TOLERANCE:
+                what = "parameters" if name.startswith("model/") else "optimizer"
+                text = (
+                    f"{who}, {case}: {name} on rank {rank} differs by {difference(outcome.state[name], expected):.3g}"
+                )
+                raise NotEqual(what, f"{text} of its largest element")
+    return measure(case, reference, outcomes)
+
+
+def measure(case: Case, reference: Outcome, outcomes: list[Outcome]) -> Row:
+    """The largest relative differences."""
+
+    def numbers(name: str) -> float:
+        expected = torch.tensor(getattr(reference, name))
+        return max(((torch.tensor(getattr(o, name)) - expected) / expected).abs().max().item() for o in outcomes)
+
+    def tensors(kind: str) -> float:
+        names = [name for name in reference.state if name.startswith(kind)]
+        return max(difference(o.state[name], reference.state[name]) for o in outcomes if o.state for name in names)
+
+    return Row(case, numbers("losses"), numbers("grad_norms"), tensors("model/"), tensors("optimizer/"))
+
+
+def difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of an element, relative to the largest element expected."""
+    if tensor.shape != expected.shape:
+        return float("inf")
+    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return ((tensor - expected).abs().max() / scale).item()
+
+
+def check_something_happened(case: Case, reference: Outcome, model_class: type = GPT) -> None:
+    """A proof about training in which nothing trains proves nothing. Raises NotEqual."""
+    torch.manual_seed(SEED)
+    for name, parameter in case.make_model(model_class).named_parameters():
+        moved = difference(reference.state[f"model/{name}"], parameter.detach())
+        if (moved > 30 * TOLERANCE) != parameter.requires_grad:
+            raise NotEqual("nothing changed", f"{case}: {name} moved by {moved:.3g} of its largest element")
+    if any((norm > case.max_norm) != (case.max_norm < 1) for norm in reference.grad_norms):
+        raise NotEqual("nothing changed", f"{case}: clipping at {case.max_norm} met norms {reference.grad_norms}")
+
+
+def prove(strategy: str, by_hand: bool, nproc: int, cases: list[Case] = CASES) -> list[Row]:
+    """Prove that a strategy of the table equals one process on `nproc` ranks; a Row for each case.
+
+    Raises NotEqual with the first difference beyond TOLERANCE.
+    """
+    who = f"{strategy}{' by hand' if by_hand else ''} on {nproc} rank(s)"
+    return prove_class(strategies.load(strategy, by_hand), nproc, who, cases)
+
+
+def prove_class(strategy_class, nproc: int, who: str, cases: list[Case] = CASES, timeout: float = 60.0) -> list[Row]:
+    """The same for a class that is in no table: a planted bug, or one written in a notebook.
+
+    Raises RankFailed too, of launch, for ranks that wait for each other longer than `timeout` seconds."""
+    outcomes = launch(on_ranks, nproc, (strategy_class, cases), timeout)
+    model_class = model_class_of(strategy_class)
+    rows = []
+    for number, (case, reference) in enumerate(zip(cases, references(tuple(cases), model_class), strict=True)):
+        check_something_happened(case, reference, model_class)
+        rows.append(compare(case, reference, [outcome[number] for outcome in outcomes], who))
+    return rows
+
+
+def agree(strategy_class, nproc: int, who: str) -> None:
+    """Prove that all ranks hold the same full state after some steps, bit by bit, buffers included.
+
+    No process alone could be compared with: each rank's BatchNorm sees its own slice. Raises NotEqual.
+    """
+    case = Case(WithBatchNorm, sgd, accumulate=1, max_norm=100.0)
+    first, *others = (outcomes[0].state for outcomes in launch(on_ranks, nproc, (strategy_class, [case])))
+    if torch.equal(first["model/norm.running_mean"], WithBatchNorm().norm.running_mean):
+        raise NotEqual("nothing changed", f"{who}: the running mean is as it was made")
+    for rank, other in enumerate(others, start=1):
+        for name, expected in first.items():
+            if not torch.equal(other[name], expected):
+                text = f"{who}: {name} on rank {rank} differs by {difference(other[name], expected):.3g}"
+                raise NotEqual("agreement", f"{text} of its largest element on rank 0")
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text: the largest difference of each kind, relative to the largest element."""
+    lines = [f"{'largest difference in':50}  {'loss':>8}  {'norm':>8}  {'params':>8}  {'optim':>8}"]
+    for row in rows:
+        numbers = (row.loss, row.grad_norm, row.parameters, row.optimizer)
+        lines.append(
+            f"{row.case!s:50}  " + "  ".join(f"{number:8.1e}" if number else "bitwise ".rjust(8) for number in numbers)
+        )
+    return "\n".join(lines)

@@ -15,16 +15,16 @@ from common.model import cross_entropy
 from common.options import option
 from common.ranks import process_group
 from common.recompute import KINDS, recompute_blocks
+from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
-from common.train import Run
 from course.start import start
 
 
 class SingleProcess(Strategy):
     """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
 
-    preset, data_axes = {"data": -1}, ()
+    data_axes = ()  # all ranks read and do the same
 
     @dataclass
     class Options:
@@ -56,9 +56,7 @@ def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

@@ -125,9 +125,9 @@ def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.de
 
 
 class ThreadedDataParallelByHand(Strategy):
-    """One process reads the whole global batch and divides it among its devices. Several ranks all train alike."""
+    """One process reads the whole global batch and divides it among its devices."""
 
-    preset, data_axes = {"data": -1}, ()
+    data_axes = ()  # all ranks read and do the same
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, devices=None):
         super().__init__(mesh, options, precision, max_norm)

@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
+from common.run import Run
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
-from common.train import Run
 from course.data_parallel import by_hand
 from course.start import start
 
@@ -23,7 +23,7 @@ from course.start import start
 class ThreadedDataParallel(Strategy):
     """One process reads the whole global batch; DataParallel divides it among its devices."""
 
-    preset, data_axes = {"data": -1}, ()  # several ranks all read and do the same
+    data_axes = ()  # all ranks read and do the same
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
@@ -57,9 +57,7 @@ def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

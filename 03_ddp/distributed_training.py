@@ -16,9 +16,9 @@ from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.recompute import recompute_blocks
+from common.run import Run
 from common.strategy import require_gradients
 from common.task import make_task
-from common.train import Run
 from course.ddp.loading import LOADING
 from course.ddp.options import DataParallel
 from course.start import start
@@ -64,9 +64,7 @@ def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches(LOADING[config.options.loading])
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

@@ -20,8 +20,8 @@ class DataParallel(Strategy):
         recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
-        """Raise UserError for what --task images cannot have."""
+    def require(cls, config, axes):
+        super().require(config, axes)
         if config.task == "images" and "stream" in config.options.loading:
             raise UserError(
                 f"--loading {config.options.loading} reads a stream of records, and --task images is one table in "

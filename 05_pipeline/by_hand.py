@@ -32,7 +32,7 @@ class PipelineByHand(Strategy):
     executor_class = Executor
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         super().require(config, axes)
         pipeline_options.require(config, axes)
 
@@ -44,6 +44,7 @@ class PipelineByHand(Strategy):
             self.device.type, enabled=precision == "fp16", process_group=self.pipeline.group
         )
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, axis(mesh, "pipeline", "data").group)  # ranks may have been seeded differently
         self.microbatches = self.options.microbatches
         self.schedule = schedules.build(

@@ -16,13 +16,14 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.checkpoint import checkpoint
 
 from common.collectives import broadcast_module, global_norm
+from common.config import Config
 from common.errors import UserError
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.strategy import Strategy
 from common.task import make_task
-from common.train import Run
+from common.run import Run
 from course.pipeline import options as pipeline_options
 from course.pipeline import schedules, split
 from course.start import start
@@ -59,7 +60,7 @@ class PipelineParallel(Strategy):
     stage_class = pp.PipelineStage
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         super().require(config, axes)
         pipeline_options.require(config, axes)
         require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
@@ -70,6 +71,7 @@ class PipelineParallel(Strategy):
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=everyone)
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, everyone)  # ranks may have been seeded differently
         self.microbatches = self.options.microbatches
         schedule = schedules.build(
@@ -138,7 +140,7 @@ def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
         )
 
 
-def main(config):
+def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
@@ -147,7 +149,7 @@ def main(config):
         )
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+            for step in run.steps():
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

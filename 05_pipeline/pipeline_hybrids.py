@@ -18,6 +18,7 @@ from common.collectives import global_norm
 from common.errors import UserError
 from common.mesh import axis
 from course.pipeline import split
+from course.pipeline.by_hand import PipelineDDPByHand  # noqa: F401  several pipelines in its own step
 from course.pipeline.distributed_training import PipelineParallel
 
 
@@ -45,7 +46,7 @@ class PipelineDDP(PipelineParallel):
     stage_class = ReducedOnce
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         super().require(config, axes)
         require_for_ddp(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
 
@@ -83,7 +84,7 @@ class PipelineFSDP(PipelineParallel):
     stage_class = ReducedOnce
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         super().require(config, axes)
         require_for_fsdp(config.options.schedule)
 

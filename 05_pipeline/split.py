@@ -103,18 +103,23 @@ def own_stages(model, schedule, pipeline, spec="auto", device=None, context=cont
     for name in layers.keys() - {name for stage in here.values() for name in stage}:
         model.set_submodule(name, nn.Identity())
     move(model, device)
-    if tied and first and last:
-        model.head.out.weight = model.embedding.tokens.weight  # coming from the meta device they parted
     modules = {number: nn.Sequential(*(layers[name] for name in stage)) for number, stage in here.items()}
     return OwnStages(model, modules, names, rank_of, first, last, width, dtype, embedding_group)
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """To the device; from the meta device without values, which a checkpoint brings."""
-    if any(parameter.is_meta for parameter in module.parameters()):
-        module.to_empty(device=device)
-    else:
+    """To the device; from the meta device without values. What was one weight at two places stays one."""
+    if not any(parameter.is_meta for parameter in module.parameters()):
         module.to(device)
+        return
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module.to_empty(device=device)  # makes a weight of its own at each place
+    for first, *others in names.values():
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

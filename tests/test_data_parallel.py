@@ -17,6 +17,7 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from course.data_parallel import by_hand, fake_gpus
 from course.data_parallel import distributed_training as script
+from course.data_parallel.classroom import bugs as chapter_bugs
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ MISTAKES = {  # which even slices hide
 def test_a_mistake_that_even_slices_hide(mistake):
     right, wrong = MISTAKES[mistake]
     bug = bugs.Bug("ThreadedDataParallelByHand", right, wrong, "loss", "")
-    planted = bugs.Bugs(by_hand.__file__, {mistake: bug}).plant(mistake)
+    planted = bugs.Bugs(chapter_bugs.__file__, {mistake: bug}).plant(mistake)
     assert len(prove(on(2, planted), 1, cases=UNEVEN)) == 2
     with pytest.raises(NotEqual, match="loss of step 1"):
         prove(on(3, planted), 1, cases=UNEVEN)

@@ -1,7 +1,6 @@
 """The reducer of chapter 03: bit by bit what DistributedDataParallel computes, and clear about what it cannot."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
 from course.ddp import by_hand, distributed_training
+from course.ddp.classroom import bugs as chapter_bugs
 
 CAP = 0.02  # MiB: a few buckets for a small model
-FILE = Path(by_hand.__file__).parent / "classroom" / "bugs.py"  # beside which planted mistakes look for their file
 VERSIONS = {"pytorch": distributed_training.DDP, "by hand": by_hand.DDPByHand}
 
 
@@ -162,7 +161,8 @@ class Sometimes(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         if (tokens[:, 0] < 8).any():
-            x = torch.stack([part + self.branch(part) if own[0] < 8 else part for own, part in zip(tokens, x, strict=True)])
+            pairs = zip(tokens, x, strict=True)
+            x = torch.stack([part + self.branch(part) if own[0] < 8 else part for own, part in pairs])
         return self.head(x)
 
 
@@ -344,7 +344,8 @@ def test_a_mistake_is_refused(name):
     check, right, wrong = MISTAKES[name]
     target = "Reducer" if check is tells_them_apart else "DDPByHand"
     inside = "same_on_all_ranks" if check is tells_them_apart else ""
-    planted = bugs.Bugs(str(FILE), {name: bugs.Bug(target, right, wrong, "", "", inside=inside)}).plant(name)
+    bug = bugs.Bug(target, right, wrong, "", "", inside=inside)
+    planted = bugs.Bugs(chapter_bugs.__file__, {name: bug}).plant(name)
     with pytest.raises((AssertionError, RankFailed)):
         check(planted)
 

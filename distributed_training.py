@@ -1,4 +1,4 @@
-"""The front door: --strategy picks a chapter's script, which gets all other options.
+"""The front door: --strategy or --mesh picks a chapter's script, which gets all other options.
 
     python distributed_training.py
     torchrun --nproc_per_node=2 distributed_training.py --distributed
@@ -6,12 +6,7 @@
         distributed_training.py --distributed
 """
 
-from common.strategies import find, module
-
-from common.config import parse
-from common.errors import one_line_errors
+from course.start import start
 
 if __name__ == "__main__":
-    with one_line_errors():
-        config = parse()
-        module(find(config.strategy, config.by_hand).chapter, "distributed_training").main(config)
+    start()

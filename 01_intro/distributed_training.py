@@ -6,23 +6,35 @@ Each step sums the gradients of a few micro-batches, clips them, and lets the op
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from course.strategies import load
+from dataclasses import dataclass
+
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
+from common.mesh import make_mesh
 from common.model import cross_entropy
+from common.options import option
 from common.ranks import process_group
+from common.recompute import KINDS, recompute_blocks
+from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
-from common.train import start, train
+from course.start import start
 
 
 class SingleProcess(Strategy):
     """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.model = model.to(ranks.device)
+    data_axes = ()
+
+    @dataclass
+    class Options:
+        recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.model = model.to(self.device)
+        recompute_blocks(self.model, self.options.recompute)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -44,11 +56,17 @@ class SingleProcess(Strategy):
 def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(
+            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
         )
-        train(strategy, task, config, ranks)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="single")
+    start("single")

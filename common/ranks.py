@@ -4,9 +4,12 @@ Scripts and `launch` both enter through `process_group`; nobody sets up or tears
 tearing down wrongly makes correct programs abort at exit (pytorch#190489) or hang.
 """
 
+import contextlib
+import ctypes
 import datetime
 import gc
 import os
+import socket
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
-from common.lab.guard import CheckCollectives
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Ranks:
     local_rank: int
     device: torch.device
 
+    @classmethod
+    def here(cls) -> "Ranks":
+        """Of the current process group, on the CPU of one node: what `launch` starts."""
+        return cls(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on at least one. A collective: every rank must call it."""
         votes = torch.tensor(int(flag))
@@ -44,14 +51,20 @@ class Ranks:
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # the network interface of a machine to itself
 
 
-def choose(device: str = "auto", backend: str = "auto", processes: int = 1) -> tuple[str, str, str | None]:
+def choose(
+    device: str = "auto", backend: str = "auto", processes: int = 1, own_gpu: bool | None = None
+) -> tuple[str, str, str | None]:
     """Pick (device type, backend, remark) for `processes` processes on this node.
 
     `device` is "auto", "cpu" or "cuda"; `backend` is "auto", "gloo" or "nccl". NCCL wants a GPU for each
-    process; where there are fewer, processes share GPUs and gloo carries the messages.
+    process; where there are fewer, processes share GPUs and gloo carries the messages. `own_gpu` says whether each
+    process sees one GPU of its own, as when Slurm binds them; None: that is not known yet, and is given the benefit of
+    the doubt if every process sees a single one.
     Raises UserError where what was asked for cannot be had.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and (own_gpu or (own_gpu is None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ)):
+        gpus = max(gpus, processes)
     if device == "cuda" and gpus == 0:
         raise UserError(
             "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
@@ -81,6 +94,31 @@ def environment() -> tuple[int, int, int, int]:
     return rank, size, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
+def gpus_differ(store: dist.Store, rank: int, size: int) -> bool:
+    """Does every process on this node see exactly one GPU, each another one? (Slurm and others bind them so.) Asked
+    through the store, before there is a process group."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own = str(torch.cuda.get_device_properties(0).uuid) if gpus == 1 else f"{gpus} GPUs"
+    store.set(f"common.ranks/gpu/{rank}", f"{socket.gethostname()} {own}")
+    seen = [store.get(f"common.ranks/gpu/{other}").decode() for other in range(size)]
+    return not any(text.endswith("GPUs") for text in seen) and len(set(seen)) == size
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep memory that is freed instead of handing it back to the system in every step: autograd frees and
+    asks for the same large blocks again and again, and each page is costly to get anew. Linux with glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, in bytes: its largest value
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+
+
+def check_collectives():
+    from common.lab.guard import CheckCollectives  # imports DTensor, which takes most of a second
+
+    return CheckCollectives()
+
+
 @contextmanager
 def process_group(
     device: str = "auto",
@@ -102,24 +140,33 @@ def process_group(
     them.
     """
     rank, size, local_rank, local_size = environment()
-    device, backend, remark = choose(device, backend, local_size)
-    if remark and rank == 0:
-        print(f"note: {remark}", file=sys.stderr)
-    if device == "cuda":
-        device = f"cuda:{local_rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)  # several ranks share these cores
+    wait = datetime.timedelta(seconds=timeout)
     if size == local_size and sys.platform in LOOPBACK:  # one node: some hosts cannot resolve their own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
-    wait = datetime.timedelta(seconds=timeout)
-    # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo.
-    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     if size == 1:
         store = dist.HashStore()  # a group of one needs no port
-    place = {"store": store, "rank": rank, "world_size": size} if store else {}
     try:
-        dist.init_process_group(backend, timeout=wait, **place)
+        if store is None:
+            store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
+            store.set_timeout(wait)
+        own_gpu = device != "cpu" and local_size > 1 and gpus_differ(store, rank, size)
+        device, backend, remark = choose(device, backend, local_size, own_gpu)
+        if remark and rank == 0:
+            print(f"note: {remark}", file=sys.stderr)
+        if device == "cuda":
+            device = f"cuda:{local_rank % torch.cuda.device_count()}"
+            torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()
+            if local_size > 1:
+                torch.set_num_threads(1)  # the ranks share these cores
+        # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo. With its
+        # device known at once, NCCL connects here and not in the first collective, where an error is hard to place.
+        bound = {"device_id": torch.device(device)} if backend == "nccl" else {}
+        backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        dist.init_process_group(
+            backend, timeout=wait, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size, **bound
+        )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -128,7 +175,7 @@ def process_group(
             advice = f"{str(error).splitlines()[0]}; are all nodes started, with the same address, port and --nnodes?"
         raise UserError(f"cannot meet the other ranks at {address}: {advice}") from error
     orderly_exit = None
-    with CheckCollectives() if check else nullcontext():
+    with check_collectives() if check else nullcontext():
         try:
             yield Ranks(rank, size, local_rank, torch.device(device))
         except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on

@@ -10,19 +10,19 @@ import contextlib
 import json
 import os
 import platform
-from dataclasses import asdict
+import tempfile
+import time
 from pathlib import Path
 
 import torch
 
-from common.config import Config, restarts, this_launch
 from common.errors import UserError
 
 KEEP = 2  # if the newest checkpoint proves bad there is one before it
 
 
 class RunDirectory:
-    def __init__(self, config: Config, world_size: int):
+    def __init__(self, config, world_size: int):
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
         of a run that has a checkpoint already. Raises UserError where it cannot be written."""
         self.path = Path(config.run_dir)
@@ -30,8 +30,10 @@ class RunDirectory:
         with self.told():
             self.path.mkdir(parents=True, exist_ok=True)
             facts = {
-                "config": asdict(config),
+                "config": config.settings(),
                 "strategy": config.strategy,
+                "implementation": config.implementation,
+                "mesh": config.axes,
                 "world_size": world_size,
                 "launch": this_launch(),
                 "torch": torch.__version__,
@@ -126,3 +128,51 @@ def loss_curve(records: list[dict]):
     ax.plot([record["step"] for record in records], [record["loss"] for record in records], linewidth=1.5)
     ax.set(xlabel="optimizer step", ylabel="loss (mean over the global batch)", ylim=(0, None))
     return fig
+
+
+def saved_settings(values: dict) -> dict:
+    """The settings of the run that `values` ask to resume, with "run_dir". Raises UserError where there is none."""
+    runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    folder = Path(values["run_dir"]) if values.get("run_dir") else runs[-1].parent if runs else None
+    if folder is None:
+        raise UserError("--resume: there is no run under runs/; name its folder with --run-dir")
+    if not (folder / "config.json").exists() or not list(folder.glob("checkpoint-*.pt")):
+        raise UserError(f"--resume: no checkpoint in {folder}; leave --resume out to start there")
+    return json.loads((folder / "config.json").read_text())["config"] | {"run_dir": str(folder)}
+
+
+def this_launch() -> str:
+    """A name that no other launch has, and that stays when torchrun restarts the ranks; "" without torchrun."""
+    # The elastic agent makes a folder for its logs, once, under a random name: NAME/attempt_0/0/error.json.
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return file.parents[2].name if len(file.parents) > 2 else ""
+
+
+def restarts(folder: Path) -> bool:
+    """Was the run in `folder` begun by this very launch: has torchrun --max-restarts started its ranks again?"""
+    try:
+        return bool(this_launch()) and json.loads((folder / "config.json").read_text()).get("launch") == this_launch()
+    except (OSError, ValueError):
+        return False
+
+
+def new_run_dir(config) -> str:
+    """A folder under runs/ that is not there yet, or that of the attempt before where torchrun restarts the ranks."""
+    begun = [folder for folder in Path("runs").glob("*") if restarts(folder)]
+    if begun:
+        return str(begun[0])
+    kind = "" if config.implementation == "pytorch" else f"-{config.implementation}"
+    name = time.strftime("%Y%m%d-%H%M%S-") + config.strategy + kind
+    taken = len(list(Path("runs").glob(name + "*")))
+    return str(Path("runs", f"{name}-{taken + 1}" if taken else name))
+
+
+def claim(folder: Path, resume: bool) -> None:
+    """Raise UserError unless a run can be written to `folder`."""
+    if (folder / "metrics.jsonl").exists() and not resume and not restarts(folder):
+        raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}; name another folder") from error

@@ -1,36 +1,70 @@
 """The contract of a strategy: whatever spreads training over ranks looks like this from outside.
 
-So one loop trains every strategy, one harness proves it, one table compares it.
+So one loop trains every strategy, one harness proves it, one table compares it. docs/architecture.md explains it.
 """
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from common import mesh as meshes
+from common import state as states
 from common.errors import UserError
 from common.model import GPT
+from common.options import NoOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Strategy:
-    """Built from a model, a way to make an optimizer, and the ranks that it runs on.
+    """Built from a model, a way to make an optimizer, and the mesh of ranks that it runs on.
 
-    A chapter's subclass sets `model` (unwrapped) and `optimizer`, and writes `step`, which is its lesson.
+    A chapter's subclass sets `model` (unwrapped) and `optimizer`, and writes `step`, which is its lesson. It declares
+
+    preset:      the axes of its mesh where the user names none; -1 is the number of ranks that the others leave
+    axes:        the axes that its mesh may have; by default those of `preset`
+    data_axes:   of these, the axes whose ranks read different slices of each batch
+    model_class: what it trains, of text
+    Options:     a dataclass of its own options, made with common.options.option
     """
 
-    data_rank, data_size = 0, 1  # which of how many equal slices of each global batch this rank reads
-    model_class = GPT  # of text
+    preset: dict[str, int] = {"data": -1}
+    axes: tuple[str, ...] = ()
+    data_axes: tuple[str, ...] = ("data", "shard", "expert")
+    model_class = GPT
+    Options: type = NoOptions
 
-    def __init__(self, ranks, precision: str = "fp32", max_norm: float = 1.0):
+    def __init__(self, mesh: DeviceMesh, options=None, precision: str = "fp32", max_norm: float = 1.0):
         """`precision` is "fp32", "bf16" or "fp16" (with loss scaling); gradients are clipped to `max_norm`, the
-        2-norm over the whole model."""
-        self.ranks, self.precision, self.max_norm = ranks, precision, max_norm
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == "fp16")
+        2-norm over the whole model. `options` are an instance of `Options`, by default their defaults."""
+        self.mesh, self.device = mesh, meshes.device_of(mesh)
+        self.options, self.precision, self.max_norm = options or self.Options(), precision, max_norm
+        along = meshes.axis(mesh, *self.data_axes)
+        self.data_rank, self.data_size = along.rank, along.size  # which of how many equal slices of a batch it reads
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.cut: dict = {}  # parameter -> (dimension, Axis) where a rank has one of the axis's equal chunks of it
+
+    @classmethod
+    def require(cls, config, axes: dict[str, int]) -> None:
+        """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
+        recompute = getattr(config.options, "recompute", "none")
+        if recompute != "none" and config.task == "images":
+            raise UserError(
+                f"--recompute {recompute} is for the GPT's blocks, not for --task images; leave it out, or use "
+                f"--task text"
+            )
+
+    @classmethod
+    def make_model(cls, config) -> torch.nn.Module:
+        """The model of text that a run with these settings trains."""
+        return cls.model_class(config.layers, config.width, config.heads, config.context)
 
     def autocast(self):
         """The context in which the forward pass computes in this run's precision."""
-        return torch.autocast(self.ranks.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
+        return torch.autocast(self.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
 
     def step(self, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step on this rank's `micro_batches`, a list of (inputs, targets) of equal sizes.
@@ -44,42 +78,77 @@ class Strategy:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
+    def parts(self) -> list[states.Part]:
+        """This rank's elements of the whole model: how the state of this strategy is sharded."""
+        return states.parts_of(self.model, self.cut)
+
+    def optimizer_state(self) -> dict:
+        """What the optimizer keeps, by parameter."""
+        return self.optimizer.state
+
     def full_state(self) -> dict:
-        """Parameters and optimizer state as one process would hold them, keyed by parameter name. Collective."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
-        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        """On rank 0, model and optimizer as one process would hold them, by parameter name, on the CPU; {} on the
+        other ranks. Collective."""
+        parts = self.parts()
+        full = states.gather(parts, self.optimizer_state())
+        trained = list(dict.fromkeys(full["state"])) or [part.name for part in parts if part.owner is not None]
+        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        if torch.distributed.get_rank() > 0:
+            return {}
+        optimizer = {"state": full["state"], "param_groups": [group | {"params": trained}]}
+        return {"model": full["model"], "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_full_state(self, state: dict) -> None:
-        """Take up a state that `full_state` of any strategy gave. Collective; only rank 0's `state` counts."""
-        # Sent whole and set everywhere: set_state_dict's own broadcast_from_rank0 sends tied weights from rank 0
-        # that the other ranks do not wait for (torch 2.13; --check-collectives shows it).
-        box = [state]
-        dist.broadcast_object_list(box, src=0)
-        state = self.own_part(box[0])
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
-        )
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        """Take up a state that `full_state` of any strategy gave, on any mesh. Collective; only rank 0's `state`
+        counts."""
+        full = state and {"model": state["model"], "state": state["optimizer"]["state"]}
+        states.scatter(full, self.parts(), self.optimizer_state())
+        box = [state and (state["optimizer"]["param_groups"], state["scaler"])]
+        torch.distributed.broadcast_object_list(box, src=0)
+        groups, scaler = box[0]
+        for group in self.optimizer.param_groups:
+            group.update({key: value for key, value in groups[0].items() if key != "params"})
+        if scaler:
+            self.scaler.load_state_dict(scaler)
+        self.after_loading()
 
-    def own_part(self, state: dict) -> dict:
-        """What this rank keeps of a full state."""
-        return state
+    def after_loading(self) -> None:
+        """What a strategy does when its parts have been written, such as gathering what it keeps whole."""
+
+
+@dataclass(frozen=True)
+class StrategyEntry:
+    """A line of the table of strategies (course/strategies.py): where one lives and what is promised of it.
+
+    chapter:         its folder
+    main:            the main function of that chapter's script
+    implementations: the class that implements it, by name: "pytorch", "by-hand", ...
+    world_sizes:     on how many ranks it must equal one process; a dict gives them by implementation
+    """
+
+    chapter: str
+    main: Callable
+    implementations: dict[str, type[Strategy]]
+    world_sizes: tuple[int, ...] | dict[str, tuple[int, ...]]
+
+    def sizes(self, implementation: str) -> tuple[int, ...]:
+        """On how many ranks this implementation must equal one process."""
+        return self.world_sizes[implementation] if isinstance(self.world_sizes, dict) else self.world_sizes
+
+
+@functools.cache
+def can_compute(device_type: str, precision: str) -> bool:
+    try:
+        number = torch.ones(1, 1, dtype=DTYPES[precision], device=device_type)
+        number @ number
+    except (RuntimeError, NotImplementedError):
+        return False
+    return device_type != "cuda" or precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def require_precision(device: torch.device, precision: str) -> None:
     """Raise UserError for a precision that a device cannot compute in."""
-    try:
-        number = torch.ones(1, 1, dtype=DTYPES[precision], device=device)
-        able = device.type != "cuda" or precision != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False)
-        number @ number
-    except (RuntimeError, NotImplementedError):
-        able = False
-    if not able:
+    if not can_compute(device.type, precision):
         raise UserError(f"--precision {precision}: {device} cannot multiply matrices in it; try another, or fp32")
 
 
@@ -89,8 +158,11 @@ def require_gradients(model: torch.nn.Module, without: set[torch.nn.Parameter] |
 
     without: those parameters; by default all whose `grad` is None
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name, p in trained if (p.grad is None if without is None else p in without)]
+    missing = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and (p.grad is None if without is None else p in without)
+    ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(

@@ -1,15 +1,16 @@
 """A task: what is learned, by which model, with which optimizer."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from course.strategies import load
+import torch.distributed as dist
 from torch import nn
 
 from common import data
 from common.config import Config
 from common.errors import UserError
-from common.model import GPT, make_resnet
+from common.model import make_resnet
 from common.strategy import Strategy
 
 
@@ -18,18 +19,18 @@ class Task:
     dataset: data.Text | data.Images
     config: Config
 
-    def make_model(self) -> nn.Module:
-        """The same weights for the same seed, on every rank and at every world size."""
+    def make_model(self, meta: bool = False) -> nn.Module:
+        """The same weights for the same seed, on every rank and at every world size.
+
+        With `meta`, ranks other than rank 0 get it on the meta device, without memory: for strategies that send rank
+        0's weights where they belong.
+        """
         c = self.config
         torch.manual_seed(c.seed)
-        if c.task == "text":
-            model_class = load(c.strategy, c.by_hand).model_class
-            experts = {} if model_class is GPT else {"experts": c.experts, "top_k": c.top_k}
-            model = model_class(c.layers, c.width, c.heads, c.context, **experts)
-            if "pipeline" not in c.strategy:  # whose stages do it themselves
-                module("06_fsdp", "recompute").recompute(model, c.recompute)
-            return model
-        return make_resnet(self.dataset.channels, self.dataset.classes)
+        with torch.device("meta") if meta and dist.get_rank() > 0 else nullcontext():
+            if c.task == "text":
+                return c.strategy_class.make_model(c)
+            return make_resnet(self.dataset.channels, self.dataset.classes)
 
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:
         if self.config.optimizer == "sgd":
@@ -44,7 +45,7 @@ class Task:
         """What the run reads, and this rank's part of it."""
         c = self.config
         place = (strategy.data_rank, strategy.data_size)
-        return data.Plan(c.seed, c.batch_size, c.steps * c.batch_size, *place, c.accumulate, strategy.ranks.device)
+        return data.Plan(c.seed, c.batch_size, c.steps * c.batch_size, *place, c.accumulation_steps, strategy.device)
 
 
 def make_task(config: Config) -> Task:
@@ -57,16 +58,16 @@ def make_task(config: Config) -> Task:
 
 def check_batch(config: Config, strategy: Strategy) -> None:
     """Raise UserError where the global batch cannot be cut into equal micro-batches."""
-    parts = strategy.data_size * config.accumulate
+    parts = strategy.data_size * config.accumulation_steps
     if config.batch_size < parts:
         raise UserError(
             f"--batch-size {config.batch_size} is not one example for each of {strategy.data_size} data-parallel "
-            f"rank(s) x {config.accumulate} micro-batch(es) = {parts}; "
+            f"rank(s) x {config.accumulation_steps} micro-batch(es) = {parts}; "
             f"make it {parts} or a multiple, or start fewer ranks"
         )
     if config.batch_size % parts:
         nearest = round(config.batch_size / parts) * parts
         raise UserError(
             f"--batch-size {config.batch_size} does not divide by {strategy.data_size} data-parallel rank(s) x "
-            f"{config.accumulate} micro-batch(es) = {parts}; the nearest that does is {nearest}"
+            f"{config.accumulation_steps} micro-batch(es) = {parts}; the nearest that does is {nearest}"
         )

@@ -1,16 +1,16 @@
 """The equality harness: does a strategy train exactly as one process does?
 
-`prove("ddp", by_hand=True, nproc=4)` trains small models both ways, on the same global batches, and compares the
-loss and gradient norm of every step on every rank, and the final parameters and optimizer state. It does so with
-SGD with momentum and with AdamW (which alone would hide gradients of the wrong scale), with and without
-accumulation, with tied weights, with frozen parameters, with gradient clipping at work and idle, and with a
-different seed on every rank but rank 0, whose weights count.
+`prove(DDPByHand, nproc=4)` trains small models both ways, on the same global batches, and compares the loss and
+gradient norm of every step on every rank, and at the end each rank's own elements of the parameters and the optimizer
+state, and the full state that rank 0 puts together. It does so with SGD with momentum and with AdamW (which alone
+would hide gradients of the wrong scale), with and without accumulation, with tied weights, with frozen parameters, with
+gradient clipping at work and idle, and with a different seed on every rank but rank 0, whose weights count.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn.utils import clip_grad_norm_
 
-from common import data, strategies
+from common import data
 from common.lab.launch import launch
+from common.mesh import in_order, make_mesh, resolve
 from common.model import GPT, cross_entropy
-from common.ranks import Ranks
+from common.state import Where, optimizer_tensors
 
 # Float32 has 24 bits, 6e-8; sums of a few hundred terms in another order differ by some tens of that. Differences
 # are relative to the largest element of the tensor.
@@ -88,15 +89,19 @@ CASES = [
 
 @dataclass
 class Outcome:
-    """What training gave: per step the loss and gradient norm, at the end parameters and optimizer state by name."""
+    """What training gave: per step the loss and gradient norm, at the end parameters and optimizer state by name.
+
+    own: this rank's elements: (name, where in the whole tensor, values); where is None for a scalar
+    """
 
     losses: list[float]
     grad_norms: list[float]
     state: dict[str, torch.Tensor]
+    own: list[tuple[str, Where | None, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
-class Row:
+class Proof:
     """The largest difference from one process, over all ranks, steps and tensors of a case."""
 
     case: Case
@@ -176,34 +181,50 @@ def references(cases: tuple[Case, ...], model_class: type = GPT) -> list[Outcome
     return launch(lambda: [on_one_process(case, model_class) for case in cases], nproc=1)[0]
 
 
-def on_ranks(strategy_class, cases: list[Case]) -> list[Outcome]:
-    """Train every case on the ranks of the current process group; this rank's outcomes."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    outcomes = []
+def on_ranks(strategy_class, cases: list[Case], axes: dict[str, int] | None = None, options=None) -> list[Outcome]:
+    """Train every case on the ranks of the current process group; this rank's outcomes.
+
+    axes:    of the mesh, by default the strategy's preset
+    options: an instance of the strategy's Options, by default their defaults
+    """
+    # Rank 0's weights count: what a script does that forgets to seed all ranks alike.
+    size, outcomes = dist.get_world_size(), []
+    mesh = make_mesh(in_order(resolve(axes or getattr(strategy_class, "preset", {"data": -1}), size)))
     for case in cases:
-        torch.manual_seed(SEED + ranks.rank)  # what a script does that forgets to seed all ranks alike
+        torch.manual_seed(SEED + dist.get_rank())
         model = case.make_model(model_class_of(strategy_class))
-        strategy = strategy_class(model, case.make_optimizer, ranks, max_norm=case.max_norm)
+        strategy = strategy_class(model, case.make_optimizer, mesh, options, max_norm=case.max_norm)
         losses, grad_norms = [], []
         for step in range(STEPS):
             indices = data.global_batch(SEED, step, BATCH, Batches.size)
             place = (strategy.data_rank, strategy.data_size)
-            loss, norm = strategy.step(data.micro_batches(Batches(), indices, *place, case.accumulate, ranks.device))
+            loss, norm = strategy.step(data.micro_batches(Batches(), indices, *place, case.accumulate, "cpu"))
             losses.append(loss.item())
             grad_norms.append(norm.item())
-        outcomes.append(Outcome(losses, grad_norms, flatten(strategy.full_state())))
+        outcomes.append(Outcome(losses, grad_norms, flatten(strategy.full_state()), own_elements(strategy)))
     return outcomes
+
+
+def own_elements(strategy) -> list[tuple[str, Where | None, torch.Tensor]]:
+    """What this rank holds of the model and of the optimizer's state."""
+    own = []
+    for part in strategy.parts():
+        own.append((f"model/{part.name}", part.where, part.tensor.detach().reshape(-1).clone()))
+        for key, values in optimizer_tensors(part, strategy.optimizer_state()).items():
+            where = part.where if values.dim() else None
+            own.append((f"optimizer/{part.name}/{key}", where, values.reshape(-1).clone()))
+    return own
 
 
 def flatten(state: dict) -> dict[str, torch.Tensor]:
     """{"model/NAME": tensor, "optimizer/NAME/KEY": tensor}, copied."""
-    flat = {f"model/{name}": tensor.clone() for name, tensor in state["model"].items()}
-    for name, values in state["optimizer"].get("state", {}).items():
+    flat = {f"model/{name}": tensor.clone() for name, tensor in state.get("model", {}).items()}
+    for name, values in state.get("optimizer", {}).get("state", {}).items():
         flat |= {f"optimizer/{name}/{key}": torch.as_tensor(value).clone() for key, value in values.items()}
     return flat
 
 
-def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -> Row:
+def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -> Proof:
     """The outcomes of a case on all ranks against the reference. Raises NotEqual with the first that differs."""
     for step in range(STEPS):
         for what, numbers in (("loss", "losses"), ("grad_norm", "grad_norms")):
@@ -216,22 +237,42 @@ def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -
                     raise NotEqual(what, f"{where} is {got:.6g}, one process has {expected:.6g} {ratio}")
     for rank, outcome in enumerate(outcomes):
         if rank > 0 and not outcome.state:
-            continue  # a strategy may hand the full state to rank 0 alone
+            continue  # rank 0 alone puts the full state together
         if outcome.state.keys() != reference.state.keys():
             names = sorted(outcome.state.keys() ^ reference.state.keys())
-            what = "parameters" if names[0].startswith("model/") else "optimizer"
-            raise NotEqual(what, f"{who}, {case}: rank {rank} and one process do not both hold {names[0]}")
+            raise NotEqual(kind_of(names[0]), f"{who}, {case}: rank {rank} and one process do not both hold {names[0]}")
         for name, expected in reference.state.items():
-            if not difference(outcome.state[name], expected) <= TOLERANCE:
-                what = "parameters" if name.startswith("model/") else "optimizer"
-                text = (
-                    f"{who}, {case}: {name} on rank {rank} differs by {difference(outcome.state[name], expected):.3g}"
-                )
-                raise NotEqual(what, f"{text} of its largest element")
+            refuse(name, outcome.state[name], expected, f"{who}, {case}: {name} on rank {rank}")
+    for rank, outcome in enumerate(outcomes):
+        for name, where, values in outcome.own:
+            if name not in reference.state:
+                raise NotEqual(kind_of(name), f"{who}, {case}: rank {rank} holds {name}, one process does not")
+            expected = reference.state[name]
+            if where is not None and where.shape != tuple(expected.shape):
+                text = f"{who}, {case}: {name} on rank {rank} is part of a tensor of shape {list(where.shape)}"
+                raise NotEqual(kind_of(name), f"{text}, one process has {list(expected.shape)}")
+            place = "" if where is None or values.numel() == expected.numel() else f" from {list(where.offset)}"
+            elements = expected.reshape(-1) if where is None else where.take(expected)
+            scale = expected.abs().max()
+            refuse(name, values, elements, f"{who}, {case}: {name}{place}, as rank {rank} holds it,", scale)
     return measure(case, reference, outcomes)
 
 
-def measure(case: Case, reference: Outcome, outcomes: list[Outcome]) -> Row:
+def kind_of(name: str) -> str:
+    return "parameters" if name.startswith("model/") else "optimizer"
+
+
+def refuse(name: str, got: torch.Tensor, expected: torch.Tensor, what: str, scale: torch.Tensor | None = None) -> None:
+    """Raise NotEqual unless two tensors are equal to TOLERANCE of the largest element."""
+    if not difference(got, expected, scale) <= TOLERANCE:
+        text = f"{what} differs by {difference(got, expected, scale):.3g} of its largest element"
+        worst = int((got - expected).abs().argmax()) if got.shape == expected.shape and got.numel() else None
+        if worst is not None:
+            text += f": {got.flatten()[worst]:.7g}, one process has {expected.flatten()[worst]:.7g}"
+        raise NotEqual(kind_of(name), text)
+
+
+def measure(case: Case, reference: Outcome, outcomes: list[Outcome]) -> Proof:
     """The largest relative differences."""
 
     def numbers(name: str) -> float:
@@ -240,16 +281,25 @@ def measure(case: Case, reference: Outcome, outcomes: list[Outcome]) -> Row:
 
     def tensors(kind: str) -> float:
         names = [name for name in reference.state if name.startswith(kind)]
-        return max(difference(o.state[name], reference.state[name]) for o in outcomes if o.state for name in names)
+        full = [difference(o.state[name], reference.state[name]) for o in outcomes if o.state for name in names]
+        own = [
+            difference(values, where.take(reference.state[name]), reference.state[name].abs().max())
+            for o in outcomes
+            for name, where, values in o.own
+            if name.startswith(kind) and where is not None
+        ]
+        return max(full + own)
 
-    return Row(case, numbers("losses"), numbers("grad_norms"), tensors("model/"), tensors("optimizer/"))
+    return Proof(case, numbers("losses"), numbers("grad_norms"), tensors("model/"), tensors("optimizer/"))
 
 
-def difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of an element, relative to the largest element expected."""
+def difference(tensor: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """The largest difference of an element, relative to `scale`, by default the largest element expected."""
     if tensor.shape != expected.shape:
         return float("inf")
-    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    if not tensor.numel():
+        return 0.0
+    scale = (expected.abs().max() if scale is None else scale).clamp(min=torch.finfo(torch.float32).tiny)
     return ((tensor - expected).abs().max() / scale).item()
 
 
@@ -264,35 +314,46 @@ def check_something_happened(case: Case, reference: Outcome, model_class: type =
         raise NotEqual("nothing changed", f"{case}: clipping at {case.max_norm} met norms {reference.grad_norms}")
 
 
-def prove(strategy: str, by_hand: bool, nproc: int, cases: list[Case] = CASES) -> list[Row]:
-    """Prove that a strategy of the table equals one process on `nproc` ranks; a Row for each case.
+def prove(
+    strategy_class,
+    nproc: int,
+    axes: dict[str, int] | None = None,
+    options=None,
+    cases: list[Case] = CASES,
+    timeout: float = 60.0,
+    who: str = "",
+) -> list[Proof]:
+    """Prove that a strategy equals one process on `nproc` ranks; a Proof for each case.
 
-    Raises NotEqual with the first difference beyond TOLERANCE.
+    axes, options: as for `on_ranks`
+    who:           its name in messages
+
+    Raises NotEqual with the first difference beyond TOLERANCE, and RankFailed, of launch, for ranks that wait for each
+    other longer than `timeout` seconds.
     """
-    who = f"{strategy}{' by hand' if by_hand else ''} on {nproc} rank(s)"
-    return prove_class(strategies.load(strategy, by_hand), nproc, who, cases)
-
-
-def prove_class(strategy_class, nproc: int, who: str, cases: list[Case] = CASES, timeout: float = 60.0) -> list[Row]:
-    """The same for a class that is in no table: a planted bug, or one written in a notebook.
-
-    Raises RankFailed too, of launch, for ranks that wait for each other longer than `timeout` seconds."""
-    outcomes = launch(on_ranks, nproc, (strategy_class, cases), timeout)
+    mesh = f", mesh {','.join(f'{name}={size}' for name, size in axes.items())}" if axes else ""
+    who = f"{who or strategy_class.__name__} on {nproc} rank(s){mesh}"
+    outcomes = launch(on_ranks, nproc, (strategy_class, cases, axes, options), timeout)
     model_class = model_class_of(strategy_class)
-    rows = []
+    proofs = []
     for number, (case, reference) in enumerate(zip(cases, references(tuple(cases), model_class), strict=True)):
         check_something_happened(case, reference, model_class)
-        rows.append(compare(case, reference, [outcome[number] for outcome in outcomes], who))
-    return rows
+        proofs.append(compare(case, reference, [outcome[number] for outcome in outcomes], who))
+    return proofs
 
 
 def agree(strategy_class, nproc: int, who: str) -> None:
-    """Prove that all ranks hold the same full state after some steps, bit by bit, buffers included.
+    """Prove that all ranks hold the same model and optimizer state after some steps, bit by bit, buffers included.
 
     No process alone could be compared with: each rank's BatchNorm sees its own slice. Raises NotEqual.
     """
     case = Case(WithBatchNorm, sgd, accumulate=1, max_norm=100.0)
-    first, *others = (outcomes[0].state for outcomes in launch(on_ranks, nproc, (strategy_class, [case])))
+    first, *others = (
+        {name: values for name, _, values in outcomes[0].own}
+        for outcomes in launch(on_ranks, nproc, (strategy_class, [case]))
+    )
+    if "model/norm.running_mean" not in first:
+        raise NotEqual("nothing changed", f"{who}: rank 0 does not hold the running mean")
     if torch.equal(first["model/norm.running_mean"], WithBatchNorm().norm.running_mean):
         raise NotEqual("nothing changed", f"{who}: the running mean is as it was made")
     for rank, other in enumerate(others, start=1):
@@ -302,7 +363,7 @@ def agree(strategy_class, nproc: int, who: str) -> None:
                 raise NotEqual("agreement", f"{text} of its largest element on rank 0")
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Proof]) -> str:
     """The rows as text: the largest difference of each kind, relative to the largest element."""
     lines = [f"{'largest difference in':50}  {'loss':>8}  {'norm':>8}  {'params':>8}  {'optim':>8}"]
     for row in rows:

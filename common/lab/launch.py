@@ -90,7 +90,7 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
 
 
 @contextlib.contextmanager
-def environment(**values: str):
+def setenv(**values: str):
     """Set environment variables inside the block, for ranks that are started there; restore them afterwards."""
     before = dict(os.environ)
     os.environ.update(values)
@@ -151,6 +151,7 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
     try:
         fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
         size = int(os.environ["WORLD_SIZE"])
+        torch.set_num_threads(1)  # for a single rank too, so that its numbers are those of each of several
         with process_group("cpu", "gloo", timeout, store=dist.FileStore(f"{folder}/store", size)):
             result = cloudpickle.dumps(fn(*args))
             stack.write(RETURNED)

@@ -1,0 +1,332 @@
+"""The command line and the configuration file: the run's options, and those that the chosen strategy brings.
+
+Read in two passes: the first finds out which strategy it is, the second knows that strategy's options too. (argparse
+does the reading. jsonargparse was tried: it has no did-you-mean, reports an option of another strategy as unknown, and
+would need this file's second half all the same.)
+"""
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from common.config import Config, check, shared
+from common.errors import UserError
+from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
+from common.options import flag
+from common.ranks import environment
+from common.run_dir import claim, new_run_dir, saved_settings
+from common.strategy import StrategyEntry
+
+RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
+# Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
+ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def parse(
+    table: Mapping[str, Callable[[], StrategyEntry]], default_strategy: str | None = None, argv: list[str] | None = None
+) -> Config:
+    """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
+
+    `table` has the strategies. Without a default strategy it is that of the --mesh, else "ddp" for --distributed, else
+    "single". Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add(first, "the run", [item for item in shared() if item.name in ("strategy", "run_dir", *ANEW)])
+    first.add_argument("--config")
+    early = vars(first.parse_known_args(argv)[0])
+    file = early.pop("config", None)
+    content = read_yaml(Path(file)) if file else {}
+    kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
+    chosen = {**{key: kept[key] for key in ("strategy",) if key in kept}, **content, **early}
+    name = chosen.get("strategy") or default_by_mesh(table, str(chosen.get("mesh", "")), default_strategy)
+    name = name or default_strategy or ("ddp" if chosen.get("distributed") else "single")
+    entry = find(table, name)
+    if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
+        chosen["implementation"] = kept.get("implementation") or ("by-hand" if kept.get("by_hand") else "pytorch")
+    implementation = implementation_of(name, entry, chosen)
+    Options = entry.implementations[implementation].Options
+
+    parser = full_parser(table, name, Options)
+    given, unknown = parser.parse_known_args(argv)
+    given = vars(given)
+    if unknown:
+        refuse_unknown(table, unknown[0], name, implementation, Options)
+    given.pop("config", None)
+    known = {item.name: item for item in [*shared(), *fields(Options)]}
+    for old, new in RENAMED.items():
+        if old in given:
+            print(f"note: {flag(old)} is called {flag(new)} now", file=sys.stderr)
+            given.setdefault(new, given[old])
+            del given[old]
+    from_file = {}
+    for key, value in content.items():
+        if key not in known and key != "replicas":
+            refuse_key(table, f"--config {file}", key, name, implementation, known)
+        from_file[key] = value if key == "replicas" else convert(f"--config {file}: {key}", value, known[key])
+    values = {**from_file, **given}
+    if kept:
+        values = resumed(kept, values, known, same_strategy=kept.get("strategy") == name)
+    replicas = values.pop("replicas", None)
+    own = {item.name: values.pop(item.name) for item in fields(Options) if item.name in values}
+    config = Config(**values, options=Options(**own), entry=entry)
+    config.strategy, config.implementation, config.by_hand = name, implementation, implementation == "by-hand"
+    config.axes = axes_of(config, replicas)
+    config.run_dir = config.run_dir or new_run_dir(config)
+    check(config)
+    if environment()[0] == 0 and not getattr(config.options, "find_batch_size", False):
+        claim(Path(config.run_dir), config.resume)
+    return config
+
+
+# --- which strategy -------------------------------------------------------------------------------------------
+
+
+def find(table, name: str) -> StrategyEntry:
+    """A strategy's line of the table. Raises UserError for an unknown name."""
+    if name not in table:
+        nearest = difflib.get_close_matches(name, table, n=1)
+        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+        raise UserError(f"unknown strategy '{name}'; {hint}known: {', '.join(table)}")
+    return table[name]()
+
+
+def default_by_mesh(table, mesh: str, default: str | None) -> str | None:
+    """The strategy whose axes are those that --mesh names; "mesh" where they are several and no strategy has them."""
+    if "=" not in mesh:
+        return None
+    wanted = set(parse_axes(mesh))
+    if default and wanted <= set(axes_that(table[default]())):
+        return default
+    exact = (name for name in table if set(next(iter(table[name]().implementations.values())).preset) == wanted)
+    return next((name for name in exact if name != "single"), "mesh")
+
+
+def axes_that(entry: StrategyEntry) -> tuple[str, ...]:
+    """The axes that some implementation of a strategy may have."""
+    return tuple(axis for kind in entry.implementations.values() for axis in (kind.axes or kind.preset))
+
+
+def implementation_of(name: str, entry: StrategyEntry, chosen: dict) -> str:
+    """Which implementation is meant. Raises UserError where the strategy does not have it."""
+    wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else "pytorch")
+    if chosen.get("by_hand") and wanted != "by-hand":
+        raise UserError(f"--by-hand and --implementation {wanted} exclude each other; leave one out")
+    if wanted in entry.implementations:
+        return wanted
+    there = ", ".join(entry.implementations)
+    if wanted == "by-hand":
+        raise UserError(f"--by-hand: strategy '{name}' has no version by hand; leave it out")
+    if list(entry.implementations) == ["by-hand"]:
+        raise UserError(f"strategy '{name}' has a version by hand only; add --by-hand")
+    raise UserError(f"strategy '{name}' has no implementation '{wanted}'; it has {there}")
+
+
+# --- mesh -----------------------------------------------------------------------------------------------------
+
+
+def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
+    """The sizes of the mesh: the strategy's preset, with what --mesh (or its older forms) says. Raises UserError."""
+    kind, size = config.strategy_class, environment()[1]
+    preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
+    order = parse_order(config.mesh_order)
+    if replicas is not None:
+        print(f"note: --replicas {replicas} is --mesh {next(iter(preset))}={replicas} now", file=sys.stderr)
+        if config.mesh:
+            raise UserError("--replicas is an older form of --mesh; leave it out")
+        if replicas < 1:
+            raise UserError(f"--replicas must be at least 1, got {replicas}")
+        if len(preset) != 2:
+            raise UserError(f"--replicas is for strategies with two axes, not for '{config.strategy}'; leave it out")
+        named = {next(iter(preset)): replicas}
+    elif config.mesh and "=" not in config.mesh:
+        named = two_numbers(config, preset, size)
+    else:
+        named = parse_axes(config.mesh) if config.mesh else {}
+    foreign = next((name for name in named if name not in allowed), None)
+    if foreign:
+        has = f"axis {allowed[0]} only" if len(allowed) == 1 else f"axes {', '.join(allowed)}"
+        raise UserError(
+            f"--mesh {config.mesh}: strategy '{config.strategy}'{' by hand' if config.by_hand else ''} has {has}, not "
+            f"'{foreign}'; leave --strategy out, and the mesh says what is done"
+        )
+    complete = set(named) == set(allowed) or (named and -1 not in {**preset, **named}.values())
+    return in_order(resolve(dict(named) if complete else {**preset, **named}, size), order)
+
+
+def two_numbers(config: Config, preset: dict, size: int) -> dict[str, int]:
+    """The older form of a mesh with two axes, "2x4": the sizes of the preset's axes in their order."""
+    rows, _, columns = config.mesh.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise UserError(f"--mesh {config.mesh}: expected sizes of axes as in data=2,tensor=2; axes: {', '.join(AXES)}")
+    if len(preset) != 2:
+        raise UserError(
+            f"--mesh {config.mesh}: two numbers are for strategies with two axes, not for '{config.strategy}'; "
+            f"leave it out, or name the axes"
+        )
+    if int(rows) * int(columns) != size:
+        fit = ", ".join(f"{n}x{size // n}" for n in range(1, size + 1) if size % n == 0)
+        raise UserError(
+            f"--mesh {config.mesh} is {int(rows) * int(columns)} ranks, and {size} are started; that could be {fit}"
+        )
+    named = dict(zip(preset, (int(rows), int(columns)), strict=True))
+    print(f"note: --mesh {config.mesh} is --mesh {','.join(f'{k}={v}' for k, v in named.items())}", file=sys.stderr)
+    return named
+
+
+# --- the parser -----------------------------------------------------------------------------------------------
+
+
+def full_parser(table, name: str, Options) -> Parser:
+    """Of all options, those of strategy `name` included."""
+    listed = "strategies: " + ", ".join(table)
+    parser = Parser(
+        description="Train a small model; see README.md.",
+        epilog=f"{listed}. Options of another strategy: --strategy NAME --help",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group = []
+    titles = list(Config.GROUPS.values())
+    starts = list(Config.GROUPS)
+    for item in shared():
+        if item.name in starts and group:
+            add(parser, titles[starts.index(group[0].name)], group)
+            group = []
+        group.append(item)
+    add(parser, titles[-1], group)
+    if fields(Options):
+        add(parser, f"strategy {name}", fields(Options))
+    parser.add_argument("--config", metavar="FILE.yaml", help="read options from a file; the command line wins")
+    parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
+    for old, new in RENAMED.items():
+        kind = next(item.type for item in shared() if item.name == new)
+        parser.add_argument(flag(old), type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+def add(parser: Parser, title: str, items) -> None:
+    """A group of options to a parser, from fields."""
+    group = parser.add_argument_group(title)
+    for item in items:
+        about = item.metadata["help"].replace("%", "%%")
+        if item.type is bool:
+            group.add_argument(flag(item.name), action="store_true", help=about)
+        else:
+            choices = item.metadata["choices"] or None
+            about += f" (default: {item.default})" if item.default != "" else ""
+            metavar = None if choices else item.type.__name__.upper().replace("STR", "WORD")
+            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about)
+
+
+def owners(table, option: str) -> list[str]:
+    """The strategies that have an option of this name, "(by hand)" where only that implementation has it."""
+    found = []
+    for name in table:
+        kinds = table[name]().implementations
+        having = [kind for kind, cls in kinds.items() if option in {item.name for item in fields(cls.Options)}]
+        if having:
+            found.append(name if len(having) == len(kinds) else f"{name} ({', '.join(having)})")
+    return found
+
+
+def not_its_own(table, option: str, strategy: str, implementation: str) -> str | None:
+    """The error for an option that another strategy has."""
+    has = owners(table, option)
+    if not has:
+        return None
+    by_hand = " by hand" if implementation == "by-hand" else ""
+    return f"{flag(option)} is an option of {', '.join(has)}, not of '{strategy}'{by_hand}; leave it out"
+
+
+def refuse_unknown(table, word: str, strategy: str, implementation: str, Options) -> None:
+    name = word.lstrip("-").split("=")[0].replace("-", "_")
+    if not word.startswith("--"):
+        raise UserError(f"unrecognized argument: {word} (--help lists the options)")
+    known = [item.name for item in [*shared(), *fields(Options)]] + ["config"]
+    foreign = not_its_own(table, name, strategy, implementation)
+    if foreign:
+        raise UserError(foreign)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {flag(nearest[0])}?" if nearest else "--help lists the options"
+    raise UserError(f"unknown option {word.split('=')[0]}; {hint}")
+
+
+def refuse_key(table, where: str, key: str, strategy: str, implementation: str, known) -> None:
+    foreign = not_its_own(table, key, strategy, implementation)
+    if foreign:
+        raise UserError(f"{where}: {foreign}")
+    nearest = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean '{nearest[0].replace('_', '-')}'?" if nearest else "; --help lists the options"
+    raise UserError(f"{where}: unknown key '{key.replace('_', '-')}'{hint}")
+
+
+# --- the configuration file -----------------------------------------------------------------------------------
+
+
+def read_yaml(path: Path) -> dict:
+    """Options from a YAML file, by field name. Raises UserError."""
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
+    names = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if isinstance(names.get("mesh"), dict):
+        names["mesh"] = ",".join(f"{axis}={number}" for axis, number in names["mesh"].items())
+    return {RENAMED.get(name, name): value for name, value in names.items()}
+
+
+def convert(where: str, value, item):
+    """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
+    if item.type is bool and isinstance(value, bool):
+        return value
+    if item.type is str and isinstance(value, dict):  # "split-spec: {blocks.1: end}"
+        value = ", ".join(f"{key}: {word}" for key, word in value.items())
+    try:
+        if item.type is bool or isinstance(value, bool | list | dict | type(None)):
+            raise ValueError
+        if item.type is int and float(value) != int(value):
+            raise ValueError
+        value = item.type(value)
+    except (ValueError, TypeError):
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+        raise UserError(f"{where}: expected {names[item.type]}, got {value!r}") from None
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise UserError(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
+    """Fill in from the run that is resumed. Raises UserError where `values` would change what makes its numbers what
+    they are."""
+    kept = {RENAMED.get(name, name): value for name, value in kept.items()}
+    identity = [name for name, item in known.items() if item.metadata["identity"] and name in kept]
+    changed = [name for name in identity if name in values and values[name] != kept[name]]
+    if changed:
+        told = ", ".join(f"{flag(name)} {values[name]} (it has {kept[name]})" for name in changed)
+        raise UserError(
+            f"--resume: a resumed run keeps its settings, but got {told}; leave that out, or start a new run"
+        )
+    own = {item.name for item in shared()}
+    taken = {n: v for n, v in kept.items() if n in known and n not in ANEW and (same_strategy or n in own)}
+    taken |= {name: kept[name] for name in identity}
+    fits = "=" in kept.get("mesh", "") and math.prod(parse_axes(kept["mesh"]).values()) == environment()[1]
+    if same_strategy and fits and not {"mesh", "replicas"} & {*values}:  # else the strategy's own mesh
+        taken |= {"mesh": kept["mesh"], "mesh_order": kept.get("mesh_order", "")}
+    return {**taken, **values}

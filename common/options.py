@@ -1,0 +1,25 @@
+"""How an option is declared, by the run and by each strategy: a field with a default, a help text and its choices."""
+
+from dataclasses import dataclass, field
+
+
+def option(default, help: str, choices: tuple = (), identity: bool = False, at_least=None):
+    """A dataclass field that is an option: `batch_size: int = option(32, "examples")` is --batch-size on the command
+    line and batch-size in a YAML file.
+
+    choices:  the values that are allowed; () for all
+    identity: it defines the numbers of a run, so a resumed run has to keep it
+    at_least: the smallest number that is allowed
+    """
+    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least}
+    return field(default=default, metadata=about)
+
+
+@dataclass
+class NoOptions:
+    """The options of a strategy that has none of its own."""
+
+
+def flag(name: str) -> str:
+    """The command line's name of a field."""
+    return "--" + name.replace("_", "-")

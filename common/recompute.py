@@ -1,0 +1,29 @@
+"""Activation checkpointing: blocks keep less of their forward pass, and compute it again before their backward pass."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+KINDS = ("none", "selective", "full")
+aten = torch.ops.aten
+# Results of matrix products are expensive to compute, and are kept; all else is computed again. That includes the
+# copies of their inputs that autocast makes in bf16, which are cheap.
+KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+def recompute_blocks(model: nn.Module, kind: str) -> None:
+    """Make each of a GPT's blocks keep its input only ("full"), or that and what matrix products gave ("selective").
+
+    The random state of the forward pass is restored for the second one, so that dropout drops the same elements.
+    """
+    how = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, policy)}}.get(kind)
+    if how is not None:
+        for block in model.blocks:
+            # In place of the method, so that hooks on the block, such as gathering its parameters, stay outside.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **how)
+
+
+def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

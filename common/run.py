@@ -1,0 +1,212 @@
+"""A run as the training loop sees it: which steps to do, their batches and learning rates, and what is kept of them.
+
+The loop itself is in each chapter's script:
+
+    with Run(config, strategy, task) as run:
+        batches = run.batches()
+        for step in run.steps():
+            strategy.set_learning_rate(run.learning_rate(step))
+            loss, grad_norm = strategy.step(next(batches))
+            run.log(step, loss, grad_norm)
+"""
+
+import contextlib
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common import data
+from common.config import Config
+from common.errors import UserError
+from common.run_dir import RunDirectory
+from common.strategy import Strategy, require_precision
+from common.task import Task, check_batch
+
+WARM_UP = 20  # steps
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
+
+
+class Run:
+    """Progress, stopping, metrics and checkpoints of one training run; entered on every rank.
+
+    Takes up the newest checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
+    SIGTERM it exits with code INTERRUPTED. Raises UserError for a batch that cannot be divided, a precision that the
+    device does not have, a run directory that cannot be written, a loss that is no number, and when another rank has
+    died.
+    """
+
+    def __init__(self, config: Config, strategy: Strategy, task: Task):
+        check_batch(config, strategy)
+        require_precision(strategy.device, config.precision)
+        self.config, self.strategy, self.task = config, strategy, task
+        self.main_rank, self.size = dist.get_rank() == 0, dist.get_world_size()
+        self.directory = RunDirectory(config, self.size) if self.main_rank else None
+        self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
+        self.stop_asked, self.vote, self.waiting, self.saved = False, None, None, None
+        self.loaders = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        config = self.config
+        self.done = self._resume()
+        if self.main_rank:
+            path = self.directory.path
+            tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {path}")
+            if self.done and not config.resume:
+                tell(f"restarted by torchrun: going on after step {self.done}")
+            if self.size > 1 and config.entry and config.entry.sizes(config.implementation) == (1,):
+                alike = f"all {self.size} ranks train the same model on the same data"
+                tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")
+        often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
+        self.bar = tqdm(
+            total=config.steps, initial=self.done, unit="step", disable=not self.main_rank, mininterval=often
+        )
+        numbers = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what torchrun and Slurm send
+        self.handlers = {number: signal.signal(number, self._ask_to_stop) for number in numbers}
+        return self
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop."""
+        config, every = self.config, self.config.checkpoint_every
+        while self.done < config.steps:
+            self.begin = time.perf_counter()
+            yield self.done
+            if self.waiting is None or self.waiting["step"] != self.done + 1:
+                raise RuntimeError(f"step {self.done} was not logged: call run.log in every step")
+            self.done += 1
+            stopping = self._somebody_asked_to_stop()
+            if stopping or self.done == config.steps or (every and self.done % every == 0):
+                self._save()
+            if stopping:
+                break
+
+    def batches(self, load=data.shard) -> Iterator[list]:
+        """This rank's micro-batches from the next step on. `load(dataset, plan, start)` is how they are read; the time
+        that a step waits for them counts in its step_seconds."""
+        batches = load(self.task.dataset, self.task.plan(self.strategy), self.done)
+        return self.loaders.enter_context(contextlib.closing(batches))
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant: a function of the step alone, so that a resumed run may be made longer."""
+        return self.config.lr * min(1.0, (step + 1) / WARM_UP)
+
+    def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Note what a step gave.
+
+        The numbers are read one step later: `.item()` waits for the device, which by then has the next step to do.
+        """
+        self._write()
+        rate = self.learning_rate(step)
+        self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+        if loss.device.type == "cpu":
+            self._read()  # there is nothing to wait for
+        self.waiting["step_seconds"] = time.perf_counter() - self.begin
+
+    def _read(self) -> None:
+        """Turn the step's tensors into numbers, which waits for the device. Raises UserError for a loss that is not."""
+        record = self.waiting
+        record["loss"], record["grad_norm"] = float(record["loss"]), float(record["grad_norm"])
+        if not math.isfinite(record["loss"]):
+            raise UserError(
+                f"the loss is {record['loss']} at step {record['step']}; try a smaller --lr than {self.config.lr}"
+            )
+        if not math.isfinite(record["grad_norm"]):
+            # fp16's loss scaling overflows now and then, and skips that step: JSON has no infinity
+            record["grad_norm"] = None
+
+    def _write(self) -> None:
+        """Write the step that was logged last, if it has not been written."""
+        if self.waiting is None:
+            return
+        self._read() if isinstance(self.waiting["loss"], torch.Tensor) else None
+        record, self.waiting = self.waiting, None
+        if self.main_rank:
+            unit, done, steps = self.task.dataset.unit, record["step"], self.config.steps
+            speed = self.per_step / record["step_seconds"]
+            self.directory.log({**record, f"{unit}_per_second": speed})
+            self.bar.update()
+            self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
+            if done % self.config.log_every == 0 or done == steps:
+                tell(f"step {done}/{steps}  loss {record['loss']:.4f}  {speed:,.0f} {unit}/s")
+
+    def _save(self) -> None:
+        self._write()
+        state = self.strategy.full_state()
+        if self.main_rank:
+            self.saved = self.directory.save({"step": self.done, **state})
+
+    def _resume(self) -> int:
+        """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
+        # Rank 0 knows: after a restart the nodes need not agree on how many there were.
+        box = [self.directory.goes_on if self.main_rank else None]
+        dist.broadcast_object_list(box, src=0)
+        if not box[0]:
+            return 0
+        state = self.directory.load() if self.main_rank else {}
+        self.strategy.load_full_state(state)
+        box = [state.get("step")]
+        dist.broadcast_object_list(box, src=0)
+        if self.main_rank:
+            self.directory.forget_after(box[0])
+        return box[0]
+
+    def _ask_to_stop(self, signum, frame) -> None:
+        self.stop_asked = True
+
+    def _somebody_asked_to_stop(self) -> bool:
+        """Has any rank been asked to stop by the end of the step before? The same answer on every rank.
+
+        The ranks' votes travel while they compute the next step, so that nobody waits for them.
+        """
+        if self.size == 1:
+            return self.stop_asked
+        asked = False
+        if self.vote is not None:
+            votes, work = self.vote
+            work.wait()
+            asked = bool(votes)
+        votes = torch.tensor(int(self.stop_asked))
+        self.vote = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        return asked
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.bar.close()
+        self.loaders.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        # What gloo raises in a collective with a rank that is no more:
+        lost = isinstance(error, RuntimeError) and re.search("Connection (closed|reset) by peer", str(error))
+        if lost:
+            raise UserError(
+                f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause; then "
+                f"{self._how_to_go_on()}"
+            ) from None
+        if error is not None:
+            return
+        if self.vote is not None:
+            self.vote[1].wait()
+        if self.main_rank:
+            self.directory.finish()
+            if self.done < self.config.steps:
+                advice = f"go on with --resume --run-dir {self.directory.path}"
+                tell(f"stopped after step {self.done} with {self.saved}; {advice}")
+            else:
+                tell(f"done: {self.directory.path}")
+        if self.done < self.config.steps:
+            sys.exit(INTERRUPTED)
+
+    def _how_to_go_on(self) -> str:
+        if self.directory and not self.directory.checkpoints():
+            return "start again (there is no checkpoint yet)"
+        return f"go on with --resume --run-dir {self.directory.path}" if self.directory else "go on with --resume"
+
+
+def tell(text: str) -> None:
+    """A line on stderr that leaves the progress bar whole."""
+    tqdm.write(text, file=sys.stderr)

@@ -1,0 +1,22 @@
+"""How a script starts: read the command line, then call the main function of the strategy's chapter."""
+
+from common.command_line import parse
+from common.errors import UserError, one_line_errors
+from course.strategies import STRATEGIES
+
+
+def start(strategy: str | None = None) -> None:
+    """Train as the command line says. `strategy` is a chapter's default: then only its chapter's strategies are taken.
+
+    main is that of the importable module, course.ddp.distributed_training for instance, and not of the script that was
+    started under the name __main__: so every class exists once. Errors of use become one line.
+    """
+    with one_line_errors():
+        config = parse(STRATEGIES, strategy)
+        home = STRATEGIES[strategy]().chapter if strategy else config.entry.chapter
+        if config.entry.chapter != home:
+            raise UserError(
+                f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "
+                f"repository's root"
+            )
+        config.entry.main(config)

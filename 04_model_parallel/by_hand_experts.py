@@ -30,11 +30,11 @@ class ExpertParallel(Strategy):
 
     @dataclass
     class Options:
-        experts: int = option(8, "experts in each block's mixture")
-        top_k: int = option(2, "experts that each token goes to")
+        experts: int = option(8, "experts in each block's mixture", identity=True, at_least=1)
+        top_k: int = option(2, "experts that each token goes to", identity=True, at_least=1)
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         require_experts(config.options.experts, config.options.top_k, axes["expert"])

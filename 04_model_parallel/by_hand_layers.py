@@ -72,7 +72,7 @@ class SplitLayers(Strategy):
     preset = {"pipeline": -1}
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         require_layers(config.layers + 2, axes["pipeline"])
@@ -142,9 +142,9 @@ class SplitLayers(Strategy):
         return global_norm([(own, [self.group])], self.device)
 
     def parts(self):
-        """The last rank's copy of a tied weight is a part of the embedding, which is what the whole model calls it."""
-        renamed = {TIED[1]: TIED[0]} if self.tied is not None else {}
-        return [replace(part, name=renamed.get(part.name, part.name)) for part in super().parts()]
+        """A tied weight, of which the first and the last rank have a copy, has both names of the whole model."""
+        tied = {name: {"name": TIED[0], "aliases": TIED[1:]} for name in TIED} if self.tied is not None else {}
+        return [replace(part, **tied.get(part.name, {})) for part in super().parts()]
 
 
 def embedding_group(mesh) -> dist.ProcessGroup | None:
@@ -192,7 +192,7 @@ def cut(costs: list[float], parts: int) -> tuple[int, ...]:
 
 
 def require_layers(layers: int, ranks: int) -> None:
-    """Raise UserError for more ranks than a GPT of `layers` layers, embedding and head among them, can be split over."""
+    """Raise UserError for more ranks than a GPT has layers, embedding and head among them."""
     if ranks > layers:
         raise UserError(
             f"{ranks} ranks are more than {layers} layers (embedding, {layers - 2} blocks, head), and each needs one; "

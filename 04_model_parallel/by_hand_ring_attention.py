@@ -185,7 +185,9 @@ def apply_context_parallel(model, axis, attention=ring_attention, order=zigzag) 
 
 def attention_forward(layer, attention, group, order, x):
     """The forward pass of common/model.py's Attention, with another function for attention itself."""
-    q, k, v = (part(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2) for part in (layer.query, layer.key, layer.value))
+    q, k, v = (
+        part(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2) for part in (layer.query, layer.key, layer.value)
+    )
     return layer.out(attention(q, k, v, group, True, order).transpose(1, 2).flatten(-2))
 
 
@@ -196,7 +198,7 @@ class ContextParallel(Strategy):
     attention, order = staticmethod(ring_attention), staticmethod(zigzag)
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         require_chunks(config.context, axes["context"])

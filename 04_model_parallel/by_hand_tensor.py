@@ -210,7 +210,7 @@ class TensorParallelByHand(Strategy):
     sequence = False
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}

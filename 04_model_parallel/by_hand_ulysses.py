@@ -58,8 +58,8 @@ class Ulysses(ContextParallel):
     attention, order = staticmethod(ulysses_attention), staticmethod(contiguous)
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
-        super().require(config, axes, implementation)
+    def require(cls, config, axes):
+        super().require(config, axes)
         require_whole_heads(config.heads, axes["context"])
 
     def __init__(self, model, make_optimizer, mesh, *args, **kwargs):

@@ -43,6 +43,9 @@ def apply_tensor_parallel(model, mesh) -> None:
     for block in model.blocks:
         block.attention.heads //= mesh.size()
     distribute_module(model, mesh)  # norms, biases, positions: whole on every rank
+    words = model.embedding.tokens.weight
+    if words.requires_grad:  # DTensor gives the gradient of an embedding whole: keep the words that this rank has
+        words.register_hook(lambda gradient: gradient.redistribute(placements=words.placements))
 
 
 class TensorParallel(Strategy):
@@ -51,7 +54,7 @@ class TensorParallel(Strategy):
     preset = {"tensor": -1}
 
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         by_hand_tensor.TensorParallelByHand.require(config, axes)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
@@ -82,10 +85,12 @@ def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(
+            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
+        )
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+            for step in run.steps():
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

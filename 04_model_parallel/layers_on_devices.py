@@ -19,8 +19,10 @@ from course.model_parallel import by_hand_layers as by_hand
 class LayersOnDevices(Strategy):
     """One process reads the whole batch, and holds one part of the GPT on each of its devices."""
 
+    data_axes = ()
+
     @classmethod
-    def require(cls, config, axes, implementation=None):
+    def require(cls, config, axes):
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
 

@@ -1078,8 +1078,8 @@ WRONG = {
         (heads_dealt_in_turns, "1 token on each rank, 4 heads, rank 0: expected [[[1], [2]], [[5], [6]]], got [[[1],"),
     ],
     "apply_capacity": [
-        (capacity_for_first_choices_first, "k 2, capacity 2, rank 0: expected [[0, 1], [0, 2], [1, 4]], got [[0, 1], [0"),
-        (capacity_without_limit, "5 tokens, k 1, capacity 2, rank 0: expected [[0, 1], [3], []], got [[0, 1, 2, 4], [3"),
+        (capacity_for_first_choices_first, "k 2, capacity 1, rank 0: expected [[0], [0], [1]], got [[0], [3], [1]]"),
+        (capacity_without_limit, "5 tokens, k 1, capacity 2, rank 0: expected [[0, 1], [3], []], got [[0, 1, 2, 4], ["),
         (capacity_for_the_most_probable, "rank 0: expected [[0, 1], [3], []], got [[4, 1], [3, 2], [1, 4]]"),
         (capacity_at_the_next_best, "rank 0: expected [[0, 1], [3], []], got [[0, 1], [2, 3], [4]]"),
         (capacity_for_the_last, "rank 0: expected [[0, 1], [3], []], got [[2, 4], [3], []]"),

@@ -123,10 +123,12 @@ def fsdp() -> StrategyEntry:
 
 
 def hsdp() -> StrategyEntry:
+    from course.fsdp import by_hand_zero23
     from course.fsdp import distributed_training as script
     from course.fsdp import hsdp as hybrids
 
-    return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.HSDP}, (4,))
+    kinds = {"pytorch": hybrids.HSDP, "by-hand": by_hand_zero23.HSDPByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (4,))
 
 
 def tensor_fsdp() -> StrategyEntry:

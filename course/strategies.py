@@ -138,6 +138,15 @@ def tensor_fsdp() -> StrategyEntry:
     return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.TensorFSDP}, (4,))
 
 
+def mesh() -> StrategyEntry:
+    from course.fsdp import by_hand_mesh, torch_mesh
+    from course.fsdp import distributed_training as script
+
+    # Proved on the meshes of tests/test_mesh.py.
+    kinds = {"pytorch": torch_mesh.MeshParallel, "by-hand": by_hand_mesh.MeshByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (2, 4, 8))
+
+
 STRATEGIES = {
     "single": single,
     "dp": dp,
@@ -156,6 +165,7 @@ STRATEGIES = {
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tensor+fsdp": tensor_fsdp,
+    "mesh": mesh,
 }
 
 

@@ -26,7 +26,7 @@ from common.state import local_of
 from common.strategy import Strategy
 from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
-from course.model_parallel.distributed_training import apply_tensor_parallel
+from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.pipeline import options as pipeline_options
 from course.pipeline import schedules, split
 from course.pipeline.distributed_training import SCHEDULES, Stage, require_in_torch

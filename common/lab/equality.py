@@ -85,6 +85,21 @@ CASES = [
         (sgd, adamw), (1, 3), ((tied, 0.3), (frozen, 100.0))
     )
 ]
+ALL_CASES = [
+    Case(make_model, make_optimizer, accumulate, max_norm)
+    for make_optimizer, accumulate, make_model, max_norm in itertools.product(
+        (sgd, adamw), (1, 3), (tied, frozen), (0.3, 100.0)
+    )
+]
+# Six of these sixteen, in which every two levels of any two factors meet.
+COVERING = [
+    Case(tied, sgd, 1, 0.3),
+    Case(tied, adamw, 3, 100.0),
+    Case(frozen, sgd, 3, 100.0),
+    Case(frozen, adamw, 1, 0.3),
+    Case(tied, adamw, 1, 100.0),
+    Case(frozen, sgd, 3, 0.3),
+]
 
 
 @dataclass

@@ -9,15 +9,12 @@ PyTorch's schedules say which stage computes what when, and send activations and
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pp
-from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils.checkpoint import checkpoint
 
 from common.collectives import broadcast_module, global_norm
 from common.config import Config
-from common.errors import UserError
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
@@ -25,31 +22,9 @@ from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, simulator, split
+from course.pipeline import simulator, split
+from course.pipeline.torch_schedules import SCHEDULES, InContext
 from course.start import start
-
-SCHEDULES = {
-    "gpipe": pp.ScheduleGPipe,
-    "1f1b": pp.Schedule1F1B,
-    "interleaved": pp.ScheduleInterleaved1F1B,
-    "looped-bfs": pp.ScheduleLoopedBFS,
-    "zb-h1": pp.ScheduleInterleavedZeroBubble,  # ZB-H1 is what this class does with one stage per rank
-    "interleaved-zb": pp.ScheduleInterleavedZeroBubble,
-    "zbv": pp.ScheduleZBVZeroBubble,
-    "dualpipev": pp.ScheduleDualPipeV,
-}
-
-
-class Stage(nn.Module):
-    """Layers that compute in a context, such as autocast, and forget what they can compute again."""
-
-    def __init__(self, layers, context, recompute):
-        super().__init__()
-        self.layers, self.context, self.recompute = layers, context, recompute
-
-    def forward(self, x):
-        with self.context():
-            return checkpoint(self.layers, x, use_reentrant=False) if self.recompute else self.layers(x)
 
 
 class PipelineParallel(Strategy):
@@ -63,7 +38,7 @@ class PipelineParallel(Strategy):
     def require(cls, config, axes):
         super().require(config, axes)
         pipeline_options.require(config, axes)
-        require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
+        pipeline_options.require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
@@ -73,15 +48,12 @@ class PipelineParallel(Strategy):
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, everyone)  # ranks may have been seeded differently
-        self.microbatches = self.options.microbatches
-        schedule = schedules.build(
-            self.options.schedule, self.pipeline.size, self.microbatches, self.options.stages_per_rank or None
-        )
+        self.microbatches, schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
         self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
         self.model, recompute = self.stages.model, self.options.recompute == "full"
-        modules = {n: Stage(layers, self.autocast, recompute) for n, layers in self.stages.modules.items()}
+        modules = {n: InContext(layers, self.autocast, recompute) for n, layers in self.stages.modules.items()}
         self.executor = self.make_executor(self.wrap_stages(modules))
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -126,25 +98,13 @@ class PipelineParallel(Strategy):
         return self.stages.parts(super().parts())
 
 
-def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
-    """Raise UserError for numbers of micro-batches that PyTorch's schedules do not take, and ours do."""
-    if name == "1f1b" and microbatches < ranks:
-        raise UserError(
-            f"--schedule 1f1b: PyTorch's wants a micro-batch for each of {ranks} ranks, not {microbatches}; make "
-            f"--microbatches {ranks}, or add --by-hand"
-        )
-    if name == "zb-h1" and microbatches % (rounds := max(1, microbatches // ranks)):
-        raise UserError(
-            f"--schedule zb-h1: PyTorch's deals micro-batches out to {rounds} equal rounds, and {microbatches} are "
-            f"not; make --microbatches {rounds * ranks}, or add --by-hand"
-        )
-
-
 def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(
+            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
+        )
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():

@@ -6,7 +6,8 @@ import copy
 import torch.distributed.pipelining as pp
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from course.pipeline.distributed_training import SCHEDULES, PipelineParallel
+from course.pipeline.distributed_training import PipelineParallel
+from course.pipeline.torch_schedules import SCHEDULES
 
 
 class TracedPipeline(PipelineParallel):

@@ -28,7 +28,6 @@ class ThreadedDataParallel(Strategy):
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
         self.model = model.to(self.device)
-        # DataParallel's threads are told whether to use autocast, but not which type
         self.model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))
         devices = by_hand.devices_of(mesh)
         wrapper = nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas

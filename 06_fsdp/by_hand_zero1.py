@@ -149,6 +149,7 @@ class Zero1ByHand(Strategy):
     """Stage 1: a rank keeps the optimizer state of its shard, and steps that; parameters and gradients are whole."""
 
     preset = {"shard": -1}
+    from_meta = True
     Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):

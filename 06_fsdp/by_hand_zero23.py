@@ -80,6 +80,7 @@ class Zero2ByHand(Strategy):
     """Stage 2: gradients go to their owners bucket by bucket while the backward pass runs; a rank keeps its shard."""
 
     preset = {"shard": -1}
+    from_meta = True
     Options = RecomputeOptions
     bucket_mb = 1.0
 
@@ -234,6 +235,7 @@ class FSDPByHand(Strategy):
     ranks are replicas, which average the gradients of their shards."""
 
     preset = {"shard": -1}
+    from_meta = True
     axes = ("data", "shard")
     Options = RecomputeOptions
 

@@ -22,9 +22,6 @@ class HSDP(FSDP):
     preset = {"data": 2, "shard": -1}
     Options = Offload
 
-    def shard_mesh(self, mesh):
-        return mesh["data", "shard"]
-
 
 class TensorFSDP(FSDP):
     """The ranks along "tensor" divide every large weight between them (chapter 04) and read the same data; over the

@@ -23,6 +23,7 @@ class Zero1(Strategy):
     """
 
     preset = {"shard": -1}
+    from_meta = True
     Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):

@@ -27,6 +27,7 @@ class PipelineByHand(Strategy):
     """
 
     preset = {"pipeline": -1}
+    from_meta = True
     axes = ("pipeline", "data")
     Options = pipeline_options.PipelineOptions
     executor_class = Executor

@@ -5,6 +5,7 @@ from unittest import mock
 import torch.distributed.pipelining as pp
 from torch import nn
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils.checkpoint import checkpoint
 
 from course.pipeline.schedules import KINDS
@@ -19,6 +20,14 @@ SCHEDULES = {
     "zbv": pp.ScheduleZBVZeroBubble,
     "dualpipev": pp.ScheduleDualPipeV,
 }
+
+
+def make_schedule(options, stages, loss):
+    """PyTorch's schedule, by the name in the options, over this rank's pp.PipelineStages."""
+    kind = SCHEDULES[options.schedule]
+    stages = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    # The loss is divided already, so no gradients are to be.
+    return kind(stages, options.microbatches, loss_fn=loss, scale_grads=False)
 
 
 class InContext(nn.Module):

@@ -132,7 +132,7 @@ class Reducer:
         Raises UserError for a parameter that this pass did not reach, unless `find_unused`. Collective.
         """
         late = set().union(*self.missing)
-        if not self.find_unused:
+        if late and not self.find_unused:
             require_gradients(self.model, without={self.parameters[index] for index in late})
         used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
         for index in late:

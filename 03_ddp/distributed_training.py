@@ -34,8 +34,9 @@ class DDP(DataParallel):
         recompute_blocks(self.model, self.options.recompute)
         # It starts from rank 0's weights. Gradients lie in its buckets, not in memory of their own besides.
         self.replica = DistributedDataParallel(self.model, process_group=self.group, gradient_as_bucket_view=True)
-        self.reached = set()  # by the last backward pass
-        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        self.trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
+        self.reached = set()  # those of them to whose gradient the last backward pass has added
+        for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.reached.add)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -51,7 +52,7 @@ class DDP(DataParallel):
                     part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        require_gradients(self.model, without=set(self.model.parameters()) - self.reached)
+        require_gradients(self.model, without=self.trained - self.reached)
         dist.all_reduce(loss, group=self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)

@@ -10,7 +10,6 @@ import torch.distributed.tensor.parallel as tp
 from torch.distributed.tensor import Replicate, distribute_module
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
 from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
@@ -81,16 +80,14 @@ class TensorParallel(Strategy):
         return loss.full_tensor(), grad_norm.full_tensor()
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

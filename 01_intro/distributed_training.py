@@ -6,16 +6,12 @@ Each step sums the gradients of a few micro-batches, clips them, and lets the op
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from dataclasses import dataclass
-
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
 from common.mesh import make_mesh
 from common.model import cross_entropy
-from common.options import option
 from common.ranks import process_group
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
@@ -25,16 +21,12 @@ from course.start import start
 class SingleProcess(Strategy):
     """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
 
-    data_axes = ()
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+    data_axes = ()  # all ranks read and do the same
+    Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.model = model.to(self.device)
-        recompute_blocks(self.model, self.options.recompute)
+        self.model = recompute_blocks(model.to(self.device), self.options.recompute)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -53,16 +45,14 @@ class SingleProcess(Strategy):
         return loss, grad_norm
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

@@ -7,43 +7,26 @@ PyTorch's DTensor knows which part of a weight or an activation a rank has, and 
 """
 
 import torch.distributed.tensor.parallel as tp
-from course.strategies import load
-from torch.distributed.tensor import Replicate, distribute_module, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategy import Strategy, require_gradients
+from common.run import Run
+from common.strategy import require_gradients
 from common.task import make_task
-from common.train import start, train
-
-PLAN = {
-    "embedding.tokens": tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
-    "embedding.positions": tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-    "blocks.*.attention.[qkv]*": tp.ColwiseParallel(),  # query, key, value
-    "blocks.*.attention.out": tp.RowwiseParallel(use_local_output=False),
-    "blocks.*.mlp.up": tp.ColwiseParallel(),
-    "blocks.*.mlp.down": tp.RowwiseParallel(use_local_output=False),
-    "head.out": tp.ColwiseParallel(use_local_output=False),
-}
+from course.model_parallel.by_hand_tensor import CutsWeights
+from course.model_parallel.torch_tensor import apply_tensor_parallel
+from course.start import start
 
 
-class TensorParallel(Strategy):
+class TensorParallel(CutsWeights):
     """All ranks read the same batch; each computes with its part of every large weight."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        by_hand_tensor.require_divisible(model, ranks.size)
-        self.model = model.to(ranks.device)
-        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-        tied = model.head.out.weight is model.embedding.tokens.weight
-        tp.parallelize_module(self.model, mesh, PLAN)  # starts from rank 0's weights
-        if tied:
-            model.head.out.weight = model.embedding.tokens.weight
-        for block in model.blocks:
-            block.attention.heads //= ranks.size
-        distribute_module(self.model, mesh)  # norms, biases, positions: whole on every rank
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        apply_tensor_parallel(model, mesh["tensor"])
+        self.model = model
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -64,14 +47,18 @@ class TensorParallel(Strategy):
         return loss.full_tensor(), grad_norm.full_tensor()
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
-        )
-        train(strategy, task, config, ranks)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="tensor")
+    start("tensor")

@@ -7,68 +7,59 @@ PyTorch's schedules say which stage computes what when, and send activations and
 """
 
 import torch.distributed.pipelining as pp
-from course.strategies import load
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.utils.checkpoint import checkpoint
 
-from common.config import Config
-from common.model import cross_entropy
+from common.mesh import make_mesh
 from common.ranks import process_group
+from common.run import Run
 from common.task import make_task
-from common.train import start, train
-from course.pipeline import by_hand, options
-
-SCHEDULES = {
-    "gpipe": pp.ScheduleGPipe,
-    "1f1b": pp.Schedule1F1B,
-    "interleaved": pp.ScheduleInterleaved1F1B,
-    "looped-bfs": pp.ScheduleLoopedBFS,
-    "interleaved-zb": pp.ScheduleInterleavedZeroBubble,
-    "zbv": pp.ScheduleZBVZeroBubble,
-    "dualpipev": pp.ScheduleDualPipeV,
-}
+from course.pipeline.torch_schedules import make_schedule
+from course.pipeline.torch_stages import InStages
+from course.start import start
 
 
-class PipelineParallel(by_hand.Pipeline):
-    """The model is cut as by hand, and tied weights and clipping are by hand too: PyTorch has nothing for them."""
+class PipelineParallel(InStages):
+    """Every rank has some stages of the GPT; each batch goes through them in micro-batches, by PyTorch's schedule."""
 
-    def make_executor(self, name, modules):
-        """PyTorch's schedule over this rank's stages."""
-        for layers in modules.values():
-            layers.forward = self.in_context(layers.forward)
-        count, device = len(self.rank_of), self.ranks.device
-        stages = [pp.PipelineStage(layers, n, count, device, group=self.group) for n, layers in modules.items()]
-        single = issubclass(SCHEDULES[name], PipelineScheduleSingle)
-        # The loss is divided already, so no gradients are to be.
-        return SCHEDULES[name](stages[0] if single else stages, self.microbatches, loss_fn=self.loss, scale_grads=False)
+    stage_class = pp.PipelineStage
 
-    def in_context(self, forward):
-        def call(x):
-            with self.autocast():
-                return checkpoint(forward, x, use_reentrant=False) if self.recompute else forward(x)
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(model, mesh, options, precision, max_norm)
+        place = len(self.stages.rank_of), self.device  # stages in all, and where this rank's are
+        self.own = [self.stage_class(s, n, *place, group=self.pipeline.group) for n, s in self.modules.items()]
+        self.schedule = make_schedule(self.options, self.own, self.loss)
+        self.optimizer = make_optimizer(self.model.parameters())
 
-        return call
-
-    def loss(self, logits, targets):
-        return self.scaler.scale(cross_entropy(logits.float(), targets) / self.parts)
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for inputs, targets in micro_batches:
+            loss += self.run(inputs, targets, len(micro_batches))
+        self.stages.add_tied_gradients()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.from_last_stage(loss), grad_norm
 
     def run(self, inputs, targets, batches):
         """Once through the pipeline with one of `batches` equal parts of the batch whose mean we want."""
-        self.require_divisible(inputs)
-        self.parts, losses = self.microbatches * batches, []
-        # the first stage reads the inputs, the last one the targets
-        self.executor.step(*[inputs] * self.first, target=targets, losses=losses, return_outputs=False)
-        return sum(losses) / self.scaler.get_scale()
+        self.divisor, losses = self.microbatches * batches, []
+        self.schedule.step(*self.for_first_stage(inputs), target=targets, losses=losses, return_outputs=False)
+        return sum(loss.detach() for loss in losses) / self.scaler.get_scale()
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision, **options.of(config)
-        )
-        train(strategy, task, config, ranks)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="pipeline")
+    start("pipeline")

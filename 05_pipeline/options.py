@@ -1,75 +1,65 @@
-"""The options of pipelines: whether they fit together, and how a strategy gets them."""
+"""What all pipelines have in common on the command line: their options, and which of them fit together."""
+
+from dataclasses import dataclass
 
 from common.errors import UserError
-from course.pipeline import schedules, split
+from common.options import option
+from common.recompute import KINDS
+from course.pipeline import schedules, simulator, split
 
 
-def of(config) -> dict:
-    """What a pipeline's class takes beyond the contract of a strategy."""
-    return {
-        "schedule": config.schedule,
-        "microbatches": config.microbatches,
-        "stages_per_rank": config.stages_per_rank or None,
-        "split_spec": config.split_spec,
-        "recompute": config.recompute == "full",
-    } | ({"replicas": config.replicas} if "+" in config.strategy else {})
+@dataclass
+class PipelineOptions:
+    schedule: str = option("1f1b", "in which order the stages of a pipeline work", tuple(schedules.SCHEDULES))
+    microbatches: int = option(4, "micro-batches of a pipeline, into which each batch is cut", at_least=1)
+    stages_per_rank: int = option(0, "stages on each rank of a pipeline; 0: what the schedule needs", at_least=0)
+    split_spec: str = option(
+        "auto", "where a pipeline is cut: auto, auto-time, or places: 'blocks.1: end, head: beginning'"
+    )
+    recompute: str = option("none", "what is computed again in the backward pass, to save memory", KINDS)
+
+    def build(self, ranks: int) -> schedules.Schedule:
+        """The schedule for a pipeline of so many ranks. Raises UserError for numbers that do not fit it."""
+        return schedules.build(self.schedule, ranks, self.microbatches, self.stages_per_rank or None)
 
 
-def check(config, ranks: int) -> None:
-    """Raise UserError for what does not fit, before the ranks meet."""
-    replicas = config.replicas if "+" in config.strategy else 1
-    require_replicas(ranks, replicas)
-    pipeline = ranks // replicas
-    schedule = schedules.build(config.schedule, pipeline, config.microbatches, config.stages_per_rank or None)
-    stages = 1 + max(action.stage for actions in schedule for action in actions)
-    split.check(config.split_spec, config.layers, stages)
-    if config.recompute == "selective":
+def require(config, axes: dict[str, int]) -> None:
+    """Raise UserError for a schedule, stages or batches that do not fit, before the ranks meet.
+
+    axes: their sizes; ranks along other axes than "pipeline" are replicas, and each reads its own slice of a batch
+    """
+    chosen, replicas = config.options, axes.get("data", 1) * axes.get("shard", 1)
+    if config.task == "images":
+        raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+    stages = len(simulator.placement(chosen.build(axes.get("pipeline", 1))))
+    split.require_spec(chosen.split_spec, config.layers, stages)
+    if chosen.recompute == "selective":
         raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
-    if not config.by_hand:
-        require_in_torch(config.schedule, pipeline, config.microbatches)
-        require_in_hybrid(config.strategy, config.schedule, pipeline, config.microbatches)
-    parts = replicas * config.accumulate * config.microbatches
+    parts = replicas * config.accumulation_steps * chosen.microbatches
     if config.batch_size % parts:
         nearest = max(1, round(config.batch_size / parts)) * parts
         raise UserError(
-            f"--batch-size {config.batch_size} does not divide by {replicas} pipeline(s) x --accumulate "
-            f"{config.accumulate} x --microbatches {config.microbatches} = {parts}; the nearest that does is {nearest}"
+            f"--batch-size {config.batch_size} does not divide by {replicas} pipeline(s) x --accumulation-steps "
+            f"{config.accumulation_steps} x --microbatches {chosen.microbatches} = {parts}; the nearest that does is "
+            f"{nearest}"
         )
 
 
-def require_replicas(ranks: int, replicas: int) -> None:
-    if ranks % replicas:
-        raise UserError(
-            f"{ranks} rank(s) are not {replicas} equal pipelines; start a multiple of {replicas}, or set --replicas"
-        )
-
-
-def require_in_hybrid(strategy: str, name: str, ranks: int, microbatches: int) -> None:
-    """Raise UserError for schedules with which PyTorch's hybrids do not train right, on so many ranks of a pipeline."""
-    # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step where all forwards come
-    # before the first backward, and it never sees weight gradients that are computed apart from those of inputs.
-    if strategy == "pipeline+ddp" and name != "1f1b":
-        raise UserError(
-            f"--schedule {name}: PyTorch's DistributedDataParallel works in a pipeline with schedule 1f1b alone; take "
-            f"that, or --strategy pipeline+fsdp, or add --by-hand"
-        )
-    if strategy == "pipeline+ddp" and 1 < microbatches <= ranks:
-        raise UserError(
-            f"--microbatches {microbatches}: PyTorch's DistributedDataParallel works in a pipeline of {ranks} ranks "
-            f"with more micro-batches than that; make it {2 * ranks}, or add --by-hand"
-        )
-    if strategy == "pipeline+fsdp" and name in ("zbv", "dualpipev"):
-        raise UserError(
-            f"--schedule {name} puts the first and the last stage on one rank, and fully_shard would make two weights "
-            f"of the one that they share; take another schedule, or --strategy pipeline+ddp --by-hand"
-        )
+def require_divisible(inputs, microbatches: int) -> None:
+    """Raise UserError for a batch [examples, ...] that is no whole number of equal micro-batches."""
+    if len(inputs) % microbatches:
+        raise UserError(f"{len(inputs)} examples cannot be cut into {microbatches} equal micro-batches")
 
 
 def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
-    if name not in SCHEDULES:
-        raise UserError(f"--schedule {name}: PyTorch has no such class; add --by-hand, or take interleaved-zb")
+    """Raise UserError for numbers of micro-batches that PyTorch's schedules do not take, and ours do."""
     if name == "1f1b" and microbatches < ranks:
         raise UserError(
             f"--schedule 1f1b: PyTorch's wants a micro-batch for each of {ranks} ranks, not {microbatches}; make "
             f"--microbatches {ranks}, or add --by-hand"
+        )
+    if name == "zb-h1" and microbatches % (rounds := max(1, microbatches // ranks)):
+        raise UserError(
+            f"--schedule zb-h1: PyTorch's deals micro-batches out to {rounds} equal rounds, and {microbatches} are "
+            f"not; make --microbatches {rounds * ranks}, or add --by-hand"
         )

@@ -1,104 +1,141 @@
 """Pipelines side by side: each replica of the model is a pipeline, and reads its own slice of every batch.
 
-Ranks form a grid [replica, place in its pipeline]. Activations travel along a row; in a column are the ranks with the
-same stages, and there gradients are reduced, once in a step, after the last micro-batch.
+Ranks form a grid (common/mesh.py). Activations travel along "pipeline"; along the other axis, "data" or "shard", are
+the ranks with the same stages, and there gradients are reduced, once in a step, after the last micro-batch. By hand,
+by_hand.py does it in its own step.
 
-    torchrun --nproc_per_node=4 distributed_training.py --distributed --strategy pipeline+ddp --replicas 2
+    torchrun --nproc_per_node=4 distributed_training.py --distributed --strategy pipeline+ddp --mesh data=2,pipeline=2
 """
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed.pipelining as pp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
-from course.pipeline import by_hand, options
-from course.pipeline import distributed_training as torchs
-
-
-def column(ranks, replicas):
-    """The process group of the ranks that have the same stages as this one."""
-    grid = torch.arange(ranks.size).view(replicas, -1)
-    return dist.new_subgroups_by_enumeration(grid.T.tolist())[0]
+from common.collectives import global_norm
+from common.errors import UserError
+from common.mesh import axis
+from course.pipeline import split
+from course.pipeline.by_hand import PipelineDDPByHand  # noqa: F401  several pipelines in its own step
+from course.pipeline.distributed_training import PipelineParallel
 
 
-class PipelinesByHand(by_hand.Pipeline):
-    """Several pipelines whose gradients are summed at the end of a step."""
+class ReducedOnce(pp.PipelineStage):
+    """A stage that goes through several passes in a step, whose gradients are reduced in the last one only.
 
-    def __init__(self, *args, replicas=2, **more):
-        super().__init__(*args, replicas=replicas, **more)
-        self.column = column(self.ranks, replicas)
+    PyTorch's schedules keep DDP and fully_shard from reducing until the last micro-batch of a pass; they cannot know
+    that there will be another.
+    """
+
+    last_pass = True
+
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and self.last_pass)
+
+    def perform_reduce_grad(self, grad_scale_factor):
+        if self.last_pass:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+class PipelineDDP(PipelineParallel):
+    """Stages in DistributedDataParallel, which averages gradients over the replicas in a stage's last backward."""
+
+    preset = {"data": 2, "pipeline": -1}
+    stage_class = ReducedOnce
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        require_for_ddp(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
+
+    def wrap_stages(self, modules):
+        require_for_ddp(self.options.schedule, self.pipeline.size, self.microbatches)
+        self.replicas = axis(self.mesh, "data")
+        return {
+            n: DistributedDataParallel(stage, process_group=self.replicas.group) if trained(stage) else stage
+            for n, stage in modules.items()
+        }
 
     def step(self, micro_batches):
-        loss, grad_norm = super().step(micro_batches)
-        dist.all_reduce(loss, group=self.column)
-        return loss, grad_norm
-
-    def run(self, inputs, targets, batches):
-        return super().run(inputs, targets, batches * self.data_size)  # equal parts of the global batch
-
-    def add_tied_gradients(self):
-        self.sum_gradients()
-        super().add_tied_gradients()
-
-    def sum_gradients(self):
-        """Over the replicas, all of this rank's at once."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = _flatten_dense_tensors(gradients)
-        dist.all_reduce(flat, group=self.column)
-        torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            for stage in self.own:
+                stage.last_pass = number == len(micro_batches)
+            loss += self.run(inputs, targets, len(micro_batches))
+        self.stages.add_tied_gradients()
+        dist.all_reduce(loss, group=self.replicas.group)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
 
-class Pipelines(torchs.PipelineParallel):
-    """Several pipelines, whose gradients are averaged by what `spread` makes of the stages."""
-
-    def __init__(self, *args, replicas=2, **more):
-        super().__init__(*args, replicas=replicas, **more)
-
-    def step(self, micro_batches):
-        loss, grad_norm = super().step(micro_batches)
-        dist.all_reduce(loss, group=self.column)
-        return loss / self.data_size, grad_norm
-
-
-class PipelinesDDP(Pipelines):
-    """Stages in DistributedDataParallel, which PyTorch's schedules keep from reducing until a stage's last backward."""
-
-    def spread(self, modules):
-        self.column = column(self.ranks, self.data_size)
-        return {n: DistributedDataParallel(layers, process_group=self.column) for n, layers in modules.items()}
-
-    def make_executor(self, name, modules):
-        options.require_in_hybrid("pipeline+ddp", name, self.ranks.size // self.data_size, self.microbatches)
-        return super().make_executor(name, modules)
-
-
-class PipelinesFSDP(Pipelines):
+class PipelineFSDP(PipelineParallel):
     """Stages whose parameters, gradients and optimizer state are sharded over the replicas by fully_shard."""
 
-    def spread(self, modules):
-        self.column = column(self.ranks, self.data_size)
-        mesh = DeviceMesh.from_group(self.column, self.ranks.device.type)
-        for layers in modules.values():
-            fully_shard(layers, mesh=mesh)
-        if self.tied is not None:  # a parameter of fully_shard's own now
-            self.tied = self.model.embedding.tokens.weight if self.first else self.model.head.out.weight
+    preset = {"shard": 2, "pipeline": -1}
+    stage_class = ReducedOnce
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        require_for_fsdp(config.options.schedule)
+
+    def wrap_stages(self, modules):
+        require_for_fsdp(self.options.schedule)
+        self.replicas = axis(self.mesh, "shard")
+        for stage in modules.values():
+            fully_shard(stage, mesh=self.mesh["shard"])
         return modules
 
-    def make_executor(self, name, modules):
-        options.require_in_hybrid("pipeline+fsdp", name, self.ranks.size // self.data_size, self.microbatches)
-        return super().make_executor(name, modules)
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            for stage in self.own:
+                stage.last_pass = number == len(micro_batches)
+            loss += self.run(inputs, targets, len(micro_batches))
+        self.stages.add_tied_gradients()
+        dist.all_reduce(loss, group=self.replicas.group)
+        self.scaler.unscale_(self.optimizer)
+        # Every rank has another shard of its stages: squares are summed along both axes.
+        shards = [split.local(gradient) for gradient in self.stages.gradients_for_norm()]
+        grad_norm = global_norm([(shards, [self.replicas.group, self.pipeline.group])], self.device)
+        scale = (self.max_norm / (grad_norm + 1e-6)).clamp(max=1)
+        for gradient in self.stages.gradients():
+            split.local(gradient).mul_(scale)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
-    def add_tied_gradients(self):
-        if self.tied is not None and self.tied.requires_grad:
-            dist.all_reduce(self.tied.grad.to_local(), group=self.ends_group)  # the other end has the same shard
 
-    def clip(self):
-        """Clip by the norm of the whole model. Every rank has other shards of it, but for a tied weight."""
-        shards = {p: p.grad.to_local() for p in self.model.parameters() if p.grad is not None}
-        square = get_total_norm([shard for p, shard in shards.items() if not (self.last and p is self.tied)]) ** 2
-        dist.all_reduce(square)
-        torch._foreach_mul_(list(shards.values()), (self.max_norm / (square.sqrt() + 1e-6)).clamp(max=1))
-        return square.sqrt()
+def trained(module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def require_for_ddp(name: str, ranks: int, microbatches: int) -> None:
+    """Raise UserError for schedules with which stages in DDP do not train right, on so many ranks of a pipeline."""
+    # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step where all forwards come
+    # before the first backward, and it never sees weight gradients that are computed apart from those of inputs.
+    if name != "1f1b":
+        raise UserError(
+            f"--schedule {name}: PyTorch's DistributedDataParallel works in a pipeline with schedule 1f1b alone; take "
+            f"that, or --strategy pipeline+fsdp, or add --by-hand"
+        )
+    if 1 < microbatches <= ranks:
+        raise UserError(
+            f"--microbatches {microbatches}: PyTorch's DistributedDataParallel works in a pipeline of {ranks} ranks "
+            f"with more micro-batches than that; make it {2 * ranks}, or add --by-hand"
+        )
+
+
+def require_for_fsdp(name: str) -> None:
+    """Raise UserError for schedules with which sharded stages do not train right."""
+    if name in ("zbv", "dualpipev"):
+        raise UserError(
+            f"--schedule {name} puts the first and the last stage on one rank, and fully_shard would make two weights "
+            f"of the one that they share; take another schedule, or --strategy pipeline+ddp --by-hand"
+        )

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course.pipeline import by_hand, schedules
-
-simulator = by_hand.simulator
+from course.pipeline import schedules, simulator
+from course.pipeline.executor import Executor, timeline
 
 
 class Slow(torch.autograd.Function):
@@ -40,17 +39,18 @@ class Sleeping(nn.Module):
 
 
 def run(name: str, microbatches: int, times=(0.02, 0.02, 0.02), stages_per_rank: int | None = None):
-    """Run a schedule on sleeping stages, on the ranks of this process group; this rank's events, for by_hand.timeline.
+    """Run a schedule on sleeping stages, on the ranks of this process group; this rank's events, for executor.timeline.
 
     times: seconds of forward, backward for input, backward for weight of *all* stages of a rank together
     """
-    schedule = schedules.build(name, dist.get_world_size(), microbatches, stages_per_rank)
+    group = dist.group.WORLD
+    schedule = schedules.build(name, dist.get_world_size(group), microbatches, stages_per_rank)
     rank_of = simulator.placement(schedule)
-    own = [stage for stage, rank in enumerate(rank_of) if rank == dist.get_rank()]
+    own = [stage for stage, rank in enumerate(rank_of) if rank == dist.get_rank(group)]
     stages = {stage: Sleeping(*(seconds / len(own) for seconds in times)) for stage in own}
-    executor = by_hand.Executor(schedule, stages)
+    executor = Executor(schedule, stages, group)
     inputs = [torch.zeros(1, requires_grad=True) for _ in range(microbatches)]  # so that stage 0 has its I, too
-    dist.barrier()
+    dist.barrier(group)
     executor.run(inputs, lambda output, m: output.sum(), (1,))
     return executor.events
 
@@ -60,4 +60,4 @@ def bubbles(events, name: str, microbatches: int, times, stages_per_rank: int | 
     schedule = schedules.build(name, len(events), microbatches, stages_per_rank)
     parts = len(simulator.placement(schedule)) // len(events)
     simulated = simulator.simulate(schedule, simulator.Times(*(seconds / parts for seconds in times)))
-    return by_hand.timeline(events).bubble, simulated.bubble
+    return timeline(events).bubble, simulated.bubble

@@ -1,35 +1,162 @@
-"""Where a model is cut into stages: at places that are named, or balanced by parameters or by measured time."""
+"""Where a model is cut into stages, at places that are named, or balanced by parameters or by measured time; and what
+a rank keeps of it."""
 
+import contextlib
+import copy
 import difflib
 import time
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from common.errors import UserError
-from course.model_parallel import by_hand_layers
+from common.model import cross_entropy
+from course.model_parallel.by_hand_layers import TIED, count, cut, layers_of
+from course.pipeline import simulator
 
 
-def stages_of(model, stages: int, spec: str = "auto") -> list[list[str]]:
+@dataclass
+class OwnStages:
+    """What a rank of a pipeline has of a model.
+
+    model:           the model without the layers of other ranks; what is left keeps its names
+    modules:         this rank's stages: number -> its layers in a row
+    names:           of the layers of every stage of the whole model
+    rank_of:         the rank of every stage, within the pipeline
+    first, last:     whether the model's first and last stage are here
+    width, dtype:    of what one stage hands to the next. Under autocast the dtype is still that of the parameters:
+                     blocks add their results, in bf16, to a sum that isn't
+    embedding_group: the two ranks that have the embedding and the output layer, where these are one weight on two
+                     ranks; on all other ranks, and where there is no such weight, None
+    """
+
+    model: nn.Module
+    modules: dict[int, nn.Sequential]
+    names: list[list[str]]
+    rank_of: list[int]
+    first: bool
+    last: bool
+    width: int
+    dtype: torch.dtype
+    embedding_group: dist.ProcessGroup | None
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """This rank's copy of the weight that two ranks have. Looked up anew, since wrappers may replace parameters."""
+        if self.embedding_group is None:
+            return None
+        return self.model.embedding.tokens.weight if self.first else self.model.head.out.weight
+
+    def add_tied_gradients(self) -> None:
+        """Embedding and output layer are one tensor of the whole model: its gradient is the sum over both places.
+
+        With equal weights, gradients and optimizer states the first and the last rank's copies stay equal
+        (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, do it so too).
+        Of a DTensor both ranks have the same shard.
+        """
+        if self.tied is not None and self.tied.requires_grad:
+            dist.all_reduce(local(self.tied.grad), group=self.embedding_group)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """All gradients that this rank has."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def gradients_for_norm(self) -> list[torch.Tensor]:
+        """The same, but for the last rank's copy of a tied weight: in the norm of the whole model it counts once."""
+        twice = self.tied if self.last else None
+        return [p.grad for p in self.model.parameters() if p.grad is not None and p is not twice]
+
+    def parts(self, parts: list) -> list:
+        """The parts of a strategy's state, with the names that they have in the whole model."""
+        if self.embedding_group is None:
+            return parts
+        return [replace(p, name=TIED[0], aliases=TIED[1:]) if p.name in TIED else p for p in parts]
+
+
+def own_stages(model, schedule, pipeline, spec="auto", device=None, context=contextlib.nullcontext) -> OwnStages:
+    """Cut a GPT into the stages of a schedule, and keep this rank's alone; only those are moved to the device.
+
+    model:    on the CPU or meta device, equal on all ranks. Its layers may have been cut by tensor parallelism
+    schedule: without messages (schedules.py), for the ranks of the pipeline
+    pipeline: the Axis of ranks that share the model
+    spec:     as for stages_of, or the names that it gave. Several pipelines have to be cut alike: let stages_of measure
+              over all of their ranks, before tensor parallelism cuts layers
+    device:   by default the CPU
+    context:  in which stages will compute, for measuring them
+
+    Collective where embedding and output layer share a weight and where time is measured. Raises UserError.
+    """
+    device = device or torch.device("cpu")
+    rank_of = simulator.placement(schedule)
+    if spec == "auto-time" and dist.get_world_size(dist.group.WORLD) > pipeline.size:
+        raise UserError(
+            "--split-spec auto-time: several pipelines have to be cut alike, so stages_of must measure over all of "
+            "their ranks; with this strategy take auto, or name the places"
+        )
+    names = stages_of(model, len(rank_of), spec, pipeline.group, device, context) if isinstance(spec, str) else spec
+    layers = layers_of(model)
+    width = model.head.norm.normalized_shape[0]  # norms are not cut, whatever happened to the weights
+    dtype = model.embedding.positions.weight.dtype
+    first, last = (rank_of[end] == pipeline.rank for end in (0, -1))
+    tied = model.head.out.weight is model.embedding.tokens.weight
+    embedding_group = None
+    if tied and first != last:
+        ends = [dist.get_global_rank(pipeline.group, rank_of[end]) for end in (0, -1)]
+        embedding_group = dist.new_group(ends, use_local_synchronization=True)  # made by these two alone
+    here = {number: stage for number, stage in enumerate(names) if rank_of[number] == pipeline.rank}
+    for name in layers.keys() - {name for stage in here.values() for name in stage}:
+        model.set_submodule(name, nn.Identity())
+    move(model, device)
+    modules = {number: nn.Sequential(*(layers[name] for name in stage)) for number, stage in here.items()}
+    return OwnStages(model, modules, names, rank_of, first, last, width, dtype, embedding_group)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """To the device; from the meta device without values. What was one weight at two places stays one."""
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        module.to(device)
+        return
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module.to_empty(device=device)  # makes a weight of its own at each place
+    for first, *others in names.values():
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def stages_of(
+    model, stages: int, spec="auto", group=None, device=None, context=contextlib.nullcontext
+) -> list[list[str]]:
     """The names of the layers in each stage, in order.
 
     spec: "auto" (the largest stage has as few parameters as can be), "auto-time" (the slowest is as fast as can be, as
-          rank 0 measures it; collective), or places as `named` reads them
+          rank 0 of `group` measures it on `device`, in `context`; collective, and not for layers that talk to other
+          ranks themselves), or places as `named` reads them
 
     Raises UserError.
     """
-    layers = by_hand_layers.layers_of(model)
+    layers = layers_of(model)
     if spec not in ("auto", "auto-time"):
         ends = named(spec, list(layers), stages)
     else:
         require_layers(len(layers), stages)
-        costs = [by_hand_layers.count(layer) for layer in layers.values()] if spec == "auto" else measured(model)
-        ends = by_hand_layers.cut(costs, stages)
+        costs = [count(layer) for layer in layers.values()]
+        if spec == "auto-time":
+            costs = measured_on_rank_0(model, group, device or torch.device("cpu"), context)
+        ends = cut(costs, stages)
     return [list(layers)[begin:end] for begin, end in zip((0, *ends), ends, strict=False)]
 
 
-def check(spec: str, blocks: int, stages: int) -> None:
+def require_spec(spec: str, blocks: int, stages: int) -> None:
     """Raise UserError where a GPT of so many blocks is not cut into so many stages by `spec`."""
     names = ["embedding", *(f"blocks.{number}" for number in range(blocks)), "head"]
     if spec not in ("auto", "auto-time"):
@@ -67,21 +194,43 @@ def named(spec: str, layers: list[str], stages: int) -> tuple[int, ...]:
     return (*sorted(cuts), len(layers))
 
 
-def measured(model: nn.Module, rounds: int = 3) -> list[float]:
-    """Seconds of each layer's forward and backward for 4 examples: the shortest of some rounds, on rank 0."""
-    layers = list(by_hand_layers.layers_of(model).values())
-    x = torch.zeros(4, model.embedding.positions.num_embeddings, dtype=torch.long)
-    seconds = torch.full((len(layers),), float("inf"))
-    for _ in range(rounds if dist.get_rank() == 0 else 0):
-        y = x
-        for number, layer in enumerate(layers):
-            y = y.detach().requires_grad_() if number else y
-            begin = time.perf_counter()
-            out = layer(y)
-            if out.requires_grad:
-                leaves = [p for p in layer.parameters() if p.requires_grad] + [y] * (number > 0)
-                torch.autograd.grad(out.sum(), leaves)
-            seconds[number] = min(seconds[number], time.perf_counter() - begin)
-            y = out
-    dist.broadcast(seconds, src=0)
+def measured_on_rank_0(model, group, device, context=contextlib.nullcontext) -> list[float]:
+    """What `measured` says on rank 0 of the group, on all of its ranks. Collective."""
+    seconds = torch.zeros(len(layers_of(model)), device=device)
+    if dist.get_rank(group) == 0:
+        seconds = torch.tensor(measured(model, device, context), device=device)
+    dist.broadcast(seconds, group=group, group_src=0)
     return seconds.tolist()
+
+
+def measured(model, device, context=contextlib.nullcontext, rounds: int = 3) -> list[float]:
+    """Seconds that each layer takes on the device for forward and backward of 4 examples: the shortest of some rounds.
+    The head's include the loss. Only one layer at a time is on the device, as a copy."""
+    tokens = torch.zeros(4, model.embedding.positions.num_embeddings, dtype=torch.long, device=device)
+    seconds, x = [], tokens
+    for name, layer in layers_of(model).items():
+        layer = copy.deepcopy(layer)
+        move(layer, device)
+        best = float("inf")
+        for _ in range(rounds):
+            if x is not tokens:
+                x = x.detach().requires_grad_()
+            leaves = [p for p in layer.parameters() if p.requires_grad] + [x] * x.requires_grad
+            synchronize(device)
+            begin = time.perf_counter()
+            with context():
+                y = layer(x)
+                out = cross_entropy(y.float(), tokens) if name == "head" else y
+            if out.requires_grad:
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+            synchronize(device)
+            best = min(best, time.perf_counter() - begin)
+        seconds.append(best)
+        x = y
+    return seconds
+
+
+def synchronize(device) -> None:
+    """Wait until the device has computed what it was given. The CPU has, always."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

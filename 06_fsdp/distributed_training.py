@@ -6,31 +6,29 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from course.strategies import load
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategy import Strategy, require_gradients
+from common.recompute import recompute_blocks
+from common.run import Run
+from common.strategy import require_gradients
 from common.task import make_task
-from common.train import start, train
-from course.fsdp import fsdp_setup as sharding
+from course.fsdp import fsdp_setup as setup
+from course.start import start
 
 
-class FullyShard(Strategy):
-    """ZeRO stage 3: a unit for each block, and one for all that is in none, where tied weights meet."""
+class FSDP(setup.Sharded):
+    """ZeRO stage 3: a unit for each block, for the embedding and for the head; one for both that share a weight."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, mesh=None, offload=False):
-        super().__init__(ranks, precision, max_norm)
-        self.data_rank, self.data_size = ranks.rank, ranks.size
-        self.model = model
-        mesh = mesh or init_device_mesh(ranks.device.type, (ranks.size,))
-        for unit in (*getattr(model, "blocks", ()), model):
-            sharding.materialise(unit, ranks.device)  # rank 0's weights
-            fully_shard(unit, mesh=mesh, **sharding.policies(precision, offload))
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.model = recompute_blocks(model, self.options.recompute)
+        for unit, reshard in setup.units_of(model).items():
+            setup.materialise(unit, self.device, self.readers)  # from the meta device to rank 0's weights
+            fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -47,19 +45,21 @@ class FullyShard(Strategy):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return sharding.average(loss), grad_norm.full_tensor()
+        return setup.average(loss, self.readers), grad_norm.full_tensor()
 
 
-def main(config: Config):
-    if config.find_batch_size:
-        return find(config)
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision, **sharding.options(config)
-        )
-        train(strategy, task, config, ranks)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="fsdp")
+    start("fsdp")

@@ -3,7 +3,6 @@
 So one loop trains every strategy, one harness proves it, one table compares it. docs/architecture.md explains it.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ class Strategy:
     axes:        the axes that its mesh may have; by default those of `preset`
     data_axes:   of these, the axes whose ranks read different slices of each batch
     model_class: what it trains, of text
+    from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
     Options:     a dataclass of its own options, made with common.options.option
     """
 
@@ -35,6 +35,7 @@ class Strategy:
     axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ("data", "shard", "expert")
     model_class = GPT
+    from_meta = False
     Options: type = NoOptions
 
     def __init__(self, mesh: DeviceMesh, options=None, precision: str = "fp32", max_norm: float = 1.0):
@@ -136,7 +137,6 @@ class StrategyEntry:
         return self.world_sizes[implementation] if isinstance(self.world_sizes, dict) else self.world_sizes
 
 
-@functools.cache
 def can_compute(device_type: str, precision: str) -> bool:
     try:
         number = torch.ones(1, 1, dtype=DTYPES[precision], device=device_type)

@@ -107,26 +107,27 @@ def zero1() -> StrategyEntry:
 
 
 def zero2() -> StrategyEntry:
-    from course.fsdp import by_hand_zero23, torch_zero
-    from course.fsdp import distributed_training as script
+    from course.fsdp import batch_size, by_hand_zero23, torch_zero
 
     kinds = {"pytorch": torch_zero.Zero2, "by-hand": by_hand_zero23.Zero2ByHand}
-    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
 
 
 def fsdp() -> StrategyEntry:
-    from course.fsdp import by_hand_zero23
+    from course.fsdp import batch_size, by_hand_zero23
     from course.fsdp import distributed_training as script
 
     kinds = {"pytorch": script.FSDP, "by-hand": by_hand_zero23.FSDPByHand}
-    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
 
 
 def hsdp() -> StrategyEntry:
+    from course.fsdp import by_hand_zero23
     from course.fsdp import distributed_training as script
     from course.fsdp import hsdp as hybrids
 
-    return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.HSDP}, (4,))
+    kinds = {"pytorch": hybrids.HSDP, "by-hand": by_hand_zero23.HSDPByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (4,))
 
 
 def tensor_fsdp() -> StrategyEntry:
@@ -134,6 +135,15 @@ def tensor_fsdp() -> StrategyEntry:
     from course.fsdp import hsdp as hybrids
 
     return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.TensorFSDP}, (4,))
+
+
+def mesh() -> StrategyEntry:
+    from course.fsdp import by_hand_mesh, torch_mesh
+    from course.fsdp import distributed_training as script
+
+    # Proved on the meshes of tests/test_mesh.py.
+    kinds = {"pytorch": torch_mesh.MeshParallel, "by-hand": by_hand_mesh.MeshByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (2, 4, 8))
 
 
 STRATEGIES = {
@@ -154,6 +164,25 @@ STRATEGIES = {
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tensor+fsdp": tensor_fsdp,
+    "mesh": mesh,
+}
+
+# Which strategy a --mesh means that names these axes; all others mean "mesh".
+BY_AXES = {
+    frozenset(axes.split()): name
+    for axes, name in {
+        "data": "ddp",
+        "shard": "fsdp",
+        "tensor": "tensor",
+        "context": "context",
+        "expert": "expert",
+        "data expert": "expert",
+        "pipeline": "pipeline",
+        "data pipeline": "pipeline+ddp",
+        "shard pipeline": "pipeline+fsdp",
+        "data shard": "hsdp",
+        "shard tensor": "tensor+fsdp",
+    }.items()
 }
 
 

@@ -1,8 +1,8 @@
 """Data parallelism in threads with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
-    python bugs.py NAME --answer   the place, and the number that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
+    python classroom/bugs.py NAME --answer   the place, and the number that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py).
 """
@@ -79,8 +79,8 @@ BUGS = Bugs(
         ),
         "same_slice": bug(
             inside="parallel_apply",
-            right="pool.map(apply, replicas, slices)",
-            wrong="pool.map(apply, replicas, slices[:1] * len(replicas))",
+            right="pool.map(apply, replicas, slices, streams)",
+            wrong="pool.map(apply, replicas, slices[:1] * len(replicas), streams)",
             refused_by="loss",
             why="Every replica computes the first slice.",
         ),

@@ -1,0 +1,198 @@
+"""Runs a schedule by hand: this rank's list of actions, with tensors, messages and gradients.
+
+schedules.py says in which order, simulator.with_messages where sends and receives belong.
+"""
+
+import contextlib
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from course.pipeline import simulator
+from course.pipeline.split_backward import backward_for_input
+
+
+class Executor:
+    """Runs this rank's part of a schedule. Any modules will do as stages; they may talk to other ranks themselves.
+
+    schedule:  without messages; ranks are counted within `group`
+    stages:    this rank's: number -> module
+    group:     the process group of the pipeline
+    recompute: keep nothing but the input of a stage, and do its forward again before its backward
+    context:   makes the context in which a stage and the loss compute forward, such as autocast
+    dtype:     of what one stage hands to the next
+
+    Each run leaves `events`, what was done when (simulator.Event, in seconds of time.perf_counter, without the time
+    that an action waited for its input), and `peak`, the most activations that were kept at once. On a GPU, events say
+    when the process had handed an action's kernels to the device, not when the device computed them.
+    Raises IllegalSchedule.
+    """
+
+    def __init__(self, schedule, stages, group, recompute=False, context=contextlib.nullcontext, dtype=torch.float32):
+        self.rank_of = simulator.placement(schedule)
+        self.actions = simulator.with_messages(schedule)[dist.get_rank(group)]
+        self.stages, self.group, self.recompute, self.context = stages, group, recompute, context
+        self.dtype, self.last = dtype, len(self.rank_of) - 1
+
+    def run(self, inputs, loss, shape):
+        """Add the gradients of all micro-batches to the parameters'.
+
+        inputs: a tensor for each micro-batch, for the first stage
+        loss:   (output of the last stage, micro-batch) -> scalar
+        shape:  of what one stage hands to the next, for one micro-batch
+
+        Returns the sum of the losses, 0 where the last stage is not. Raises UserError where a stage hands on another
+        shape or dtype than was told.
+        """
+        self.loss, self.shape, self.device = loss, tuple(shape), inputs[0].device
+        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}  # (for stage, direction, micro-batch)
+        self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
+        self.outbox, self.sends, self.kept = {}, {}, {}
+        self.events, self.peak, self.total = [], 0, torch.zeros((), device=self.device)
+        for are_messages, actions in itertools.groupby(self.actions, lambda a: a.kind in simulator.MESSAGES):
+            if are_messages:
+                self.exchange(list(actions))
+            else:
+                for action in actions:
+                    self.compute(action)
+        for work, _ in self.sends.values():
+            work.wait()
+        self.sends.clear()
+        return self.total
+
+    def exchange(self, actions):
+        """Start messages that come one after the other, all at once: so two that face each other pass. Nobody waits for
+        them here."""
+        operations, keys = [], []
+        for stage, kind, m in actions:
+            peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
+            to = peer if kind.startswith("SEND") else stage
+            keys.append((to, kind[-1], m))
+            if to == peer:
+                start, tensor = dist.isend, self.outbox.pop(keys[-1])
+            else:
+                start, tensor = dist.irecv, torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            operations.append(dist.P2POp(start, tensor, group=self.group, group_peer=self.rank_of[peer]))
+        works = dist.batch_isend_irecv(operations)
+        works = works if len(works) == len(operations) else works * len(operations)  # NCCL has one for all of them
+        for key, operation, work in zip(keys, operations, works, strict=True):
+            (self.inbox if operation.op is dist.irecv else self.sends)[key] = work, operation.tensor
+        self.release_gradients(len(self.rank_of))
+
+    def release_gradients(self, most):
+        """Wait for the oldest gradients that were sent, until at most `most` are on their way.
+
+        What was sent must stay until it has arrived. Activations have once their gradient comes back, but nothing comes
+        back for a gradient. Waiting for an old one cannot deadlock: with_messages gives an order in which it would not
+        even if each send waited for its receive.
+        """
+        gradients = [key for key in self.sends if key[1] == "B"]
+        for key in gradients[: max(0, len(gradients) - most)]:
+            work, _ = self.sends.pop(key)
+            work.wait()
+
+    def compute(self, action):
+        stage, kind, m = action
+        arrived = None if kind == "W" else self.receive(stage, "F" if kind == "F" else "B", m)
+        begin = time.perf_counter()
+        {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}[kind](
+            stage, m, arrived
+        )
+        self.events.append(simulator.Event(begin, time.perf_counter(), action))
+
+    def receive(self, stage, direction, m):
+        """Wait for what an action needs."""
+        work, tensor = self.inbox.pop((stage, direction, m))
+        if work is not None:
+            work.wait()
+        if direction == "B" and (sent := self.sends.pop((stage + 1, "F", m), None)):
+            sent[0].wait()  # it has arrived, for its gradient is here: its memory is free
+        return tensor
+
+    def forward(self, stage, m, x):
+        if stage > 0:
+            x.requires_grad_()  # what comes from another process has no history: here the gradient's way back begins
+        state = random_state(self.device) if self.recompute else None
+        with torch.set_grad_enabled(not self.recompute):
+            y = self.call(stage, m, x)
+        self.kept[stage, m] = x, None if self.recompute else y, state
+        self.peak = max(self.peak, len(self.kept))
+        if stage == self.last:
+            self.total += y.detach()
+        self.give(stage + 1, "F", m, y.detach())
+
+    def call(self, stage, m, x):
+        """What a stage makes of its input; the last one a loss."""
+        with self.context():
+            y = self.stages[stage](x)
+            return self.loss(y, m) if stage == self.last else y
+
+    def backward(self, stage, m, gradient):
+        x, y = self.recall(stage, m)
+        if y.requires_grad:  # all of the first stage may be frozen
+            y.backward(gradient)
+        self.give(stage - 1, "B", m, x.grad)
+
+    def backward_input(self, stage, m, gradient):
+        x, y = self.recall(stage, m)
+        if x.requires_grad:
+            gradient, self.kept[stage, m] = backward_for_input(x, y, gradient)
+            self.give(stage - 1, "B", m, gradient)
+        else:  # the first stage: nobody wants the gradient of tokens
+            self.kept[stage, m] = [([y], [gradient], None)] if y.requires_grad else []
+
+    def backward_weight(self, stage, m, _):
+        for outputs, gradients, parameters in self.kept.pop((stage, m)):
+            torch.autograd.backward(outputs, gradients, inputs=parameters)
+
+    def recall(self, stage, m):
+        """Input and output of a forward, whose output is computed again where only the input was kept."""
+        x, y, state = self.kept.pop((stage, m))
+        if self.recompute:
+            with with_random_state(state, self.device):  # so dropout drops the same elements
+                y = self.call(stage, m, x)
+        return x, y
+
+    def give(self, stage, direction, m, tensor):
+        """Hand something to a stage of this rank, or lay it out for sending."""
+        if stage in self.stages:
+            self.inbox[stage, direction, m] = None, tensor
+        elif 0 <= stage <= self.last:
+            if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+                raise UserError(
+                    f"stage {stage} expects {self.dtype} of shape {self.shape}, and what its neighbour hands on is "
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}: tell the executor"
+                )
+            self.outbox[stage, direction, m] = tensor.contiguous()
+
+
+def random_state(device) -> list[torch.Tensor]:
+    """The state of the generators from which dropout draws: the CPU's, and that of another device."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+@contextlib.contextmanager
+def with_random_state(states, device):
+    """Draw what was drawn from these states on; afterwards go on as if nothing had been drawn."""
+    before = random_state(device)
+    set_random_state(states, device)
+    yield
+    set_random_state(before, device)
+
+
+def set_random_state(states, device):
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def timeline(events) -> simulator.Timeline:
+    """What the ranks' executors noted, `events` of each in the order of ranks, as a timeline that begins at 0.
+
+    The ranks must share a clock: that of one machine."""
+    begin = min(rank[0].start for rank in events)
+    return simulator.Timeline([[simulator.Event(s - begin, e - begin, a) for s, e, a in rank] for rank in events])

@@ -65,8 +65,9 @@ def gradients_of_copies(size):
         return
     generator = torch.Generator().manual_seed(2)
     for batch, devices in ((4, 2), (5, 2), (9, 4), (3, 1)):
-        inputs = torch.randint(-3, 4, (batch, 2), generator=generator).float()
-        weight, targets = torch.tensor([1.0, -2.0]), torch.arange(batch).float()
+        # All terms are positive: where they cancelled, the order of adding up would decide what is left of zero.
+        inputs = torch.randint(1, 5, (batch, 2), generator=generator).float()
+        weight, targets = torch.tensor([1.0, -2.0]), -10.0 - torch.arange(batch)
         per_example = 2 * (inputs @ weight - targets)[:, None] * inputs / batch
         expected = [part.sum(0) for part in per_example.chunk(devices)]
         yield alike(size, f"{batch} examples on {devices} device(s)", (weight, inputs, targets, devices), expected)

@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.collectives import broadcast_module
 from common.errors import UserError
-from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.strategy import require_gradients
@@ -28,7 +27,6 @@ class DDPByHand(DataParallel):
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.group = axis(mesh, "data").group
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.options.recompute)
         self.reducer = Reducer(self.model, self.group)  # starts from rank 0's weights

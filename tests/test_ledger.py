@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import data
 from common.lab import equality
 from common.lab.launch import launch
-from common.lab.ledger import LedgerEntry, Ledger, wire_bytes
+from common.lab.ledger import Ledger, LedgerEntry, wire_bytes
 from common.ranks import Ranks
 from course.strategies import load
 

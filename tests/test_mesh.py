@@ -92,6 +92,12 @@ def test_experts_and_replicas_equal_one_process():
     assert len(prove(ExpertParallel, 4, {"data": 2, "expert": 2}, cases=TWO)) == 2
 
 
+def test_stages_are_balanced_by_time_on_a_mesh_too():
+    options = PipelineOptions(microbatches=2, split_spec="auto-time")
+    for kind in (MeshByHand, MeshParallel):
+        assert len(prove(kind, 4, {"pipeline": 2, "tensor": 2}, options, TWO[:1], timeout=120)) == 1
+
+
 def test_the_cases_are_different_enough():
     (one, other) = TWO
     assert one.make_optimizer is not other.make_optimizer and one.make_model is not other.make_model

@@ -173,7 +173,7 @@ SUFFIXES = (
 # What a run leaves, what a reader makes, and what belongs to the machine.
 NOT_HERE = {
     "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250.pt", "train.sbatch", "grades.csv", "options.yaml",
-    "jane.py", "ali.py", "jane/exercises.py", "runs/", "data/", "FILE.yaml",
+    "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name",
 }  # fmt: skip
 

@@ -92,6 +92,12 @@ def test_experts_and_replicas_equal_one_process():
     assert len(prove(ExpertParallel, 4, {"data": 2, "expert": 2}, cases=TWO)) == 2
 
 
+def test_stages_are_balanced_by_time_on_a_mesh_too():
+    options = PipelineOptions(microbatches=2, split_spec="auto-time")
+    for kind in (MeshByHand, MeshParallel):
+        assert len(prove(kind, 4, {"pipeline": 2, "tensor": 2}, options, TWO[:1], timeout=120)) == 1
+
+
 def test_the_cases_are_different_enough():
     (one, other) = TWO
     assert one.make_optimizer is not other.make_optimizer and one.make_model is not other.make_model
@@ -213,8 +219,8 @@ def test_a_wrong_nesting_is_refused(wrong):
 
 REFUSED = {
     ("--by-hand --mesh pipeline=2,shard=2", 4): "by hand, 'shard' and 'pipeline' do not go together",
-    ("--mesh context=2,tensor=2", 4): "strategy 'mesh' has axes pipeline, data, shard, tensor, not 'context'",
-    ("--by-hand --mesh expert=2,tensor=2", 4): "strategy 'mesh' by hand has axes .*, not 'expert'",
+    ("--mesh context=2,tensor=2", 4): "strategy 'mesh' has axes pipeline, data, shard, tensor, not 'context'; add --by-hand$",
+    ("--by-hand --mesh expert=2,tensor=2", 4): "strategy 'mesh' by hand has axes .*, not 'expert'; leave it out$",
     ("--mesh pipeline=2,tensor=2", 8): "--mesh pipeline=2,tensor=2 is 4 rank.s., and 8 are started",
     ("--by-hand --mesh data=2,tensor=2 --heads 3 --width 96", 4): "heads 3 cannot be cut into 2 equal parts",
     ("--by-hand --mesh data=2,context=2 --context 10", 4): "--context 10 does not divide into 4 chunks",

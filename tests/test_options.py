@@ -12,6 +12,7 @@ from common.config import shared
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.run import Run
+from course.pipeline.torch_schedules import InContext
 from course.strategies import STRATEGIES, load
 
 KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry().implementations]
@@ -151,14 +152,10 @@ def blocks_recompute(run, seen):
 def stages_recompute(run, seen):
     strategy = run.strategy
     if hasattr(strategy, "own"):  # PyTorch's stages
-        return all(module.recompute for stage in strategy.own for module in stage.submod.modules() if is_stage(module))
+        modules = [module for stage in strategy.own for module in stage.submod.modules()]
+        (recompute,) = {module.recompute for module in modules if isinstance(module, InContext)}
+        return recompute
     return strategy.executor.recompute
-
-
-def is_stage(module):
-    from course.pipeline.distributed_training import Stage
-
-    return isinstance(module, Stage)
 
 
 def offloaded(run, seen):
@@ -169,10 +166,10 @@ def offloaded(run, seen):
 
 
 def schedule_of(run, seen):
-    executor = run.strategy.executor
-    if hasattr(executor, "actions"):
-        return [str(action.kind) for action in executor.actions if not action.kind.startswith(("SEND", "RECV"))]
-    return type(executor).__name__
+    if hasattr(run.strategy, "own"):
+        return type(run.strategy.schedule).__name__
+    actions = run.strategy.executor.actions
+    return [str(action.kind) for action in actions if not action.kind.startswith(("SEND", "RECV"))]
 
 
 def cuts(run, seen):
@@ -180,10 +177,9 @@ def cuts(run, seen):
 
 
 def microbatches_of(run, seen):
-    executor = run.strategy.executor
-    if hasattr(executor, "actions"):
-        return sum(action.kind == "F" for action in executor.actions)
-    return executor._n_microbatches
+    if hasattr(run.strategy, "own"):
+        return run.strategy.schedule._n_microbatches
+    return sum(action.kind == "F" for action in run.strategy.executor.actions)
 
 
 def load_of(run, seen):

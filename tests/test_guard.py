@@ -339,14 +339,14 @@ def correct_program():
     got["all"] = torch.empty(6 * size)
     dist.all_gather_single(got["all"], x)
     name, other = dist.group.WORLD.group_name, rank ^ 1
-    got["tags"] = [torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(3)]
+    got["tags"] = [torch.zeros(elements) for elements in (2, 3, 2, 1, 3)]
     if rank % 2 == 0:  # messages of other shapes, received in another order: their tags tell them apart
         F.isend(x[:2].clone(), other, 1, name)
         F.isend(x[:3].clone(), other, 2, name)
-        F.batch_p2p_ops(["isend"] * 2, [other] * 2, [3, 4], [x[:2].clone(), x[:3].clone()], name)
+        F.batch_p2p_ops(["isend"] * 3, [other] * 3, [3, 4, 5], [x[:n].clone() for n in (2, 3, 1)], name)
     else:
         second, first = F.irecv(got["tags"][1], other, 2, name), F.irecv(got["tags"][0], other, 1, name)
-        batch = F.batch_p2p_ops(["irecv"] * 2, [other] * 2, [4, 3], got["tags"][:1:-1], name)
+        batch = F.batch_p2p_ops(["irecv"] * 3, [other] * 3, [3, 5, 4], got["tags"][2:], name)
         [F.wait_tensor(tensor) for tensor in (first, second, *batch)]
     dist.monitored_barrier()  # names who is missing by itself
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from common import data
 from common.config import Config
 from common.errors import UserError
+from common.random_state import random_state, set_random_state
 from common.run_dir import RunDirectory
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
@@ -49,7 +50,7 @@ class Run:
         self.main_rank, self.size = dist.get_rank() == 0, dist.get_world_size()
         self.directory = RunDirectory(config, self.size) if self.main_rank else None
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
-        self.stop_asked, self.vote, self.waiting, self.saved = False, None, None, None
+        self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -77,7 +78,7 @@ class Run:
         while self.done < config.steps:
             self.begin = time.perf_counter()
             yield self.done
-            if self.waiting is None or self.waiting["step"] != self.done + 1:
+            if self.logged != self.done + 1:
                 raise RuntimeError(f"step {self.done} was not logged: call run.log in every step")
             self.done += 1
             stopping = self._somebody_asked_to_stop()
@@ -99,14 +100,17 @@ class Run:
     def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Note what a step gave.
 
-        The numbers are read one step later: `.item()` waits for the device, which by then has the next step to do.
+        On a GPU the numbers are read one step later: `.item()` waits for the device, which by then has the next step
+        to do.
         """
         self._write()
-        rate = self.learning_rate(step)
+        rate, self.logged = self.learning_rate(step), step + 1
         self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
         if loss.device.type == "cpu":
             self._read()  # there is nothing to wait for
         self.waiting["step_seconds"] = time.perf_counter() - self.begin
+        if loss.device.type == "cpu":
+            self._write()
 
     def _read(self) -> None:
         """Turn the step's tensors into numbers, which waits for the device. Raises UserError for a loss that is not."""
@@ -138,8 +142,10 @@ class Run:
     def _save(self) -> None:
         self._write()
         state = self.strategy.full_state()
+        everybodys = [None] * self.size if self.main_rank else None
+        dist.gather_object(random_state(self.strategy.device), everybodys)
         if self.main_rank:
-            self.saved = self.directory.save({"step": self.done, **state})
+            self.saved = self.directory.save({"step": self.done, "random": everybodys, **state})
 
     def _resume(self) -> int:
         """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
@@ -150,11 +156,14 @@ class Run:
             return 0
         state = self.directory.load() if self.main_rank else {}
         self.strategy.load_full_state(state)
-        box = [state.get("step")]
+        box = [(state.get("step"), state.get("random", []))]
         dist.broadcast_object_list(box, src=0)
+        step, everybodys = box[0]
+        if len(everybodys) == self.size:  # on another number of ranks no state belongs to a rank
+            set_random_state(everybodys[dist.get_rank()], self.strategy.device)
         if self.main_rank:
-            self.directory.forget_after(box[0])
-        return box[0]
+            self.directory.forget_after(step)
+        return step
 
     def _ask_to_stop(self, signum, frame) -> None:
         self.stop_asked = True

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
 from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.options import option
@@ -25,7 +24,7 @@ from course.start import start
 class SingleProcess(Strategy):
     """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
 
-    data_axes = ()
+    data_axes = ()  # all ranks read and do the same
 
     @dataclass
     class Options:
@@ -53,16 +52,14 @@ class SingleProcess(Strategy):
         return loss, grad_norm
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

@@ -10,25 +10,28 @@ import functools
 import operator
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from common.mesh import device_of
 from common.model import cross_entropy
 from common.strategy import Strategy
 
 
-def devices_of(ranks) -> list[torch.device]:
+def devices_of(mesh) -> list[torch.device]:
     """The GPUs of this machine, if it has several and this process is alone; else its one device, twice, and a note.
 
-    The first is always `ranks.device`, where the real model is.
+    The first is always that of this process, where the real model is.
     """
-    if ranks.device.type == "cuda" and ranks.size == 1 and torch.cuda.device_count() > 1:
+    device = device_of(mesh)
+    if device.type == "cuda" and mesh.size() == 1 and torch.cuda.device_count() > 1:
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    if ranks.rank == 0:
-        print(f"note: no two GPUs for nn.DataParallel; dp by hand uses '{ranks.device}' twice", file=sys.stderr)
-    return [ranks.device] * 2
+    if mesh.get_rank() == 0:
+        print(f"note: no two GPUs for nn.DataParallel; dp by hand uses '{device}' twice", file=sys.stderr)
+    return [device] * 2
 
 
 def scatter(inputs: torch.Tensor, devices: list[torch.device]) -> list[torch.Tensor]:
@@ -95,15 +98,17 @@ def parallel_apply(replicas: list[nn.Module], slices: list[torch.Tensor]) -> lis
     """
     kind, grad = slices[0].device.type, torch.is_grad_enabled()  # a new thread has the defaults
     mixed, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    # Also of the streams, on which GPUs work: on another one than that which copies the slices and the replicas, the
+    # kernels of a thread might begin before their inputs are there.
+    streams = [torch.cuda.current_stream(part.device) if kind == "cuda" else None for part in slices]
 
-    def apply(replica, inputs):
-        if kind == "cuda":
-            torch.cuda.set_device(inputs.device)
-        with torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=mixed):
+    def apply(replica, inputs, stream):
+        on_stream = torch.cuda.stream(stream) if stream else nullcontext()  # and on its device
+        with torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=mixed), on_stream:
             return replica(inputs)
 
     with ThreadPoolExecutor(len(replicas), thread_name_prefix="replica") as pool:
-        return list(pool.map(apply, replicas, slices))
+        return list(pool.map(apply, replicas, slices, streams))
 
 
 def gather(outputs: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -122,9 +127,11 @@ def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.de
 class ThreadedDataParallelByHand(Strategy):
     """One process reads the whole global batch and divides it among its devices."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, devices=None):
-        super().__init__(ranks, precision, max_norm)
-        self.devices = devices or devices_of(ranks)
+    data_axes = ()  # all ranks read and do the same
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, devices=None):
+        super().__init__(mesh, options, precision, max_norm)
+        self.devices = devices or devices_of(mesh)
         self.model = model.to(self.devices[0])
         self.optimizer = make_optimizer(self.model.parameters())
 

@@ -7,26 +7,28 @@ Needs no launcher. Where there are not two GPUs, the version by hand does the sa
 """
 
 import torch
-from course.strategies import load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
+from common.run import Run
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
-from common.train import start, train
+from course.data_parallel import by_hand
+from course.start import start
 
 
 class ThreadedDataParallel(Strategy):
     """One process reads the whole global batch; DataParallel divides it among its devices."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.model = model.to(ranks.device)
-        from course.data_parallel import by_hand
-        devices = by_hand.devices_of(ranks)
+    data_axes = ()  # all ranks read and do the same
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.model = model.to(self.device)
+        devices = by_hand.devices_of(mesh)
         if len(set(devices)) > 1:
             self.replicas = nn.DataParallel(self.model, devices)
             # its threads are told whether to use autocast, but not which type
@@ -51,14 +53,18 @@ class ThreadedDataParallel(Strategy):
         return loss, grad_norm
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
-        )
-        train(strategy, task, config, ranks)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="dp")
+    start("dp")

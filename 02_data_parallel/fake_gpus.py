@@ -10,7 +10,7 @@ import copy
 import threading
 import weakref
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -61,17 +61,33 @@ class Module(backend._DummyBackendModule):
         return [torch.float16, torch.bfloat16]
 
 
+class Modes:
+    """Modes of PyTorch, which are set for each thread: any thread may enter these, one at a time, since a fake mode
+    serves one thread at a time. A copy of it, as a replica's, is the same object."""
+
+    def __init__(self, *modes):
+        self.modes, self.lock = modes, threading.Lock()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    @contextmanager
+    def entered(self):
+        with self.lock, ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            yield
+
+
 class Inside(nn.Module):
-    """The model, to be called from any thread: modes are set for each thread, and a fake mode serves one at a time."""
+    """The model, to be called from any thread."""
 
-    lock, modes = threading.Lock(), ()
-
-    def __init__(self, model):
+    def __init__(self, model, modes: Modes):
         super().__init__()
-        self.model = model
+        self.model, self.modes = model, modes
 
     def forward(self, inputs):
-        with self.lock, self.modes[0], self.modes[1]:
+        with self.modes.entered():
             return self.model(inputs)
 
 
@@ -82,9 +98,9 @@ def pretend_gpus(count: int, make_model):
         backend._setup_privateuseone_for_python_backend("gpu", Module())
     with torch.device("meta"):  # no random numbers are drawn
         model = make_model()
-    Inside.modes = FakeTensorMode(), Meter()
+    fake, meter = FakeTensorMode(), Meter()
     # One thread for the backward pass, since PyTorch knows of one "gpu" only.
-    with Inside.modes[0], Inside.modes[1] as meter, torch.autograd.set_multithreading_enabled(False):
+    with fake, meter, torch.autograd.set_multithreading_enabled(False):
         memo = {id(p): nn.Parameter(torch.empty(p.shape, device="gpu:0")) for p in model.parameters()}
         devices = [torch.device("gpu", place) for place in range(count)]
-        yield devices, Inside(copy.deepcopy(model, memo)), meter
+        yield devices, Inside(copy.deepcopy(model, memo), Modes(fake, meter)), meter

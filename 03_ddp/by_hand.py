@@ -9,27 +9,33 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from common.collectives import broadcast_module
 from common.errors import UserError
+from common.mesh import axis
 from common.model import cross_entropy
-from common.strategy import Strategy, require_gradients
+from common.recompute import recompute_blocks
+from common.strategy import require_gradients
+from course.ddp.options import DataParallel
 
 MEBIBYTE = 2**20
 
 
-class DataParallelByHand(Strategy):
+class DDPByHand(DataParallel):
     """Every rank reads one slice of the global batch; a Reducer averages the gradients."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.data_rank, self.data_size = ranks.rank, ranks.size
-        self.model = model.to(ranks.device)
-        self.reducer = Reducer(self.model)  # starts from rank 0's weights
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.group = axis(mesh, "data").group
+        self.model = model.to(self.device)
+        recompute_blocks(self.model, self.options.recompute)
+        self.reducer = Reducer(self.model, self.group)  # starts from rank 0's weights
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad()
+        self.reducer.zero_grad()
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             # gradients add up locally; only the last backward pass sends the sum
@@ -39,9 +45,9 @@ class DataParallelByHand(Strategy):
                     part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        total = dist.all_reduce(loss, async_op=True)  # beside the last buckets
         self.reducer.finish()
-        total.wait()
+        # Not before finish(), which may still send buckets: all ranks must call collectives in the same order.
+        dist.all_reduce(loss, group=self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
@@ -50,19 +56,25 @@ class DataParallelByHand(Strategy):
 
 
 class Reducer:
-    """Averages a model's gradients over the ranks, each bucket as soon as its last gradient is there.
+    """Averages a model's gradients over the ranks of a group, each bucket as soon as its last gradient is there.
 
+    A bucket is a flat tensor, and the gradients of its parameters are views of it: autograd adds to them in place, and
+    what the all-reduce writes is the gradient. Nothing is copied, if `zero_grad` of this class begins each step.
+
+    group:       the process group whose ranks hold copies of the model
     order:       the trainable parameters in the order in which their gradients are expected: by default the last
                  parameter first, as the backward pass goes. They are of one type.
     bucket_mb:   a bucket is full when it holds this many MiB; by default as many as PyTorch's
-    find_unused: whether some ranks, or all, may leave parameters out of a step
+    find_unused: whether some ranks, or all, may leave parameters out of a step's last backward pass, or of the step
+
+    Raises UserError where the ranks' models differ. Collective.
     """
 
-    def __init__(self, model, order=None, bucket_mb=25.0, find_unused=False):
-        self.model, self.size, self.find_unused = model, dist.get_world_size(), find_unused
-        same_on_all_ranks(model)
-        for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently
-            dist.broadcast(tensor.detach(), src=0)
+    def __init__(self, model, group, order=None, bucket_mb=25.0, find_unused=False):
+        self.model, self.group, self.find_unused = model, group, find_unused
+        self.size = dist.get_world_size(group)
+        same_on_all_ranks(model, group)
+        broadcast_module(model, group)  # ranks may have been seeded differently
         self.parameters = order or [p for p in model.parameters() if p.requires_grad][::-1]
         self.buckets = assign(self.parameters, bucket_mb * MEBIBYTE)
         self.flat, self.views, self.bucket_of = [], {}, {}
@@ -74,51 +86,66 @@ class Reducer:
                 self.views[index], self.bucket_of[index] = piece.view_as(parameter), number
                 parameter.register_post_accumulate_grad_hook(partial(self.ready, index))
         self.synchronise = True
+        self.reached = set()  # whose gradient some backward pass has added to since they were zero
         self.begin()
 
+    def zero_grad(self):
+        """Every gradient becomes zeros in its place in a bucket, where the backward passes of a step add to it."""
+        for flat in self.flat:
+            flat.zero_()
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = self.views[index]
+        self.reached.clear()
+
     def begin(self):
-        self.missing = [set(bucket) for bucket in self.buckets]  # whose gradient is not in its bucket yet
+        self.missing = [set(bucket) for bucket in self.buckets]  # what the last backward pass has not reached yet
         self.works = []  # all-reduces under way, one for each bucket launched
 
     def ready(self, index, parameter):
         """Autograd calls this in the backward pass, when it has added to the parameter's gradient."""
+        self.reached.add(index)
         if not self.synchronise:
             return
-        # Divided before the sum, as DistributedDataParallel does: so that both round alike.
-        torch.mul(parameter.grad, 1 / self.size, out=self.views[index])
-        parameter.grad = self.views[index]  # what the all-reduce writes is the gradient: nothing to copy back
-        self.missing[self.bucket_of[index]].remove(index)
+        self.put(index, parameter)
         self.launch()
+
+    def put(self, index, parameter):
+        """The parameter's gradient is complete on this rank: see to it that it is in its bucket."""
+        if parameter.grad is not self.views[index]:  # somebody else has set it, as to None before the backward pass
+            self.views[index].copy_(parameter.grad)
+            parameter.grad = self.views[index]
+        self.missing[self.bucket_of[index]].remove(index)
 
     def launch(self):
         """Start the all-reduce of complete buckets, in the buckets' order and no other: alike on all ranks."""
         while len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
-            self.works.append(dist.all_reduce(self.flat[len(self.works)], async_op=True))
+            bucket = self.flat[len(self.works)]
+            bucket *= 1 / self.size  # before the sum, as DistributedDataParallel does it: so that both round alike
+            self.works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
 
     def finish(self):
         """After the last backward pass of a step: the gradients are the ranks' mean, the buffers rank 0's.
 
-        Raises UserError for a parameter without a gradient, unless `find_unused`. Collective.
+        Raises UserError for a parameter that this pass did not reach, unless `find_unused`. Collective.
         """
+        late = set().union(*self.missing)
         if not self.find_unused:
-            require_gradients(self.model)
-        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8)
-        for index in set().union(*self.missing):  # not part of the last backward pass
-            if used[index]:
-                self.ready(index, self.parameters[index])
-            else:
-                self.views[index].zero_()
-                self.missing[self.bucket_of[index]].remove(index)
+            require_gradients(self.model, without={self.parameters[index] for index in late})
+        used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
+        for index in late:
+            if not used[index]:
+                self.parameters[index].grad = self.views[index].zero_()
+            self.put(index, self.parameters[index])
         self.launch()
         for work in self.works:
             work.wait()
         if self.find_unused:
-            used = used.to(self.flat[0].device)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX)
-            for index, parameter in enumerate(self.parameters):  # None where no rank has one: then nothing is updated
-                parameter.grad = self.views[index] if used[index] else None
+            used = torch.tensor(used, dtype=torch.uint8, device=self.flat[0].device)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+            for index, anywhere in enumerate(used.tolist()):  # None where no rank has one: then nothing is updated
+                self.parameters[index].grad = self.views[index] if anywhere else None
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, group=self.group, group_src=0)
         self.begin()
 
     @contextmanager
@@ -143,16 +170,28 @@ def assign(parameters, cap):
     return buckets
 
 
-def same_on_all_ranks(model):
-    """Raise UserError, on every rank, where the ranks' models are not made of tensors of the same shapes."""
-    shapes = [None] * dist.get_world_size()
-    own = {name: f"of shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in model.state_dict().items()}
-    dist.all_gather_object(shapes, own)
-    for rank, other in enumerate(shapes):
-        for name in shapes[0] | other:
-            on_rank_0, there = shapes[0].get(name, "missing"), other.get(name, "missing")
+def same_on_all_ranks(model, group):
+    """Raise UserError, on every rank of the group, where their models are not made of the same tensors in one order:
+    parameters, trained or frozen, and buffers of the same shapes and types. Collective."""
+    own = {name: tell(parameter) for name, parameter in model.named_parameters()}
+    own |= {name: tell(buffer, ", a buffer") for name, buffer in model.named_buffers()}
+    ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group=group)
+    advice = "build the same model on every rank"
+    for rank, other in enumerate(ranks):
+        for name in ranks[0] | other:
+            on_rank_0, there = ranks[0].get(name, "missing"), other.get(name, "missing")
             if on_rank_0 != there:
                 raise UserError(
-                    f"the ranks' models differ: {name} is {on_rank_0} on rank 0 and {there} on rank {rank}; "
-                    f"build the same model on every rank"
+                    f"the ranks' models differ: {name} is {on_rank_0} on rank 0 and {there} on rank {rank}; {advice}"
                 )
+        for first, second in zip(ranks[0], other, strict=True):
+            if first != second:  # the order of the parameters is that of the buckets
+                raise UserError(
+                    f"the ranks' models differ: where rank 0 has {first}, rank {rank} has {second}; {advice}"
+                )
+
+
+def tell(tensor, kind=""):
+    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"of shape {list(tensor.shape)}, {tensor.dtype}{kind}{frozen}"

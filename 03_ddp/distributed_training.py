@@ -9,32 +9,41 @@ Gradients are averaged over the ranks while the backward pass still runs, so all
 from contextlib import nullcontext
 
 import torch.distributed as dist
-from course.strategies import load
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
+from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
-from common.strategy import Strategy, require_gradients
+from common.recompute import recompute_blocks
+from common.run import Run
+from common.strategy import require_gradients
 from common.task import make_task
-from common.train import start, train
+from course.ddp.loading import LOADING
+from course.ddp.options import DataParallel
+from course.start import start
 
 
-class DataParallel(Strategy):
+class DDP(DataParallel):
     """Every rank reads one slice of the global batch; DistributedDataParallel averages the gradients."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.data_rank, self.data_size = ranks.rank, ranks.size
-        self.model = model.to(ranks.device)
-        self.replica = DistributedDataParallel(self.model)  # starts from rank 0's weights
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.group = axis(mesh, "data").group
+        self.model = model.to(self.device)
+        recompute_blocks(self.model, self.options.recompute)
+        # It starts from rank 0's weights. Gradients lie in its buckets, not in memory of their own besides.
+        self.replica = DistributedDataParallel(self.model, process_group=self.group, gradient_as_bucket_view=True)
+        self.reached = set()  # by the last backward pass
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(self.reached.add)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            self.reached.clear()
             # gradients add up locally; only the last backward pass sends the sum
             with nullcontext() if number == len(micro_batches) else self.replica.no_sync():
                 with self.autocast():
@@ -42,8 +51,8 @@ class DataParallel(Strategy):
                     part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        require_gradients(self.model)
-        dist.all_reduce(loss)
+        require_gradients(self.model, without=set(self.model.parameters()) - self.reached)
+        dist.all_reduce(loss, group=self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
@@ -51,14 +60,18 @@ class DataParallel(Strategy):
         return loss / self.data_size, grad_norm
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
-        )
-        train(strategy, task, config, ranks, LOADING[config.loading])
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches(LOADING[config.options.loading])
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="ddp")
+    start("ddp")

@@ -13,10 +13,10 @@ import itertools
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from course.strategies import ROOT
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from common.data import Plan, epoch_order, global_batch, shard
@@ -29,18 +29,18 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
     """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step."""
-    described = None
+    described, group = None, dist.group.WORLD  # data parallelism alone: all ranks read slices of each batch
     for step in range(start, plan.steps):
         batch = []
         if plan.data_rank == 0:
             batch = dataset.batch(global_batch(plan.seed, step, plan.batch_size, dataset.size))
         if described is None:  # once: what the tensors are that the others shall receive
             described = [[(tensor.shape[1:], tensor.dtype) for tensor in batch]]
-            dist.broadcast_object_list(described, src=0)
+            dist.broadcast_object_list(described, group=group, group_src=0)
         mine = [torch.empty(plan.slice_size, *shape, dtype=dtype) for shape, dtype in described[0]]
         for number, part in enumerate(mine):
             slices = [piece.contiguous() for piece in batch[number].chunk(plan.data_size)] if batch else None
-            dist.scatter(part, slices, src=0)
+            dist.scatter(part, slices, group=group, group_src=0)
         yield plan.cut(*mine)
 
 
@@ -98,8 +98,9 @@ class Slices(IterableDataset):
 
 def shard_stream_workers(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
     """The same in processes beside the rank, which read and decode ahead while the rank computes."""
-    if START_METHOD == "spawn" and str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))  # a spawned worker imports this file by its full name
+    root = str(Path(__file__).resolve().parent.parent)
+    if START_METHOD == "spawn" and root not in sys.path:
+        sys.path.append(root)  # a spawned worker imports this file by its full name
     loader = DataLoader(
         Slices(dataset, plan, start),
         batch_size=None,  # the slices are batches already

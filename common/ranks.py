@@ -129,7 +129,8 @@ def process_group(
 ):
     """Join the process group that the launcher's environment describes and yield this process's `Ranks`.
 
-    Without a launcher it is a group of one, with no port opened. `timeout` is in seconds, for one collective.
+    Without a launcher it is a group of one, with no port opened; inside of `launch` it is the group that is there.
+    `timeout` is in seconds, for one collective.
     The ranks meet in `store`, by default at the launcher's address and port.
     With `check`, every collective in the block is compared across the ranks first (common/lab/guard.py).
     Raises UserError for bad devices, backends and ports.
@@ -139,6 +140,10 @@ def process_group(
     that destroys the group while others wait in a collective can hang them, whereas a rank that just exits ends
     them.
     """
+    if dist.is_initialized():  # by `launch`, or by a notebook: it is theirs to tear down
+        with check_collectives() if check else nullcontext():
+            yield Ranks.here()
+        return
     rank, size, local_rank, local_size = environment()
     wait = datetime.timedelta(seconds=timeout)
     if size == local_size and sys.platform in LOOPBACK:  # one node: some hosts cannot resolve their own name

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from course.strategies import ROOT, STRATEGIES
+from helpers import LAUNCHER, configure
 
-from common import config as options
-from common import ranks
-from common.config import parse
+from common import ROOT
+from common.command_line import parse as parse_table
+from common.config import shared
 from common.errors import UserError
-from common.ranks import choose
+from common.ranks import environment
 from common.strategy import require_precision
+from course.strategies import STRATEGIES
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def parse(default=None, argv=None):
+    return parse_table(STRATEGIES, default, argv)
 
 
 @pytest.fixture(autouse=True)
 def an_empty_folder_and_no_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -34,33 +39,43 @@ def yaml(text: str) -> list[str]:
 
 BAD = {
     "--distributed": r"--distributed: no launcher .* torchrun --nproc_per_node=2",
-    "--strategy dpp": r"unknown strategy 'dpp'; known: single, dp, ddp, model",
+    "--strategy dpp": r"unknown strategy 'dpp'; did you mean 'dp'\? known: single, dp, ddp, model",
     "--width 100 --heads 3": r"--width 100 does not divide by --heads 3",
     "--by-hand --strategy single": r"'single' has no version by hand",
+    "--strategy ddp --implementation magic": r"strategy 'ddp' has no implementation 'magic'; it has pytorch, by-hand",
+    "--strategy ddp --by-hand --implementation pytorch": r"--by-hand and --implementation pytorch exclude each other",
     "--strategy context": r"'context' has a version by hand only; add --by-hand",
     "--strategy context --by-hand --context 101": r"--context 101 does not divide into 2 chunks",
-    "--strategy hsdp": r"--mesh 2x2 is 4 ranks, and 1 are started; that could be 1x1$",
-    "--strategy hsdp --mesh 2by2": r"--mesh 2by2: expected two numbers like 2x2",
-    "--strategy hsdp --mesh 0x1": r"--mesh 0x1: expected two numbers like 2x2",
+    "--strategy hsdp": r"--mesh data=2 leaves no whole number of ranks for axis 'shard': 1 rank\(s\) do not divide by 2",
+    "--strategy hsdp --mesh 2by2": r"--mesh 2by2: expected sizes of axes as in data=2,tensor=2",
+    "--strategy hsdp --mesh 0x1": r"--mesh 0x1: expected sizes of axes as in data=2,tensor=2",
     "--strategy tensor+fsdp --mesh 1x1 --task images": r"'tensor\+fsdp' divides a GPT; use --task text",
-    "--strategy ddp --mesh 1x1": r"--mesh is for strategies hsdp and tensor\+fsdp, not 'ddp'; leave it out",
-    "--strategy fsdp --by-hand --offload": r"--offload is for PyTorch's fsdp, zero2 and hsdp, not for 'fsdp' by hand",
-    "--strategy zero1 --offload": r"--offload is for PyTorch's fsdp, zero2 and hsdp, not for 'zero1'; leave it out",
+    "--strategy ddp --mesh 1x1": r"--mesh 1x1: two numbers are for strategies with two axes, not for 'ddp'",
+    "--mesh data=1,tenor=1": r"--mesh data=1,tenor=1: no axis 'tenor'; did you mean 'tensor'\?",
+    "--mesh data=1,data=1": r"--mesh data=1,data=1: axis 'data' is given twice",
+    "--mesh data=two": r"--mesh data=two: expected a number of ranks as in 'data=2', got 'data=two'",
+    "--mesh data=2": r"--mesh data=2 is 2 rank\(s\), and 1 are started; start 2, or make the product 1",
+    "--strategy ddp --mesh tensor=1": r"--mesh tensor=1: strategy 'ddp' has axis data only, not 'tensor'; leave --strategy",
+    "--mesh-order data,rows": r"--mesh-order data,rows: no axis 'rows'; there are pipeline, data",
+    "--mesh-order data,data": r"--mesh-order data,data: an axis is given twice",
+    "--strategy ddp --replicas 2": r"--replicas is for strategies with two axes, not for 'ddp'; leave it out",
+    "--strategy fsdp --by-hand --offload": r"--offload is an option of .*, not of 'fsdp' by hand; leave it out",
+    "--strategy zero1 --offload": r"--offload is an option of .*, not of 'zero1'; leave it out",
     "--strategy fsdp --offload --width 65536": r"--offload: the shards of 1 rank\(s\), .* take \d+\.\d GiB",
     "--recompute full --task images": r"--recompute full is for the GPT's blocks",
-    "--recompute full --strategy tensor": r"not for --task text with strategy 'tensor'",
-    "--find-batch-size": r"--find-batch-size is for PyTorch's fsdp and zero2, not for 'single'$",
-    "--strategy fsdp --by-hand --find-batch-size": r"not for 'fsdp' by hand$",
+    "--recompute full --strategy tensor": r"--recompute is an option of single, ddp.*, not of 'tensor'; leave it out",
+    "--schedule gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
+    "--find-batch-size": r"--find-batch-size is an option of .*, not of 'single'; leave it out",
+    "--strategy fsdp --by-hand --find-batch-size": r"not of 'fsdp' by hand; leave it out$",
     "--strategy fsdp --find-batch-size": r"--memory-budget 0.0 should be the GiB of a rank",
-    "--memory-budget 2": r"--memory-budget is what --find-batch-size stops at",
+    "--strategy fsdp --memory-budget 2": r"--memory-budget is what --find-batch-size stops at",
     "--strategy sequence": r"'sequence' has a version by hand only; add --by-hand",
     "--strategy pipeline --task images": r"--task images: strategy 'pipeline' divides a GPT; use --task text",
-    "--strategy pipeline --schedule zigzag": r"unknown schedule 'zigzag'; known: gpipe, 1f1b",
-    "--strategy pipeline --schedule zb-h1": r"PyTorch has no such class; add --by-hand, or take interleaved-zb",
+    "--strategy pipeline --schedule zigzag": r"--schedule: invalid choice: 'zigzag'|unknown schedule 'zigzag'",
     "--strategy pipeline --schedule dualpipev --microbatches 1": r"on 1 ranks needs 2 or more micro-batches, not 1",
     "--strategy pipeline --schedule zbv --stages-per-rank 3": r"schedule 'zbv' needs 2 stage\(s\) per rank, not 3",
     "--strategy pipeline --microbatches 5": r"--microbatches 5 = 5; the nearest that does is 30",
-    "--strategy pipeline --recompute selective": r"--recompute selective: a pipeline's stages .* take full or none",
+    "--strategy pipeline --recompute selective": r"invalid choice: 'selective'|a pipeline's stages .* take full or none",
     "--strategy pipeline --microbatches 0": r"--microbatches must be at least 1, got 0",
     "--strategy pipeline --stages-per-rank -1": r"--stages-per-rank must be at least 0, got -1",
     "--strategy pipeline --schedule zbv --split-spec block.1:end": r"no layer 'block.1'; did you mean 'blocks.1'\?",
@@ -68,17 +83,21 @@ BAD = {
     "--strategy pipeline --schedule zbv --split-spec head:end": r"nothing to cut off before embedding or after head",
     "--strategy pipeline --split-spec blocks.1:end": r"1 cut\(s\) make 2 stages, but ranks x stages per rank are 1",
     "--strategy pipeline --schedule interleaved --stages-per-rank 9": r"9 stages are more than 6 layers .* --layers 7",
-    "--strategy pipeline+ddp": r"1 rank\(s\) are not 2 equal pipelines; start a multiple of 2, or set --replicas",
+    "--strategy pipeline+ddp": r"--mesh data=2 leaves no whole number of ranks for axis 'pipeline'",
     "--strategy pipeline+ddp --replicas 1 --schedule zbv": r"--schedule zbv: .* with schedule 1f1b alone",
     "--strategy pipeline+fsdp --replicas 1 --schedule zbv": r"--schedule zbv puts the first and the last stage on one",
     "--device tpu": r"argument --device: invalid choice: 'tpu'",
     "--steps many": r"argument --steps: invalid int value: 'many'",
     "--steps 0": r"--steps must be at least 1, got 0",
+    "--layers 0": r"--layers must be at least 1, got 0",
     "--batch-size -4": r"--batch-size must be at least 1, got -4",
+    "--accumulation-steps 0": r"--accumulation-steps must be at least 1, got 0",
     "--seed -1": r"--seed must be at least 0",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",
-    "--stride 3": r"unrecognized arguments: --stride 3",
+    "--stride 3": r"unknown option --stride; --help lists the options",
+    "--batch-sise 3": r"unknown option --batch-sise; did you mean --batch-size\?",
+    "ddp": r"unrecognized argument: ddp",
     "--resume": r"--resume: there is no run under runs/; name its folder with --run-dir",
     "--resume --run-dir nowhere": r"--resume: no checkpoint in nowhere",
     "--backend nccl": r"--backend nccl needs CUDA GPUs",
@@ -98,7 +117,8 @@ def test_bad_command_line(line, monkeypatch):
 
 BAD_YAML = {
     "batch_sise: 3": r"unknown key 'batch_sise'; did you mean 'batch-size'\?",
-    "learning-rate: 3": r"unknown key 'learning-rate'; did you mean",
+    "learning-rate: 3": r"unknown key 'learning-rate'; --help lists the options",
+    "schedule: gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
     "steps: 2.5": r"steps: expected a whole number, got 2.5",
     "lr: fast": r"lr: expected a number, got 'fast'",
     "resume: 1": r"resume: expected true or false, got 1",
@@ -127,23 +147,56 @@ def test_defaults():
     assert parse(argv=yaml("")).steps == parse(argv=[]).steps
 
 
-def test_every_option_of_the_course_is_there(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(argv=["--help"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    for name in options.Config.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in shown
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_help_lists_the_options_of_a_strategy_in_groups(strategy, capsys):
+    for implementation, kind in STRATEGIES[strategy]().implementations.items():
+        with pytest.raises(SystemExit) as end:
+            parse(argv=["--strategy", strategy, "--implementation", implementation, "--help"])
+        assert end.value.code == 0
+        shown = capsys.readouterr().out
+        own = list(kind.Options.__dataclass_fields__)
+        for name in [item.name for item in shared()] + own:
+            assert f"--{name.replace('_', '-')} " in shown or f"--{name.replace('_', '-')}\n" in shown, name
+        titles = ["how training is spread over the ranks", "the run", "the model and its optimizer", "the data"]
+        for title in titles + ([f"strategy {strategy}"] if own else []):
+            assert f"\n{title}:\n" in shown
+        assert "strategies: single, dp, ddp" in " ".join(shown.split())
 
 
-def test_a_mesh_for_other_ranks(monkeypatch):
-    for name, value in (TWO_RANKS | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
-        monkeypatch.setenv(name, value)
+def test_no_strategy_has_an_option_by_the_name_of_one_of_the_run():
+    for name, entry in STRATEGIES.items():
+        for kind in entry().implementations.values():
+            assert not set(kind.Options.__dataclass_fields__) & {item.name for item in shared()}, name
+
+
+def test_a_mesh_for_other_ranks():
     with pytest.raises(UserError, match="^--mesh 2x3 is 6 ranks, and 4 are started; that could be 1x4, 2x2, 4x1$"):
-        parse(argv=["--distributed", "--strategy", "hsdp", "--mesh", "2x3"])
-    assert parse(argv=["--distributed", "--strategy", "hsdp"]).mesh == ""
-    with pytest.raises(UserError, match="^heads 2 cannot be cut into 4|--heads 2 cannot be cut into 4"):
-        parse(argv=["--distributed", "--strategy", "tensor+fsdp", "--mesh", "1x4", "--heads", "2"])
+        configure("--strategy hsdp --mesh 2x3", size=4)
+    assert configure("--strategy hsdp", size=4).axes == {"data": 2, "shard": 2}
+    assert configure("--strategy hsdp --mesh 1x4", size=4).axes == {"data": 1, "shard": 4}
+    assert configure("--strategy hsdp --mesh data=4", size=4).axes == {"data": 4, "shard": 1}
+    with pytest.raises(UserError, match="heads 2 cannot be cut into 4 equal parts"):
+        configure("--strategy tensor+fsdp --mesh 1x4 --heads 2", size=4)
+    with pytest.raises(UserError, match="--mesh data=3 is 3 rank.s., and 4 are started; start 3, or make the product 4"):
+        configure("--strategy ddp --mesh data=3", size=4)
+
+
+def test_the_older_forms_of_the_mesh(capsys):
+    assert configure("--strategy pipeline+ddp --replicas 4", size=4).axes == {"pipeline": 1, "data": 4}
+    assert "note: --replicas 4 is --mesh data=4 now" in capsys.readouterr().err
+    assert configure("--accumulate 3").accumulation_steps == 3
+    assert "note: --accumulate is called --accumulation-steps now" in capsys.readouterr().err
+
+
+def test_the_mesh_picks_the_strategy_and_its_order_is_an_option():
+    assert configure("--mesh data=2", size=2).strategy == "ddp"
+    assert configure("--mesh shard=2", size=2).strategy == "fsdp"
+    assert configure("--mesh tensor=2", size=2).strategy == "tensor"
+    assert configure("--mesh data=2,shard=2", size=4).strategy == "hsdp"
+    both = configure("--mesh data=2,pipeline=2", size=4)
+    assert (both.strategy, list(both.axes)) == ("pipeline+ddp", ["pipeline", "data"])
+    other = configure("--mesh data=2,pipeline=2 --mesh-order data,pipeline", size=4)
+    assert list(other.axes) == ["data", "pipeline"]
 
 
 def test_a_precision_that_the_device_does_not_have(monkeypatch):
@@ -169,20 +222,6 @@ def test_only_rank_0_claims_the_run_directory(monkeypatch):
         monkeypatch.setenv(name, value)
     parse(argv=["--distributed", "--run-dir", "mine"])
     assert not Path("mine").exists()
-
-
-def test_fewer_gpus_than_processes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose("auto", "auto", processes=1) == ("cuda", "nccl", None)
-    device, backend, remark = choose("auto", "auto", processes=2)
-    assert (device, backend) == ("cuda", "gloo")
-    assert remark == "2 processes share 1 GPU(s), which NCCL refuses: using gloo instead"
-    with pytest.raises(UserError, match="needs one GPU per process: 2 processes on this node, 1 GPU"):
-        choose("auto", "nccl", processes=2)
-    assert choose("cpu", "auto", processes=1) == ("cpu", "gloo", None)
-    with pytest.raises(UserError, match="--backend nccl needs CUDA GPUs"):
-        choose("cpu", "nccl", processes=1)
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
@@ -215,7 +254,7 @@ def test_a_batch_that_does_not_divide():
         "--batch-size 32 does not divide by 1 data-parallel rank(s) x 5 micro-batch(es) = 5; "
         "the nearest that does is 30"
     )
-    refused(run("distributed_training.py", "--accumulate", "5"), told)
+    refused(run("distributed_training.py", "--accumulation-steps", "5"), told)
 
 
 def test_a_port_in_use():
@@ -248,4 +287,4 @@ def test_nobody_comes():
 
 
 def test_environment_without_a_launcher():
-    assert ranks.environment() == (0, 1, 0, 1)
+    assert environment() == (0, 1, 0, 1)

@@ -2,32 +2,38 @@
 
 import threading
 import traceback
-from functools import partial
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from common import mesh as meshes
 from common.lab import bugs, equality
-from common.lab.equality import NotEqual, prove_class
+from common.lab.equality import NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.ranks import Ranks
-from course import strategies
-from course.data_parallel import by_hand
+from common.mesh import make_mesh
+from course.data_parallel import by_hand, fake_gpus
+from course.data_parallel import distributed_training as script
+from course.data_parallel.classroom import bugs as chapter_bugs
 
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, 0, CPU)
 
 
 def on(devices: int, strategy_class=by_hand.ThreadedDataParallelByHand):
-    return partial(strategy_class, devices=[CPU] * devices)
+    class OnDevices(strategy_class):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, devices=[CPU] * devices)
+
+    return OnDevices
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
 def test_equals_one_process_on_any_number_of_devices(devices):
     """Slices of 8 examples are 3, 3, 2 on three devices, and 2, 2, 2, 2 and none on five."""
-    rows = prove_class(on(devices), 1, f"{devices} devices")
+    rows = prove(on(devices), 1)
     assert len(rows) == len(equality.CASES)
     if devices == 1:
         assert all(row.bitwise for row in rows if row.case.accumulate == 1)
@@ -47,10 +53,10 @@ MISTAKES = {  # which even slices hide
 def test_a_mistake_that_even_slices_hide(mistake):
     right, wrong = MISTAKES[mistake]
     bug = bugs.Bug("ThreadedDataParallelByHand", right, wrong, "loss", "")
-    planted = bugs.Bugs(by_hand.__file__, {mistake: bug}).plant(mistake)
-    assert len(prove_class(on(2, planted), 1, mistake, UNEVEN)) == 2
+    planted = bugs.Bugs(chapter_bugs.__file__, {mistake: bug}).plant(mistake)
+    assert len(prove(on(2, planted), 1, cases=UNEVEN)) == 2
     with pytest.raises(NotEqual, match="loss of step 1"):
-        prove_class(on(3, planted), 1, mistake, UNEVEN)
+        prove(on(3, planted), 1, cases=UNEVEN)
 
 
 def test_slices_are_consecutive_and_may_be_uneven_or_fewer():
@@ -143,6 +149,27 @@ def test_threads_record_for_autograd_only_if_the_caller_does():
     assert by_hand.data_parallel(model, x, [CPU] * 2).requires_grad
 
 
+def test_threads_work_on_the_callers_stream(monkeypatch):
+    """No GPU is needed to see which stream is current where a replica runs. As with PyTorch, each thread has its own,
+    and a new thread the default one: there its kernels would not wait for the copies on the caller's."""
+    current = threading.local()
+
+    @contextmanager
+    def stream(chosen):
+        before, current.stream = getattr(current, "stream", None), chosen
+        yield
+        current.stream = before
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: getattr(current, "stream", f"default, {device}"))
+    slices = [SimpleNamespace(device=torch.device("cuda", place)) for place in (0, 1)]
+    replicas = [lambda part: torch.cuda.current_stream(part.device)] * 2
+    assert by_hand.parallel_apply(replicas, slices) == ["default, cuda:0", "default, cuda:1"]
+    with stream("the caller's"):
+        assert by_hand.parallel_apply(replicas, slices) == ["the caller's"] * 2
+
+
 def test_an_exception_in_a_thread_comes_out_with_its_traceback():
     class Fails(nn.Module):
         def forward(self, x):
@@ -160,36 +187,41 @@ def test_an_exception_in_a_thread_comes_out_with_its_traceback():
 
 def test_nothing_is_sent_and_every_rank_trains_by_itself():
     def on_rank():
-        sent = {}
-        ranks = Ranks(torch.distributed.get_rank(), 2, 0, CPU)
+        sent = []
         tokens = torch.arange(4 * equality.CONTEXT).view(4, -1) % equality.VOCABULARY
-        for hand in (False, True):
-            strategy = strategies.load("dp", hand)(equality.tied(), equality.sgd, ranks)
+        for version in (script.ThreadedDataParallel, by_hand.ThreadedDataParallelByHand):
+            strategy = version(equality.tied(), equality.sgd, make_mesh({"data": -1}))
             assert (strategy.data_rank, strategy.data_size) == (0, 1)
             with Ledger() as ledger:
                 strategy.step([(tokens, tokens)])
-            sent[hand] = len(ledger.entries)
+            sent.append(len(ledger.entries))
         return sent
 
-    assert launch(on_rank, 2) == [{False: 0, True: 0}] * 2
+    assert launch(on_rank, 2) == [[0, 0]] * 2
 
 
-def test_without_two_gpus_it_says_what_it_does_instead(capsys):
-    assert by_hand.devices_of(ALONE) == [CPU, CPU]
-    assert capsys.readouterr().err == "note: no two GPUs for nn.DataParallel; dp by hand uses 'cpu' twice\n"
-    assert by_hand.devices_of(Ranks(1, 2, 1, CPU)) == [CPU, CPU]
-    assert capsys.readouterr().err == ""
+def test_without_two_gpus_it_says_what_it_does_instead(capfd):
+    def on_rank():
+        assert by_hand.devices_of(make_mesh({"data": -1})) == [CPU, CPU]
+
+    note = "note: no two GPUs for nn.DataParallel; dp by hand uses 'cpu' twice"
+    for ranks in (1, 2):
+        launch(on_rank, ranks)
+        assert capfd.readouterr().out == f"[rank 0] {note}\n"
 
 
-def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(monkeypatch):
-    """No GPU is needed to see which class is chosen, for which devices, and what its threads would compute in."""
-    from course.data_parallel import distributed_training as script
-    made = []
-    monkeypatch.setattr(script.nn, "DataParallel", lambda model, devices: made.append((model, devices)) or model)
-    monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    gpu = torch.device("cuda", 0)
-    strategy = script.ThreadedDataParallel(Asks(), equality.sgd, Ranks(0, 1, 0, gpu), precision="bf16")
+def with_two_gpus() -> int:
+    """As if there were two GPUs: which class is chosen, for which devices, and what its threads would compute in."""
+    made, gpu, mesh = [], torch.device("cuda", 0), make_mesh({"data": -1})
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (by_hand, meshes):
+            patch.setattr(module, "device_of", lambda mesh: gpu)
+        patch.setattr(script.nn, "DataParallel", lambda model, devices: made.append((model, devices)) or model)
+        patch.setattr(nn.Module, "to", lambda self, device: self)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        strategy = script.ThreadedDataParallel(Asks(), equality.sgd, mesh, precision="bf16")
+    if mesh.size() > 1:
+        return len(made)
     ((model, devices),) = made
     assert model is strategy.model and devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
     types = []
@@ -198,14 +230,17 @@ def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right(mon
     thread.start()
     thread.join()
     assert types == [torch.bfloat16] != [torch.get_autocast_dtype("cuda")]  # which a new thread has set to float16
-    script.ThreadedDataParallel(Asks(), equality.sgd, Ranks(1, 2, 0, gpu))  # of several ranks, each has one GPU
-    assert len(made) == 1
+    return len(made)
+
+
+def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right():
+    assert launch(with_two_gpus, 1) == [1]
+    assert launch(with_two_gpus, 2) == [0, 0]  # of several ranks, each has one GPU
 
 
 def counted_on_pretended_gpus(count: int, bad_gather: bool = False):
     """Bytes after each move, and copied, for a small model with tied weights on GPUs that are not there."""
-    from course.data_parallel import fake_gpus as pretend
-    with pretend.pretend_gpus(count, equality.tied) as (devices, model, meter):
+    with fake_gpus.pretend_gpus(count, equality.tied) as (devices, model, meter):
         inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
         slices = by_hand.scatter(inputs, devices)
         replicas = by_hand.replicate(model, devices)

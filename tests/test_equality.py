@@ -5,49 +5,61 @@ import types
 
 import pytest
 import torch
-from course.strategies import STRATEGIES
 
 from common.lab import equality
-from common.lab.equality import CASES, NotEqual, agree, prove, prove_class
+from common.lab.equality import CASES, NotEqual, agree, prove
 from common.lab.launch import RankFailed
-from course import strategies
+from common.state import whole
+from course.data_parallel.classroom.bugs import BUGS as DATA_PARALLEL_BUGS
+from course.ddp.classroom.bugs import BUGS as DDP_BUGS
+from course.ddp.classroom.check_loading import check_loading
+from course.fsdp.classroom.bugs import BUGS as FSDP_BUGS
+from course.model_parallel.classroom.bugs import BUGS as MODEL_PARALLEL_BUGS
+from course.pipeline.classroom.bugs import BUGS as PIPELINE_BUGS
+from course.strategies import STRATEGIES, load
 
 PROOFS = [
-    (name, by_hand, nproc)
+    (name, implementation, nproc)
     for name, entry in STRATEGIES.items()
-    for by_hand, version in ((False, entry.torch), (True, entry.by_hand))
-    if version
-    for nproc in entry.sizes(by_hand)
+    if name != "mesh"
+    for implementation in entry().implementations
+    for nproc in entry().sizes(implementation)
 ]
 
 
-@pytest.mark.parametrize("strategy, by_hand, nproc", PROOFS)
-def test_equals_one_process(strategy, by_hand, nproc):
-    rows = prove(strategy, by_hand, nproc)
-    assert [row.case for row in rows] == CASES
+@pytest.mark.parametrize("strategy, implementation, nproc", PROOFS)
+def test_equals_one_process(strategy, implementation, nproc):
+    proofs = prove(load(strategy, implementation), nproc)
+    assert [proof.case for proof in proofs] == CASES
     # Nothing is added up in another order, unless there are micro-batches, devices, parts of sums, blocks, experts, or
     # shards, over which the norm by which gradients are clipped is taken.
-    shards = by_hand and strategy in ("zero1", "zero2", "fsdp")
+    shards = implementation == "by-hand" and strategy in ("zero1", "zero2", "fsdp")
     if nproc == 1 and not shards and strategy not in ("dp", "tensor", "sequence", "context", "expert", "pipeline"):
-        assert [row.bitwise for row in rows if row.case.accumulate == 1] == [True] * 4
+        assert [proof.bitwise for proof in proofs if proof.case.accumulate == 1] == [True] * 4
 
 
 def test_the_table_is_proved_as_declared():
-    assert {name for name, _, _ in PROOFS} == set(STRATEGIES)
+    assert {name for name, _, _ in PROOFS} == set(STRATEGIES) - {"mesh"}
     assert {nproc for _, _, nproc in PROOFS} == {1, 2, 4}
     assert {(case.make_optimizer.__name__, case.accumulate) for case in CASES} == {
         ("sgd", 1), ("sgd", 3), ("adamw", 1), ("adamw", 3),
     }  # fmt: skip
 
 
-CHAPTERS = ("02_data_parallel", "03_ddp", "04_model_parallel", "05_pipeline", "06_fsdp")
-BUGS = [(chapter, name) for chapter in CHAPTERS for name in strategies.module(chapter, "bugs").BUGS]
+CHAPTERS = {
+    "02_data_parallel": DATA_PARALLEL_BUGS,
+    "03_ddp": DDP_BUGS,
+    "04_model_parallel": MODEL_PARALLEL_BUGS,
+    "05_pipeline": PIPELINE_BUGS,
+    "06_fsdp": FSDP_BUGS,
+}
+BUGS = [(chapter, name) for chapter, bugs in CHAPTERS.items() for name in bugs]
 TELLING, ON_THREE = ([c for c in CASES if c.make_optimizer is equality.sgd and c.accumulate == n] for n in (3, 1))
 
 
 @pytest.mark.parametrize("chapter, name", BUGS)
 def test_bug_is_refused(chapter, name):
-    bugs = strategies.module(chapter, "bugs").BUGS
+    bugs = CHAPTERS[chapter]
     bug, waits = bugs[name], bugs[name].refused_by == "timeout"
     error = bug.refused_by.removeprefix("error: ") if bug.refused_by.startswith("error: ") else None
     with pytest.raises(RankFailed if waits or error else NotEqual) as refusal:
@@ -64,20 +76,20 @@ def examine(strategy_class, nproc, who, timeout=60.0):
     """Raise unless it trains as one process does and all ranks agree. A function is a way of loading: unless it loads
     what it should."""
     if isinstance(strategy_class, types.FunctionType):
-        return check_loading.check_loading([strategy_class], nproc)
+        return check_loading([strategy_class], nproc)
     cases = TELLING if equality.BATCH % (3 * nproc) == 0 else ON_THREE
-    rows = prove_class(strategy_class, nproc, who, cases, timeout)
+    proofs = prove(strategy_class, nproc, cases=cases, timeout=timeout, who=who)
     agree(strategy_class, nproc, who)
-    return rows
+    return proofs
 
 
 def test_without_a_bug_the_cases_that_refuse_bugs_pass():
-    assert len(examine(strategies.load("ddp", True), 2, "ddp")) == len(TELLING) == 2
+    assert len(examine(load("ddp", True), 2, "ddp")) == len(TELLING) == 2
 
 
 def test_adamw_alone_would_not_see_a_wrong_scale():
     """Why the cases have SGD: AdamW's steps are the same for gradients of half the size, so the loss is too."""
-    wrong = ddp_bugs.BUGS.plant("too_small")
+    wrong = DDP_BUGS.plant("too_small")
     case = equality.Case(equality.tied, equality.adamw, accumulate=1, max_norm=100.0)
     outcome = equality.launch(equality.on_ranks, 2, (wrong, [case]))[0][0]
     (reference,) = equality.references((case,))
@@ -90,7 +102,7 @@ class DoesNothing:
 
     data_rank, data_size = 0, 1
 
-    def __init__(self, model, make_optimizer, ranks, max_norm):
+    def __init__(self, model, make_optimizer, mesh, options, max_norm):
         self.model = model
 
     def step(self, micro_batches):
@@ -99,17 +111,23 @@ class DoesNothing:
     def full_state(self):
         return {"model": self.model.state_dict(), "optimizer": {}}
 
+    def parts(self):
+        return []
+
+    def optimizer_state(self):
+        return {}
+
 
 def test_a_proof_about_nothing_is_refused():
     with pytest.raises(NotEqual) as refusal:
-        prove_class(DoesNothing, 1, "nothing", CASES[:1])
+        prove(DoesNothing, 1, cases=CASES[:1])
     assert refusal.value.what == "loss"
 
 
-def test_a_reference_that_does_not_train_is_refused(monkeypatch):
+def test_a_reference_that_does_not_train_is_refused():
     still = equality.Case(equality.tied, lambda p: torch.optim.SGD(p, lr=0.0), accumulate=1, max_norm=0.3)
     with pytest.raises(NotEqual) as refusal:
-        prove_class(strategies.load("single", False), 1, "single", [still])
+        prove(load("single"), 1, cases=[still])
     assert refusal.value.what == "nothing changed"
 
 
@@ -124,3 +142,22 @@ def test_a_missing_tensor_is_refused():
     with pytest.raises(NotEqual) as refusal:
         equality.compare(CASES[0], reference, [equality.Outcome(reference.losses, reference.grad_norms, wrong)], "off")
     assert refusal.value.what == "optimizer"
+
+
+def test_what_another_rank_than_0_holds_is_compared():
+    (reference,) = equality.references((CASES[0],))
+    numbers = reference.losses, reference.grad_norms
+    name, expected = "model/blocks.0.mlp.up.weight", reference.state["model/blocks.0.mlp.up.weight"]
+
+    def held(values):
+        ranks = [equality.Outcome(*numbers, reference.state), equality.Outcome(*numbers, {})]
+        ranks[1].own.append((name, whole(expected), values.flatten()))
+        return ranks
+
+    equality.compare(CASES[0], reference, held(expected), "right")
+    off = expected.clone()
+    off[3, 5] *= 1.01
+    off[3, 5] += 0.01
+    with pytest.raises(NotEqual, match=r"as rank 1 holds it, differs by .* one process has") as refusal:
+        equality.compare(CASES[0], reference, held(off), "off")
+    assert refusal.value.what == "parameters"

@@ -1,26 +1,34 @@
 """The reducer of chapter 03: bit by bit what DistributedDataParallel computes, and clear about what it cannot."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from common.errors import UserError
-from common.lab import equality
+from common.lab import bugs, equality
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
+from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
-from common.ranks import Ranks
-from course.ddp import by_hand
+from course.ddp import by_hand, distributed_training
+from course.ddp.classroom import bugs as chapter_bugs
 
 CAP = 0.02  # MiB: a few buckets for a small model
+VERSIONS = {"pytorch": distributed_training.DDP, "by hand": by_hand.DDPByHand}
 
 
 def gpt() -> GPT:
     torch.manual_seed(0)
     return GPT(layers=2, width=32, heads=2, context=16)
+
+
+def world() -> dist.ProcessGroup:
+    return dist.group.WORLD
 
 
 def backward(model, tokens) -> None:
@@ -42,29 +50,38 @@ def order_of_arrival(model) -> list[nn.Parameter]:
     return order
 
 
-def both_ways() -> tuple[list[int], str, list[int]]:
+def both_ways(in_place: bool, accumulate: int, options: dict) -> tuple[list[int], str, list[int]]:
     """How many gradients differ in each step; and the bytes of the buckets, PyTorch's and ours."""
     torchs, ours = gpt(), gpt()
-    parallel = DistributedDataParallel(torchs, bucket_cap_mb=CAP)
+    parallel = DistributedDataParallel(torchs, bucket_cap_mb=CAP, **options)
     order = order_of_arrival(ours)
-    reducer = by_hand.Reducer(ours, order=order, bucket_mb=CAP)
+    reducer = by_hand.Reducer(ours, world(), order=order, bucket_mb=CAP)
     different = []
     for tokens in own_tokens(steps=4):
         torchs.zero_grad()
-        ours.zero_grad()
-        backward(parallel, tokens)
-        backward(ours, tokens)
+        (reducer if in_place else ours).zero_grad()
+        *first, last = tokens.chunk(accumulate)
+        with parallel.no_sync(), reducer.no_sync():
+            for part in first:
+                backward(parallel, part)
+                backward(ours, part)
+        backward(parallel, last)
+        backward(ours, last)
         reducer.finish()
+        assert all(p.grad is reducer.views[index] for index, p in enumerate(reducer.parameters))
         pairs = zip(torchs.parameters(), ours.parameters(), strict=True)
         different.append(sum(not torch.equal(one.grad, other.grad) for one, other in pairs))
     sizes = parallel._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     return different, sizes, [flat.numel() * flat.element_size() for flat in reducer.flat]
 
 
+@pytest.mark.parametrize("in_place, accumulate", [(True, 1), (True, 2), (False, 2)])
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-def test_gradients_are_pytorchs_bit_by_bit(nproc):
-    """From its second step on: before, DistributedDataParallel has one bucket, and orders the sums by that."""
-    for different, torchs, ours in launch(both_ways, nproc):
+def test_gradients_are_pytorchs_bit_by_bit(nproc, in_place, accumulate):
+    """From its second step on: before, DistributedDataParallel has one bucket, and orders the sums by that. So also
+    where something else than the reducer sets gradients to None."""
+    options = {"gradient_as_bucket_view": in_place}
+    for different, torchs, ours in launch(both_ways, nproc, (in_place, accumulate, options)):
         assert different[1:] == [0, 0, 0]
         assert torchs == ", ".join(map(str, ours)) and len(ours) > 2
         if nproc == 2:  # a sum of two has only one order
@@ -78,6 +95,24 @@ def test_buckets_are_cut_as_pytorch_cuts_them():
         assert by_hand.assign(parameters, cap) == torchs
 
 
+def in_its_own_group() -> tuple[float, float]:
+    """Ranks 0, 1 and ranks 2, 3 are two groups, as in a mesh with another axis: each averages for itself."""
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    group = mesh["data"].get_group()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, dist.get_rank())
+    reducer = by_hand.Reducer(model, group)
+    weight = model.weight.item()
+    model(torch.full((1, 1), 10.0 ** dist.get_rank())).sum().backward()
+    reducer.finish()
+    return weight, model.weight.grad.item()
+
+
+def test_it_talks_in_its_group_alone():
+    """With {"data": 2, "tensor": 2}, ranks 0 and 2 hold copies of one model, and ranks 1 and 3 of another."""
+    assert launch(in_its_own_group, 4) == [(0.0, 50.5), (1.0, 505.0)] * 2
+
+
 class Branches(nn.Module):
     """Only one of two layers is used, as the caller says; a third never is."""
 
@@ -89,21 +124,22 @@ class Branches(nn.Module):
         return self.layers[branch](x)
 
 
-def branch_by_rank(find_unused: bool) -> list[torch.Tensor | None]:
+def branch_by_rank(find_unused: bool, in_place: bool = False) -> list[torch.Tensor | None]:
     torch.manual_seed(0)
     model = Branches()
     each = 1e-6  # MiB: a bucket for each layer, complete in another order on each rank
-    reducer = by_hand.Reducer(model, bucket_mb=each, find_unused=find_unused)
+    reducer = by_hand.Reducer(model, world(), bucket_mb=each, find_unused=find_unused)
     for step in range(2):
-        model.zero_grad()
+        (reducer if in_place else model).zero_grad()
         model(torch.ones(1, 4), (dist.get_rank() + step) % 2).sum().backward()
         reducer.finish()
     return [layer.weight.grad for layer in model.layers]
 
 
-def test_unused_parameters():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_unused_parameters(in_place):
     """Each of two layers gets a gradient of ones from one rank of two: on average one half. The third gets none."""
-    for first, second, third in launch(branch_by_rank, 2, (True,)):
+    for first, second, third in launch(branch_by_rank, 2, (True, in_place)):
         assert torch.equal(first, torch.full((4, 4), 0.5)) and torch.equal(second, first)
         assert third is None  # not zero: a zero gradient would let weight decay and momentum go on
 
@@ -114,50 +150,211 @@ def test_a_parameter_without_a_gradient_is_named():
     assert failure.value.rank in (0, 1)
 
 
-def unused_in_step(by_hand: bool) -> str:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    model = equality.tied()
-    model.extra = nn.Linear(2, 2)
-    strategy = load("ddp", by_hand)(model, equality.sgd, ranks)
-    tokens = torch.zeros(2, 9, dtype=torch.int64)
-    with pytest.raises(UserError) as refusal:
-        strategy.step([(tokens[:, :-1], tokens[:, 1:])])
-    return str(refusal.value)
+class Sometimes(nn.Module):
+    """Tokens [batch, time] -> logits. An example whose first token is below 8 goes through a branch, too: so one
+    process, with the whole batch, always uses the branch, and a micro-batch need not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.branch, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if (tokens[:, 0] < 8).any():
+            pairs = zip(tokens, x, strict=True)
+            x = torch.stack([part + self.branch(part) if own[0] < 8 else part for own, part in pairs])
+        return self.head(x)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_both_versions_name_it(by_hand):
-    for line in launch(unused_in_step, 1, (by_hand,)):
-        assert line.startswith("parameter extra.weight and 1 more got no gradient in this step: ")
-        assert len(line.splitlines()) == 1
+# For each of two ranks: does its first, does its second micro-batch use the branch?
+PATTERNS = {
+    "in the first on rank 0, in the last on rank 1": ((True, False), (False, True)),
+    "in the first alone": ((True, False), (True, False)),
+    "in the first on rank 0, never on rank 1": ((True, False), (False, False)),
+    "in the last alone": ((False, True), (False, True)),
+    "always": ((True, True), (True, True)),
+    "never": ((False, False), (False, False)),
+}
+LEFT_OUT = [name for name, pattern in PATTERNS.items() if not all(last for *_, last in pattern)]
 
 
-def unequal(kind: str) -> str:
+def micro_batches(rank: int, pattern) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for used in pattern[rank]:
+        tokens = torch.randint(8, 16, (3, 5), generator=generator)
+        tokens[1, 0] = 1 if used else 9
+        batches.append((tokens, tokens.roll(1, 1)))
+    return batches
+
+
+def sometimes() -> Sometimes:
+    torch.manual_seed(0)
+    return Sometimes()
+
+
+def trained_by(strategy_class, patterns: list) -> dict[str, torch.Tensor]:
+    strategy = strategy_class(sometimes(), equality.sgd, make_mesh({"data": -1}))
+    for pattern in patterns:
+        strategy.step(micro_batches(dist.get_rank(), pattern))
+    return {name: parameter.detach() for name, parameter in strategy.model.named_parameters()}
+
+
+def trained_alone(patterns: list) -> dict[str, torch.Tensor]:
+    model = sometimes()
+    optimizer = equality.sgd(model.parameters())
+    for pattern in patterns:
+        batches = [batch for rank in (0, 1) for batch in micro_batches(rank, pattern)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def finds_unused(strategy_class=by_hand.DDPByHand):
+    """The version by hand, told to look for unused parameters."""
+
+    class Finds(strategy_class):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.reducer.find_unused = True
+
+    return Finds
+
+
+def equals_alone(strategy_class, patterns: list) -> None:
+    alone = trained_alone(patterns)
+    first, second = launch(trained_by, 2, (strategy_class, patterns), timeout=20)
+    for name, expected in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], expected, rtol=1e-5, atol=1e-6)
+        before = sometimes().get_parameter(name)
+        used = any(uses for pattern in patterns for rank in pattern for uses in rank)
+        assert torch.equal(before, expected) != (used or not name.startswith("branch"))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_branch_that_some_micro_batches_use(name):
+    """Looking for unused parameters: equal to one process, whichever rank and micro-batch uses the branch."""
+    equals_alone(finds_unused(), [PATTERNS[name]])
+
+
+def test_a_branch_that_comes_and_goes():
+    """Step by step other patterns, and momentum in between: what is left of a step must not come up in the next."""
+    equals_alone(finds_unused(), list(PATTERNS.values()))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", set(PATTERNS) - set(LEFT_OUT))
+def test_the_last_micro_batch_has_to_use_everything_and_then_all_is_well(name, version):
+    equals_alone(VERSIONS[version], [PATTERNS[name]] * 2)
+
+
+def refusal_of(strategy_class, pattern) -> str:
+    """The line of the UserError with which the launch ended; "" if it ended otherwise."""
+    try:
+        launch(trained_by, 2, (strategy_class, [pattern]), timeout=10)
+    except RankFailed as failure:
+        found = re.findall("UserError: (.*)", str(failure))
+        return found[0] if found else ""
+    return ""
+
+
+def names_the_branch(strategy_class, names=LEFT_OUT) -> None:
+    for name in names:
+        refusal = refusal_of(strategy_class, PATTERNS[name])
+        assert refusal.startswith("parameter branch.weight and 1 more got no gradient in this step: "), refusal
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_branch_that_the_last_micro_batch_leaves_out_is_named(name, version):
+    """If not, ranks go on with different weights, or send the loss while another rank sends a bucket (SIGABRT)."""
+    names_the_branch(VERSIONS[version], [name])
+
+
+def unequal(kind: str, reducer_class=by_hand.Reducer) -> str:
     last = dist.get_rank() == 1
     layers = [nn.Linear(4, 5 if kind == "shape" and last else 4)]
     layers += [nn.Linear(4, 4)] if kind == "more" and last else []
+    model = nn.Sequential(*layers)
+    if kind == "frozen" and last:
+        model[0].bias.requires_grad_(False)
+    if kind == "buffer":
+        model.register_buffer("mask", torch.zeros(3 if last else 2), persistent=False)
+    if kind == "order":
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("ba" if last else "ab")})
     with pytest.raises(UserError) as refusal:
-        by_hand.Reducer(nn.Sequential(*layers))
+        reducer_class(model, world())
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("shape", "0.weight is of shape [4, 4], torch.float32 on rank 0 and of shape [5, 4], torch.float32 on rank 1"),
-        ("more", "1.weight is missing on rank 0 and of shape [4, 4], torch.float32 on rank 1"),
-    ],
-)
-def test_unequal_models_are_named_on_every_rank(kind, told):
+WEIGHT = "of shape [4, 4], torch.float32"
+DIFFERENT = {
+    "shape": f"0.weight is {WEIGHT} on rank 0 and of shape [5, 4], torch.float32 on rank 1",
+    "more": f"1.weight is missing on rank 0 and {WEIGHT} on rank 1",
+    "frozen": "0.bias is of shape [4], torch.float32 on rank 0 and of shape [4], torch.float32, frozen on rank 1",
+    "buffer": "mask is of shape [2], torch.float32, a buffer on rank 0 and of shape [3], torch.float32, a buffer on "
+    "rank 1",
+    "order": "where rank 0 has a.weight, rank 1 has b.weight",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_unequal_models_are_named_on_every_rank(kind):
     for line in launch(unequal, 2, (kind,)):
-        assert line == f"the ranks' models differ: {told}; build the same model on every rank"
+        assert line == f"the ranks' models differ: {DIFFERENT[kind]}; build the same model on every rank"
+
+
+def tells_them_apart(reducer_class) -> None:
+    for kind in DIFFERENT:
+        launch(unequal, 2, (kind, reducer_class), timeout=10)
+
+
+def comes_and_goes(strategy_class) -> None:
+    equals_alone(finds_unused(strategy_class), list(PATTERNS.values()))
+
+
+# What the checks above have to refuse: name -> (the check, what is right in by_hand.py, what stands there instead)
+MISTAKES = {
+    "the loss before the buckets": (
+        names_the_branch,
+        "        self.reducer.finish()\n",
+        "        dist.all_reduce(loss.clone(), group=self.group)\n        self.reducer.finish()\n",
+    ),
+    "a gradient from any micro-batch is enough": (
+        names_the_branch,
+        "require_gradients(self.model, without={self.parameters[index] for index in late})",
+        "require_gradients(self.model, without={p for p in self.parameters if p.grad is None})",
+    ),
+    "only the last backward pass counts": (comes_and_goes, "index in self.reached and", "index not in late and"),
+    "used in a step before": (comes_and_goes, "        self.reached.clear()\n", ""),
+    "unused are zeros": (comes_and_goes, "self.views[index] if anywhere else None", "self.views[index]"),
+    "unused on this rank": (comes_and_goes, "dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)", "pass"),
+    "buffers may differ": (tells_them_apart, "model.named_buffers()", "()"),
+    "frozen or not": (tells_them_apart, "not tensor.requires_grad", "False"),
+    "in whatever order": (tells_them_apart, "if first != second:", "if False:"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused(name):
+    check, right, wrong = MISTAKES[name]
+    target = "Reducer" if check is tells_them_apart else "DDPByHand"
+    inside = "same_on_all_ranks" if check is tells_them_apart else ""
+    bug = bugs.Bug(target, right, wrong, "", "", inside=inside)
+    planted = bugs.Bugs(chapter_bugs.__file__, {name: bug}).plant(name)
+    with pytest.raises((AssertionError, RankFailed)):
+        check(planted)
 
 
 def messages() -> tuple[list[dict], int, list[int]]:
     """Collectives of three backward passes, two of them without synchronisation; the buckets that are still
     incomplete at each launch."""
     model, incomplete = gpt(), []
-    reducer = by_hand.Reducer(model, bucket_mb=CAP)
+    reducer = by_hand.Reducer(model, world(), bucket_mb=CAP)
     launch_buckets = reducer.launch
 
     def launch_and_note():

@@ -13,57 +13,35 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from course.strategies import ROOT, load
+from helpers import SMALL, configure, metrics, numbers, train
 
-from common.config import Config
+from common import ROOT
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
-from common.ranks import Ranks
+from common.run import INTERRUPTED
 from common.run_dir import RunDirectory
-from common.task import make_task
-from common.train import INTERRUPTED, learning_rate, train
 
-TEXT = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12, "checkpoint_every": 2, "steps": 4}
+TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
-
-
-def train_all(configs: list[Config]) -> None:
-    """On each rank of a launch: what a script's main does, once for each configuration."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    for config in configs:
-        task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
-        )
-        train(strategy, task, config, ranks)
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(folder: Path) -> list[float]:
-    return [value for record in metrics(folder) for value in (record["loss"], record["grad_norm"])]
 
 
 def test_the_promise(tmp_path):
     """Loss and gradient norm of every step: the same for every strategy, implementation, world size, accumulation."""
 
-    single = [{"strategy": "single"}, {"strategy": "single", "accumulate": 3}]
-    ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulate": 3}]
+    single = [{"strategy": "single"}, {"strategy": "single", "accumulation_steps": 3}]
+    ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulation_steps": 3}]
     text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
     images = {1: single, 2: ddp, 4: ddp[2:]}  # five million parameters each: enough is enough
     runs = {
         nproc: [
-            Config(**settings, **variant, run_dir=str(tmp_path / f"{settings is IMAGES}-{nproc}-{number}"))
+            configure(size=nproc, **settings, **variant, run_dir=tmp_path / f"{settings is IMAGES}-{nproc}-{number}")
             for settings, variants in ((TEXT, text), (IMAGES, images))
             for number, variant in enumerate(variants[nproc])
         ]
         for nproc in (1, 2, 4)
     }
     for nproc, todo in runs.items():
-        launch(train_all, nproc, (todo,), timeout=120)
+        launch(train, nproc, (todo,), timeout=120)
     for task in ("text", "images"):
         folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
         assert len(folders) == (15 if task == "text" else 6)
@@ -75,51 +53,52 @@ def test_the_promise(tmp_path):
 
 
 def test_the_run_directory(tmp_path):
-    config = Config(**TEXT, strategy="ddp", run_dir=str(tmp_path / "run"))
-    launch(train_all, 2, ([config],))
+    config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
+    launch(train, 2, ([config],))
     folder = tmp_path / "run"
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoint-000002.pt", "checkpoint-000004.pt", "config.json", "loss.png", "metrics.jsonl"]
     facts = json.loads((folder / "config.json").read_text())
-    assert facts["config"] == config.__dict__
+    assert facts["config"] == config.settings()
     assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert [record["learning_rate"] for record in records] == [learning_rate(config, step) for step in range(4)]
+    assert [record["learning_rate"] for record in records] == [2e-3 * step / 20 for step in (1, 2, 3, 4)]
     assert all(record["tokens_per_second"] == pytest.approx(12 * 16 / record["step_seconds"]) for record in records)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_resume_elsewhere_and_differently(tmp_path):
     """Stopped on two ranks with DDP, resumed on one process: as if it had never stopped."""
-    whole = Config(**TEXT | {"steps": 6}, strategy="single", run_dir=str(tmp_path / "whole"))
-    first = Config(**TEXT | {"steps": 3}, strategy="ddp", run_dir=str(tmp_path / "parts"))
-    then = Config(**TEXT | {"steps": 5}, strategy="single", accumulate=3, run_dir=first.run_dir, resume=True)
-    last = Config(**TEXT | {"steps": 6}, strategy="ddp", by_hand=True, run_dir=first.run_dir, resume=True)
-    launch(train_all, 1, ([whole],))
-    launch(train_all, 2, ([first],))
-    launch(train_all, 1, ([then],))
+    parts = tmp_path / "parts"
+    whole = configure(**TEXT | {"steps": 6}, strategy="single", run_dir=tmp_path / "whole")
+    launch(train, 1, ([whole],))
+    first = configure(size=2, **TEXT | {"steps": 3}, strategy="ddp", run_dir=parts)
+    launch(train, 2, ([first],))
+    then = configure(**TEXT | {"steps": 5}, strategy="single", accumulation_steps=3, run_dir=parts, resume=True)
+    launch(train, 1, ([then],))
     # A checkpoint that is older than the metrics: the steps after it are done again, and stand there once.
-    (tmp_path / "parts" / "checkpoint-000005.pt").unlink()
-    launch(train_all, 2, ([last],))
+    (parts / "checkpoint-000005.pt").unlink()
+    last = configure(size=2, **TEXT | {"steps": 6}, strategy="ddp", by_hand=True, run_dir=parts, resume=True)
+    launch(train, 2, ([last],))
     assert [record["step"] for record in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
     assert numbers(tmp_path / "parts") == pytest.approx(numbers(tmp_path / "whole"), rel=2e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near(precision, tmp_path):
-    config = Config(**TEXT, strategy="ddp", precision=precision, run_dir=str(tmp_path / "half"))
-    full = Config(**TEXT, strategy="ddp", run_dir=str(tmp_path / "full"))
-    launch(train_all, 2, ([config, full],))
+    config = configure(size=2, **TEXT, strategy="ddp", precision=precision, run_dir=tmp_path / "half")
+    full = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "full")
+    launch(train, 2, ([config, full],))
     half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
     assert [r["loss"] for r in half] == pytest.approx([r["loss"] for r in full], rel=2e-2)
     assert [r["loss"] for r in half] != [r["loss"] for r in full]
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    config = Config(**TEXT | {"optimizer": "sgd", "lr": 1e38}, strategy="single", run_dir=str(tmp_path / "run"))
+    config = configure(**TEXT | {"optimizer": "sgd", "lr": 1e38}, strategy="single", run_dir=tmp_path / "run")
     with pytest.raises(RankFailed, match=r"the loss is nan at step \d; try a smaller --lr"):
-        launch(train_all, 1, ([config],))
+        launch(train, 1, ([config],))
 
 
 def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen:
@@ -185,8 +164,8 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
 
 def test_a_full_disk_loses_nothing(tmp_path):
     """The first checkpoints fit, then there is no room: as on a full disk, writing fails, here at a size limit."""
-    config = Config(**TEXT, strategy="single", run_dir=str(tmp_path / "run"))
-    launch(train_all, 1, ([config],))
+    config = configure(**TEXT, strategy="single", run_dir=tmp_path / "run")
+    launch(train, 1, ([config],))
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("checkpoint-*.pt")}
     process = start(
         "--resume",
@@ -206,15 +185,22 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+def in_folder(folder: Path):
+    """Settings of a run in a folder that may hold one already."""
+    config = configure(run_dir=folder / "new", strategy="single")
+    config.run_dir = str(folder)
+    return config
+
+
 def test_metrics_on_a_full_disk(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    run = RunDirectory(in_folder(tmp_path), world_size=1)
     with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir"):
         run.log({"step": 1})
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
-    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    run = RunDirectory(in_folder(tmp_path), world_size=1)
     path = run.save({"step": 1, "model": {}})
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
@@ -224,7 +210,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    run = RunDirectory(Config(run_dir=str(tmp_path), strategy="single"), world_size=1)
+    run = RunDirectory(in_folder(tmp_path), world_size=1)
     for step in (5, 10, 100, 1000):
         run.save({"step": step})
     assert [path.name for path in run.checkpoints()] == ["checkpoint-000100.pt", "checkpoint-001000.pt"]

@@ -79,8 +79,8 @@ BUGS = Bugs(
         ),
         "same_slice": bug(
             inside="parallel_apply",
-            right="pool.map(apply, replicas, slices)",
-            wrong="pool.map(apply, replicas, slices[:1] * len(replicas))",
+            right="pool.map(apply, replicas, slices, streams)",
+            wrong="pool.map(apply, replicas, slices[:1] * len(replicas), streams)",
             refused_by="loss",
             why="Every replica computes the first slice.",
         ),

@@ -4,16 +4,16 @@
     python bugs.py NAME            by_hand.py or loading.py with the mistake in it, in one place
     python bugs.py NAME --answer   the place, and the check that refuses it
 
-Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that is
-off, ranks that no longer hold the same, or ranks that wait for each other in vain; or by that of what the ranks read
-with what they should (proof.py).
+Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that
+is off, ranks that no longer hold the same, or ranks that wait for each other in vain; or by that of what the ranks
+read with what they should (check_loading.py).
 """
 
 from functools import partial
 
 from common.lab.bugs import Bug, Bugs
 
-bug = partial(Bug, "DataParallelByHand", ranks=2)
+bug = partial(Bug, "DDPByHand", ranks=2)
 
 BUGS = Bugs(
     __file__,
@@ -21,7 +21,7 @@ BUGS = Bugs(
         "too_large": bug(
             right="1 / self.size",
             wrong="1.0",
-            inside="ready",
+            inside="launch",
             refused_by="grad_norm",
             why="Gradients are summed over the ranks, not averaged. AdamW's steps do not depend on the scale of the "
             "gradient, so its loss curve looks fine; SGD's learning rate is N times what was asked for.",
@@ -29,21 +29,21 @@ BUGS = Bugs(
         "too_small": bug(
             right="1 / self.size",
             wrong="1 / self.size**2",
-            inside="ready",
+            inside="launch",
             refused_by="grad_norm",
             why="Gradients are divided by the number of ranks twice: once would have been done by a loss that was "
             "divided already.",
         ),
         "wrong_tensor": bug(
-            right="parameter.grad, 1",
-            wrong="parameter.data, 1",
-            inside="ready",
+            right="self.missing[self.bucket_of[index]].remove(index)",
+            wrong="self.views[index].copy_(parameter)\n        self.missing[self.bucket_of[index]].remove(index)",
+            inside="put",
             refused_by="grad_norm",
             why="The hook reduces the parameter, not its gradient: the optimizer is handed the weights for a gradient.",
         ),
         "never_reduced": bug(
-            right="self.works.append(dist.all_reduce(self.flat[len(self.works)], async_op=True))",
-            wrong="self.works.append(dist.all_reduce(self.flat[len(self.works)].clone(), async_op=True))",
+            right="dist.all_reduce(bucket, group=self.group, async_op=True)",
+            wrong="dist.all_reduce(bucket.clone(), group=self.group, async_op=True)",
             inside="launch",
             refused_by="grad_norm",
             why="A copy is reduced, and thrown away. Every rank trains a model of its own on its own slice, and each "
@@ -66,14 +66,14 @@ BUGS = Bugs(
             "clipped gradients is not the clipped mean.",
         ),
         "own_weights": bug(
-            right="dist.broadcast(tensor.detach(), src=0)",
+            right="broadcast_module(model, group)",
             wrong="pass",
             inside="__init__",
             refused_by="loss",
             why="Ranks seeded differently start from different weights, and equal gradients keep them apart.",
         ),
         "drifting_buffers": bug(
-            right="dist.broadcast(buffer, src=0)",
+            right="dist.broadcast(buffer, group=self.group, group_src=0)",
             wrong="pass",
             inside="finish",
             refused_by="agreement",
@@ -95,7 +95,7 @@ BUGS = Bugs(
             "alone.",
         ),
         "leftovers": bug(
-            right="self.optimizer.zero_grad()",
+            right="self.reducer.zero_grad()",
             wrong="pass",
             refused_by="grad_norm",
             why="Gradients of the step before are still there, and are added to.",
@@ -107,14 +107,15 @@ BUGS = Bugs(
             why="Every rank reports the loss of its own last micro-batch. Training is right; the curve is not.",
         ),
         "same_slice": bug(
-            right="self.data_rank, self.data_size = ranks.rank, ranks.size",
-            wrong="self.data_rank, self.data_size = 0, ranks.size",
+            right="self.group = axis(mesh, \"data\").group",
+            wrong="self.group, self.data_rank = axis(mesh, \"data\").group, 0",
             refused_by="loss",
             why="All ranks read the first slice of each batch: N times the work, for one rank's gradient.",
         ),
         "alone_on_rank_0": bug(
-            right="total.wait()",
-            wrong="total.wait()\n        if self.data_rank == 0:\n            dist.reduce(loss, dst=0)",
+            right="dist.all_reduce(loss, group=self.group)",
+            wrong="dist.all_reduce(loss, group=self.group)\n        if self.data_rank == 0:\n"
+            "            dist.reduce(loss, group=self.group, group_dst=0)",
             refused_by="timeout",
             why="Rank 0 wants a number for its log, and asks for it alone; but a collective needs all ranks: rank 0 "
             "waits until its time is up.",

@@ -1,0 +1,61 @@
+"""What tests borrow: settings as the command line makes them, training through a real main, metrics, ports."""
+
+import json
+import os
+import socket
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.command_line import parse
+from common.config import Config
+from course.strategies import STRATEGIES
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
+
+
+@contextmanager
+def launcher(rank: int = 0, size: int = 1, local_size: int | None = None):
+    """The environment of a rank that torchrun started; size 1: that of a process which nobody launched."""
+    before = {name: os.environ.pop(name, None) for name in LAUNCHER}
+    if size > 1:
+        local_size = local_size or size
+        numbers = (rank, size, rank % local_size, local_size)
+        os.environ.update(zip(LAUNCHER, map(str, numbers), strict=False))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None = None, **settings) -> Config:
+    """The settings that a command line makes on one of `size` ranks: configure("--by-hand", 2, strategy="ddp")."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
+    options += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
+    distributed = ["--distributed"] if size > 1 else []
+    with launcher(rank, size):
+        return parse(STRATEGIES, default, [*line.split(), *options, *distributed])
+
+
+def train(configs: list[Config]) -> None:
+    """On each rank of a launch: what the scripts do, once for each configuration."""
+    for config in configs:
+        config.entry.main(config)
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[float]:
+    """Loss and gradient norm of each step of a run."""
+    return [value for record in metrics(folder) for value in (record["loss"], record["grad_norm"])]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

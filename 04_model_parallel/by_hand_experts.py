@@ -5,13 +5,19 @@ Every rank routes the tokens of its own slice of the batch. An all-to-all takes 
 So it is done in GShard (Lepikhin et al. 2020, section 3). Start it with --strategy expert --by-hand.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.utils import clip_grads_with_norm_
 
+from common.collectives import all_reduce_together, broadcast_module, global_norm
 from common.errors import UserError
+from common.mesh import Axis, axis
 from common.model import cross_entropy
+from common.options import option
 from common.strategy import Strategy, require_gradients
 from course.model_parallel.moe_model import Mixture, MixtureGPT
 
@@ -19,17 +25,34 @@ from course.model_parallel.moe_model import Mixture, MixtureGPT
 class ExpertParallel(Strategy):
     """Every rank reads one slice of the global batch, and holds 1/size of each mixture's experts."""
 
+    preset = {"expert": -1}
     model_class = MixtureGPT
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.data_rank, self.data_size = ranks.rank, ranks.size
-        self.model = model.to(ranks.device)
-        for tensor in self.model.parameters():  # ranks may have been seeded differently
-            dist.broadcast(tensor.detach(), src=0)
-        for block in self.model.blocks:
-            block.mlp = ParallelMixture(block.mlp, ranks.rank, ranks.size)
-        self.sharded = {name: p for name, p in self.model.named_parameters() if ".experts." in name}
+    @dataclass
+    class Options:
+        experts: int = option(8, "experts in each block's mixture", identity=True, at_least=1)
+        top_k: int = option(2, "experts that each token goes to", identity=True, at_least=1)
+
+    @classmethod
+    def require(cls, config, axes):
+        if config.task == "images":
+            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        require_experts(config.options.experts, config.options.top_k, axes["expert"])
+
+    @classmethod
+    def make_model(cls, config):
+        sizes = config.layers, config.width, config.heads, config.context
+        return cls.model_class(*sizes, experts=config.options.experts, top_k=config.options.top_k)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        place = axis(mesh, "expert")
+        self.group = place.group
+        # All ranks must skip a step in which one rank's experts' gradients overflow.
+        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
+        broadcast_module(model, self.group)  # ranks may have been seeded differently
+        self.cut = apply_expert_parallel(model, place)
+        self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -42,119 +65,138 @@ class ExpertParallel(Strategy):
             self.scaler.scale(part + auxiliary).backward()
             loss += part.detach()
         require_gradients(self.model)
-        dist.all_reduce(loss)
-        grad_norm = self.average_gradients() / self.scaler.get_scale()
+        dist.all_reduce(loss, group=self.group)
+        self.average_gradients()
         self.scaler.unscale_(self.optimizer)
+        grad_norm = self.grad_norm()
         clip_grads_with_norm_(self.model.parameters(), self.max_norm, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss / self.data_size, grad_norm
 
-    def average_gradients(self) -> torch.Tensor:
-        """Make the gradients those of the mean over all ranks' slices; the 2-norm over the whole model."""
-        experts = [p.grad for p in self.sharded.values() if p.grad is not None]
-        own = {id(p) for p in self.sharded.values()}
-        others = [p.grad for p in self.model.parameters() if p.grad is not None and id(p) not in own]
-        flat = torch.cat([grad.flatten() for grad in others]) / self.data_size
-        dist.all_reduce(flat)
-        for grad, mean in zip(others, flat.split([grad.numel() for grad in others]), strict=True):
-            grad.copy_(mean.view_as(grad))
-        for grad in experts:  # the backward pass brought together what all ranks' tokens add to it
-            grad /= self.data_size
-        squares = get_total_norm(experts) ** 2
-        dist.all_reduce(squares)
-        norm = (get_total_norm(others) ** 2 + squares).sqrt()
-        others[0] += 0 * norm  # NaN where one rank's expert overflowed: so all ranks' scalers skip the step
-        return norm
+    def average_gradients(self):
+        """Make the gradients those of the mean over all ranks' slices."""
+        experts, others = self.gradients()
+        all_reduce_together(others, self.group)
+        # the backward pass has already brought together what all ranks' tokens add to the gradient of an expert
+        for gradient in (*experts, *others):
+            gradient /= self.data_size
 
-    def full_state(self):
-        return self.each_expert_tensor(super().full_state(), gathered)
+    def grad_norm(self):
+        """The 2-norm over the whole model: experts are summed over the ranks, what every rank holds counts once."""
+        experts, others = self.gradients()
+        return global_norm([(experts, [self.group]), (others, [])], self.device)
 
-    def own_part(self, state):
-        return self.each_expert_tensor(state, lambda tensor: tensor.chunk(self.data_size)[self.data_rank])
+    def gradients(self):
+        """Those of this rank's experts, and those of the parameters that every rank has."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        experts = [parameter.grad for parameter in trained if parameter in self.cut]
+        return experts, [parameter.grad for parameter in trained if parameter not in self.cut]
 
-    def each_expert_tensor(self, state, change):
-        """`change` applied to the experts' parameters and what the optimizer keeps for each of their elements."""
-        for name in self.sharded:
-            state["model"][name] = change(state["model"][name])
-            kept = state["optimizer"]["state"].get(name, {})
-            kept.update({key: change(value) for key, value in kept.items() if torch.is_tensor(value) and value.dim()})
-        return state
+
+def apply_expert_parallel(model, axis: Axis) -> dict[nn.Parameter, tuple[int, Axis]]:
+    """Cut every mixture's experts over the ranks of `axis`, in place; tokens are sent to them.
+
+    Called before the model is moved to a device, so that only this rank's experts are moved. Each rank then calls the
+    model with its own slice of the batch. After a backward pass an expert's gradient is the sum over all ranks' slices,
+    every other gradient that of this rank's slice.
+
+    Returns each parameter that is cut, with the dimension and the axis; all stay the same objects. Raises UserError
+    for experts that do not divide by the ranks.
+    """
+    cut = {}
+    for block in model.blocks:
+        block.mlp = ParallelMixture(block.mlp, axis)
+        cut |= {parameter: (0, axis) for parameter in block.mlp.experts.parameters()}
+    return cut
 
 
 class ParallelMixture(nn.Module):
-    """A Mixture of which this rank holds the experts from rank/size to (rank + 1)/size of all.
+    """A Mixture of which this rank holds the experts from rank/size to (rank + 1)/size of all, on the ranks of an Axis.
 
     Collective: all ranks call it together, each with its own tokens. It leaves, of its last input, the `imbalance`,
-    the number `dropped`, and the `load` [experts]: how many tokens this rank sent to each.
+    the number `dropped`, and the `load` [experts]: how many tokens this rank sent to each. All are tensors.
+
+    Shapes on the GPU that depend on its numbers make the CPU wait for it. Only the lengths of what is sent, received
+    and computed do so here, which are copied to the CPU together, once in each forward pass.
     """
 
-    def __init__(self, whole: Mixture, rank: int, size: int):
+    def __init__(self, whole: Mixture, axis: Axis):
         super().__init__()
-        if whole.number % size:
-            raise UserError(f"{whole.number} experts do not divide by {size} ranks; make it a multiple of {size}")
-        self.number, self.top_k, self.places, self.size = whole.number, whole.top_k, whole.places, size
+        require_multiple(whole.number, axis.size)
+        self.number, self.top_k, self.capacity, self.axis = whole.number, whole.top_k, whole.capacity, axis
         self.router, self.experts = whole.router, whole.experts
-        for name, parameter in self.experts.named_parameters():
-            own = parameter.detach().chunk(size)[rank].clone()
-            setattr(self.experts, name, nn.Parameter(own, parameter.requires_grad))
+        for parameter in self.experts.parameters():
+            parameter.data = parameter.data.chunk(axis.size)[axis.rank].clone()
 
     def forward(self, x):
+        group, size = self.axis.group, self.axis.size
         gates, chosen, kept = self.route(x)
-        # a row for each choice that found a place, in the order of the experts, so of the ranks that hold them
-        order = chosen[kept].argsort(stable=True)
-        token = kept.nonzero()[:, 0][order]
-        self.load = torch.bincount(chosen[kept], minlength=self.number)
-        self.dropped = int((~kept).sum())
-        outgoing = self.load.view(self.size, -1)  # [rank, its experts]
-        incoming = exchange(outgoing, [1] * self.size, [1] * self.size)  # [rank, own experts]
-        sent, received = outgoing.sum(dim=1).tolist(), incoming.sum(dim=1).tolist()
-        rows = AllToAll.apply(x.flatten(0, 1)[token], sent, received)  # dispatch
+        # choices in the order of the experts, so of the ranks that hold them; those that are dropped come last
+        order = chosen.where(kept, self.number).flatten().argsort(stable=True)
+        outgoing = self.load.view(size, -1)  # [rank, its experts]
+        incoming = exchange(outgoing, [1] * size, [1] * size, group)  # [rank, own experts]
+        lengths = torch.cat([outgoing.sum(dim=1), incoming.sum(dim=1), incoming.sum(dim=0)]).tolist()  # the one copy
+        sent, received, of_experts = lengths[:size], lengths[size : 2 * size], lengths[2 * size :]
+        order = order[: sum(sent)]
+        token = order // self.top_k
+        rows = AllToAll.apply(x.flatten(0, 1)[token], group, sent, received)  # dispatch
         # they stand by the rank they came from: put each expert's together, and its results back where they were
-        expert = torch.arange(incoming.shape[1], device=x.device).repeat(self.size)
-        together = expert.repeat_interleave(incoming.flatten()).argsort(stable=True)
-        rows = torch.cat(self.experts(rows[together].split(incoming.sum(dim=0).tolist())))
-        rows = AllToAll.apply(rows[together.argsort()], received, sent)  # combine
+        expert = torch.arange(incoming.shape[1], device=x.device).repeat(size)
+        expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))
+        together = expert.argsort(stable=True)
+        rows = torch.cat(self.experts(rows[together].split(of_experts)))
+        rows = AllToAll.apply(rows[together.argsort()], group, received, sent)  # combine
         y = torch.zeros_like(x).flatten(0, 1)  # a token that is dropped adds nothing: the residual carries it on
-        return y.index_add(0, token, (gates[kept][order, None] * rows).to(y.dtype)).view_as(x)
+        return y.index_add(0, token, (gates.flatten()[order, None] * rows).to(y.dtype)).view_as(x)
 
     def route(self, x):
-        """Activations [batch, time, width] -> gates, experts chosen and whether they have a place, all
+        """Activations [batch, time, width] -> gates, experts chosen and whether these have capacity for it, all
         [batch * time, top_k]."""
         probabilities = self.router(x).softmax(dim=-1)
         gates, chosen = probabilities.topk(self.top_k)
         if self.top_k > 1:
             gates = gates / gates.sum(dim=-1, keepdim=True)
-        choices = nn.functional.one_hot(chosen, self.number).flatten(1, 2)  # [batch, time * top_k, experts]
-        queue = choices.cumsum(dim=1).gather(-1, chosen.flatten(1, 2)[..., None])  # the place of each choice
+        in_order = chosen.flatten(1, 2)[..., None]  # [batch, time * top_k, 1]
+        choices = (in_order == torch.arange(self.number, device=x.device)).long()  # [batch, time * top_k, experts]
+        queue = choices.cumsum(dim=1).gather(-1, in_order)  # the place of each choice
         shares = choices.float().mean(dim=1)
         self.imbalance = self.number * (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
-        kept = (queue <= self.places(x.shape[1])).view(-1, self.top_k)
-        return gates.flatten(0, 1), chosen.flatten(0, 1), kept
+        kept = queue <= self.capacity(x.shape[1])
+        self.load, self.dropped = (choices * kept).sum(dim=(0, 1)), (~kept).sum()
+        return gates.flatten(0, 1), chosen.flatten(0, 1), kept.view(-1, self.top_k)
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows [sum(sent), width] -> [sum(received), width]: the first sent[0] go to rank 0, the next to rank 1, ...
-    Backward, gradients take the way back."""
+    """Rows [sum(sent), width] -> [sum(received), width]: the first sent[0] go to rank 0 of `group`, the next to rank
+    1, ... Backward, gradients take the way back."""
 
     @staticmethod
-    def forward(ctx, rows, sent, received):
-        ctx.sent, ctx.received = sent, received
-        return exchange(rows, sent, received)
+    def forward(ctx, rows, group, sent, received):
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return exchange(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return exchange(gradient, ctx.received, ctx.sent), None, None
+        return exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def exchange(rows, sent, received):
+def exchange(rows, sent, received, group):
     result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent)
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
     return result
 
 
-def gathered(own):
-    """The ranks' parts of a tensor, put together along the first dimension. Collective."""
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own.contiguous())
-    return torch.cat(parts)
+def require_experts(experts: int, top_k: int, ranks: int) -> None:
+    """Raise UserError where there is no such mixture of experts, or it cannot be divided among the ranks."""
+    if top_k > experts:
+        raise UserError(f"--top-k {top_k} is more than --experts {experts}: a token goes to an expert once")
+    if experts < ranks:
+        raise UserError(f"--experts {experts} are fewer than {ranks} ranks; use {ranks} or a multiple")
+    require_multiple(experts, ranks)
+
+
+def require_multiple(experts: int, ranks: int) -> None:
+    """Raise UserError for experts that do not divide by the ranks."""
+    if experts % ranks:
+        raise UserError(f"--experts {experts} do not divide by {ranks} ranks; use a multiple of {ranks}")

@@ -5,11 +5,15 @@ and values travel round the ranks, and each rank adds up what its queries have s
 alternative, with all-to-alls, is in by_hand_ulysses.py. Start it with --strategy context --by-hand.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
+from common.collectives import all_reduce_together, broadcast_module
 from common.errors import UserError
+from common.mesh import axis
 from common.model import cross_entropy
 from common.strategy import Strategy, require_gradients
 
@@ -39,12 +43,13 @@ def pairs(mine, theirs, causal):
                 yield i, j, causal and key_chunk == query_chunk
 
 
-def pass_on(tensor):
-    """Send `tensor` to the next rank of the ring. Returns a function that waits for the previous rank's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def pass_on(tensor, group):
+    """Send `tensor` to the next rank of the ring, which is `group`. Returns a function that waits for the tensor of
+    the previous rank, of the same shape and type, and returns it."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    send = dist.P2POp(dist.isend, tensor, (rank + 1) % size)
-    receive = dist.P2POp(dist.irecv, received, (rank - 1) % size)
+    send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size)
     works = dist.batch_isend_irecv([send, receive])  # together: a ring of blocking sends may wait for ever
 
     def wait():
@@ -56,18 +61,21 @@ def pass_on(tensor):
 
 
 def scores(q, k, diagonal):
-    """Of queries [..., queries, d] with keys [..., keys, d]; on the diagonal no query sees a later key."""
-    products = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    """Of queries [..., queries, d] with keys [..., keys, d], in float32; on the diagonal no query sees a later key."""
+    products = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5
     if diagonal:
         products = products.masked_fill(torch.ones_like(products, dtype=torch.bool).triu(1), float("-inf"))
     return products
 
 
 def attend(q, k, v, diagonal):
-    """One block: its attention [..., queries, d] and the log-sum-exp of its scores [..., queries, 1]."""
+    """One block: its attention [..., queries, d] and the log-sum-exp of its scores [..., queries, 1], both float32.
+
+    Matrices are multiplied in the type of q, k and v, exponentials are computed and summed in float32.
+    """
     s = scores(q, k, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
-    return (s - lse).exp() @ v, lse
+    return ((s - lse).exp().to(v.dtype) @ v).float(), lse
 
 
 def merge(out, lse, block_out, block_lse):
@@ -82,7 +90,8 @@ def attend_backward(q, k, v, diagonal, lse, delta, grad_out):
     """One block's part of the gradients of q, k and v; the block's weights are computed again from the log-sum-exp
     over *all* keys (Dao et al. 2022, FlashAttention, arXiv:2205.14135, appendix B.2)."""
     p = (scores(q, k, diagonal) - lse).exp()
-    grad_scores = p * (grad_out @ v.transpose(-2, -1) - delta) / q.shape[-1] ** 0.5
+    grad_scores = p * ((grad_out @ v.transpose(-2, -1)).float() - delta) / q.shape[-1] ** 0.5
+    p, grad_scores = p.to(q.dtype), grad_scores.to(q.dtype)
     return grad_scores @ k, grad_scores.transpose(-2, -1) @ q, p.transpose(-2, -1) @ grad_out
 
 
@@ -92,33 +101,39 @@ def halves(tensor):
 
 
 class RingAttention(torch.autograd.Function):
-    """q, k, v [batch, heads, time / ranks, d] of this rank's tokens -> the same shape, as if over all tokens."""
+    """q, k, v [batch, heads, time / ranks, d] of this rank's tokens -> the same shape, as if over all tokens.
+
+    Keys, values and their gradients travel in the type that they have: of the sums, only the output and its
+    log-sum-exp, which stay here, are float32. (PyTorch's ring sends the gradients in float32 by default.)
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, causal, order):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        out, lse = torch.zeros_like(q), q.new_full((*q.shape[:-1], 1), float("-inf"))
+    def forward(ctx, q, k, v, group, causal, order):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        out = torch.zeros_like(q, dtype=torch.float32)
+        lse = torch.full_like(out[..., :1], float("-inf"))
         kv = torch.stack([k, v])
         for turn in range(size):
             source = (rank - turn) % size  # whose keys and values are here
-            arriving = pass_on(kv) if turn < size - 1 else None  # travels while this rank computes
+            arriving = pass_on(kv, group) if turn < size - 1 else None  # travels while this rank computes
             for i, j, diagonal in pairs(order(rank, size), order(source, size), causal):
                 block = attend(halves(q)[i], *halves(kv)[j], diagonal)
                 merge(halves(out)[i], halves(lse)[i], *block)
             kv = arriving() if arriving else None
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal, ctx.order = causal, order
+        ctx.group, ctx.causal, ctx.order = group, causal, order
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        rank, size = dist.get_rank(), dist.get_world_size()
+        group, rank, size = ctx.group, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         q, k, v, out, lse = ctx.saved_tensors
-        delta = (grad_out * out).sum(-1, keepdim=True)
-        kv, grad_q, travelling = torch.stack([k, v]), torch.zeros_like(q), None
+        delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+        kv, grad_q, travelling = torch.stack([k, v]), torch.zeros_like(q, dtype=torch.float32), None
         for turn in range(size):
             source = (rank - turn) % size
-            arriving = pass_on(kv) if turn < size - 1 else None
+            arriving = pass_on(kv, group) if turn < size - 1 else None
             grad_kv = torch.zeros_like(kv)
             for i, j, diagonal in pairs(ctx.order(rank, size), ctx.order(source, size), ctx.causal):
                 rows = (halves(tensor)[i] for tensor in (lse, delta, grad_out))
@@ -128,67 +143,86 @@ class RingAttention(torch.autograd.Function):
             if turn == 0:
                 at_home = grad_kv
             else:  # the sum so far follows its keys and values, one turn behind; the last hop brings it home
-                travelling = pass_on(grad_kv + travelling() if travelling else grad_kv)
+                travelling = pass_on(grad_kv + travelling() if travelling else grad_kv, group)
             kv = arriving() if arriving else None
-        return grad_q, *(at_home + travelling() if travelling else at_home), None, None
+        grad_k, grad_v = at_home + travelling() if travelling else at_home
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def ring_attention(q, k, v, causal=True, order=zigzag):
-    """Attention over the tokens of all ranks, each of which holds the chunks that `order` gives it."""
-    with torch.autocast(q.device.type, enabled=False):  # sums of exponentials want 32 bits
-        return RingAttention.apply(q.float(), k.float(), v.float(), causal, order).to(q.dtype)
+def ring_attention(q, k, v, group, causal=True, order=zigzag):
+    """Attention over the tokens of all ranks of `group`, each of which holds the chunks that `order` gives it.
+
+    q, k, v: [batch, heads, time / ranks, d] of this rank's tokens; so is the result.
+    """
+    with torch.autocast(q.device.type, enabled=False):  # types are chosen above
+        return RingAttention.apply(q, k, v, group, causal, order)
+
+
+def local_tokens(tokens, axis, order=zigzag):
+    """Of tokens [batch, time], inputs or targets, those of this rank: [batch, time / axis.size]."""
+    where = positions(axis.rank, axis.size, tokens.shape[1], order)
+    return tokens[:, where.to(tokens.device)]
+
+
+def apply_context_parallel(model, axis, attention=ring_attention, order=zigzag) -> None:
+    """Make a GPT compute with this rank's tokens alone, in place: `model(local_tokens(tokens, axis, order))`.
+
+    Attention is taken over the tokens of all ranks of `axis`, and each token gets the position that it has in the
+    whole sequence. All else of the model looks at one token at a time. Parameters stay whole on every rank, and their
+    gradients must be summed over the axis. Raises UserError for a context that cannot be cut.
+
+    attention: (q, k, v, group, causal, order) -> output, as ring_attention
+    """
+    require_chunks(model.embedding.positions.num_embeddings, axis.size)
+
+    def in_the_whole_sequence(module, args):
+        return positions(axis.rank, axis.size, len(args[0]) * axis.size, order).to(args[0].device)
+
+    model.embedding.positions.register_forward_pre_hook(in_the_whole_sequence)
+    for block in model.blocks:
+        block.attention.forward = functools.partial(attention_forward, block.attention, attention, axis.group, order)
+
+
+def attention_forward(layer, attention, group, order, x):
+    """The forward pass of common/model.py's Attention, with another function for attention itself."""
+    q, k, v = (
+        part(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2) for part in (layer.query, layer.key, layer.value)
+    )
+    return layer.out(attention(q, k, v, group, True, order).transpose(1, 2).flatten(-2))
 
 
 class ContextParallel(Strategy):
     """All ranks read the same batch and keep their chunks of every sequence; attention goes round the ring."""
 
+    preset = {"context": -1}
     attention, order = staticmethod(ring_attention), staticmethod(zigzag)
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        self.check(model.embedding.positions.num_embeddings, model.blocks[0].attention.heads, ranks.size)
-        self.model = model.to(ranks.device)
-        for tensor in [*model.parameters(), *model.buffers()]:  # ranks may have been seeded differently
-            dist.broadcast(tensor.detach(), src=0)
+    @classmethod
+    def require(cls, config, axes):
+        if config.task == "images":
+            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        require_chunks(config.context, axes["context"])
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.axis = axis(mesh, "context")
+        broadcast_module(model, self.axis.group)  # ranks may have been seeded differently
+        apply_context_parallel(model, self.axis, self.attention, self.order)
+        self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 
-    @staticmethod
-    def check(context, heads, size):
-        """Raise UserError for sequences that cannot be cut into two chunks for each of `size` ranks."""
-        if context % (2 * size):
-            nearest = max(1, round(context / (2 * size))) * 2 * size
-            raise UserError(
-                f"--context {context} does not divide into {2 * size} chunks, two for each of {size} rank(s); "
-                f"the nearest that does is {nearest}"
-            )
-
-    def forward(self, tokens, where):
-        """The GPT on this rank's tokens [batch, time / ranks], which stand at `where` in the sequence."""
-        x = self.model.embedding.tokens(tokens) + self.model.embedding.positions(where)
-        for block in self.model.blocks:
-            layer, normed = block.attention, block.norm1(x)
-            q, k, v = (
-                part(normed).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-                for part in (layer.query, layer.key, layer.value)
-            )
-            x = x + layer.out(self.attention(q, k, v).transpose(1, 2).flatten(-2))
-            x = x + block.mlp(block.norm2(x))
-        return self.model.head(x)
-
     def step(self, micro_batches):
-        rank, size = self.ranks.rank, self.ranks.size
         self.optimizer.zero_grad()
         loss = 0.0
         for inputs, targets in micro_batches:
-            where = positions(rank, size, inputs.shape[1], self.order).to(inputs.device)
+            inputs, targets = (local_tokens(tokens, self.axis, self.order) for tokens in (inputs, targets))
             with self.autocast():
                 # equally many tokens on each rank: its mean is one of `size` equal parts of the mean over all
-                part = cross_entropy(self.forward(inputs[:, where], where), targets[:, where])
-                part = part / (len(micro_batches) * size)
+                part = cross_entropy(self.model(inputs), targets) / (len(micro_batches) * self.axis.size)
             self.scaler.scale(part).backward()
             loss += part.detach()
         self.sum_gradients()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=self.axis.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
@@ -198,8 +232,14 @@ class ContextParallel(Strategy):
     def sum_gradients(self):
         """Every rank has the gradient of its tokens' part of the loss; the whole is their sum. In one message."""
         require_gradients(self.model)
-        gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        all_reduce_together([p.grad for p in self.model.parameters() if p.requires_grad], self.axis.group)
+
+
+def require_chunks(context, size):
+    """Raise UserError for sequences that cannot be cut into two chunks for each of `size` ranks."""
+    if context % (2 * size):
+        nearest = max(1, round(context / (2 * size))) * 2 * size
+        raise UserError(
+            f"--context {context} does not divide into {2 * size} chunks, two for each of {size} rank(s); "
+            f"the nearest that does is {nearest}"
+        )

@@ -5,6 +5,8 @@ The same interface as distributed_training.py; start it with --by-hand. The laye
 al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +14,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 
+from common.collectives import all_reduce_together, broadcast_module, global_norm
 from common.errors import UserError
+from common.mesh import Axis, axis
+from common.model import VOCABULARY
 from common.strategy import Strategy, require_gradients
 
 # Along which dimension a parameter is cut: 0 by outputs (or words), 1 by inputs. All others are whole on every rank.
@@ -33,57 +38,63 @@ class Conjugate(torch.autograd.Function):
     """Does one thing to activations on the way forward, and another to their gradient on the way back."""
 
     @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.conjugate = backward
-        return forward(x)
+    def forward(ctx, x, group, forward, backward):
+        ctx.group, ctx.conjugate = group, backward
+        return forward(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.conjugate(grad), None, None
+        return ctx.conjugate(grad, ctx.group), None, None, None
 
 
-def same(x):
+def same(x, group):
     return x.view_as(x)
 
 
-def all_reduce(x):
+def all_reduce(x, group):
     x = x.clone(memory_format=torch.contiguous_format)  # autograd may still need what it handed us
-    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
     return x
 
 
-def all_gather(x):
+def all_gather(x, group):
     """This rank's part of the sequence [batch, time / size, width] -> the whole, [batch, time, width]."""
-    whole = x.new_empty(x.shape[1] * dist.get_world_size(), x.shape[0], x.shape[2])
-    dist.all_gather_single(whole, x.transpose(0, 1).contiguous())
+    whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[0], x.shape[2])
+    dist.all_gather_single(whole, x.transpose(0, 1).contiguous(), group=group)
     return whole.transpose(0, 1).contiguous()
 
 
-def reduce_scatter(x):
+def reduce_scatter(x, group):
     """[batch, time, width] -> this rank's part of the sequence of the sum, [batch, time / size, width]."""
-    part = x.new_empty(x.shape[1] // dist.get_world_size(), x.shape[0], x.shape[2])
-    dist.reduce_scatter_single(part, x.transpose(0, 1).contiguous())
+    part = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[0], x.shape[2])
+    dist.reduce_scatter_single(part, x.transpose(0, 1).contiguous(), group=group)
     return part.transpose(0, 1).contiguous()
 
 
-def f(x):
-    """Before a layer cut by outputs: each rank's gradient is only what its own outputs had to do with x."""
-    return Conjugate.apply(x, same, all_reduce)
+def f(x, group):
+    """Before a layer cut by outputs: each rank's gradient is only what its own outputs had to do with x.
+
+    Megatron-LM's code calls it copy_to_tensor_model_parallel_region.
+    """
+    return Conjugate.apply(x, group, same, all_reduce)
 
 
-def g(x):
-    """After a layer cut by inputs: each rank has only a part of every sum."""
-    return Conjugate.apply(x, all_reduce, same)
+def g(x, group):
+    """After a layer cut by inputs: each rank has only a part of every sum.
+
+    Megatron-LM's code calls it reduce_from_tensor_model_parallel_region.
+    """
+    return Conjugate.apply(x, group, all_reduce, same)
 
 
-def gather(x):
+def all_gather_sequence(x, group):
     """f where the sequence is divided between layers; g in Korthikanti et al."""
-    return Conjugate.apply(x, all_gather, reduce_scatter)
+    return Conjugate.apply(x, group, all_gather, reduce_scatter)
 
 
-def scatter(x):
+def reduce_scatter_sequence(x, group):
     """g where the sequence is divided between layers; g with a bar in Korthikanti et al."""
-    return Conjugate.apply(x, reduce_scatter, all_gather)
+    return Conjugate.apply(x, group, reduce_scatter, all_gather)
 
 
 class RowParallel(nn.Module):
@@ -100,18 +111,18 @@ class RowParallel(nn.Module):
 class VocabularyParallelEmbedding(nn.Module):
     """An embedding cut by words: a rank gives zeros for the words that it does not have."""
 
-    def __init__(self, embedding, leave):
+    def __init__(self, embedding, rank, leave):
         super().__init__()
-        self.weight, self.leave = embedding.weight, leave
+        self.weight, self.rank, self.leave = embedding.weight, rank, leave
 
     def forward(self, tokens):
-        row, mine = find(tokens, len(self.weight))
+        row, mine = find(tokens, len(self.weight), self.rank)
         return self.leave(F.embedding(row, self.weight) * mine[..., None])
 
 
-def find(tokens, rows):
-    """For each token its row in this rank's part of the vocabulary, or 0, and whether it is there."""
-    row = tokens - dist.get_rank() * rows
+def find(tokens, rows, rank):
+    """For each token its row in a rank's part of the vocabulary, of `rows` words, or 0, and whether it is there."""
+    row = tokens - rank * rows
     mine = (row >= 0) & (row < rows)
     return row.where(mine, 0), mine
 
@@ -123,61 +134,98 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx, logits, targets, group):
         largest = logits.max(dim=-1).values  # of all ranks: exp() must not overflow anywhere
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         logits = logits - largest[:, None]
-        row, mine = find(targets, logits.shape[-1])
+        row, mine = find(targets, logits.shape[-1], dist.get_rank(group))
         target = logits.gather(-1, row[:, None])[:, 0] * mine
         sums = torch.stack([target, logits.exp().sum(-1)])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=group)
         ctx.save_for_backward(logits.exp() / sums[1][:, None], row, mine)
         return sums[1].log() - sums[0]
 
     @staticmethod
     def backward(ctx, grad):
         softmax, row, mine = ctx.saved_tensors
-        return grad[:, None] * softmax.scatter_add(-1, row[:, None], -mine[:, None].to(softmax.dtype)), None
+        return grad[:, None] * softmax.scatter_add(-1, row[:, None], -mine[:, None].to(softmax.dtype)), None, None
 
 
-def cross_entropy(logits, targets):
-    """Mean loss: this rank's columns of the logits [batch, time, vocabulary / size] against targets [batch, time]."""
-    return VocabularyParallelCrossEntropy.apply(logits.float().flatten(0, -2), targets.flatten()).mean()
+def cross_entropy(logits, targets, group):
+    """Mean loss: this rank's columns of the logits [batch, time, vocabulary / size] against targets [batch, time].
+    The same scalar on all ranks of the group."""
+    return VocabularyParallelCrossEntropy.apply(logits.float().flatten(0, -2), targets.flatten(), group).mean()
+
+
+def apply_tensor_parallel(model, axis: Axis, sequence=False) -> dict[nn.Parameter, tuple[int, Axis]]:
+    """Cut the weights of a GPT over the ranks of `axis`, in place, and put f and g where a cut layer begins and ends.
+
+    Called before the model is moved to a device, so that only this rank's part is moved. The model then gives this
+    rank's columns of the logits, for `cross_entropy`. Every parameter stays the same object, so what is tied stays
+    tied. With `sequence`, each rank has its part of the sequence only between attention and MLP (sequence parallelism).
+
+    Returns each parameter that is cut, with the dimension and the axis. The gradients of some others may have to be
+    summed: see `partial_gradients`. Raises UserError for a GPT that cannot be cut into equal parts.
+    """
+    require_divisible(model, axis.size, sequence)
+    enter, leave = (all_gather_sequence, reduce_scatter_sequence) if sequence else (f, g)
+    enter, leave = (functools.partial(function, group=axis.group) for function in (enter, leave))
+    cut = {}
+    for name, parameter in model.named_parameters():
+        dim = next((dim for suffix, dim in CUT.items() if name.endswith(suffix)), None)
+        if dim is not None:
+            parameter.data = own(parameter.data, dim, axis)
+            cut[parameter] = dim, axis
+    embedding, blocks, head = model.embedding, model.blocks, model.head
+    embedding.tokens = VocabularyParallelEmbedding(embedding.tokens, axis.rank, leave)
+    for block in blocks:
+        block.attention.heads //= axis.size
+        block.attention.out = RowParallel(block.attention.out, leave)
+        block.mlp.down = RowParallel(block.mlp.down, leave)
+    for part in (*(part for block in blocks for part in (block.attention, block.mlp)), head.out):
+        part.register_forward_pre_hook(lambda module, args: enter(*args))
+    if sequence:
+        embedding.positions.register_forward_hook(lambda module, args, x: own(x, 0, axis))
+    return cut
+
+
+def own(tensor, dim, axis):
+    """This rank's part of a tensor that is cut along `dim`."""
+    return tensor.chunk(axis.size, dim)[axis.rank].clone()
+
+
+def partial_gradients(model, cut, sequence=False) -> list[nn.Parameter]:
+    """The trainable parameters of which each rank, after a backward pass, has only a part of the gradient.
+
+    What is cut has all of its gradient, and with f and g so has the rest. Between reduce-scatter and all-gather, norms,
+    biases and positions have seen this rank's part of the sequence only: their gradients must be summed over the axis.
+    """
+    return [p for p in model.parameters() if p.requires_grad and p not in cut] if sequence else []
 
 
 class TensorParallelByHand(Strategy):
-    """Every rank computes with its part of each weight; `enter` and `leave` stand around each attention and MLP."""
+    """Every rank computes with its part of each weight, and sums what crosses from one part to the others."""
 
-    enter, leave = staticmethod(f), staticmethod(g)
+    preset = {"tensor": -1}
+    sequence = False
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        require_divisible(model, ranks.size)
+    @classmethod
+    def require(cls, config, axes):
+        if config.task == "images":
+            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
+        require_multiples(axes["tensor"], numbers | ({"--context": config.context} if cls.sequence else {}))
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.axis = axis(mesh, "tensor")
+        self.group = self.axis.group
         # All ranks must skip a step in which one rank's part of the gradient overflows.
-        self.scaler = ShardedGradScaler(ranks.device.type, enabled=precision == "fp16")
-        self.model = model.to(ranks.device)
-        self.cut = {}
-        for name, parameter in self.model.named_parameters():
-            dist.broadcast(parameter.detach(), src=0)  # ranks may have been seeded differently
-            self.cut[parameter] = next((dim for suffix, dim in CUT.items() if name.endswith(suffix)), None)
-            parameter.data = self.own(parameter.data, self.cut[parameter])  # in place, so what is tied stays tied
-        self.rewire()
+        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
+        broadcast_module(model, self.group)  # ranks may have been seeded differently
+        self.cut = apply_tensor_parallel(model, self.axis, self.sequence)
+        self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
-
-    def own(self, tensor, dim):
-        """This rank's part of a tensor that is cut along `dim`."""
-        return tensor if dim is None else tensor.chunk(self.ranks.size, dim)[self.ranks.rank].clone()
-
-    def rewire(self):
-        """Put f and g where a cut layer begins and ends."""
-        embedding, blocks, head = self.model.embedding, self.model.blocks, self.model.head
-        embedding.tokens = VocabularyParallelEmbedding(embedding.tokens, self.leave)
-        for block in blocks:
-            block.attention.heads //= self.ranks.size
-            block.attention.out = RowParallel(block.attention.out, self.leave)
-            block.mlp.down = RowParallel(block.mlp.down, self.leave)
-        for part in (*(part for block in blocks for part in (block.attention, block.mlp)), head.out):
-            part.register_forward_pre_hook(lambda module, args: self.enter(*args))
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
@@ -185,11 +233,12 @@ class TensorParallelByHand(Strategy):
         for inputs, targets in micro_batches:
             with self.autocast():
                 # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
-                part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
+                part = cross_entropy(self.model(inputs), targets, self.group) / len(micro_batches)
             self.scaler.scale(part).backward()
             loss += part.detach()
         require_gradients(self.model)
-        self.complete_gradients()
+        partial = partial_gradients(self.model, self.cut, self.sequence)
+        all_reduce_together([parameter.grad for parameter in partial], self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.grad_norm()
         clip_grads_with_norm_(self.model.parameters(), self.max_norm, grad_norm)
@@ -197,68 +246,29 @@ class TensorParallelByHand(Strategy):
         self.scaler.update()
         return loss, grad_norm
 
-    def complete_gradients(self):
-        """Every rank has all of the gradient of what is whole, and its part of the gradient of what is cut."""
-
     def grad_norm(self):
         """The 2-norm over the whole model: parts are summed over the ranks, what every rank holds counts once."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        parts = sum(p.grad.square().sum() for p in trained if self.cut[p] is not None)
-        whole = sum(p.grad.square().sum() for p in trained if self.cut[p] is None)
-        dist.all_reduce(parts)
-        return (parts + whole).sqrt()
-
-    def full_state(self):
-        """Every rank gathers every part. The optimizer's tensors are cut as their parameters are."""
-        state = super().full_state()
-        return self.for_each_tensor(state, self.whole)
-
-    def own_part(self, state):
-        return self.for_each_tensor(state, self.own)
-
-    def whole(self, tensor, dim):
-        if dim is None:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.ranks.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, dim)
-
-    def for_each_tensor(self, state, change):
-        """A state with `change(tensor, dim)` in place of each tensor, dim being that of its parameter's cut."""
-        dims = {name: self.cut[p] for name, p in self.model.named_parameters(remove_duplicate=False)}
-        model = {name: change(tensor, dims[name]) for name, tensor in state["model"].items()}
-        optimizer = {
-            name: {key: change(value, dims[name] if value.dim() else None) for key, value in values.items()}
-            for name, values in state["optimizer"]["state"].items()
-        }
-        return state | {"model": model, "optimizer": state["optimizer"] | {"state": optimizer}}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parts = [parameter.grad for parameter in trained if parameter in self.cut]
+        whole = [parameter.grad for parameter in trained if parameter not in self.cut]
+        return global_norm([(parts, [self.group]), (whole, [])], self.device)
 
 
 class SequenceParallelByHand(TensorParallelByHand):
     """The same, and between attention and MLP every rank holds its part of the sequence only."""
 
-    enter, leave = staticmethod(gather), staticmethod(scatter)
-
-    def rewire(self):
-        positions = self.model.embedding.positions
-        check(self.ranks.size, {"context": len(positions.weight)})
-        super().rewire()
-        positions.register_forward_hook(lambda module, args, x: self.own(x, 0))
-
-    def complete_gradients(self):
-        """Norms, biases after g and positions are whole, but have seen this rank's part of the sequence only."""
-        for parameter in self.model.parameters():
-            if self.cut[parameter] is None and parameter.requires_grad:
-                dist.all_reduce(parameter.grad)
+    sequence = True
 
 
-def require_divisible(model, size):
+def require_divisible(model, size, sequence=False):
     """Raise UserError for a GPT that cannot be cut into `size` equal parts."""
     vocabulary, width = model.embedding.tokens.weight.shape
-    check(size, {"heads": model.blocks[0].attention.heads, "width": width, "vocabulary": vocabulary})
+    numbers = {"heads": model.blocks[0].attention.heads, "width": width, "vocabulary": vocabulary}
+    require_multiples(size, numbers | ({"context": len(model.embedding.positions.weight)} if sequence else {}))
 
 
-def check(size, numbers):
+def require_multiples(size, numbers):
+    """Raise UserError for the first of `numbers`, which are given by name, that `size` does not divide."""
     for name, number in numbers.items():
         if number % size:
             raise UserError(

@@ -10,47 +10,67 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from common.errors import UserError
-from course.model_parallel import by_hand_ring_attention as context
+from course.model_parallel.by_hand_ring_attention import ContextParallel, apply_context_parallel, contiguous
 
 
 class AllToAll(torch.autograd.Function):
-    """Cut dimension `cut` into a part for each rank, and join the parts received along dimension `join`."""
+    """Cut dimension `cut` into a part for each rank of `group`, and join the parts received along dimension `join`."""
 
     @staticmethod
-    def forward(ctx, x, cut, join):
-        ctx.dims = cut, join
-        parts = torch.stack(x.chunk(dist.get_world_size(), cut))
+    def forward(ctx, x, group, cut, join):
+        ctx.group, ctx.dims = group, (cut, join)
+        parts = torch.stack(x.chunk(dist.get_world_size(group), cut))
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts)
+        dist.all_to_all_single(received, parts, group=group)
         return torch.cat(received.unbind(), join)
 
     @staticmethod
     def backward(ctx, grad):
         cut, join = ctx.dims
-        return AllToAll.apply(grad, join, cut), None, None
+        return AllToAll.apply(grad, ctx.group, join, cut), None, None, None
 
 
-def ulysses_attention(q, k, v, causal=True):
+def ulysses_attention(q, k, v, group, causal=True, order=contiguous):
     """q, k, v [batch, heads, time / ranks, d] of this rank's tokens -> the same shape, as if over all tokens.
 
-    Rank r holds the r-th part of the sequence, and the number of ranks divides the number of heads.
+    The number of ranks of `group` divides the number of heads. Raises ValueError for a causal mask over tokens that do
+    not lie in the order of the sequence.
     """
-    q, k, v = (AllToAll.apply(x, 1, 2) for x in (q, k, v))  # [batch, heads / ranks, time, d]
-    return AllToAll.apply(F.scaled_dot_product_attention(q, k, v, is_causal=causal), 2, 1)
+    if causal and order is not contiguous:
+        raise ValueError("Ulysses masks tokens in the order in which the ranks hold them: use the contiguous one")
+    q, k, v = (AllToAll.apply(x, group, 1, 2) for x in (q, k, v))  # [batch, heads / ranks, time, d]
+    return AllToAll.apply(F.scaled_dot_product_attention(q, k, v, is_causal=causal), group, 2, 1)
 
 
-class Ulysses(context.ContextParallel):
+def apply_ulysses(model, axis) -> None:
+    """apply_context_parallel with Ulysses' attention, for `model(local_tokens(tokens, axis, contiguous))`.
+
+    Raises UserError for a context or heads that cannot be cut.
+    """
+    require_whole_heads(model.blocks[0].attention.heads, axis.size)
+    apply_context_parallel(model, axis, ulysses_attention, contiguous)
+
+
+class Ulysses(ContextParallel):
     """Context parallelism whose attention is exchanged for heads. Every rank's heads see all tokens, so all ranks
     compute equally much in whatever order they hold them: the plain one serves."""
 
-    attention, order = staticmethod(ulysses_attention), staticmethod(context.contiguous)
+    attention, order = staticmethod(ulysses_attention), staticmethod(contiguous)
 
-    @staticmethod
-    def check(context_length, heads, size):
-        """Raise UserError for sequences or heads that do not divide."""
-        context.ContextParallel.check(context_length, heads, size)
-        if heads % size:
-            raise UserError(
-                f"--heads {heads} does not divide by {size} ranks, and Ulysses gives each rank whole heads; "
-                f"use ring attention, or start a number of ranks that divides {heads}"
-            )
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        require_whole_heads(config.heads, axes["context"])
+
+    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
+        require_whole_heads(model.blocks[0].attention.heads, mesh["context"].size())
+        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
+
+
+def require_whole_heads(heads, size):
+    """Raise UserError for heads that do not divide by the ranks."""
+    if heads % size:
+        raise UserError(
+            f"--heads {heads} does not divide by {size} ranks, and Ulysses gives each rank whole heads; "
+            f"use ring attention, or start a number of ranks that divides {heads}"
+        )

@@ -7,16 +7,18 @@ PyTorch's DTensor knows which part of a weight or an activation a rank has, and 
 """
 
 import torch.distributed.tensor.parallel as tp
-from course.strategies import load
-from torch.distributed.tensor import Replicate, distribute_module, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_module
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
+from common.run import Run
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
-from common.train import start, train
+from course.model_parallel import by_hand_tensor
+from course.start import start
 
 PLAN = {
     "embedding.tokens": tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
@@ -29,21 +31,36 @@ PLAN = {
 }
 
 
+def apply_tensor_parallel(model, mesh) -> None:
+    """Cut the weights of a GPT over the ranks of a mesh of one dimension, in place, starting from the weights of the
+    first of them. Each weight is moved to the mesh's device by itself, when it is cut. Raises UserError for a GPT that
+    cannot be cut into equal parts."""
+    by_hand_tensor.require_divisible(model, mesh.size())
+    tied = model.head.out.weight is model.embedding.tokens.weight
+    tp.parallelize_module(model, mesh, PLAN)
+    if tied:
+        model.head.out.weight = model.embedding.tokens.weight
+    for block in model.blocks:
+        block.attention.heads //= mesh.size()
+    distribute_module(model, mesh)  # norms, biases, positions: whole on every rank
+    words = model.embedding.tokens.weight
+    if words.requires_grad:  # DTensor gives the gradient of an embedding whole: keep the words that this rank has
+        words.register_hook(lambda gradient: gradient.redistribute(placements=words.placements))
+
+
 class TensorParallel(Strategy):
     """All ranks read the same batch; each computes with its part of every large weight."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(ranks, precision, max_norm)
-        by_hand_tensor.require_divisible(model, ranks.size)
-        self.model = model.to(ranks.device)
-        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-        tied = model.head.out.weight is model.embedding.tokens.weight
-        tp.parallelize_module(self.model, mesh, PLAN)  # starts from rank 0's weights
-        if tied:
-            model.head.out.weight = model.embedding.tokens.weight
-        for block in model.blocks:
-            block.attention.heads //= ranks.size
-        distribute_module(self.model, mesh)  # norms, biases, positions: whole on every rank
+    preset = {"tensor": -1}
+
+    @classmethod
+    def require(cls, config, axes):
+        by_hand_tensor.TensorParallelByHand.require(config, axes)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        apply_tensor_parallel(model, mesh["tensor"])
+        self.model = model
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -67,11 +84,17 @@ class TensorParallel(Strategy):
 def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = config.strategy_class(
+            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
         )
-        train(strategy, task, config, ranks)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="tensor")
+    start("tensor")

@@ -226,13 +226,13 @@ def sequence_to_heads(x: torch.Tensor) -> torch.Tensor:
 # --- notebook 04: experts -------------------------------------------------------------------------------------
 
 
-def seats(probabilities: torch.Tensor, k: int, capacity: int) -> list[list[int]]:
-    """Return which tokens each expert takes, in the order in which they are seated.
+def apply_capacity(probabilities: torch.Tensor, k: int, capacity: int) -> list[list[int]]:
+    """Return which tokens each expert takes, in the order of the tokens.
 
-    `probabilities` [tokens, experts] is what the router says; all numbers in a row are different. Each token asks
-    for a seat at the `k` experts that are most probable for it. An expert has `capacity` seats. First all first
-    choices are seated, token after token, then all second choices, and so on (Lepikhin et al., "GShard", 2020,
-    Algorithm 1). Who finds no free seat is dropped there, and asks no other expert. Calculate only.
+    `probabilities` [tokens, experts] is what the router says; all numbers in a row are different. Each token chooses
+    the `k` experts that are most probable for it. An expert takes no more than `capacity` tokens: the earliest of
+    those that chose it, be it their first choice or their last, so that no token is dropped because of a later one.
+    The other choices are dropped, and no other expert takes their place. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """

@@ -6,9 +6,11 @@ PyTorch needs no more than this. Start it with --strategy model, on one process;
 import sys
 
 import torch
+import torch.distributed as dist
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
+from common.errors import UserError
 from common.model import cross_entropy
 from common.strategy import Strategy
 from course.model_parallel import by_hand_layers as by_hand
@@ -17,11 +19,20 @@ from course.model_parallel import by_hand_layers as by_hand
 class LayersOnDevices(Strategy):
     """One process reads the whole batch, and holds one part of the GPT on each of its devices."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, devices=None, ends=None):
-        super().__init__(ranks, precision, max_norm)
+    data_axes = ()
+
+    @classmethod
+    def require(cls, config, axes):
+        if config.task == "images":
+            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+
+    def __init__(
+        self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, devices=None, ends=None
+    ):
+        super().__init__(mesh, options, precision, max_norm)
         self.model = model
         layers = by_hand.layers_of(model)
-        self.devices = (devices or devices_of(ranks))[: len(layers)]
+        self.devices = (devices or devices_of(self.device))[: len(layers)]
         ends = ends or by_hand.cut([by_hand.count(layer) for layer in layers.values()], len(self.devices))
         self.places = [self.devices[sum(end <= number for end in ends)] for number in range(len(layers))]
         self.layers = list(layers.values())
@@ -58,10 +69,10 @@ class LayersOnDevices(Strategy):
             return cross_entropy(x, targets.to(x.device))
 
 
-def devices_of(ranks) -> list[torch.device]:
+def devices_of(device: torch.device) -> list[torch.device]:
     """The GPUs of this machine, if it has several and this process is alone; else its one device, twice, and a note."""
-    if ranks.device.type == "cuda" and ranks.size == 1 and torch.cuda.device_count() > 1:
+    if device.type == "cuda" and dist.get_world_size() == 1 and torch.cuda.device_count() > 1:
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    if ranks.rank == 0:
-        print(f"note: no two GPUs for the parts of the model; all of them are on '{ranks.device}'", file=sys.stderr)
-    return [ranks.device] * 2
+    if dist.get_rank() == 0:
+        print(f"note: no two GPUs for the parts of the model; all of them are on '{device}'", file=sys.stderr)
+    return [device] * 2

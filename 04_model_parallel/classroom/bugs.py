@@ -4,8 +4,8 @@
     python bugs.py NAME            the code with the mistake in it: a file of this chapter, but for one place
     python bugs.py NAME --answer   the place, and the check that refuses it
 
-Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that is
-off, ranks that no longer hold the same, or ranks that wait for each other in vain.
+Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that
+is off, ranks that no longer hold the same, or ranks that wait for each other in vain.
 """
 
 from functools import partial
@@ -15,14 +15,14 @@ from common.lab.bugs import Bug, Bugs
 layers = partial(Bug, "SplitLayers", file="by_hand_layers.py", ranks=2)
 tensor = partial(Bug, "TensorParallelByHand", file="by_hand_tensor.py", ranks=2)
 sequence = partial(Bug, "SequenceParallelByHand", file="by_hand_tensor.py", ranks=2)
-context = partial(Bug, "ContextParallel", file="by_hand_context.py")
+context = partial(Bug, "ContextParallel", file="by_hand_ring_attention.py")
 experts = partial(Bug, "ExpertParallel", file="by_hand_experts.py", ranks=2)
 
 BUGS = Bugs(
     __file__,
     {
         "tied_apart": layers(
-            right="dist.all_reduce(self.tied.grad, group=self.ends_group)",
+            right="dist.all_reduce(self.tied.grad, group=self.embedding_group)",
             wrong="pass",
             inside="add_tied_gradients",
             refused_by="grad_norm",
@@ -32,15 +32,15 @@ BUGS = Bugs(
         "tied_counted_twice": layers(
             right="self.tied if self.last else None",
             wrong="None",
-            inside="clip",
+            inside="grad_norm",
             refused_by="grad_norm",
             why="The tied weight is on two ranks, and its gradient is in the norm twice: clipping begins too early. "
             "While nothing is clipped, the training is right and only the number in the log is wrong.",
         ),
         "own_norm": layers(
-            right="        dist.all_reduce(square)\n",
-            wrong="",
-            inside="clip",
+            right="global_norm([(own, [self.group])], self.device)",
+            wrong="global_norm([(own, [])], self.device)",
+            inside="grad_norm",
             refused_by="grad_norm",
             why="Each rank clips by the norm of its own layers: the parts of one gradient are scaled by different "
             "factors, so it points elsewhere.",
@@ -62,14 +62,14 @@ BUGS = Bugs(
             "gradient for which the rank before waits.",
         ),
         "both_receive": layers(
-            right="dist.send(gradient.contiguous(), ctx.source)",
-            wrong="dist.recv(gradient.contiguous(), ctx.source)",
+            right="dist.send(gradient.contiguous(), group=ctx.group, group_dst=ctx.source)",
+            wrong="dist.recv(gradient.contiguous(), group=ctx.group, group_src=ctx.source)",
             inside="backward",
             refused_by="timeout",
             why="Both sides of the boundary receive: a gradient is waited for where one should be sent.",
         ),
         "own_weights": layers(
-            right="dist.broadcast(tensor.detach(), src=0)",
+            right="broadcast_module(model, self.group)",
             wrong="pass",
             inside="__init__",
             refused_by="loss",
@@ -77,7 +77,7 @@ BUGS = Bugs(
             "that no single process has made: no run can be repeated on another number of ranks.",
         ),
         "loss_on_the_last": layers(
-            right="dist.broadcast(loss, src=self.ranks.size - 1)",
+            right="dist.broadcast(loss, group=self.group, group_src=self.size - 1)",
             wrong="pass",
             inside="step",
             refused_by="loss",
@@ -92,7 +92,7 @@ BUGS = Bugs(
             "too large.",
         ),
         "without_f": tensor(
-            right="Conjugate.apply(x, same, all_reduce)",
+            right="Conjugate.apply(x, group, same, all_reduce)",
             wrong="x",
             inside="f",
             refused_by="grad_norm",
@@ -100,15 +100,15 @@ BUGS = Bugs(
             "own outputs had to do with the input: all that lies below gets a part of its gradient, each rank another.",
         ),
         "without_g": tensor(
-            right="Conjugate.apply(x, all_reduce, same)",
+            right="Conjugate.apply(x, group, all_reduce, same)",
             wrong="x",
             inside="g",
             refused_by="loss",
             why="Each rank goes on with its part of every sum.",
         ),
         "g_both_ways": tensor(
-            right="Conjugate.apply(x, all_reduce, same)",
-            wrong="Conjugate.apply(x, all_reduce, all_reduce)",
+            right="Conjugate.apply(x, group, all_reduce, same)",
+            wrong="Conjugate.apply(x, group, all_reduce, all_reduce)",
             inside="g",
             refused_by="grad_norm",
             why="The backward pass of g sums gradients that every rank has whole already: what lies below is N times "
@@ -123,15 +123,15 @@ BUGS = Bugs(
             "the first loss is right.",
         ),
         "whole_heads": tensor(
-            right="            block.attention.heads //= self.ranks.size\n",
+            right="        block.attention.heads //= axis.size\n",
             wrong="",
-            inside="rewire",
+            inside="apply_tensor_parallel",
             refused_by="loss",
             why="The rank's columns are cut into as many heads as the whole model has, each N times too narrow: a head "
             "of the model becomes N heads, and all shapes fit.",
         ),
         "own_largest": tensor(
-            right="        dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n",
+            right="        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)\n",
             wrong="",
             inside="VocabularyParallelCrossEntropy",
             refused_by="loss",
@@ -146,47 +146,48 @@ BUGS = Bugs(
             why="For a word that it does not have, a rank adds its own first word instead of zeros.",
         ),
         "norm_of_own_part": tensor(
-            right="        dist.all_reduce(parts)\n",
-            wrong="",
+            right="(parts, [self.group])",
+            wrong="(parts, [])",
             inside="grad_norm",
             refused_by="grad_norm",
             why="Each rank clips by the norm of what it holds: ranks scale their parts of one gradient differently, "
             "and what is whole drifts apart. While nothing is clipped, only the number in the log is wrong.",
         ),
         "whole_counted_again": tensor(
-            right="        dist.all_reduce(parts)\n        return (parts + whole).sqrt()",
-            wrong="        parts += whole\n        dist.all_reduce(parts)\n        return parts.sqrt()",
+            right="[(parts, [self.group]), (whole, [])]",
+            wrong="[(parts + whole, [self.group])]",
             inside="grad_norm",
             refused_by="grad_norm",
             why="Norms, biases and positions, which every rank has whole, are in the norm N times. They are a small "
             "part of it, so the number looks right, and clipping begins a little too early.",
         ),
         "own_columns_of_own_weights": tensor(
-            right="            dist.broadcast(parameter.detach(), src=0)",
-            wrong="            pass",
+            right="broadcast_module(model, self.group)",
+            wrong="pass",
             inside="__init__",
             refused_by="loss",
             why="Ranks seeded differently cut their parts out of different models.",
         ),
-        "momentum_in_parts": tensor(
-            right="dims[name] if value.dim() else None",
-            wrong="None",
-            inside="for_each_tensor",
-            refused_by="optimizer",
-            why="The checkpoint has whole parameters, and rank 0's part of the optimizer's state.",
+        "joined_along_rows": tensor(
+            right="cut[parameter] = dim, axis",
+            wrong="cut[parameter] = 0, axis",
+            inside="apply_tensor_parallel",
+            refused_by="parameters",
+            why="Training is right, and the strategy says of all its parts that they were cut along dimension 0: the "
+            "checkpoint has the layers that were cut by inputs in the wrong shape.",
         ),
         "norms_not_reduced": sequence(
-            right="dist.all_reduce(parameter.grad)",
+            right="all_reduce_together([parameter.grad for parameter in partial], self.group)",
             wrong="pass",
-            inside="complete_gradients",
+            inside="step",
             refused_by="grad_norm",
             why="Each rank's norms and biases have seen its part of the sequence only. Each rank updates them by that, "
             "and what should be one LayerNorm becomes another on each rank. The loss falls all the same.",
         ),
         "everybody_begins_at_0": sequence(
-            right="self.own(x, 0)",
-            wrong="x.chunk(self.ranks.size)[0]",
-            inside="SequenceParallelByHand",
+            right="own(x, 0, axis)",
+            wrong="x.chunk(axis.size)[0]",
+            inside="apply_tensor_parallel",
             refused_by="loss",
             why="Every rank counts the positions of its part of the sequence from zero.",
         ),
@@ -240,7 +241,7 @@ BUGS = Bugs(
             "the loss of the first step is.",
         ),
         "gradients_stay": context(
-            right="travelling = pass_on(grad_kv + travelling() if travelling else grad_kv)",
+            right="travelling = pass_on(grad_kv + travelling() if travelling else grad_kv, group)",
             wrong="at_home += grad_kv",
             inside="backward",
             refused_by="grad_norm",
@@ -248,22 +249,23 @@ BUGS = Bugs(
             "wrong tokens. All shapes fit, and the loss of the first step is right.",
         ),
         "positions_from_zero": context(
-            right="self.model.embedding.positions(where)",
-            wrong="self.model.embedding.positions.weight[: len(where)]",
+            right="positions(axis.rank, axis.size, len(args[0]) * axis.size, order)",
+            wrong="torch.arange(len(args[0]))",
+            inside="apply_context_parallel",
             refused_by="loss",
             why="Each rank counts its tokens from 0: attention is right, and every token is told that it stands at the "
             "beginning of the sequence.",
         ),
         "targets_in_plain_order": context(
-            right="targets[:, where]",
-            wrong="targets[:, rank * len(where) : (rank + 1) * len(where)]",
+            right="(local_tokens(tokens, self.axis, self.order) for tokens in (inputs, targets))",
+            wrong="local_tokens(inputs, self.axis, self.order), local_tokens(targets, self.axis, contiguous)",
             inside="step",
             refused_by="loss",
             why="Inputs lie in zig-zag order and targets in the plain one: the model learns to guess other tokens than "
             "the next.",
         ),
         "own_gradients": context(
-            right="dist.all_reduce(flat)",
+            right="all_reduce_together([p.grad for p in self.model.parameters() if p.requires_grad], self.axis.group)",
             wrong="pass",
             inside="sum_gradients",
             refused_by="grad_norm",
@@ -271,39 +273,39 @@ BUGS = Bugs(
             "loss alone, and the copies of the model drift apart.",
         ),
         "mean_on_each_rank": context(
-            right="part / (len(micro_batches) * size)",
-            wrong="part / len(micro_batches)",
+            right="/ (len(micro_batches) * self.axis.size)",
+            wrong="/ len(micro_batches)",
             inside="step",
             refused_by="loss",
             why="Each rank takes the mean over its own tokens, and the means are summed: N times too large. AdamW's "
             "steps would hardly change.",
         ),
         "own_loss": context(
-            right="dist.all_reduce(loss)",
-            wrong="loss *= size",
+            right="dist.all_reduce(loss, group=self.axis.group)",
+            wrong="loss *= self.axis.size",
             inside="step",
             refused_by="loss",
             why="The log shows the mean over rank 0's tokens, the first and the last of each sequence, as if it were "
             "that of all.",
         ),
         "experts_averaged": experts(
-            right="            grad /= self.data_size",
-            wrong="            dist.all_reduce(grad)\n            grad /= self.data_size",
+            right="        all_reduce_together(others, self.group)",
+            wrong="        all_reduce_together(experts + others, self.group)",
             inside="average_gradients",
             refused_by="grad_norm",
             why="All gradients are averaged over the ranks, as under data parallelism. But expert 0 of one rank is not "
             "expert 0 of another: gradients of different weights are mixed.",
         ),
         "experts_not_scaled": experts(
-            right="            grad /= self.data_size",
-            wrong="            pass",
+            right="(*experts, *others)",
+            wrong="others",
             inside="average_gradients",
             refused_by="grad_norm",
             why="An expert's gradient has the tokens of all ranks in it already, so it is left as it is. But each rank "
             "took the mean over its own slice: the experts learn N times too fast. AdamW hides it.",
         ),
         "no_gates": experts(
-            right="gates[kept][order, None] * rows",
+            right="gates.flatten()[order, None] * rows",
             wrong="rows",
             inside="forward",
             refused_by="loss",
@@ -311,8 +313,8 @@ BUGS = Bugs(
             "learns from the balancing loss alone.",
         ),
         "router_cut": experts(
-            right="gates[kept][order, None] * rows",
-            wrong="gates[kept][order, None].detach() * rows",
+            right="gates.flatten()[order, None] * rows",
+            wrong="gates.flatten()[order, None].detach() * rows",
             inside="forward",
             refused_by="grad_norm",
             why="The gates are cut off from autograd. The loss of a step is right; but the router never hears which "
@@ -367,9 +369,9 @@ BUGS = Bugs(
             "that hold them most of the work.",
         ),
         "norm_of_own_experts": experts(
-            right="dist.all_reduce(squares)",
-            wrong="pass",
-            inside="average_gradients",
+            right="(experts, [self.group])",
+            wrong="(experts, [])",
+            inside="grad_norm",
             refused_by="grad_norm",
             why="Each rank clips by a norm that knows its own experts only: replicated weights are scaled differently "
             "on each rank, and drift apart.",

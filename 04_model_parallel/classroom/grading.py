@@ -1,8 +1,8 @@
 """How the exercises of chapter 04 are graded: the table EXERCISES at the end, and the checks that it names.
 
 A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
-that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has them,
-without any message, or were worked out by hand.
+that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has
+them, without any message, or were worked out by hand.
 """
 
 import itertools
@@ -261,15 +261,17 @@ def sequence_to_heads(size):
 # --- notebook 04: experts -------------------------------------------------------------------------------------
 
 
-def seats(size):
-    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2."""
+def apply_capacity(size):
+    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2. (Were first choices taken first, token
+    0 would lose its place at expert 1 to token 3, or at capacity 1 to it.)"""
     if size > 2:
         return
     probabilities = torch.tensor([[6, 3, 1], [7, 1, 2], [5, 4, 1], [2, 7, 1], [7.5, 0.5, 2]]) / 10
     for k, capacity, expected in (
         (1, 2, [[0, 1], [3], []]),
-        (2, 2, [[0, 1], [3, 0], [1, 4]]),
-        (2, 5, [[0, 1, 2, 4, 3], [3, 0, 2], [1, 4]]),
+        (2, 1, [[0], [0], [1]]),
+        (2, 2, [[0, 1], [0, 2], [1, 4]]),
+        (2, 5, [[0, 1, 2, 3, 4], [0, 2, 3], [1, 4]]),
         (1, 5, [[0, 1, 2, 4], [3], []]),
     ):
         what = f"5 tokens, k {k}, capacity {capacity}"
@@ -380,9 +382,9 @@ ROWS = {
         2, 2, "Part p of what is sent must be rank p's heads of all tokens here: x.chunk(N, dim=1), stacked, is "
         "contiguous. Part p of what arrives has the tokens of rank p.",
     ),
-    seats: (
-        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop goes over its "
-        "columns, the inner one over tokens.",
+    apply_capacity: (
+        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop goes over the "
+        "tokens, the inner one over the choices of each.",
     ),
     dispatch_and_combine: (
         4, 4, "experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "

@@ -765,20 +765,10 @@ def heads_dealt_in_turns(x):
     return received.flatten(0, 1)
 
 
-# --- seats ----------------------------------------------------------------------------------------------------
+# --- apply_capacity -------------------------------------------------------------------------------------------
 
 
-def seats(probabilities, k, capacity):
-    taken = [[] for _ in range(probabilities.shape[1])]
-    for choices in probabilities.topk(k).indices.T.tolist():
-        for token, expert in enumerate(choices):
-            if len(taken[expert]) < capacity:
-                taken[expert].append(token)
-    return taken
-
-
-def seats_token_by_token(probabilities, k, capacity):
-    """All choices of a token before the next token: a second choice keeps a first one out."""
+def apply_capacity(probabilities, k, capacity):
     taken = [[] for _ in range(probabilities.shape[1])]
     for token, choices in enumerate(probabilities.topk(k).indices.tolist()):
         for expert in choices:
@@ -787,17 +777,27 @@ def seats_token_by_token(probabilities, k, capacity):
     return taken
 
 
-def seats_for_all(probabilities, k, capacity):
-    return seats(probabilities, k, len(probabilities))
+def capacity_for_first_choices_first(probabilities, k, capacity):
+    """A token's second choice is dropped for the first choice of a later token: the past depends on the future."""
+    taken = [[] for _ in range(probabilities.shape[1])]
+    for choices in probabilities.topk(k).indices.T.tolist():
+        for token, expert in enumerate(choices):
+            if len(taken[expert]) < capacity:
+                taken[expert].append(token)
+    return [sorted(tokens) for tokens in taken]
 
 
-def seats_for_the_most_probable(probabilities, k, capacity):
+def capacity_without_limit(probabilities, k, capacity):
+    return apply_capacity(probabilities, k, len(probabilities))
+
+
+def capacity_for_the_most_probable(probabilities, k, capacity):
     """Each expert picks its tokens (expert choice), where here each token picks its experts."""
     return [column.topk(capacity).indices.tolist() for column in probabilities.T]
 
 
-def seats_at_the_next_best(probabilities, k, capacity):
-    """Who is turned away asks on: nobody is dropped while there is a seat."""
+def capacity_at_the_next_best(probabilities, k, capacity):
+    """A dropped choice asks on: nobody is dropped while an expert has capacity."""
     taken = [[] for _ in range(probabilities.shape[1])]
     wishes = [row.tolist() for row in probabilities.argsort(descending=True)]
     for _ in range(k):
@@ -810,12 +810,18 @@ def seats_at_the_next_best(probabilities, k, capacity):
     return taken
 
 
-def seats_that_the_last_comer_gets(probabilities, k, capacity):
-    return [tokens[-capacity:] for tokens in seats(probabilities, k, len(probabilities))]
+def capacity_for_the_last(probabilities, k, capacity):
+    return [tokens[-capacity:] for tokens in apply_capacity(probabilities, k, len(probabilities))]
 
 
-def seats_sorted(probabilities, k, capacity):
-    return [sorted(tokens) for tokens in seats(probabilities, k, capacity)]
+def capacity_for_all_choices_or_none(probabilities, k, capacity):
+    """A token that one expert drops is dropped by the others, too."""
+    taken = [[] for _ in range(probabilities.shape[1])]
+    for token, choices in enumerate(probabilities.topk(k).indices.tolist()):
+        if all(len(taken[expert]) < capacity for expert in choices):
+            for expert in choices:
+                taken[expert].append(token)
+    return taken
 
 
 # --- dispatch_and_combine -------------------------------------------------------------------------------------
@@ -1071,13 +1077,13 @@ WRONG = {
         (heads_of_this_rank_only, "expected a tensor of shape (6, 1, 2) and type float32, got a tensor of shape (3, 1"),
         (heads_dealt_in_turns, "1 token on each rank, 4 heads, rank 0: expected [[[1], [2]], [[5], [6]]], got [[[1],"),
     ],
-    "seats": [
-        (seats_token_by_token, "5 tokens, k 2, capacity 2, rank 0: expected [[0, 1], [3, 0], [1, 4]], got [[0, 1], [0"),
-        (seats_for_all, "5 tokens, k 1, capacity 2, rank 0: expected [[0, 1], [3], []], got [[0, 1, 2, 4], [3], []]"),
-        (seats_for_the_most_probable, "rank 0: expected [[0, 1], [3], []], got [[4, 1], [3, 2], [1, 4]]"),
-        (seats_at_the_next_best, "rank 0: expected [[0, 1], [3], []], got [[0, 1], [2, 3], [4]]"),
-        (seats_that_the_last_comer_gets, "rank 0: expected [[0, 1], [3], []], got [[2, 4], [3], []]"),
-        (seats_sorted, "5 tokens, k 2, capacity 2, rank 0: expected [[0, 1], [3, 0], [1, 4]], got [[0, 1], [0, 3], [1"),
+    "apply_capacity": [
+        (capacity_for_first_choices_first, "k 2, capacity 1, rank 0: expected [[0], [0], [1]], got [[0], [3], [1]]"),
+        (capacity_without_limit, "5 tokens, k 1, capacity 2, rank 0: expected [[0, 1], [3], []], got [[0, 1, 2, 4], ["),
+        (capacity_for_the_most_probable, "rank 0: expected [[0, 1], [3], []], got [[4, 1], [3, 2], [1, 4]]"),
+        (capacity_at_the_next_best, "rank 0: expected [[0, 1], [3], []], got [[0, 1], [2, 3], [4]]"),
+        (capacity_for_the_last, "rank 0: expected [[0, 1], [3], []], got [[2, 4], [3], []]"),
+        (capacity_for_all_choices_or_none, "rank 0: expected [[0, 1], [0, 2], [1, 4]], got [[0, 1], [0], [1]]"),
     ],
     "dispatch_and_combine": [
         (dispatch_left_in_the_experts_order, "expected 30 at element [1, 0], got -27 (12 of 18 elements differ)"),

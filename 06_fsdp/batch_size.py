@@ -8,14 +8,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from course.strategies import load
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.tensor import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UserError
-from common.ranks import Ranks, environment
+from common.mesh import make_mesh
+from common.ranks import environment
 from common.task import make_task
 
 CPU = torch.device("cpu")
@@ -43,35 +42,19 @@ def predict(config, ranks: int, examples: int) -> dict[str, int]:
     # Loss scaling looks at gradients, and fake ones have no values: fp16 takes as much as bf16.
     precision = "fp32" if config.precision == "fp32" else "bf16"
     with pretend(ranks):
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = make_mesh({"shard": ranks})
         with FakeTensorMode():
             model = task.make_model()
-            strategy = load(config.strategy, by_hand=False)(
-                model, task.make_optimizer, Ranks(0, ranks, 0, CPU), precision, mesh=mesh
-            )
+            strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, precision)
             inputs, targets = (torch.zeros((examples, *t.shape[1:]), dtype=t.dtype) for t in (inputs, targets))
-            micro_batches = [(inputs, targets)] * config.accumulate
+            micro_batches = [(inputs, targets)] * config.accumulation_steps
             strategy.step(micro_batches)  # makes the optimizer's state
             with FSDPMemTracker(model, strategy.optimizer) as tracker:
-                strategy.step(ForTracker(micro_batches, tracker))
+                # It follows a model through one forward pass only, unless it is told to begin anew; the peak remains.
+                model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
+                strategy.step(micro_batches)
             peak = tracker.get_tracker_snapshot("peak")[CPU]
     return {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-
-
-class ForTracker:
-    """Micro-batches for a tracker that follows a model through one forward pass only, unless it is told to begin anew;
-    the peak remains."""
-
-    def __init__(self, micro_batches, tracker):
-        self.micro_batches, self.tracker = micro_batches, tracker
-
-    def __len__(self):
-        return len(self.micro_batches)
-
-    def __iter__(self):
-        for micro_batch in self.micro_batches:
-            self.tracker.reset_mod_stats()
-            yield micro_batch
 
 
 def find(config) -> None:
@@ -83,7 +66,7 @@ def find(config) -> None:
     def gib(examples: int) -> float:
         return predict(config, ranks, examples)["Total"] / 2**30
 
-    fits, taken, budget = 0, 0.0, config.memory_budget
+    fits, taken, budget = 0, 0.0, config.options.memory_budget
     too_many, too_much = 1, gib(1)
     while too_much <= budget:
         fits, taken = too_many, too_much
@@ -101,8 +84,8 @@ def find(config) -> None:
             f"--memory-budget {budget:g}: one example in a micro-batch takes {too_much:.3g} GiB on each of {ranks} "
             f"rank(s) already; start more, --recompute full, or make the model smaller"
         )
-    parts = ranks * config.accumulate
+    parts = ranks * config.accumulation_steps
     print(
-        f"--batch-size {fits * parts}: {fits} example(s) x {config.accumulate} micro-batch(es) x {ranks} rank(s), of "
+        f"--batch-size {fits * parts}: {fits} example(s) x {config.accumulation_steps} micro-batch(es) x {ranks} rank(s), of "
         f"which each takes {taken:.3f} GiB of {budget:g}; --batch-size {too_many * parts} would take {too_much:.3f}"
     )

@@ -1,129 +1,144 @@
 """ZeRO stages 2 and 3 by hand: gradients are cut as they appear, and parameters are whole only where they are used.
 
-The same interface as distributed_training.py; start them with --strategy zero2 --by-hand, --strategy fsdp --by-hand.
-What stage 3 does around each unit is from Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
-Parallel" (VLDB 2023), section 3.
+The same interface as distributed_training.py; start them with --strategy zero2 --by-hand, --strategy fsdp --by-hand,
+--strategy hsdp --by-hand. What stage 3 does around each unit is from Zhao et al., "PyTorch FSDP: Experiences on Scaling
+Fully Sharded Data Parallel" (VLDB 2023), section 3.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.utils import clip_grads_with_norm_
 
+from common.collectives import all_reduce_together, global_norm
 from common.errors import UserError
-from common.strategy import require_gradients
-from course.ddp import by_hand as chapter_03
-from course.fsdp import by_hand_zero1 as by_hand
+from common.mesh import axis
+from common.model import cross_entropy
+from common.options import option
+from common.recompute import KINDS, recompute_blocks
+from common.strategy import DTYPES, Strategy, require_gradients
+from course.ddp.by_hand import MEBIBYTE, assign
+from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of, prepare
 
 
-class ShardedGradients(by_hand.ShardedOptimizer):
-    """Stage 2: gradients go to their owners bucket by bucket while the backward pass runs; a rank keeps its shard.
+class ShardedReducer:
+    """Averages gradients over the ranks of an axis, each flat parameter's as soon as its last one is there, and leaves
+    each rank the gradient of its shard, in shard.grad.
 
     Every micro-batch's are sent: a rank that waited for the last would have to keep the whole gradient meanwhile.
+
+    data_size: what the sum of all ranks' gradients is divided by
     """
 
-    bucket_mb = 1.0
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, model, flats, data_size):
+        self.model, self.scale = model, 1 / data_size
+        self.flats = [flat for flat in flats if flat.trained]
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self.ready, flat))
         self.under_way = None  # the reduce-scatter that was launched last
         self.missing = self.expected()
 
     def expected(self):
         """Whose gradient has not appeared in this backward pass."""
-        return {parameter for flat in self.trained for parameter in flat.parameters}
-
-    def flatten(self, dtype):
-        order = list(self.model.parameters())[::-1]  # as the backward pass goes
-        buckets = chapter_03.assign(order, self.bucket_mb * chapter_03.MEBIBYTE)
-        flats = [by_hand.flats_of([order[index] for index in bucket], self.ranks, dtype) for bucket in buckets]
-        return [flat for bucket in flats for flat in bucket]
+        return {parameter for flat in self.flats for parameter in flat.parameters}
 
     def ready(self, flat, parameter):
+        """Autograd calls this in the backward pass, when the parameter's gradient is there."""
         if flat.gradient is None:
             flat.allocate_gradient()
-        torch.mul(parameter.grad, 1 / self.data_size, out=flat.gradient_of[parameter])
+        torch.mul(parameter.grad, self.scale, out=flat.gradient_of[parameter])
         parameter.grad = None
         self.missing.remove(parameter)
         if self.missing.isdisjoint(flat.parameters):
             self.reduce(flat)
 
     def reduce(self, flat):
-        """Launch a bucket, and take in the one before: so no more than two are whole at any time."""
-        part = torch.empty_like(flat.part)
-        work = dist.reduce_scatter_single(part, flat.gradient, async_op=True)
-        self.take_in()
+        """Launch one, and finish the one before: so no more than two gradients are whole at any time."""
+        part = torch.empty_like(flat.shard)
+        work = dist.reduce_scatter_single(part, flat.gradient, group=flat.axis.group, async_op=True)
+        self.finish_reduce()
         self.under_way = flat, part, work
 
-    def take_in(self):
+    def finish_reduce(self):
         if self.under_way:
             flat, part, work = self.under_way
             work.wait()
             flat.gradient = flat.gradient_of = self.under_way = None
-            flat.reduced = part if flat.reduced is None else flat.reduced + part
+            flat.shard.grad = part if flat.shard.grad is None else flat.shard.grad + part
 
-    def after_backward(self):
-        self.take_in()
+    def finish(self):
+        """After the backward pass of a micro-batch. Raises UserError for a parameter without a gradient."""
+        self.finish_reduce()
         require_gradients(self.model, self.missing)
         self.missing = self.expected()
 
-    def reduce_gradients(self):
-        """All are where they belong."""
 
+class Zero2ByHand(Strategy):
+    """Stage 2: gradients go to their owners bucket by bucket while the backward pass runs; a rank keeps its shard."""
 
-class ShardedParameters(ShardedGradients):
-    """Stage 3: a unit's parameters are gathered before it computes, forward and backward, and freed after; while it
-    computes, the next one's are under way.
+    preset = {"shard": -1}
+    bucket_mb = 1.0
 
-    Units are called one after the other, each with what the one before gave.
-    """
+    @dataclass
+    class Options:
+        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
 
-    def flatten(self, dtype):
-        self.owners = []  # the unit of each module, in the order of the forward pass
-        for place, (part, unit) in enumerate(units_of(self.model, self.ranks, dtype)):
-            part.register_forward_pre_hook(partial(self.before_forward, place))
-            part.register_forward_hook(partial(self.after_forward, place))
-            self.owners.append(unit)
-        self.units = list(dict.fromkeys(self.owners))
-        return [flat for unit in self.units for flat in unit.flats]
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.axis = axis(mesh, "shard")
+        # All ranks must skip a step in which one rank's shard of the gradient overflows.
+        enabled = precision == "fp16"
+        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
+        self.model = prepare(model, self.device)
+        recompute_blocks(self.model, self.options.recompute)
+        order, self.flats = list(self.model.parameters())[::-1], []  # as the backward pass goes
+        for bucket in assign(order, self.bucket_mb * MEBIBYTE):
+            parameters, start = [order[index] for index in bucket], self.axis.group
+            self.flats += flats_of(parameters, self.axis, DTYPES[precision], self.device, start)
+        broadcast_buffers(self.model, self.axis.group)
+        self.trained = [flat for flat in self.flats if flat.trained]
+        self.reducer = ShardedReducer(self.model, self.flats, self.data_size)
+        self.optimizer = make_optimizer([flat.shard for flat in self.trained])
 
-    def before_forward(self, place, part, inputs):
-        self.gather(place, place + 1)
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for inputs, targets in micro_batches:
+            with self.autocast():
+                # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
+                part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
+            self.scaler.scale(part).backward()
+            self.reducer.finish()
+            loss += part.detach()
+        total = dist.all_reduce(loss, group=self.axis.group, async_op=True)
+        self.scaler.unscale_(self.optimizer)
+        shards = [flat.shard for flat in self.trained]
+        grad_norm = global_norm([([shard.grad for shard in shards], [self.axis.group])], self.device)
+        clip_grads_with_norm_(shards, self.max_norm, grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        gather_updated(self.trained)
+        broadcast_buffers(self.model, self.axis.group)
+        total.wait()
+        return loss / self.data_size, grad_norm
 
-    def after_forward(self, place, part, inputs, output):
-        if self.owners[place] is not self.owners[-1]:  # the backward pass begins with the last one: it stays
-            self.owners[place].free()
-        if output.requires_grad:
-            output.register_hook(partial(self.before_backward, place))
+    def parts(self):
+        return parts_of(self.model, self.flats)
 
-    def before_backward(self, place, gradient):
-        """The gradient of this module's output is there, so the module behind it is done, frozen weights included."""
-        if place + 1 < len(self.owners) and self.owners[place + 1] not in self.owners[: place + 1]:
-            self.owners[place + 1].free()
-        self.gather(place, place - 1)
-
-    def gather(self, place, following):
-        self.owners[place].start()
-        if 0 <= following < len(self.owners):
-            self.owners[following].start()  # on its way while this one computes
-        self.owners[place].wait()
-
-    def after_backward(self):
-        for unit in self.units:
-            unit.free()
-        super().after_backward()
-
-    def spread(self, flats):
-        """Whoever needs them gathers them."""
-        self.round_shards(flats)
+    def after_loading(self):
+        gather_updated(self.flats)
 
 
 class Unit:
     """Parameters that are gathered and freed together: one vector of trained, one of frozen ones."""
 
-    def __init__(self, parameters, ranks, dtype):
-        self.flats = by_hand.flats_of(parameters, ranks, dtype)
+    def __init__(self, parameters, *args):
+        self.flats = flats_of(parameters, *args)
         for flat in self.flats:  # all that stays when the vector is freed
             flat.part = flat.part.clone()
             if flat.part.dtype == flat.shard.dtype:
@@ -152,11 +167,12 @@ class Unit:
         self.gathered = False
 
 
-def units_of(model, ranks, dtype=torch.float32):
+def units_of(model, axis, dtype=torch.float32, device="cpu", start=None):
     """(module, unit) for each module that has parameters, in the order of the forward pass: children, or their items.
 
     Modules that share a weight share a unit: it has one gradient, complete when both have run, and one owner of each
-    element. Raises UserError for parameters that are in no child.
+    element. The parameters may be parts already, cut by tensor parallelism. Raises UserError for parameters that are in
+    no child. `axis` and what follows is FlatParameter's; by default the axis' first rank has the values to start with.
     """
     parts = [
         part
@@ -174,5 +190,112 @@ def units_of(model, ranks, dtype=torch.float32):
         places.append(shared)
     if sum(map(len, groups)) != len(list(model.parameters())):
         raise UserError("every parameter must be in one child of the model, or in children that share a unit")
-    units = [Unit(list(group), ranks, dtype) for group in groups]
+    units = [Unit(list(group), axis, dtype, device, start or axis.group) for group in groups]
     return [(part, units[place]) for part, place in zip(parts, places, strict=True)]
+
+
+class UnitHooks:
+    """Gathers each unit's parameters before its module computes, forward and backward, and frees them after; while it
+    computes, the next one's are under way.
+
+    pairs: what units_of gives. Modules are called one after the other, each with what the one before gave.
+    """
+
+    def __init__(self, pairs):
+        self.owners = [unit for _, unit in pairs]  # the unit of each module, in the order of the forward pass
+        self.units = list(dict.fromkeys(self.owners))
+        for place, (part, _) in enumerate(pairs):
+            part.register_forward_pre_hook(partial(self.before_forward, place))
+            part.register_forward_hook(partial(self.after_forward, place))
+
+    def before_forward(self, place, part, inputs):
+        self.gather(place, place + 1)
+
+    def after_forward(self, place, part, inputs, output):
+        if self.owners[place] is not self.owners[-1]:  # the backward pass begins with the last one: it stays
+            self.owners[place].free()
+        if output.requires_grad:
+            output.register_hook(partial(self.before_backward, place))
+
+    def before_backward(self, place, gradient):
+        """The gradient of this module's output is there, so the module behind it is done, frozen weights included."""
+        if place + 1 < len(self.owners) and self.owners[place + 1] not in self.owners[: place + 1]:
+            self.owners[place + 1].free()
+        self.gather(place, place - 1)
+
+    def gather(self, place, following):
+        self.owners[place].start()
+        if 0 <= following < len(self.owners):
+            self.owners[following].start()  # on its way while this one computes
+        self.owners[place].wait()
+
+    def free(self):
+        for unit in self.units:
+            unit.free()
+
+
+class FSDPByHand(Strategy):
+    """Stage 3: a unit's parameters are whole only while it computes. On a mesh with an axis "data" beside "shard" its
+    ranks are replicas, which average the gradients of their shards."""
+
+    preset = {"shard": -1}
+    axes = ("data", "shard")
+
+    @dataclass
+    class Options:
+        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.axis, self.replicas, self.readers = axis(mesh, "shard"), axis(mesh, "data"), axis(mesh, "data", "shard")
+        # All ranks must skip a step in which one rank's shard of the gradient overflows.
+        enabled = precision == "fp16"
+        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
+        self.model = prepare(model, self.device)
+        recompute_blocks(self.model, self.options.recompute)
+        start = self.readers.group
+        self.hooks = UnitHooks(units_of(self.model, self.axis, DTYPES[precision], self.device, start))
+        broadcast_buffers(self.model, start)
+        self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
+        self.trained = [flat for flat in self.flats if flat.trained]
+        self.reducer = ShardedReducer(self.model, self.flats, self.data_size)
+        self.optimizer = make_optimizer([flat.shard for flat in self.trained])
+
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for inputs, targets in micro_batches:
+            with self.autocast():
+                # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
+                part = cross_entropy(self.model(inputs), targets) / len(micro_batches)
+            self.scaler.scale(part).backward()
+            self.hooks.free()
+            self.reducer.finish()
+            loss += part.detach()
+        total = dist.all_reduce(loss, group=self.readers.group, async_op=True)
+        shards = [flat.shard for flat in self.trained]
+        if self.replicas.size > 1:
+            all_reduce_together([shard.grad for shard in shards], self.replicas.group)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = global_norm([([shard.grad for shard in shards], [self.axis.group])], self.device)
+        clip_grads_with_norm_(shards, self.max_norm, grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        for flat in self.trained:
+            flat.round()  # whoever needs it gathers it
+        broadcast_buffers(self.model, self.readers.group)
+        total.wait()
+        return loss / self.data_size, grad_norm
+
+    def parts(self):
+        return parts_of(self.model, self.flats)
+
+    def after_loading(self):
+        for flat in self.flats:
+            flat.round()
+
+
+class HSDPByHand(FSDPByHand):
+    """Stage 3 within each of two or more groups of ranks, which are replicas of each other."""
+
+    preset = {"data": 2, "shard": -1}

@@ -6,32 +6,57 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from course.strategies import load
+from dataclasses import dataclass
+
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
+from common.mesh import axis, make_mesh
 from common.model import cross_entropy
+from common.options import option
 from common.ranks import process_group
+from common.recompute import KINDS, recompute_blocks
+from common.run import Run
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
-from common.train import start, train
-from course.fsdp import fsdp_setup as sharding
+from course.fsdp import batch_size
+from course.fsdp import fsdp_setup as setup
+from course.start import start
 
 
-class FullyShard(Strategy):
-    """ZeRO stage 3: a unit for each block, and one for all that is in none, where tied weights meet."""
+class FSDP(Strategy):
+    """ZeRO stage 3: a unit for each block, one for the embedding, one for the head; where those two share a weight, one
+    for both."""
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0, mesh=None, offload=False):
-        super().__init__(ranks, precision, max_norm)
-        self.data_rank, self.data_size = ranks.rank, ranks.size
+    preset = {"shard": -1}
+
+    @dataclass
+    class Options:
+        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+        offload: bool = option(False, "keep shards and optimizer in host memory")
+        find_batch_size: bool = option(False, "tell the largest --batch-size within --memory-budget, and train nothing")
+        memory_budget: float = option(0.0, "GiB that each rank may use, with --find-batch-size")
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        setup.require_memory_options(config, axes)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.readers = axis(mesh, *self.data_axes).group
         self.model = model
-        mesh = mesh or init_device_mesh(ranks.device.type, (ranks.size,))
-        for unit in (*getattr(model, "blocks", ()), model):
-            sharding.materialise(unit, ranks.device)  # rank 0's weights
-            fully_shard(unit, mesh=mesh, **sharding.policies(precision, offload))
+        recompute_blocks(model, self.options.recompute)
+        how = setup.policies(precision, getattr(self.options, "offload", False))
+        for unit, reshard in setup.units_of(model).items():
+            setup.materialise(unit, self.device, self.readers)  # rank 0's weights
+            fully_shard(unit, mesh=self.shard_mesh(mesh), reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
+
+    def shard_mesh(self, mesh):
+        """The axes over which parameters are sharded, after that along which they are replicated, if there is one."""
+        return mesh["shard"]
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
@@ -47,19 +72,25 @@ class FullyShard(Strategy):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return sharding.average(loss), grad_norm.full_tensor()
+        return setup.average(loss, self.readers), grad_norm.full_tensor()
 
 
 def main(config: Config):
-    if config.find_batch_size:
-        return find(config)
+    if getattr(config.options, "find_batch_size", False):
+        return batch_size.find(config)
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, ranks, config.precision, **sharding.options(config)
-        )
-        train(strategy, task, config, ranks)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        # On ranks other than 0 the model has no memory yet: each unit gets rank 0's weights before it is sharded.
+        model = task.make_model(meta=True)
+        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+                strategy.set_learning_rate(run.learning_rate(step))
+                loss, grad_norm = strategy.step(next(batches))
+                run.log(step, loss, grad_norm)
 
 
 if __name__ == "__main__":
-    start(main, strategy="fsdp")
+    start("fsdp")

@@ -8,14 +8,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
+from common.ranks import environment
 from common.strategy import DTYPES
 from common.task import make_task
 from course.fsdp import memory
-
-
-def options(config) -> dict:
-    """Of a run's options those that its strategy takes beyond the contract, where they are used."""
-    return {name: getattr(config, name) for name in ("mesh", "offload") if getattr(config, name)}
 
 
 def policies(precision: str, offload: bool) -> dict:
@@ -28,40 +24,89 @@ def policies(precision: str, offload: bool) -> dict:
     return found
 
 
-def average(loss: torch.Tensor) -> torch.Tensor:
-    """The mean of all ranks' losses. Collective."""
-    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    dist.all_reduce(loss)
-    return loss / dist.get_world_size()
+def units_of(model: nn.Module) -> dict[nn.Module, bool]:
+    """The modules that are units, in the order in which fully_shard is called, each with whether it is freed after its
+    forward pass.
+
+    They are the model's children, or their items, such as blocks; the model itself comes last, as the unit of what is
+    left: weights that two of those share, such as a tied embedding's, since a weight has one unit. What the forward
+    pass ends with is not freed: the backward pass begins with it.
+    """
+    parts = [
+        part
+        for child in model.children()
+        for part in (child if isinstance(child, nn.ModuleList) else [child])
+        if any(True for _ in part.parameters())
+    ]
+    owned = {part: set(part.parameters()) for part in parts}
+    alone = [part for part in parts if all(owned[part].isdisjoint(owned[p]) for p in parts if p is not part)]
+    return {**{part: part is not parts[-1] for part in alone}, model: False}
 
 
-def materialise(unit: nn.Module, device: torch.device) -> None:
-    """Rank 0's weights and buffers on every rank, wherever in the unit nothing is sharded yet. Those on the meta device
-    get their memory here, so that a rank other than 0 never holds more than a unit that is not sharded. Collective."""
-    there = {}  # what is tied stays tied
-    for part in unit.modules():
+def change_tensors(module: nn.Module, change) -> nn.Module:
+    """Put `change(tensor)` in the place of each parameter and buffer, once for each: what is tied stays tied."""
+    changed = {}
+    for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or isinstance(tensor, DTensor):
-                    continue
-                if tensor not in there:
-                    if not tensor.is_meta:
-                        tensor.data, there[tensor] = tensor.data.to(device), tensor
-                    elif isinstance(tensor, nn.Parameter):
-                        there[tensor] = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-                    else:
-                        there[tensor] = torch.empty_like(tensor, device=device)
-                    dist.broadcast(there[tensor].detach(), src=0)
-                tensors[name] = there[tensor]
+                if tensor is not None:
+                    if tensor not in changed:
+                        changed[tensor] = change(tensor)
+                    tensors[name] = changed[tensor]
+    return module
 
 
-def require_host_memory(config, size: int, local_size: int) -> None:
+def materialise(unit: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
+    """The weights and buffers of the group's rank 0 on every rank, wherever in the unit nothing is sharded yet. Those
+    on the meta device get their memory here, so that a rank other than 0 never holds more than a unit that is not
+    sharded. Collective."""
+
+    def change(tensor):
+        if isinstance(tensor, DTensor):
+            return tensor
+        if tensor.is_meta:
+            there = torch.empty_like(tensor, device=device)
+            there = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+        else:
+            tensor.data, there = tensor.data.to(device), tensor
+        dist.broadcast(there.detach(), group=group, group_src=0)
+        return there
+
+    change_tensors(unit, change)
+
+
+def average(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean of the losses of all ranks of a group. Collective."""
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    dist.all_reduce(loss, group=group)
+    return loss / dist.get_world_size(group)
+
+
+def require_memory_options(config, axes: dict[str, int]) -> None:
+    """Raise UserError for --offload, --find-batch-size and --memory-budget that exclude each other, or that this
+    machine cannot have. `axes`: the sizes of the mesh."""
+    options = config.options
+    if getattr(options, "offload", False):
+        require_host_memory(config, axes)
+    if not hasattr(options, "find_batch_size"):
+        return
+    if options.find_batch_size:
+        if options.offload:
+            raise UserError(
+                f"--find-batch-size is for PyTorch's fsdp and zero2, not for '{config.strategy}' with --offload"
+            )
+        if not 0 < options.memory_budget < float("inf"):
+            raise UserError(f"--find-batch-size: --memory-budget {options.memory_budget} should be the GiB of a rank")
+    elif options.memory_budget:
+        raise UserError("--memory-budget is what --find-batch-size stops at; add that, or leave it out")
+
+
+def require_host_memory(config, axes: dict[str, int]) -> None:
     """Raise UserError where this node's free memory is less than what its ranks would offload to it."""
-    task = make_task(config)
+    *_, local_size = environment()
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in task.make_model().parameters())
-    parts = shape_of(config.mesh or "2x2", size)[1] if config.strategy == "hsdp" else size
-    needed = local_size * sum(memory.formula("fsdp", parameters, parts).values())
+        parameters = sum(p.numel() for p in make_task(config).make_model().parameters())
+    needed = local_size * sum(memory.formula("fsdp", parameters, axes["shard"]).values())
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(

@@ -10,17 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Of a parameter trained with AdamW: itself, its gradient, and what the optimizer keeps: two moments in float32 and, in
-# mixed precision, the parameter in float32 (Rajbhandari et al. 2020, section 3.1).
-BYTES = {"float32": (4, 4, 8), "mixed": (2, 2, 12)}
+# mixed precision, the parameter in float32 (Rajbhandari et al. 2020, section 3.1). There, the gradient has 2 bytes; the
+# stages by hand of this chapter add up ranks and micro-batches in float32, as Megatron-LM does and fully_shard here.
+BYTES = {"float32": (4, 4, 8), "mixed": (2, 2, 12), "mixed, float32 gradients": (2, 4, 12)}
 KINDS = ("parameters", "gradients", "optimizer")
 CUT = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "fsdp": KINDS}  # what is cut
 
 
 def formula(strategy: str, parameters: int, ranks: int, precision: str = "float32") -> dict[str, float]:
-    """Bytes that a rank keeps with AdamW, by kind. `precision` is "float32" or "mixed" (with 2 bytes).
+    """Bytes that a rank keeps with AdamW, by kind. `precision` is one of BYTES.
 
     In mixed precision 16P in all with "ddp"; "zero1": 4P + 12P/N; "zero2": 2P + 14P/N; "fsdp": 16P/N (Rajbhandari et
-    al. 2020, section 5). In float32 16P; 8P + 8P/N; 4P + 12P/N; 16P/N.
+    al. 2020, section 5). With gradients in float32 18P; 6P + 12P/N; 2P + 16P/N; 18P/N. In float32 throughout 16P;
+    8P + 8P/N; 4P + 12P/N; 16P/N.
     """
     sizes = dict(zip(KINDS, BYTES[precision], strict=True))
     return {kind: size * parameters / (ranks if kind in CUT[strategy] else 1) for kind, size in sizes.items()}
@@ -39,7 +41,7 @@ def kinds(strategy) -> dict[int, str]:
     flats = getattr(strategy, "flats", [])
     found = {
         "optimizer": [*optimized, *(value for state in optimizer.state.values() for value in state.values())],
-        "gradients": [*(p.grad for p in trained), *(t for flat in flats for t in (flat.gradient, flat.reduced))],
+        "gradients": [*(p.grad for p in trained), *(flat.gradient for flat in flats)],
         "parameters": [*strategy.model.parameters(), *(flat.part for flat in flats), *strategy.model.buffers()],
     }  # where one memory is of two kinds, the later counts: in float32 what is optimized is the parameter
     memory = [(kind, storage(t)) for kind, tensors in found.items() for t in tensors if isinstance(t, torch.Tensor)]

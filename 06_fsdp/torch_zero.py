@@ -1,39 +1,76 @@
 """ZeRO stages 1 and 2 with PyTorch's own parts."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from common.mesh import axis
+from common.model import cross_entropy
+from common.options import option
+from common.recompute import KINDS, recompute_blocks
+from common.strategy import Strategy, require_gradients
+from course.fsdp import fsdp_setup as setup
+from course.fsdp.distributed_training import FSDP
 
 
-class ShardedOptimizer(ddp.DataParallel):
+class Zero1(Strategy):
     """Stage 1: DistributedDataParallel, with ZeroRedundancyOptimizer in the optimizer's place.
 
     Whole parameters are dealt out to the ranks. Each keeps the optimizer state of its own, steps them, and broadcasts
-    them. The state is put together on rank 0; the others return empty dictionaries.
+    them.
     """
 
-    def __init__(self, model, make_optimizer, ranks, precision="fp32", max_norm=1.0):
-        super().__init__(model, make_optimizer, ranks, precision, max_norm)
-        self.make_optimizer = make_optimizer
-        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), make_optimizer)
+    preset = {"shard": -1}
 
-    def full_state(self):
-        self.optimizer.consolidate_state_dict(to=0)
-        if self.ranks.rank > 0:
-            return {"model": {}, "optimizer": {}, "scaler": self.scaler.state_dict()}
-        sharded, self.optimizer = self.optimizer, self.make_optimizer(self.model.parameters())
-        self.optimizer.load_state_dict(sharded.state_dict())
-        state = super().full_state()
-        self.optimizer = sharded
-        return state
+    @dataclass
+    class Options:
+        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
 
-    def load_full_state(self, state):
-        self.optimizer.zero_grad()  # set_state_dict gives a new optimizer its state only where there is no gradient
-        sharded, self.optimizer = self.optimizer, self.make_optimizer(self.model.parameters())
-        super().load_full_state(state)
-        sharded.load_state_dict(self.optimizer.state_dict())
-        self.optimizer = sharded
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        self.group = axis(mesh, "shard").group
+        self.model = model
+        setup.materialise(model, self.device, self.group)  # rank 0's weights
+        recompute_blocks(model, self.options.recompute)
+        self.replica = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
+        self.optimizer = ZeroRedundancyOptimizer(model.parameters(), make_optimizer, process_group=self.group)
+
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            # gradients add up locally; only the last backward pass sends the sum
+            with nullcontext() if number == len(micro_batches) else self.replica.no_sync():
+                with self.autocast():
+                    # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
+                    part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
+                self.scaler.scale(part).backward()
+            loss += part.detach()
+        require_gradients(self.model)
+        dist.all_reduce(loss, group=self.group)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss / self.data_size, grad_norm
+
+    def parts(self):
+        """Of what is trained, the parameters that this rank steps."""
+        own = {parameter for group in self.optimizer.optim.param_groups for parameter in group["params"]}
+        return [part for part in super().parts() if part.owner is None or part.owner in own]
+
+    def optimizer_state(self):
+        return self.optimizer.optim.state  # of this rank's own parameters; ZeroRedundancyOptimizer itself has none
+
+    def after_loading(self):
+        self.optimizer._sync_params()  # as after a step: every owner broadcasts; there is no public way to ask for it
 
 
-class ShardedGradients(FullyShard):
+class Zero2(FSDP):
     """Stage 2: parameters stay gathered from the forward pass until the backward pass is over."""
 
     def __init__(self, *args, **kwargs):

@@ -1,0 +1,173 @@
+"""Parallelisms that nest, with PyTorch's own parts: any mesh of the axes pipeline, data, shard and tensor, in one step.
+
+From the inside out: DTensor cuts the weights along "tensor" (chapter 04), stages take their layers along "pipeline"
+(chapter 05), and fully_shard shards what is left along "shard" and replicates it along "data". Start it with --mesh:
+
+    torchrun --nproc_per_node=8 distributed_training.py --distributed --mesh pipeline=2,data=2,tensor=2
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as tp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor, Replicate
+
+from common.collectives import broadcast_module, global_norm
+from common.errors import UserError
+from common.mesh import AXES, axis, in_order, make_mesh
+from common.model import VOCABULARY, cross_entropy
+from common.recompute import recompute_blocks
+from common.state import local_of
+from common.strategy import Strategy
+from course.fsdp import fsdp_setup as setup
+from course.model_parallel.by_hand_tensor import require_multiples
+from course.model_parallel.distributed_training import apply_tensor_parallel
+from course.pipeline import options as pipeline_options
+from course.pipeline import schedules, split
+from course.pipeline.distributed_training import SCHEDULES, Stage, require_in_torch
+from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
+
+
+class PlainEnds(nn.Module):
+    """A stage whose layers hand on DTensors, and which itself takes and gives plain tensors, as messages are.
+
+    mesh: of tensor parallelism, along which every rank has all of the activations between two layers
+    """
+
+    def __init__(self, layers, mesh, first, last):
+        super().__init__()
+        self.layers, self.mesh, self.first, self.last = layers, mesh, first, last
+
+    def forward(self, x):
+        y = self.layers(x if self.first else DTensor.from_local(x, self.mesh, [Replicate()]))
+        # A copy, since fully_shard does not see the backward pass of a view that somebody changes in place.
+        return y if self.last else y.redistribute(placements=[Replicate()]).to_local().clone()
+
+
+class MeshParallel(Strategy):
+    """A GPT on a mesh of up to four axes; those that the mesh does not have are of size 1."""
+
+    preset = {"data": -1}
+    axes = ("pipeline", "data", "shard", "tensor")
+    Options = pipeline_options.PipelineOptions
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        if config.task == "images":
+            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
+        require_multiples(axes.get("tensor", 1), numbers)
+        if "pipeline" in axes:
+            pipeline_options.require(config, axes)
+            require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
+            require_for_fsdp(config.options.schedule)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        # fully_shard takes two axes, over which it replicates and shards: either may be of size 1.
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        missing = {name: 1 for name in ("data", "shard") if name not in sizes}
+        order = tuple(dict.fromkeys((*sizes, *AXES))) if not missing else AXES
+        mesh = make_mesh(in_order(sizes | missing, order), mesh.device_type) if missing else mesh
+        super().__init__(mesh, options, precision, max_norm)
+        self.everyone, self.readers = axis(mesh, *AXES).group, axis(mesh, "data", "shard")
+        self.tensor, self.shard, self.pipeline = (axis(mesh, name) for name in ("tensor", "shard", "pipeline"))
+        # All ranks must skip a step in which one rank's part of the gradient overflows.
+        enabled = precision == "fp16"
+        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.everyone)
+        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
+        broadcast_module(model, self.everyone)  # ranks may have been seeded differently
+        if self.tensor.size > 1:
+            apply_tensor_parallel(model, mesh["tensor"])
+        how = {"mesh": mesh["data", "shard"], **setup.policies(precision, offload=False)}
+        self.stages = None
+        if self.pipeline.size > 1:
+            self.model = self.cut_into_stages(model, how)
+        else:
+            recompute_blocks(model, self.options.recompute)
+            self.model = model.to(self.device)
+            for unit, reshard in setup.units_of(model).items():
+                fully_shard(unit, reshard_after_forward=reshard, **how)
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def cut_into_stages(self, model, how):
+        options, make_schedule = self.options, SCHEDULES[self.options.schedule]
+        schedule = schedules.build(
+            options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
+        )
+        self.stages = split.own_stages(
+            model, schedule, self.pipeline, options.split_spec, self.device, self.autocast
+        )
+        count, group = len(self.stages.rank_of), self.pipeline.group
+        self.own = []
+        for number, layers in self.stages.modules.items():
+            if self.tensor.size > 1:
+                layers = PlainEnds(layers, self.mesh["tensor"], number == 0, number == count - 1)
+            stage = fully_shard(Stage(layers, self.autocast, options.recompute == "full"), **how)
+            self.own.append(ReducedOnce(stage, number, count, self.device, group=group))
+        own = self.own[0] if issubclass(make_schedule, PipelineScheduleSingle) else self.own
+        # The loss is divided already, so no gradients are to be.
+        self.executor = make_schedule(own, options.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+        return self.stages.model
+
+    def step(self, micro_batches):
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            with tp.loss_parallel() if self.tensor.size > 1 else contextlib.nullcontext():
+                loss += self.forward_backward(inputs, targets, len(micro_batches), number == len(micro_batches))
+        if self.stages:
+            self.stages.add_tied_gradients()
+            dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
+        dist.all_reduce(loss, group=self.readers.group)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = global_norm(self.gradients_by_groups(), self.device)
+        scale = (self.max_norm / (grad_norm + 1e-6)).clamp(max=1)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local_of(parameter.grad).mul_(scale)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss / self.readers.size, grad_norm
+
+    def forward_backward(self, inputs, targets, equal_parts, last):
+        """Add the gradients of one of so many equal parts of this rank's slice; the loss, 0 where the last stage is
+        not. Of several passes through the pipeline the last one reduces the gradients."""
+        if self.stages is None:
+            with self.autocast():
+                part = cross_entropy(self.model(inputs), targets) / equal_parts
+            self.scaler.scale(part).backward()
+            part = part.detach()
+            return part.full_tensor() if isinstance(part, DTensor) else part
+        pipeline_options.require_divisible(inputs, self.options.microbatches)
+        self.divisor, losses = self.options.microbatches * equal_parts, []
+        for stage in self.own:
+            stage.last_pass = last
+        self.executor.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
+        total = sum(losses) / self.scaler.get_scale()
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def scaled_loss(self, logits, targets):
+        return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)
+
+    def gradients_by_groups(self):
+        """The gradients of what this rank has, for `global_norm`: of what is cut along "tensor", and of the rest; each
+        with the groups over which its elements are spread."""
+        around, cut, rest = [self.shard.group, self.pipeline.group], [], []
+        twice = self.stages.tied if self.stages and self.stages.last else None  # counts once, on the first stage
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and parameter is not twice:
+                names, places = parameter.device_mesh.mesh_dim_names, parameter.placements
+                along = dict(zip(names, places, strict=True))
+                is_cut = "tensor" in along and not along["tensor"].is_replicate()
+                (cut if is_cut else rest).append(local_of(parameter.grad))
+        return [(cut, [self.tensor.group, *around]), (rest, around)]
+
+    def parts(self):
+        return self.stages.parts(super().parts()) if self.stages else super().parts()

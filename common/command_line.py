@@ -161,8 +161,8 @@ def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
             f"--mesh {config.mesh}: strategy '{config.strategy}'{' by hand' if config.by_hand else ''} has {has}, not "
             f"'{foreign}'; leave --strategy out, and the mesh says what is done"
         )
-    complete = set(named) == set(allowed) or (named and -1 not in {**preset, **named}.values())
-    return in_order(resolve(dict(named) if complete else {**preset, **named}, size), order)
+    # Who names only some axes of a preset leaves the others to it; any other mesh is as it was named.
+    return in_order(resolve({**preset, **named} if set(named) < set(preset) else named, size), order)
 
 
 def two_numbers(config: Config, preset: dict, size: int) -> dict[str, int]:

@@ -123,10 +123,12 @@ def fsdp() -> StrategyEntry:
 
 
 def hsdp() -> StrategyEntry:
+    from course.fsdp import by_hand_zero23
     from course.fsdp import distributed_training as script
     from course.fsdp import hsdp as hybrids
 
-    return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.HSDP}, (4,))
+    kinds = {"pytorch": hybrids.HSDP, "by-hand": by_hand_zero23.HSDPByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (4,))
 
 
 def tensor_fsdp() -> StrategyEntry:
@@ -134,6 +136,15 @@ def tensor_fsdp() -> StrategyEntry:
     from course.fsdp import hsdp as hybrids
 
     return StrategyEntry("06_fsdp", script.main, {"pytorch": hybrids.TensorFSDP}, (4,))
+
+
+def mesh() -> StrategyEntry:
+    from course.fsdp import by_hand_mesh, torch_mesh
+    from course.fsdp import distributed_training as script
+
+    # Proved on the meshes of tests/test_mesh.py.
+    kinds = {"pytorch": torch_mesh.MeshParallel, "by-hand": by_hand_mesh.MeshByHand}
+    return StrategyEntry("06_fsdp", script.main, kinds, (2, 4, 8))
 
 
 STRATEGIES = {
@@ -154,6 +165,7 @@ STRATEGIES = {
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tensor+fsdp": tensor_fsdp,
+    "mesh": mesh,
 }
 
 

@@ -13,12 +13,12 @@ import itertools
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from common import ROOT
 from common.data import Plan, epoch_order, global_batch, shard
 
 WORKERS = 2  # processes per rank
@@ -98,9 +98,8 @@ class Slices(IterableDataset):
 
 def shard_stream_workers(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
     """The same in processes beside the rank, which read and decode ahead while the rank computes."""
-    root = str(Path(__file__).resolve().parent.parent)
-    if START_METHOD == "spawn" and root not in sys.path:
-        sys.path.append(root)  # a spawned worker imports this file by its full name
+    if START_METHOD == "spawn" and str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # a spawned worker imports this file by its full name
     loader = DataLoader(
         Slices(dataset, plan, start),
         batch_size=None,  # the slices are batches already

@@ -21,9 +21,9 @@ from common.errors import UserError
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
+from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
-from common.run import Run
 from course.pipeline import options as pipeline_options
 from course.pipeline import schedules, split
 from course.start import start
@@ -117,7 +117,7 @@ class PipelineParallel(Strategy):
         self.divisor, losses = self.microbatches * batches, []
         # the first stage reads the inputs, the last one the targets
         self.executor.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
-        return sum(losses) / self.scaler.get_scale()
+        return sum(loss.detach() for loss in losses) / self.scaler.get_scale()
 
     def loss(self, logits, targets):
         return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)
@@ -144,9 +144,7 @@ def main(config: Config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():

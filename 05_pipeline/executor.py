@@ -16,7 +16,7 @@ from course.pipeline.split_backward import backward_for_input
 
 
 class Executor:
-    """Runs this rank's part of a schedule. Any modules will do as stages, also such that talk to other ranks themselves.
+    """Runs this rank's part of a schedule. Any modules will do as stages; they may talk to other ranks themselves.
 
     schedule:  without messages; ranks are counted within `group`
     stages:    this rank's: number -> module
@@ -31,9 +31,7 @@ class Executor:
     Raises IllegalSchedule.
     """
 
-    def __init__(
-        self, schedule, stages, group, recompute=False, context=contextlib.nullcontext, dtype=torch.float32
-    ):
+    def __init__(self, schedule, stages, group, recompute=False, context=contextlib.nullcontext, dtype=torch.float32):
         self.rank_of = simulator.placement(schedule)
         self.actions = simulator.with_messages(schedule)[dist.get_rank(group)]
         self.stages, self.group, self.recompute, self.context = stages, group, recompute, context

@@ -13,7 +13,9 @@ class PipelineOptions:
     schedule: str = option("1f1b", "in which order the stages of a pipeline work", tuple(schedules.SCHEDULES))
     microbatches: int = option(4, "micro-batches of a pipeline, into which each batch is cut", at_least=1)
     stages_per_rank: int = option(0, "stages on each rank of a pipeline; 0: what the schedule needs", at_least=0)
-    split_spec: str = option("auto", "where a pipeline is cut: auto, auto-time, or places: 'blocks.1: end, head: beginning'")
+    split_spec: str = option(
+        "auto", "where a pipeline is cut: auto, auto-time, or places: 'blocks.1: end, head: beginning'"
+    )
     recompute: str = option("none", "what is computed again in the backward pass, to save memory", KINDS)
 
 

@@ -3,10 +3,10 @@
 Time has no unit here: it is whatever the given times are in. With whole numbers or fractions results are exact.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 from common.errors import UserError
@@ -162,29 +162,56 @@ def _needs(action: Action, known: set[Action], rank_of: list[int], messages: boo
 
 
 def _check_messages(schedule: Schedule, rank_of: list[int]):
-    """Each message joins neighbouring stages on two ranks, and both ranks go through their messages in one order:
-    NCCL matches a pair's messages by their order alone."""
-    sent = defaultdict(list)  # (rank, its peer) -> the messages between them, by their sends, in the rank's order
+    """Each message joins neighbouring stages on two ranks. All that a rank sends another come in one order on both, and
+    ranks do not wait for each other's messages in a circle.
+
+    What has one sender and one receiver is matched by its order alone. Messages with no computing action between them
+    are started together (batch_isend_irecv); there it does not matter whether the sends or the receives come first. But
+    NCCL starts a rank's next batch of messages when all of the one before have passed.
+    """
+    together = [groupby(actions, lambda action: action.kind in MESSAGES) for actions in schedule]
+    batches = [deque(set(batch) for are_messages, batch in own if are_messages) for own in together]
+    between = defaultdict(list)  # (from rank, to rank, as which rank has them) -> the sends
+    there = {action for own in batches for batch in own for action in batch}
     for rank, actions in enumerate(schedule):
-        for stage, kind, microbatch in actions:
-            if kind not in MESSAGES:
-                continue
-            peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-            if not 0 <= peer < len(rank_of) or rank_of[peer] == rank:
-                action = Action(stage, kind, microbatch)
-                raise IllegalSchedule(f"no message: {action} on rank {rank}, but no other rank has a stage {peer}")
-            send = (stage, kind, microbatch) if kind[0] == "S" else (peer, f"SEND_{kind[-1]}", microbatch)
-            sent[rank, rank_of[peer]].append(send)
-    for low, high in sorted({(min(pair), max(pair)) for pair in sent}):
-        one, other = sent[low, high], sent[high, low]
-        if lost := set(one) ^ set(other):
-            raise IllegalSchedule(f"missing: of {Action(*min(lost))} and its receive only one is there")
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for action in (action for action in actions if action.kind in MESSAGES):
+            other = _counterpart(action)
+            if not 0 <= other.stage < len(rank_of) or rank_of[other.stage] == rank:
+                raise IllegalSchedule(
+                    f"no message: {action} on rank {rank}, but no other rank has a stage {other.stage}"
+                )
+            send, receive = (action, other) if action.kind.startswith("SEND") else (other, action)
+            if other not in there:
+                raise IllegalSchedule(f"missing: of {send} and its receive only one is there")
+            between[rank_of[send.stage], rank_of[receive.stage], rank].append(send)
+    for (source, to, rank), sends in between.items():
+        for number, (a, b) in enumerate(zip(sends, between[source, to, source + to - rank], strict=True)):
             if a != b:
                 raise IllegalSchedule(
-                    f"deadlock: message {number} between ranks {low} and {high} is {Action(*a)} for rank {low}, but "
-                    f"{Action(*b)} for rank {high}"
+                    f"mixed up: message {number} from rank {source} to rank {to} is {a} for rank {rank}, but {b} for "
+                    f"rank {source + to - rank}"
                 )
+    passed = True
+    while passed:
+        started = {action for own in batches if own for action in own[0]}
+        passed = {action for action in started if _counterpart(action) in started}
+        for own in batches:
+            if own:
+                own[0] -= passed
+                if not own[0]:
+                    own.popleft()
+    waiting = {
+        rank: min(a for a in own[0] if _counterpart(a) not in started) for rank, own in enumerate(batches) if own
+    }
+    if waiting:
+        raise IllegalSchedule(_circle({rank: _counterpart(at) for rank, at in waiting.items()}, waiting, rank_of))
+
+
+def _counterpart(action: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    stage, kind, microbatch = action
+    peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
+    return Action(peer, ("RECV_" if kind.startswith("SEND") else "SEND_") + kind[-1], microbatch)
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
@@ -226,8 +253,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             if action in sleepers:
                 runnable.append(sleepers.pop(action))
     if sleepers:
-        circle = _circle({rank: need for need, rank in sleepers.items()}, schedule, events, rank_of)
-        raise IllegalSchedule(circle, Timeline(events))
+        needs = {rank: need for need, rank in sleepers.items()}
+        at = {rank: schedule[rank][len(events[rank])] for rank in needs}
+        raise IllegalSchedule(_circle(needs, at, rank_of), Timeline(events))
     return Timeline(events)
 
 
@@ -250,8 +278,11 @@ def rows(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _circle(needs: dict[int, Action], schedule: Schedule, events: list[list[Event]], rank_of: list[int]) -> str:
-    """Who waits for whom: every waiting rank waits for another that waits, so following them leads into a circle."""
+def _circle(needs: dict[int, Action], at: dict[int, Action], rank_of: list[int]) -> str:
+    """Who waits for whom: every waiting rank waits for another that waits, so following them leads into a circle.
+
+    needs: what each rank waits for; at: with which action
+    """
     rank, seen = min(needs), []
     while rank not in seen:
         seen.append(rank)
@@ -260,8 +291,7 @@ def _circle(needs: dict[int, Action], schedule: Schedule, events: list[list[Even
     first = circle.index(min(circle))
     lines = []
     for rank in circle[first:] + circle[:first]:
-        action, need = schedule[rank][len(events[rank])], needs[rank]
-        lines.append(f"rank {rank} waits at {action} for {need} of rank {rank_of[need.stage]}")
+        lines.append(f"rank {rank} waits at {at[rank]} for {needs[rank]} of rank {rank_of[needs[rank].stage]}")
     return f"deadlock: {'; '.join(lines)}"
 
 

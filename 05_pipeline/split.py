@@ -26,7 +26,7 @@ class OwnStages:
     names:           of the layers of every stage of the whole model
     rank_of:         the rank of every stage, within the pipeline
     first, last:     whether the model's first and last stage are here
-    width, dtype:    of what one stage hands to the next. Under autocast the dtype is that of the parameters all the same:
+    width, dtype:    of what one stage hands to the next. Under autocast the dtype is still that of the parameters:
                      blocks add their results, in bf16, to a sum that isn't
     embedding_group: the two ranks that have the embedding and the output layer, where these are one weight on two
                      ranks; on all other ranks, and where there is no such weight, None

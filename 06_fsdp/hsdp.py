@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed.tensor.parallel as tp
-from torch.distributed.tensor import distribute_module
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
@@ -14,7 +13,7 @@ from common.recompute import KINDS
 from common.strategy import require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
-from course.model_parallel.distributed_training import PLAN, TensorParallel
+from course.model_parallel.distributed_training import TensorParallel, apply_tensor_parallel
 
 
 class HSDP(FSDP):
@@ -77,14 +76,3 @@ class SyncOnce(FSDP):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return setup.average(loss, self.readers), grad_norm.full_tensor()
-
-
-def apply_tensor_parallel(model, mesh):
-    """Tensor parallelism as in chapter 04, over the ranks of a mesh."""
-    tied = model.head.out.weight is model.embedding.tokens.weight
-    tp.parallelize_module(model, mesh, PLAN)
-    if tied:
-        model.head.out.weight = model.embedding.tokens.weight
-    for block in model.blocks:
-        block.attention.heads //= mesh.size()
-    distribute_module(model, mesh)

@@ -34,12 +34,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(
-    table: Mapping[str, Callable[[], StrategyEntry]], default_strategy: str | None = None, argv: list[str] | None = None
+    table: Mapping[str, Callable[[], StrategyEntry]],
+    default_strategy: str | None = None,
+    argv: list[str] | None = None,
+    by_axes: Mapping[frozenset, str] | None = None,
 ) -> Config:
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
-    `table` has the strategies. Without a default strategy it is that of the --mesh, else "ddp" for --distributed, else
-    "single". Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
+    `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
+    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Raises UserError with one line for
+    whatever cannot work, as far as it can be known before ranks have met.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -47,10 +51,13 @@ def parse(
     first.add_argument("--config")
     early = vars(first.parse_known_args(argv)[0])
     file = early.pop("config", None)
-    content = read_yaml(Path(file)) if file else {}
+    content, spelled = read_yaml(Path(file)) if file else ({}, {})
+    for item in shared():
+        if item.name in content:
+            content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
     chosen = {**{key: kept[key] for key in ("strategy",) if key in kept}, **content, **early}
-    name = chosen.get("strategy") or default_by_mesh(table, str(chosen.get("mesh", "")), default_strategy)
+    name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)
     name = name or default_strategy or ("ddp" if chosen.get("distributed") else "single")
     entry = find(table, name)
     if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
@@ -73,8 +80,8 @@ def parse(
     from_file = {}
     for key, value in content.items():
         if key not in known and key != "replicas":
-            refuse_key(table, f"--config {file}", key, name, implementation, known)
-        from_file[key] = value if key == "replicas" else convert(f"--config {file}: {key}", value, known[key])
+            refuse_key(table, f"--config {file}", key, spelled[key], name, implementation, known)
+        from_file[key] = value if key == "replicas" else convert(f"--config {file}: {spelled[key]}", value, known[key])
     values = {**from_file, **given}
     if kept:
         values = resumed(kept, values, known, same_strategy=kept.get("strategy") == name)
@@ -102,20 +109,17 @@ def find(table, name: str) -> StrategyEntry:
     return table[name]()
 
 
-def default_by_mesh(table, mesh: str, default: str | None) -> str | None:
-    """The strategy whose axes are those that --mesh names; "mesh" where they are several and no strategy has them."""
-    if "=" not in mesh:
+def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
+    """The strategy whose axes are those that --mesh names; "mesh" where there is none, or none by hand if that is
+    asked for. A chapter's own strategy comes first if it has these axes."""
+    if "=" not in chosen.get("mesh", ""):
         return None
-    wanted = set(parse_axes(mesh))
-    if default and wanted <= set(axes_that(table[default]())):
+    wanted = frozenset(parse_axes(chosen["mesh"]))
+    if default and any(wanted <= {*kind.axes, *kind.preset} for kind in table[default]().implementations.values()):
         return default
-    exact = (name for name in table if set(next(iter(table[name]().implementations.values())).preset) == wanted)
-    return next((name for name in exact if name != "single"), "mesh")
-
-
-def axes_that(entry: StrategyEntry) -> tuple[str, ...]:
-    """The axes that some implementation of a strategy may have."""
-    return tuple(axis for kind in entry.implementations.values() for axis in (kind.axes or kind.preset))
+    name = by_axes.get(wanted, "mesh")
+    by_hand = chosen.get("by_hand") or chosen.get("implementation") == "by-hand"
+    return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
 
 
 def implementation_of(name: str, entry: StrategyEntry, chosen: dict) -> str:
@@ -263,20 +267,20 @@ def refuse_unknown(table, word: str, strategy: str, implementation: str, Options
     raise UserError(f"unknown option {word.split('=')[0]}; {hint}")
 
 
-def refuse_key(table, where: str, key: str, strategy: str, implementation: str, known) -> None:
+def refuse_key(table, where: str, key: str, spelled: str, strategy: str, implementation: str, known) -> None:
     foreign = not_its_own(table, key, strategy, implementation)
     if foreign:
         raise UserError(f"{where}: {foreign}")
     nearest = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean '{nearest[0].replace('_', '-')}'?" if nearest else "; --help lists the options"
-    raise UserError(f"{where}: unknown key '{key.replace('_', '-')}'{hint}")
+    raise UserError(f"{where}: unknown key '{spelled}'{hint}")
 
 
 # --- the configuration file -----------------------------------------------------------------------------------
 
 
-def read_yaml(path: Path) -> dict:
-    """Options from a YAML file, by field name. Raises UserError."""
+def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
+    """Options from a YAML file, by field name, and how the file spells each. Raises UserError."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
@@ -285,10 +289,11 @@ def read_yaml(path: Path) -> dict:
         raise UserError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
-    names = {str(key).replace("-", "_"): value for key, value in content.items()}
-    if isinstance(names.get("mesh"), dict):
-        names["mesh"] = ",".join(f"{axis}={number}" for axis, number in names["mesh"].items())
-    return {RENAMED.get(name, name): value for name, value in names.items()}
+    names = {str(key).replace("-", "_"): str(key) for key in content}
+    values = {RENAMED.get(name, name): content[key] for name, key in names.items()}
+    if isinstance(values.get("mesh"), dict):
+        values["mesh"] = ",".join(f"{axis}={number}" for axis, number in values["mesh"].items())
+    return values, {RENAMED.get(name, name): key for name, key in names.items()}
 
 
 def convert(where: str, value, item):

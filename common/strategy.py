@@ -3,7 +3,6 @@
 So one loop trains every strategy, one harness proves it, one table compares it. docs/architecture.md explains it.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -136,7 +135,6 @@ class StrategyEntry:
         return self.world_sizes[implementation] if isinstance(self.world_sizes, dict) else self.world_sizes
 
 
-@functools.cache
 def can_compute(device_type: str, precision: str) -> bool:
     try:
         number = torch.ones(1, 1, dtype=DTYPES[precision], device=device_type)

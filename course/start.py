@@ -2,7 +2,7 @@
 
 from common.command_line import parse
 from common.errors import UserError, one_line_errors
-from course.strategies import STRATEGIES
+from course.strategies import BY_AXES, STRATEGIES
 
 
 def start(strategy: str | None = None) -> None:
@@ -12,7 +12,7 @@ def start(strategy: str | None = None) -> None:
     started under the name __main__: so every class exists once. Errors of use become one line.
     """
     with one_line_errors():
-        config = parse(STRATEGIES, strategy)
+        config = parse(STRATEGIES, strategy, by_axes=BY_AXES)
         home = STRATEGIES[strategy]().chapter if strategy else config.entry.chapter
         if config.entry.chapter != home:
             raise UserError(

@@ -168,6 +168,24 @@ STRATEGIES = {
     "mesh": mesh,
 }
 
+# Which strategy a --mesh means that names these axes; all others mean "mesh".
+BY_AXES = {
+    frozenset(axes.split()): name
+    for axes, name in {
+        "data": "ddp",
+        "shard": "fsdp",
+        "tensor": "tensor",
+        "context": "context",
+        "expert": "expert",
+        "data expert": "expert",
+        "pipeline": "pipeline",
+        "data pipeline": "pipeline+ddp",
+        "shard pipeline": "pipeline+fsdp",
+        "data shard": "hsdp",
+        "shard tensor": "tensor+fsdp",
+    }.items()
+}
+
 
 def load(strategy: str, implementation: str | bool = "pytorch"):
     """The class that implements a strategy: "pytorch", "by-hand" (or True), ..."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.command_line import parse
 from common.config import Config
-from course.strategies import STRATEGIES
+from course.strategies import BY_AXES, STRATEGIES
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
@@ -37,7 +37,7 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
     options += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
     distributed = ["--distributed"] if size > 1 else []
     with launcher(rank, size):
-        return parse(STRATEGIES, default, [*line.split(), *options, *distributed])
+        return parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
 
 
 def train(configs: list[Config]) -> None:

@@ -16,13 +16,13 @@ from common.config import shared
 from common.errors import UserError
 from common.ranks import environment
 from common.strategy import require_precision
-from course.strategies import STRATEGIES
+from course.strategies import BY_AXES, STRATEGIES
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def parse(default=None, argv=None):
-    return parse_table(STRATEGIES, default, argv)
+    return parse_table(STRATEGIES, default, argv, BY_AXES)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ BAD = {
     "--strategy ddp --by-hand --implementation pytorch": r"--by-hand and --implementation pytorch exclude each other",
     "--strategy context": r"'context' has a version by hand only; add --by-hand",
     "--strategy context --by-hand --context 101": r"--context 101 does not divide into 2 chunks",
-    "--strategy hsdp": r"--mesh data=2 leaves no whole number of ranks for axis 'shard': 1 rank\(s\) do not divide by 2",
+    "--strategy hsdp": r"--mesh data=2 leaves no whole number of ranks for axis 'shard': 1 rank\(s\) do not divide",
     "--strategy hsdp --mesh 2by2": r"--mesh 2by2: expected sizes of axes as in data=2,tensor=2",
     "--strategy hsdp --mesh 0x1": r"--mesh 0x1: expected sizes of axes as in data=2,tensor=2",
     "--strategy tensor+fsdp --mesh 1x1 --task images": r"'tensor\+fsdp' divides a GPT; use --task text",
@@ -55,7 +55,7 @@ BAD = {
     "--mesh data=1,data=1": r"--mesh data=1,data=1: axis 'data' is given twice",
     "--mesh data=two": r"--mesh data=two: expected a number of ranks as in 'data=2', got 'data=two'",
     "--mesh data=2": r"--mesh data=2 is 2 rank\(s\), and 1 are started; start 2, or make the product 1",
-    "--strategy ddp --mesh tensor=1": r"--mesh tensor=1: strategy 'ddp' has axis data only, not 'tensor'; leave --strategy",
+    "--strategy ddp --mesh tensor=1": r"--mesh tensor=1: strategy 'ddp' has axis data only, not 'tensor'; leave",
     "--mesh-order data,rows": r"--mesh-order data,rows: no axis 'rows'; there are pipeline, data",
     "--mesh-order data,data": r"--mesh-order data,data: an axis is given twice",
     "--strategy ddp --replicas 2": r"--replicas is for strategies with two axes, not for 'ddp'; leave it out",
@@ -63,7 +63,7 @@ BAD = {
     "--strategy zero1 --offload": r"--offload is an option of .*, not of 'zero1'; leave it out",
     "--strategy fsdp --offload --width 65536": r"--offload: the shards of 1 rank\(s\), .* take \d+\.\d GiB",
     "--recompute full --task images": r"--recompute full is for the GPT's blocks",
-    "--recompute full --strategy tensor": r"--recompute is an option of single, ddp.*, not of 'tensor'; leave it out",
+    "--recompute full --strategy tensor": r"--recompute is an option of .*, not of 'tensor'; leave it out",
     "--schedule gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
     "--find-batch-size": r"--find-batch-size is an option of .*, not of 'single'; leave it out",
     "--strategy fsdp --by-hand --find-batch-size": r"not of 'fsdp' by hand; leave it out$",
@@ -75,7 +75,7 @@ BAD = {
     "--strategy pipeline --schedule dualpipev --microbatches 1": r"on 1 ranks needs 2 or more micro-batches, not 1",
     "--strategy pipeline --schedule zbv --stages-per-rank 3": r"schedule 'zbv' needs 2 stage\(s\) per rank, not 3",
     "--strategy pipeline --microbatches 5": r"--microbatches 5 = 5; the nearest that does is 30",
-    "--strategy pipeline --recompute selective": r"invalid choice: 'selective'|a pipeline's stages .* take full or none",
+    "--strategy pipeline --recompute selective": r"--recompute selective: a pipeline's .* take full or none",
     "--strategy pipeline --microbatches 0": r"--microbatches must be at least 1, got 0",
     "--strategy pipeline --stages-per-rank -1": r"--stages-per-rank must be at least 0, got -1",
     "--strategy pipeline --schedule zbv --split-spec block.1:end": r"no layer 'block.1'; did you mean 'blocks.1'\?",
@@ -177,7 +177,7 @@ def test_a_mesh_for_other_ranks():
     assert configure("--strategy hsdp --mesh data=4", size=4).axes == {"data": 4, "shard": 1}
     with pytest.raises(UserError, match="heads 2 cannot be cut into 4 equal parts"):
         configure("--strategy tensor+fsdp --mesh 1x4 --heads 2", size=4)
-    with pytest.raises(UserError, match="--mesh data=3 is 3 rank.s., and 4 are started; start 3, or make the product 4"):
+    with pytest.raises(UserError, match="--mesh data=3 is 3 rank.s., and 4 are started; start 3, or make the"):
         configure("--strategy ddp --mesh data=3", size=4)
 
 
@@ -193,6 +193,10 @@ def test_the_mesh_picks_the_strategy_and_its_order_is_an_option():
     assert configure("--mesh shard=2", size=2).strategy == "fsdp"
     assert configure("--mesh tensor=2", size=2).strategy == "tensor"
     assert configure("--mesh data=2,shard=2", size=4).strategy == "hsdp"
+    assert configure("--mesh shard=2,tensor=2", size=4).strategy == "tensor+fsdp"
+    assert configure("--mesh shard=2,tensor=2 --by-hand", size=4).strategy == "mesh"
+    assert configure("--mesh pipeline=2,data=2,tensor=2", size=8).strategy == "mesh"
+    assert configure("--mesh data=2,shard=2 --by-hand", size=4, default="fsdp").strategy == "fsdp"
     both = configure("--mesh data=2,pipeline=2", size=4)
     assert (both.strategy, list(both.axes)) == ("pipeline+ddp", ["pipeline", "data"])
     other = configure("--mesh data=2,pipeline=2 --mesh-order data,pipeline", size=4)

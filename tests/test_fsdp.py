@@ -1,24 +1,29 @@
 """ZeRO by hand and PyTorch's: messages, memory, overlap, loss scaling, resumed runs, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
 from torch import nn
 
 from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.ranks import Ranks
+from common.mesh import make_mesh
+from course.fsdp import by_hand_zero23, memory
+from course.strategies import load
 
 VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
 STAGES = ("zero1", "zero2", "fsdp")
-from course.fsdp import memory
+PRECISIONS = {"fp32": "float32", "bf16": "mixed, float32 gradients"}  # of the stages by hand, in memory.formula
 
 
-def here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+def make(name: str, by_hand: bool, model: nn.Module, make_optimizer, mesh=None, **kwargs):
+    """A strategy, by default on the mesh of its preset, over all ranks there are."""
+    kind = load(name, by_hand)
+    return kind(model, make_optimizer, mesh or make_mesh(kind.preset), **kwargs)
 
 
 def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -46,7 +51,7 @@ def counted_steps(tied: bool, accumulate: int) -> dict:
     for name in STAGES:
         model = equality.tied() if tied else equality.frozen()
         counted["sizes"] = sizes(model)
-        strategy = load(name, by_hand=True)(model, equality.sgd, here())
+        strategy = make(name, True, model, equality.sgd)
         if name == "zero2":
             counted["buckets"] = [flat.length for flat in strategy.trained]
         strategy.step(micro_batches())
@@ -93,12 +98,12 @@ def test_volume_is_2p_2p_3p(tied, nproc, accumulate):
 
 def memory_between_steps(precision: str) -> dict:
     """What is counted with each strategy by hand after its first two steps, by kind, and the lengths of its vectors."""
-    counted = {}
+    counted, mesh = {}, make_mesh({"shard": -1})
     for name in STAGES:
         batches = [micro_batches(), micro_batches(3)]
         known = memory.live()
         model = equality.tied()
-        strategy = load(name, by_hand=True)(model, equality.adamw, here(), precision)
+        strategy = make(name, True, model, equality.adamw, mesh, precision=precision)
         for batch in batches:
             strategy.step(batch)
         counted[name] = memory.held(strategy, known), [len(flat.vector) for flat in strategy.flats]
@@ -109,10 +114,11 @@ def memory_between_steps(precision: str) -> dict:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_memory_between_steps(nproc, precision):
-    """Live tensors against the formulas of Rajbhandari et al., section 5, in mixed precision and in float32."""
+    """Live tensors against the formulas of Rajbhandari et al., section 5, in mixed precision and in float32; but what
+    gradients add up to is float32 here in both."""
     for counted in launch(memory_between_steps, nproc, (precision,)):
         for name, (held, vectors) in counted.items():
-            expected = memory.formula(name, sum(vectors), nproc, "float32" if precision == "fp32" else "mixed")
+            expected = memory.formula(name, sum(vectors), nproc, PRECISIONS[precision])
             expected["optimizer"] += 4 * len(vectors)  # AdamW counts its steps: one number for each vector
             assert held == expected | {"other": 0}, name
 
@@ -121,36 +127,54 @@ def test_memory_between_steps(nproc, precision):
 def test_sizes_that_do_not_divide(name):
     """3 ranks cut nothing here without padding."""
     cases = [case for case in equality.CASES if case.accumulate == 1]
-    rows = equality.prove_class(load(name, by_hand=True), 3, f"{name} by hand on 3 ranks", cases)
+    rows = equality.prove(load(name, "by-hand"), 3, cases=cases)
     assert len(rows) == 4
-    assert launch(lambda: [f.length % 3 > 0 for f in load(name, True)(equality.tied(), equality.sgd, here()).flats], 3)[
-        0
-    ]
+    assert launch(lambda: [flat.length % 3 for flat in make(name, True, equality.tied(), equality.sgd).flats], 3)[0][0]
 
 
 def in_bf16(name: str, by_hand: bool) -> tuple:
     """Losses and norms of three steps, and the types of a full state that goes on."""
     torch.manual_seed(0)
-    strategy = load(name, by_hand)(equality.frozen(), equality.adamw, here(), precision="bf16")
+    strategy = make(name, by_hand, equality.frozen(), equality.adamw, precision="bf16")
     torch.manual_seed(1 + dist.get_rank())
     numbers = [torch.stack(strategy.step(micro_batches(2))) for _ in range(2)]
     state = strategy.full_state()
-    before = dict(state["model"])  # set_state_dict puts DTensors into the dictionary that it is given
+    before = dict(state.get("model", {}))
     strategy.load_full_state(state)
-    after = strategy.full_state()["model"]
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    after = strategy.full_state().get("model", {})
+    assert before.keys() == after.keys() and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     numbers.append(torch.stack(strategy.step(micro_batches(2))))
     return torch.stack(numbers), {tensor.dtype for tensor in before.values()}
 
 
 def test_mixed_precision():
-    """By hand gradients are summed over the ranks in bf16, by PyTorch in float32: the rest is alike."""
     (expected, types), *_ = launch(in_bf16, 2, ("fsdp", False))
     assert types == {torch.float32}
     for name in STAGES:
         (numbers, types), *_ = launch(in_bf16, 2, (name, True))
         assert types == {torch.float32}
         torch.testing.assert_close(numbers, expected, rtol=2e-2, atol=0)
+
+
+def small_gradients(name: str) -> torch.Tensor:
+    """A parameter after a step of SGD with a first micro-batch whose gradient is 1, and 8 whose gradients are 1/1024 of
+    that, less than half of what 16 bits tell apart at 1: rounded to bf16, they would leave no trace in the sum."""
+    model = equality.tied()
+    head = model.head.out
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    scales = iter([1.0] + [1 / 1024] * 8)
+    head.weight.register_hook(lambda gradient: torch.full_like(gradient, next(scales)))
+    strategy = make(name, True, model, lambda p: torch.optim.SGD(p, lr=1.0), precision="bf16", max_norm=1e9)
+    before = strategy.full_state()
+    strategy.step(micro_batches(9))
+    after = strategy.full_state()
+    return (before["model"]["head.out.weight"] - after["model"]["head.out.weight"]) if before else torch.empty(0)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_micro_batches_are_added_up_in_float32(name):
+    step = launch(small_gradients, 2, (name,))[0]
+    torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
 
 
 def test_formulas_of_the_paper():
@@ -161,12 +185,12 @@ def test_formulas_of_the_paper():
 
 def timelines() -> dict:
     """A step as a timeline of memory, and what is held after it."""
-    found = {}
+    found, mesh = {}, make_mesh({"shard": -1})
     for name, by_hand in [("zero1", True), ("zero2", True), ("fsdp", True), ("fsdp", False)]:
         batches = [micro_batches() for _ in range(3)]
         known = memory.live()
         model = equality.tied()
-        strategy = load(name, by_hand)(model, equality.adamw, here())
+        strategy = make(name, by_hand, model, equality.adamw, mesh)
         for batch in batches[:2]:
             strategy.step(batch)
         with memory.Timeline(strategy) as timeline:
@@ -194,10 +218,10 @@ def test_timeline_of_memory():
 def events_of_a_step() -> list[str]:
     """What stage 3 does to its units, in order; u0 is that of embedding and head."""
     model = equality.tied()
-    strategy = load("fsdp", by_hand=True)(model, equality.sgd, here())
+    strategy = make("fsdp", True, model, equality.sgd)
     strategy.step(micro_batches())
     events = []
-    for number, unit in enumerate(strategy.units):
+    for number, unit in enumerate(strategy.hooks.units):
         for flat in unit.flats:
             gather = flat.gather
             flat.gather = lambda *a, n=number, gather=gather, **k: events.append(f"gather u{n}") or gather(*a, **k)
@@ -209,8 +233,8 @@ def events_of_a_step() -> list[str]:
         part.register_forward_hook(
             lambda *a, name=name: a[-1].register_hook(lambda _: events.append(f"backward {name}")) and None
         )
-    launch_reduce, flats = strategy.reduce, list(strategy.flats)
-    strategy.reduce = lambda flat: events.append(f"reduce u{flats.index(flat)}") or launch_reduce(flat)
+    launch_reduce, flats = strategy.reducer.reduce, list(strategy.flats)
+    strategy.reducer.reduce = lambda flat: events.append(f"reduce u{flats.index(flat)}") or launch_reduce(flat)
     strategy.step(micro_batches())
     return events
 
@@ -232,7 +256,7 @@ def frozen_below() -> list[bool]:
         for parameter in model.blocks[1].parameters():
             parameter.requires_grad_(False)
         model.blocks[1].mlp.down.bias.requires_grad_(True)
-        strategy = load(name, name == "fsdp")(model, equality.sgd, here())
+        strategy = make(name, name == "fsdp", model, equality.sgd)
         torch.manual_seed(1)
         norms = [strategy.step(micro_batches())[1] for _ in range(3)]
         gradients.append(torch.stack(norms))
@@ -247,18 +271,17 @@ def overflow(name: str, by_hand: bool) -> list:
     """fp16 with an infinite gradient in one element, which one rank's shard holds: does every rank skip the step?"""
     torch.manual_seed(0)
     model = equality.tied()
-    strategy = load(name, by_hand)(model, equality.sgd, here(), precision="fp16")
+    strategy = make(name, by_hand, model, equality.sgd, precision="fp16")
     torch.manual_seed(dist.get_rank())
     strategy.step(micro_batches())
     scale = strategy.scaler.get_scale()
     handle = model.head.register_full_backward_pre_hook(
         lambda _, gradients: (gradients[0] * (float("inf") if dist.get_rank() == 0 else 1),)
     )
-    before = strategy.full_state()["model"]
-    before = {name: tensor.clone() for name, tensor in before.items()}
+    before = equality.flatten(strategy.full_state())
     strategy.step(micro_batches())
     handle.remove()
-    after = strategy.full_state()["model"]
+    after = equality.flatten(strategy.full_state())
     unmoved = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     return [scale, strategy.scaler.get_scale(), unmoved]
 
@@ -275,8 +298,8 @@ def go_on(versions, begin, state) -> dict:
     batches = [micro_batches() for _ in range(begin + len(versions))][begin:]  # the same on every rank
     for batch, (name, by_hand) in zip(batches, versions, strict=True):
         torch.manual_seed(1)
-        strategy = load(name, by_hand)(equality.frozen(), equality.adamw, here())
-        if state:
+        strategy = make(name, by_hand, equality.frozen(), equality.adamw)
+        if state is not None:
             strategy.step(micro_batches())  # something to be overwritten
             strategy.load_full_state(state)
         strategy.step(batch)
@@ -298,7 +321,7 @@ def test_states_are_handed_on():
 def unused(name: str, by_hand: bool) -> str:
     model = equality.WithBatchNorm()
     model.extra = nn.Linear(2, 2)
-    strategy = load(name, by_hand)(model, equality.sgd, here())
+    strategy = make(name, by_hand, model, equality.sgd)
     with pytest.raises(UserError) as refusal:
         strategy.step(micro_batches())
     return str(refusal.value)
@@ -314,4 +337,4 @@ def test_parameters_outside_of_units_are_refused():
     model = nn.Module()
     model.layer, model.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     with pytest.raises(UserError, match="every parameter must be in one child of the model"):
-        by_hand_zero23.units_of(model, Ranks(0, 1, 0, torch.device("cpu")))
+        by_hand_zero23.units_of(model, SimpleNamespace(size=1, rank=0, group=None))

@@ -1,32 +1,30 @@
 """Layers split over ranks and over devices: the cut, the messages, tied and frozen weights, resumed runs."""
 
 import itertools
-import json
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
+from helpers import SMALL, configure, metrics, train
 from torch import nn
 
-from common.config import Config, parse
 from common.errors import UserError
 from common.lab import equality
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
+from common.mesh import axis, make_mesh
 from common.model import GPT, cross_entropy
-from common.ranks import Ranks
-from common.task import make_task
-from common.train import train
 from course.model_parallel import by_hand_layers as by_hand
+from course.model_parallel import layers_on_devices
 
 CPU = torch.device("cpu")
 
 
-def here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), CPU)
+def make(model, make_optimizer=equality.sgd, strategy_class=by_hand.SplitLayers, **options) -> by_hand.SplitLayers:
+    return strategy_class(model, make_optimizer, make_mesh({"pipeline": -1}), **options)
 
 
 def largest(costs, ends) -> float:
@@ -45,18 +43,19 @@ def test_the_cut_is_the_best_of_all():
     assert by_hand.cut([1] * 200, 8)[-1] == 200  # of some 10^12 ways
 
 
-def test_more_ranks_than_layers(monkeypatch):
+def test_more_ranks_than_layers():
     told = r"4 ranks are more than 3 layers \(embedding, 1 blocks, head\).* start at most 3 ranks, or make --layers 2"
     with pytest.raises(UserError, match=told):
         by_hand.cut([1, 1, 1], 4)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    line = "--distributed --strategy model --by-hand --layers"
     with pytest.raises(UserError, match=told):  # before the ranks meet
-        parse(argv=f"{line} 1".split())
-    assert parse(argv=f"{line} 2".split()).layers == 2
+        configure("--strategy model --by-hand --layers 1", size=4, rank=1)
+    assert configure("--strategy model --by-hand --layers 2", size=4).axes == {"pipeline": 4}
+
+
+@pytest.mark.parametrize("line", ["--strategy model --by-hand", "--strategy model"])
+def test_images_are_refused(line):
     with pytest.raises(UserError, match="--task images: .*'model'.* --task text"):
-        parse(argv=f"{line} 2 --task images".split())
+        configure(f"{line} --task images")
 
 
 def test_a_model_without_known_layers_is_refused():
@@ -71,7 +70,7 @@ def batches(count: int, size: int = 4):
 
 def one_step(make_model, micro_batches: int):
     """What a rank sends in a step, in order; and its tied weight, its own parameters' names, after three steps."""
-    strategy = by_hand.SplitLayers(make_model(), equality.adamw, here(), max_norm=0.3)
+    strategy = make(make_model(), equality.adamw, max_norm=0.3)
     for _ in range(2):
         strategy.step(batches(micro_batches))
     with Ledger() as ledger:
@@ -127,7 +126,8 @@ CASES = [equality.Case(make, equality.sgd, 3, 0.3) for make in (first_layers_fro
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_frozen_layers_before_the_cut(nproc):
     """Nobody needs the gradient that comes back. Whoever sends it must find somebody who takes it."""
-    equality.prove_class(by_hand.SplitLayers, nproc, "frozen", CASES)
+    rows = equality.prove(by_hand.SplitLayers, nproc, cases=CASES)
+    assert [row.case for row in rows] == CASES
 
 
 def test_any_cut_is_right():
@@ -136,18 +136,18 @@ def test_any_cut_is_right():
             super().__init__(*args, **options, ends=(3, 4))
 
     def parts():
-        strategy = Uneven(equality.tied(), equality.sgd, here())
+        strategy = make(equality.tied(), strategy_class=Uneven)
         return [
             type(child).__name__ for child in [strategy.model.embedding, *strategy.model.blocks, strategy.model.head]
         ]
 
     assert launch(parts, 2) == [["Embedding", "Block", "Block", "Identity"], ["Identity"] * 3 + ["Head"]]
-    equality.prove_class(Uneven, 2, "uneven", equality.CASES[:2])
+    assert len(equality.prove(Uneven, 2, cases=equality.CASES[:2])) == 2
 
 
 def overflow():
     """fp16's loss scaling: the gradient of one rank alone is infinite. Scale, and whether the step was skipped."""
-    strategy = by_hand.SplitLayers(equality.frozen(), equality.sgd, here(), precision="fp16")
+    strategy = make(equality.frozen(), precision="fp16")
     strategy.step(batches(1))
     before = [parameter.clone() for parameter in strategy.model.parameters()]
     scale = strategy.scaler.get_scale()
@@ -163,7 +163,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def checked():
-    strategy = by_hand.SplitLayers(equality.tied(), equality.sgd, here())
+    strategy = make(equality.tied())
     with CheckCollectives(timeout=20):
         return strategy.step(batches(2))[0].item()
 
@@ -173,49 +173,40 @@ def test_ranks_mean_the_same():
     assert others == [first] * 3
 
 
-TEXT = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12, "checkpoint_every": 2}
-
-
-def train_all(configs):
-    for config in configs:
-        task = make_task(config)
-        strategy = load(config.strategy, config.by_hand)(
-            task.make_model(), task.make_optimizer, here(), config.precision
-        )
-        train(strategy, task, config, here())
-
-
 def losses(folder) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in metrics(folder)]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_resumed_on_another_number_of_ranks(optimizer, tmp_path):
     """From one process to four ranks, to two, to the devices of one process: as if it had never stopped."""
 
-    def config(steps, strategy="model", hand=True, folder="parts", **more):
-        options = TEXT | {"optimizer": optimizer, "steps": steps, "strategy": strategy, "by_hand": hand} | more
-        return Config(**options, run_dir=str(tmp_path / folder))
+    def run(nproc, strategy, steps, folder="parts", **more):
+        settings = SMALL | {"checkpoint_every": 2, "optimizer": optimizer, "steps": steps} | more
+        config = configure(f"--strategy {strategy} --run-dir {tmp_path / folder}", nproc, **settings)
+        launch(train, nproc, ([config],))
 
-    single = [config(8, "single", False, "whole"), config(2, "single", False)]
-    launch(train_all, 1, (single,))
-    launch(train_all, 4, ([config(4, resume=True)],))
-    launch(train_all, 2, ([config(6, resume=True, accumulate=3)],))
-    launch(train_all, 1, ([config(8, hand=False, resume=True)],))
+    run(1, "single", 8, "whole")
+    run(1, "single", 2)
+    run(4, "model --by-hand", 4, resume=True)
+    run(2, "model --by-hand", 6, resume=True, accumulation_steps=3)
+    run(1, "model", 8, resume=True)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
-    states = [torch.load(tmp_path / name / "checkpoint-000008.pt") for name in ("whole", "parts")]
-    for whole, parts in zip(*(equality.flatten(state).items() for state in states), strict=True):
-        assert whole[0] == parts[0]
-        assert equality.difference(parts[1], whole[1]) < equality.TOLERANCE * 10, whole[0]
+    whole, parts = (
+        equality.flatten(torch.load(tmp_path / name / "checkpoint-000008.pt")) for name in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys()
+    off = {name: equality.difference(parts[name], whole[name]) for name in whole}
+    assert max(off.values()) < equality.TOLERANCE * 10, max(off, key=off.get)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near(precision, tmp_path):
     both = [
-        Config(**TEXT, steps=4, strategy="model", by_hand=True, precision=p, run_dir=str(tmp_path / p))
+        configure(f"--strategy model --by-hand --run-dir {tmp_path / p}", 2, **SMALL, steps=4, precision=p)
         for p in ("fp32", precision)
     ]
-    launch(train_all, 2, (both,))
+    launch(train, 2, (both,))
     full, half = (losses(tmp_path / p) for p in ("fp32", precision))
     assert half == pytest.approx(full, rel=0.01) and half != full
 
@@ -229,12 +220,12 @@ def to(layer, device):
 def on_pretended_gpus():
     """Layers on two GPUs that are not there: where the parameters are, and the bytes moved by a forward and backward
     pass."""
-    from course.data_parallel import fake_gpus as pretend
-    from course.model_parallel import layers_on_devices as layers
-    with pretend.pretend_gpus(2, equality.tied) as (devices, inside, meter):
+    from course.data_parallel import fake_gpus
+
+    mesh = make_mesh({"data": 1})
+    with fake_gpus.pretend_gpus(2, equality.tied) as (devices, inside, meter):
         nn.Module.to = to  # this process ends here
-        ranks = Ranks(0, 1, 0, devices[0])
-        strategy = layers.LayersOnDevices(inside.model, equality.sgd, ranks, devices=devices)
+        strategy = layers_on_devices.LayersOnDevices(inside.model, equality.sgd, mesh, devices=devices)
         inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
         meter.moved.clear()
         strategy.forward(inputs, inputs).backward()
@@ -255,10 +246,9 @@ def test_layers_lie_on_two_devices_and_only_the_boundary_moves():
     assert moved == {(0, 1): boundary + tied + targets, (1, 0): boundary + tied}
 
 
-def test_one_process_per_device_is_told_so(capsys):
-    from course.model_parallel import layers_on_devices as layers
-    assert layers.devices_of(Ranks(0, 1, 0, CPU)) == [CPU, CPU]
-    assert "note: no two GPUs for the parts of the model" in capsys.readouterr().err
+def test_one_process_per_device_is_told_so(capfd):
+    assert launch(partial(layers_on_devices.devices_of, CPU), 1) == [[CPU, CPU]]
+    assert "note: no two GPUs for the parts of the model" in "".join(capfd.readouterr())
 
 
 class Forgets(by_hand.SplitLayers):
@@ -269,10 +259,9 @@ class Forgets(by_hand.SplitLayers):
 
 
 def loaded(strategy_class):
-    strategy = strategy_class(equality.tied(), equality.adamw, here())
+    strategy, other = (make(equality.tied(), equality.adamw, strategy_class) for _ in range(2))
     strategy.step(batches(1))
     state = strategy.full_state()
-    other = strategy_class(equality.tied(), equality.adamw, here())
     other.load_full_state(state)
     losses = [s.step(batches(2)[1:])[0].item() for s in (strategy, other)]
     return losses[0] == losses[1], torch.equal(
@@ -292,7 +281,47 @@ def test_the_loss_is_that_of_the_whole_model():
         torch.manual_seed(dist.get_rank())
         model = equality.tied()
         expected = cross_entropy(model(inputs), targets).item()
-        return by_hand.SplitLayers(model, equality.sgd, here()).step([(inputs, targets)])[0].item(), expected
+        return make(model).step([(inputs, targets)])[0].item(), expected
 
     (first, expected), (second, other) = launch(loss, 2)
     assert first == second == expected != other
+
+
+def moved_and_kept():
+    """Elements of the model when it is moved to the device, and those that the strategy keeps."""
+    sizes = []
+
+    def to(module, device):
+        sizes.append(sum(p.numel() for p in module.parameters()))
+        return module
+
+    nn.Module.to = to  # this process ends here
+    strategy = make(equality.tied())
+    return sizes, sum(p.numel() for p in strategy.model.parameters())
+
+
+def test_a_rank_moves_its_own_layers_only():
+    whole = sum(p.numel() for p in equality.tied().parameters())
+    for moved, kept in launch(moved_and_kept, 4):
+        assert moved == [kept] and kept < whole / 2
+
+
+def tied_in_two_pipelines():
+    """Two pipelines of two ranks side by side: what a first and last rank's group sums."""
+    mesh = make_mesh({"pipeline": 2, "data": 2})
+    own = torch.tensor(10.0 ** dist.get_rank())
+    dist.all_reduce(own, group=by_hand.embedding_group(mesh))
+    return own.item(), axis(mesh, "pipeline").rank
+
+
+def test_first_and_last_rank_of_each_pipeline_have_a_group():
+    assert launch(tied_in_two_pipelines, 4) == [(101.0, 0), (1010.0, 0), (101.0, 1), (1010.0, 1)]
+
+
+def between():
+    group = by_hand.embedding_group(make_mesh({"pipeline": 4}))
+    return group is None or dist.get_process_group_ranks(group)
+
+
+def test_ranks_between_first_and_last_are_in_no_group():
+    assert launch(between, 4) == [[0, 3], True, True, [0, 3]]

@@ -1,8 +1,10 @@
 """Schedules are what the literature and PyTorch say they are, and what is no schedule is refused with a reason."""
 
 from fractions import Fraction
+from unittest import mock
 
 import pytest
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from common.errors import UserError
@@ -84,6 +86,7 @@ TORCH = {
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
     "looped-bfs": "LoopedBFS",
+    "zb-h1": "InterleavedZeroBubble",
     "interleaved-zb": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
@@ -93,9 +96,18 @@ TORCH = {
 def of_torch(name, p, m, v):
     """PyTorch's actions as text, without pauses, which are only for its picture, and without the reduction of
     gradients over other dimensions of the mesh. An overlapped pair is its two actions."""
-    for actions in get_schedule_ops(TORCH[name], p, m, v):
+    lists = get_schedule_ops(TORCH[name], p, m, v) if name != "zb-h1" else one_stage_per_rank(p, m)
+    for actions in lists:
         flat = [part for action in actions if action for part in action.sub_actions or [action]]
         yield [str(action) for action in flat if action.computation_type.value in schedules.KINDS]
+
+
+def one_stage_per_rank(p, m):
+    """What get_schedule_ops gives for one stage per rank. The class takes one; only that function asks for two."""
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p, None
+    lists = ScheduleInterleavedZeroBubble([stage], m).pipeline_order
+    return [lists[rank] for rank in range(p)]
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -104,6 +116,8 @@ def test_agrees_with_pytorch_action_by_action(name):
     for _, p, m, v in (case for case in CASES if case[0] == name):
         if name == "1f1b" and m < p:
             continue  # PyTorch refuses fewer micro-batches than stages; ours then has a shorter warm-up
+        if name == "zb-h1" and m % max(1, m // p):
+            continue  # PyTorch wants rounds of equal size
         ours = [[str(action) for action in actions] for actions in build(name, p, m, v)]
         theirs = list(of_torch(name, p, m, v))
         if name == "1f1b":
@@ -118,8 +132,7 @@ def test_agrees_with_pytorch_action_by_action(name):
 
 
 def test_every_schedule_is_compared():
-    # ZB-H1 is its interleaved form with one stage per rank, which PyTorch does not build; its times are pinned above.
-    assert set(TORCH) == set(SCHEDULES) - {"zb-h1"}
+    assert set(TORCH) == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "dualpipev"])
@@ -228,6 +241,10 @@ SENT = [
     "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
     "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
 ]
+SENT_APART = [
+    "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0RECV_B0 0I0 0W0 0SEND_F2 0RECV_B1 0I1 0W1 0RECV_B2 0I2 0W2",
+    "1RECV_F0 1F0 1I0 1SEND_B0 1W0 1RECV_F1 1F1 1I1 1SEND_B1 1W1 1RECV_F2 1F2 1I2 1SEND_B2 1W2",
+]
 SPLIT = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"]
 V = ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
 ILLEGAL = {  # lists, (rank, from, to), the refusal
@@ -261,10 +278,15 @@ ILLEGAL = {  # lists, (rank, from, to), the refusal
     ),
     "sent too early": (SENT, (0, "0F0 0SEND_F0", "0SEND_F0 0F0"), "wrong order: rank 0 does 0SEND_F0 before 0F0"),
     "received too late": (SENT, (0, "0RECV_B0 0B0", "0B0 0RECV_B0"), "wrong order: rank 0 does 0B0 before 0RECV_B0"),
-    "received in another order": (
+    "sends in another order": (
         SENT,
-        (1, "1RECV_F1 1B0 1SEND_B0", "1B0 1SEND_B0 1RECV_F1"),
-        "deadlock: message 1 between ranks 0 and 1 is 0SEND_F1 for rank 0, but 1SEND_B0 for rank 1",
+        (0, "0SEND_F0 0F1 0SEND_F1", "0F1 0SEND_F1 0SEND_F0"),
+        "mixed up: message 0 from rank 0 to rank 1 is 0SEND_F1 for rank 0, but 0SEND_F0 for rank 1",
+    ),
+    "messages in a circle": (  # rank 0 has something to compute between its send and its receive, and rank 1 too
+        SENT_APART,
+        None,
+        "deadlock: rank 0 waits at 0SEND_F1 for 1RECV_F1 of rank 1; rank 1 waits at 1SEND_B0 for 0RECV_B0 of rank 0",
     ),
     "sent to nobody": (
         SENT,
@@ -287,6 +309,19 @@ def test_illegal_schedules_are_refused(case):
     with pytest.raises(IllegalSchedule) as refused:
         simulate(schedule)
     assert str(refused.value).startswith(refusal) and "\n" not in str(refused.value)
+
+
+def test_messages_that_are_started_together_may_stand_in_any_order():
+    """batch_isend_irecv: "the relative ordering of sends vs. receives in the list does not matter". Here two messages
+    that face each other, in one batch on each rank, stand with the send first on both; and with the receive first."""
+    for rank, old, new in [
+        (1, "1RECV_F1 1B0 1SEND_B0", "1B0 1SEND_B0 1RECV_F1"),
+        (0, "0SEND_F1 0RECV_B0", "0RECV_B0 0SEND_F1"),
+    ]:
+        texts = list(SENT)
+        assert texts[rank].count(old) == 1
+        texts[rank] = texts[rank].replace(old, new)
+        assert simulate([parse(text) for text in texts]).peaks == [2, 1]
 
 
 def test_what_the_illegal_ones_were_made_of_is_legal():

@@ -5,26 +5,30 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
+from helpers import configure
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import get_total_norm
 
-from common.config import parse
 from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
+from common.mesh import axis, make_mesh
 from common.model import GPT
-from common.ranks import Ranks
+from common.model import cross_entropy as whole_cross_entropy
 from course.model_parallel import by_hand_tensor as by_hand
+from course.model_parallel import distributed_training as script
+from course.strategies import load
 
 LAYERS, WIDTH, TIME, BATCH, VOCABULARY = 2, 16, 8, 6, 64  # of the harness's models; BATCH is a micro-batch
 VERSIONS = [("tensor", False), ("tensor", True), ("sequence", True)]
 
 
-def build(strategy: str, hand: bool, model=None, precision="fp32"):
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    torch.manual_seed(ranks.rank)
-    return load(strategy, hand)(model or equality.tied(), equality.adamw, ranks, precision)
+def build(strategy: str, hand: bool, model=None, precision="fp32", make_optimizer=equality.adamw):
+    torch.manual_seed(dist.get_rank())
+    mesh = make_mesh({"tensor": -1})
+    return load(strategy, hand)(model or equality.tied(), make_optimizer, mesh, precision=precision)
 
 
 def tokens(steps: int = 1, batch: int = BATCH):
@@ -40,7 +44,7 @@ def own_columns(logits, targets):
     """Losses and this rank's columns of the logits' gradient."""
     columns = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
     with Ledger() as ledger:
-        losses = by_hand.VocabularyParallelCrossEntropy.apply(columns, targets)
+        losses = by_hand.VocabularyParallelCrossEntropy.apply(columns, targets, dist.group.WORLD)
         (losses * torch.arange(len(targets))).sum().backward()
     return losses.detach(), columns.grad, [entry.payload for entry in ledger.entries]
 
@@ -81,12 +85,8 @@ def expected_calls(strategy, hand, accumulate):
     else:
         calls["all_reduce", per_token] += 3 * accumulate  # largest, sum and target one by one
         calls["all_reduce", 4 * len(list(equality.tied().parameters()))] += 1
-    if strategy == "sequence":
-        norms_and_biases = {
-            WIDTH * 4: 5 * 2 + 2 * 2,
-            TIME * WIDTH * 4: 1,
-        }  # weight and bias of norms, biases; positions
-        calls += Counter({("all_reduce", nbytes): count for nbytes, count in norms_and_biases.items()})
+    if strategy == "sequence":  # weight and bias of five norms, two biases in each layer, and positions
+        calls["all_reduce", 4 * (WIDTH * (5 * 2 + 2 * LAYERS) + TIME * WIDTH)] += 1
     return calls
 
 
@@ -123,7 +123,7 @@ def held(strategy, hand):
     inputs, targets = tokens()[0]
     if hand:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = by_hand.cross_entropy(training.model(inputs), targets)
+            loss = by_hand.cross_entropy(training.model(inputs), targets, training.group)
         loss.backward()
     ours = {p.untyped_storage().data_ptr() for p in local}
     return sum(p.numel() for p in local), sum(s.nbytes() for address, s in kept.items() if address not in ours)
@@ -155,7 +155,7 @@ def train_and_give(strategy, hand):
 def take_and_go_on(strategy, hand, state):
     training = build(strategy, hand)
     training.load_full_state(state if dist.get_rank() == 0 else {})
-    taken = equality.flatten(training.full_state())
+    taken = equality.flatten(training.full_state())  # of rank 0
     loss, grad_norm = training.step(tokens(3)[-1:])
     return taken, loss.item(), grad_norm.item()
 
@@ -163,7 +163,7 @@ def take_and_go_on(strategy, hand, state):
 @pytest.mark.parametrize("giver, taker", [(0, 1), (1, 2), (2, 0)])
 def test_a_full_state_is_taken_up_on_another_number_of_ranks(giver, taker):
     state = launch(train_and_give, 2, VERSIONS[giver])[0]
-    (reference, loss, norm), *others = (launch(take_and_go_on, n, (*VERSIONS[taker], state))[-1] for n in (1, 4))
+    (reference, loss, norm), *others = (launch(take_and_go_on, n, (*VERSIONS[taker], state))[0] for n in (1, 4))
     given = equality.flatten(state)
     assert any(name.endswith("exp_avg") for name in given)
     for taken, *numbers in [(reference, loss, norm), *others]:
@@ -180,14 +180,13 @@ def spoil(parameter):
 
 
 def overflow(strategy, hand):
-    """The names of what a step has changed, when rank 1's part of a gradient overflows in it."""
+    """The names of what a step has changed here, when rank 1's part of a gradient overflows in it."""
     training = build(strategy, hand, precision="fp16")
-    before = training.full_state()["model"]
-    before = {name: tensor.clone() for name, tensor in before.items()}
+    before = {part.name: part.tensor.clone() for part in training.parts()}
     if dist.get_rank() == 1:
         training.model.embedding.tokens.weight.register_post_accumulate_grad_hook(spoil)
     training.step(tokens())
-    return [name for name, tensor in training.full_state()["model"].items() if not torch.equal(tensor, before[name])]
+    return [part.name for part in training.parts() if not torch.equal(part.tensor, before[part.name])]
 
 
 @pytest.mark.parametrize("strategy, hand", VERSIONS)
@@ -210,14 +209,126 @@ def test_what_does_not_divide_is_refused(strategy, hand, changed, refused):
         launch(lambda: build(strategy, hand, GPT(**options)), 4)
 
 
-@pytest.mark.parametrize("options", ["--heads 3 --width 96", "--strategy sequence --by-hand --context 99"])
-def test_what_does_not_divide_is_refused_before_ranks_meet(options, monkeypatch, tmp_path):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if "RANK" in name else "2")
-    with pytest.raises(UserError, match=r"--(heads 3|context 99) cannot be cut into 2 equal parts; start a number"):
-        parse("tensor", ["--distributed", f"--run-dir={tmp_path}", *options.split()])
+@pytest.mark.parametrize(
+    "line, refused",
+    [
+        ("--strategy tensor --heads 3 --width 96", "--heads 3 cannot be cut into 2 equal parts; start a number"),
+        ("--strategy tensor --by-hand --heads 3 --width 96", "--heads 3 cannot be cut into 2 equal parts"),
+        ("--strategy sequence --by-hand --context 99", "--context 99 cannot be cut into 2 equal parts"),
+        ("--strategy tensor --task images", "--task images: .*'tensor' divides a GPT; use --task text"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_ranks_meet(line, refused):
+    with pytest.raises(UserError, match=refused):
+        configure(line, size=2)
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
     with pytest.raises(RankFailed, match="UserError: context 7 cannot be cut into 2 equal parts; start"):
         launch(lambda: build("sequence", True, GPT(1, 16, 4, 7, 64)), 2)
+
+
+# Only this rank's part is moved to the device
+
+
+def moved_and_kept(strategy, hand):
+    """Elements of what is moved to the device, at each move, and those that the strategy keeps."""
+    sizes = []
+
+    def to(module, device):
+        sizes.append(sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters()))
+        return module
+
+    nn.Module.to = to  # this process ends here
+    training = build(strategy, hand)
+    return sizes, sum(getattr(p, "_local_tensor", p).numel() for p in training.model.parameters())
+
+
+@pytest.mark.parametrize("strategy, hand", VERSIONS)
+def test_a_rank_cuts_first_and_then_moves(strategy, hand):
+    whole = sum(p.numel() for p in equality.tied().parameters())
+    for moved, kept in launch(moved_and_kept, 4, (strategy, hand)):
+        assert all(size == kept for size in moved) and kept < whole / 3
+        assert len(moved) == hand  # DTensor moves each parameter by itself
+
+
+# Models of which little is trained
+
+
+def norms_only() -> nn.Module:
+    torch.manual_seed(0)
+    model = equality.tied()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def norm_of_norms(strategy, hand):
+    return build(strategy, hand, norms_only(), make_optimizer=equality.sgd).step(tokens())[1].item()
+
+
+@pytest.mark.parametrize("strategy, hand", VERSIONS)
+def test_only_norms_are_trained(strategy, hand):
+    """No parameter that is trained is cut."""
+    model = norms_only()
+    ((inputs, targets),) = tokens()
+    whole_cross_entropy(model(inputs), targets).backward()
+    expected = get_total_norm([p.grad for p in model.parameters() if p.requires_grad]).item()
+    assert launch(norm_of_norms, 2, (strategy, hand)) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+# On a mesh with another axis, each group by itself
+
+
+def two_groups(hand, sequence):
+    """Largest error of a gradient where each of two groups of two ranks reads its own batch."""
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    place, data = axis(mesh, "tensor"), axis(mesh, "data")
+    inputs, targets = tokens(2)[data.rank]
+    torch.manual_seed(data.rank)
+    whole, model = equality.tied(), equality.tied()
+    model.load_state_dict(whole.state_dict())
+    loss = whole_cross_entropy(whole(inputs), targets)
+    loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    if not hand:
+        script.apply_tensor_parallel(model, mesh["tensor"])
+        with script.tp.loss_parallel():
+            got = whole_cross_entropy(model(inputs), targets)
+            got.backward()
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        got = got.full_tensor()
+    else:
+        cut = by_hand.apply_tensor_parallel(model, place, sequence)
+        got = by_hand.cross_entropy(model(inputs), targets, place.group)
+        got.backward()
+        for parameter in by_hand.partial_gradients(model, cut, sequence):
+            dist.all_reduce(parameter.grad, group=place.group)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter in cut:
+                dim, along = cut[parameter]
+                assert along is place and parameter.shape != expected[name].shape
+                expected[name] = expected[name].chunk(2, dim)[place.rank]
+    assert gradients.keys() == expected.keys()
+    off = max(equality.difference(gradients[name], expected[name]) for name in expected)
+    return off, abs(got.item() - loss.item()), loss.item()
+
+
+@pytest.mark.parametrize("hand, sequence", [(True, False), (True, True), (False, False)])
+def test_groups_beside_each_other_do_not_mix(hand, sequence):
+    results = launch(two_groups, 4, (hand, sequence))
+    assert all(off < equality.TOLERANCE and error < 1e-5 for off, error, _ in results)
+    assert results[0][2] == results[1][2] != results[2][2]
+
+
+def gradient_of_the_words():
+    """Where the gradient of an untied embedding lies; and the numbers of it that this rank keeps."""
+    training = build("tensor", False, equality.frozen())
+    training.step(tokens())
+    words = training.model.embedding.tokens.weight
+    return words.grad.placements == words.placements, words.grad.to_local().numel()
+
+
+def test_dtensor_keeps_only_its_words_of_an_embeddings_gradient():
+    assert launch(gradient_of_the_words, 4) == [(True, VOCABULARY * WIDTH // 4)] * 4

@@ -57,10 +57,9 @@ BUGS = Bugs(
             why="Gradients that were accumulated without being sent are dropped: only the last micro-batch is reduced.",
         ),
         "clipped_too_early": bug(
-            right="                self.scaler.scale(part).backward()",
-            wrong="                with self.reducer.no_sync():\n"
-            "                    self.scaler.scale(part).backward()\n"
-            "                clip_grad_norm_(self.model.parameters(), self.max_norm)",
+            right="bucket *= 1 / self.size",
+            wrong="bucket *= 1 / self.size / bucket.norm().clamp(min=1.0)",
+            inside="launch",
             refused_by="grad_norm",
             why="Each rank clips by the norm of its own gradient, which is larger than that of the mean: the mean of "
             "clipped gradients is not the clipped mean.",

@@ -1,8 +1,8 @@
 """How the exercises of chapter 05 are graded: the table EXERCISES at the end, and the checks that it names.
 
 A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern that
-looks at the messages (common/grading/patterns.py). Schedules are judged by what the simulator makes of them: `budget`. Other
-expected values come from whole tensors, from formulas, or were worked out by hand.
+looks at the messages (common/grading/patterns.py). Schedules are judged by what the simulator makes of them: `budget`.
+Other expected values come from whole tensors, from formulas, or were worked out by hand.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """How the exercises of chapter 06 are graded: the table EXERCISES at the end, and the checks that it names.
 
 A check is given a world size and yields cases: the arguments of each rank, what each must return, and a pattern
-that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has them,
-without any message, or were worked out by hand.
+that looks at the messages (common/grading/patterns.py). Expected values come from whole tensors, as one process has
+them, without any message, or were worked out by hand.
 """
 
 import itertools

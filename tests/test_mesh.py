@@ -1,0 +1,233 @@
+"""Meshes: who is in which group; every nesting of parallelisms equals one process; each axis sends what its formula
+says; what cannot be combined is refused."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import configure
+
+from common import data
+from common.errors import UserError
+from common.lab import equality
+from common.lab.equality import CASES, NotEqual, prove
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from common.mesh import AXES, axis, in_order, make_mesh, parse_order, resolve
+from course.fsdp.by_hand_mesh import MeshByHand
+from course.fsdp.torch_mesh import MeshParallel
+from course.model_parallel.by_hand_experts import ExpertParallel
+from course.pipeline.options import PipelineOptions
+
+EIGHT = {"pipeline": 2, "data": 2, "tensor": 2}
+
+
+def groups(axes):
+    """On each rank: the global ranks of its group along each axis, and along data and tensor together."""
+    mesh = make_mesh(axes)
+    alone = axis(mesh, "expert")
+    along = {name: dist.get_process_group_ranks(axis(mesh, name).group) for name in axes}
+    both = axis(mesh, "data", "tensor")
+    return along, (alone.rank, alone.size), (dist.get_process_group_ranks(both.group), both.rank)
+
+
+def test_the_last_axis_varies_fastest():
+    found = launch(groups, 8, (EIGHT,))
+    assert found[5][0] == {"pipeline": [1, 5], "data": [5, 7], "tensor": [4, 5]}
+    assert found[2][0] == {"pipeline": [2, 6], "data": [0, 2], "tensor": [2, 3]}
+    assert [alone for _, alone, _ in found] == [(0, 1)] * 8  # an axis that is not there: a group of this rank
+    assert found[7][2] == ([4, 5, 6, 7], 3) and found[1][2] == ([0, 1, 2, 3], 1)
+    turned = launch(groups, 8, (in_order(EIGHT, parse_order("data,pipeline")),))
+    assert turned[5][0] == {"data": [1, 5], "pipeline": [5, 7], "tensor": [4, 5]}
+
+
+def test_sizes_are_filled_in_and_checked():
+    assert resolve({"data": 2, "pipeline": -1}, 8) == {"data": 2, "pipeline": 4}
+    with pytest.raises(UserError, match="^--mesh data=3 leaves no whole number of ranks for axis 'pipeline'"):
+        resolve({"data": 3, "pipeline": -1}, 8)
+    assert list(in_order(dict.fromkeys(AXES[::-1], 1))) == list(AXES)
+
+
+# SGD as well as AdamW, accumulation 1 and 3, tied and frozen weights, clipped and not: each once with each of the rest.
+TWO = [CASES[2], CASES[5]]
+SMALL = PipelineOptions(microbatches=2)
+BY_HAND = [
+    {"data": 2, "tensor": 2},
+    {"pipeline": 2, "data": 2},
+    {"pipeline": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2},
+    {"data": 2, "context": 2},
+    {"data": 2, "shard": 2},
+    {"pipeline": 2, "context": 2},
+    {"context": 2, "tensor": 2},
+    {"data": 2, "pipeline": 2},  # the other order
+    EIGHT,
+    {"data": 2, "shard": 2, "tensor": 2},
+]
+TORCH = [
+    {"data": 2, "tensor": 2},
+    {"pipeline": 2, "data": 2},
+    {"pipeline": 2, "shard": 2},
+    {"pipeline": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2},
+    {"data": 2, "shard": 2},
+    EIGHT,
+]
+
+
+@pytest.mark.parametrize("axes", BY_HAND, ids=str)
+def test_by_hand_equals_one_process(axes):
+    assert len(prove(MeshByHand, math.prod(axes.values()), axes, SMALL, TWO, timeout=120)) == 2
+
+
+@pytest.mark.parametrize("axes", TORCH, ids=str)
+def test_pytorchs_parts_equal_one_process(axes):
+    assert len(prove(MeshParallel, math.prod(axes.values()), axes, SMALL, TWO[:1], timeout=120)) == 1
+
+
+def test_experts_and_replicas_equal_one_process():
+    assert len(prove(ExpertParallel, 4, {"data": 2, "expert": 2}, cases=TWO)) == 2
+
+
+def test_the_cases_are_different_enough():
+    (one, other) = TWO
+    assert one.make_optimizer is not other.make_optimizer and one.make_model is not other.make_model
+    assert {one.accumulate, other.accumulate} == {1, 3} and {one.max_norm < 1, other.max_norm < 1} == {True, False}
+
+
+# --- what each axis sends -------------------------------------------------------------------------------------
+
+
+def sent_along_each_axis(axes):
+    """Calls and payload bytes of one step of MeshByHand on this rank, by axis and operation, and its sizes."""
+    mesh = make_mesh(axes)
+    torch.manual_seed(0)
+    strategy = MeshByHand(equality.tied(), equality.sgd, mesh, SMALL)
+    names = {tuple(dist.get_process_group_ranks(axis(mesh, name).group)): name for name in axes}
+    indices = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
+    place = (strategy.data_rank, strategy.data_size)
+    batches = data.micro_batches(equality.Batches(), indices, *place, 1, "cpu")
+    with Ledger() as ledger:
+        strategy.step(batches)
+    found = {}
+    for entry in ledger.entries:
+        name = names.get(entry.group, "all")
+        calls, payload = found.get((name, entry.operation), (0, 0))
+        found[name, entry.operation] = calls + 1, payload + entry.payload
+    own = sum(p.numel() for p in strategy.model.parameters())
+    return found, own, len(strategy.stages.modules) if strategy.stages else 0
+
+
+def test_each_axis_sends_what_its_formula_says():
+    """On pipeline=2, data=2, tensor=2: a GPT of 2 blocks, batch 24 in two slices, each in two micro-batches."""
+    found = launch(sent_along_each_axis, 8, (EIGHT,), timeout=120)
+    width, float32, micro, examples = 16, 4, 2, equality.BATCH // 2
+    activations = examples * equality.CONTEXT * width * float32  # of all micro-batches of a slice, on one stage
+    for rank, (sent, own, stages) in enumerate(found):
+        assert stages == 1
+        first = rank < 4
+        # pipeline: activations of every micro-batch forward, their gradients back
+        assert sent["pipeline", "send"] == (micro, activations)
+        assert sent["pipeline", "recv"] == (micro, activations)
+        # data: every gradient that this rank has, and the loss, in one message
+        (calls, payload) = sent["data", "all_reduce"]
+        assert payload == float32 * (own + 1) + float32, "gradients with the loss, and the loss once more"
+        assert calls == 2
+        # tensor: in each block and micro-batch two sums forward and two back; one more for the embedding (g, forward)
+        # or for the head (f, back) and the three of the cross entropy; one for the norm
+        blocks = 1
+        calls, _ = sent["tensor", "all_reduce"]
+        assert calls == micro * 4 * blocks + (micro if first else micro + 2 * micro) + 1
+
+
+# --- teeth ----------------------------------------------------------------------------------------------------
+
+
+class ReplicasForgotten(MeshByHand):
+    """Gradients are not summed over the replicas."""
+
+    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
+        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
+        self.replicas = axis(mesh, "expert")
+
+
+class PartsCountTwice(MeshByHand):
+    """The norm takes what every rank along "tensor" has whole for parts."""
+
+    def gradients_by_groups(self):
+        (cut, groups), (rest, _) = super().gradients_by_groups()
+        return [(cut, groups), (rest, groups)]
+
+
+class StagesForgottenInTheNorm(MeshByHand):
+    """Each stage clips by its own norm."""
+
+    def gradients_by_groups(self):
+        return [(tensors, groups[:-1]) for tensors, groups in super().gradients_by_groups()]
+
+
+class SlicesSharedByAll(MeshByHand):
+    """All replicas read the first slice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.data_rank = 0
+
+
+PLANTED = {
+    ReplicasForgotten: ("data", "tensor"),
+    PartsCountTwice: ("data", "tensor"),
+    StagesForgottenInTheNorm: ("pipeline", "tensor"),
+    SlicesSharedByAll: ("pipeline", "data"),
+}
+
+
+@pytest.mark.parametrize("wrong", PLANTED)
+def test_a_wrong_nesting_is_refused(wrong):
+    axes = dict.fromkeys(PLANTED[wrong], 2)
+    with pytest.raises(NotEqual, match=wrong.__name__):
+        prove(wrong, 4, axes, SMALL, TWO[:1])
+
+
+# --- what does not go together --------------------------------------------------------------------------------
+
+REFUSED = {
+    ("--by-hand --mesh pipeline=2,shard=2", 4): "by hand, 'shard' and 'pipeline' do not go together",
+    ("--mesh context=2,tensor=2", 4): "strategy 'mesh' has axes pipeline, data, shard, tensor, not 'context'",
+    ("--by-hand --mesh expert=2,tensor=2", 4): "strategy 'mesh' by hand has axes .*, not 'expert'",
+    ("--mesh pipeline=2,tensor=2", 8): "--mesh pipeline=2,tensor=2 is 4 rank.s., and 8 are started",
+    ("--by-hand --mesh data=2,tensor=2 --heads 3 --width 96", 4): "heads 3 cannot be cut into 2 equal parts",
+    ("--by-hand --mesh data=2,context=2 --context 10", 4): "--context 10 does not divide into 4 chunks",
+    ("--by-hand --mesh pipeline=4,tensor=2 --layers 1", 8): "4 stages are more than 3 layers",
+    ("--by-hand --mesh data=2,expert=2 --experts 3", 4): "--experts 3 do not divide by 2 ranks",
+    ("--by-hand --mesh data=2,tensor=2 --task images", 4): "--task images: strategy 'mesh' divides a GPT",
+    ("--by-hand --mesh data=4,tensor=2 --schedule gpipe --batch-size 6", 8): "",
+}
+
+
+@pytest.mark.parametrize("line, size", REFUSED)
+def test_what_cannot_be_combined_is_refused_in_one_line(line, size, tmp_path):
+    if not REFUSED[line, size]:
+        return
+    with pytest.raises(UserError, match=REFUSED[line, size]) as error:
+        configure(line, size, run_dir=tmp_path / "run")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_every_pair_of_axes_is_proved_or_refused():
+    proved = {frozenset(axes) for axes in BY_HAND if len(axes) == 2} | {frozenset(("data", "expert"))}
+    for pair in itertools.combinations(AXES, 2):
+        line = "--by-hand --mesh " + ",".join(f"{name}=2" for name in pair)
+        if frozenset(pair) in proved:
+            continue
+        if "expert" in pair or set(pair) == {"pipeline", "shard"}:
+            with pytest.raises(UserError):
+                configure(line, 4)
+        else:
+            assert set(pair) == {"shard", "context"}, pair  # part of a proof with three axes below
+
+
+def test_shards_and_contexts_equal_one_process():
+    assert len(prove(MeshByHand, 4, {"shard": 2, "context": 2}, SMALL, TWO[:1])) == 1

@@ -23,9 +23,11 @@ from course.model_parallel.moe_model import Mixture, MixtureGPT
 
 
 class ExpertParallel(Strategy):
-    """Every rank reads one slice of the global batch, and holds 1/size of each mixture's experts."""
+    """Every rank reads one slice of the global batch, and holds 1/size of each mixture's experts. With an axis "data"
+    in the mesh there are several such groups of ranks, which are replicas of each other."""
 
     preset = {"expert": -1}
+    axes = ("data", "expert")
     model_class = MixtureGPT
 
     @dataclass
@@ -46,11 +48,11 @@ class ExpertParallel(Strategy):
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        place = axis(mesh, "expert")
+        place, self.replicas, self.readers = (axis(mesh, *names) for names in (["expert"], ["data"], self.data_axes))
         self.group = place.group
         # All ranks must skip a step in which one rank's experts' gradients overflow.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
-        broadcast_module(model, self.group)  # ranks may have been seeded differently
+        broadcast_module(model, self.readers.group)  # ranks may have been seeded differently
         self.cut = apply_expert_parallel(model, place)
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
@@ -65,7 +67,7 @@ class ExpertParallel(Strategy):
             self.scaler.scale(part + auxiliary).backward()
             loss += part.detach()
         require_gradients(self.model)
-        dist.all_reduce(loss, group=self.group)
+        dist.all_reduce(loss, group=self.readers.group)
         self.average_gradients()
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.grad_norm()
@@ -77,8 +79,9 @@ class ExpertParallel(Strategy):
     def average_gradients(self):
         """Make the gradients those of the mean over all ranks' slices."""
         experts, others = self.gradients()
-        all_reduce_together(others, self.group)
-        # the backward pass has already brought together what all ranks' tokens add to the gradient of an expert
+        all_reduce_together(others, self.readers.group)
+        # the backward pass has already brought together what the tokens of all ranks along "expert" add to an expert's
+        all_reduce_together(experts, self.replicas.group)
         for gradient in (*experts, *others):
             gradient /= self.data_size
 

@@ -15,7 +15,7 @@ from common.mesh import axis
 from common.model import cross_entropy
 from common.strategy import Strategy
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, split
+from course.pipeline import schedules, simulator, split
 from course.pipeline.executor import Executor
 
 
@@ -45,14 +45,15 @@ class PipelineByHand(Strategy):
         )
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
-        broadcast_module(model, axis(mesh, "pipeline", "data").group)  # ranks may have been seeded differently
+        everyone = axis(mesh, "pipeline", "data").group
+        broadcast_module(model, everyone)  # ranks may have been seeded differently
         self.microbatches = self.options.microbatches
         self.schedule = schedules.build(
             self.options.schedule, self.pipeline.size, self.microbatches, self.options.stages_per_rank or None
         )
-        self.stages = split.own_stages(
-            model, self.schedule, self.pipeline, self.options.split_spec, self.device, self.autocast
-        )
+        count = len(simulator.placement(self.schedule))
+        names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
+        self.stages = split.own_stages(model, self.schedule, self.pipeline, names, self.device)
         self.model = self.stages.model
         self.executor = self.make_executor(self.wrap_stages(self.stages.modules))
         self.optimizer = make_optimizer(self.model.parameters())

@@ -25,7 +25,7 @@ from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, split
+from course.pipeline import schedules, simulator, split
 from course.start import start
 
 SCHEDULES = {
@@ -77,9 +77,9 @@ class PipelineParallel(Strategy):
         schedule = schedules.build(
             self.options.schedule, self.pipeline.size, self.microbatches, self.options.stages_per_rank or None
         )
-        self.stages = split.own_stages(
-            model, schedule, self.pipeline, self.options.split_spec, self.device, self.autocast
-        )
+        count = len(simulator.placement(schedule))
+        names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
         self.model, recompute = self.stages.model, self.options.recompute == "full"
         modules = {n: Stage(layers, self.autocast, recompute) for n, layers in self.stages.modules.items()}
         self.executor = self.make_executor(self.wrap_stages(modules))

@@ -81,7 +81,8 @@ def own_stages(model, schedule, pipeline, spec="auto", device=None, context=cont
     model:    on the CPU or meta device, equal on all ranks. Its layers may have been cut by tensor parallelism
     schedule: without messages (schedules.py), for the ranks of the pipeline
     pipeline: the Axis of ranks that share the model
-    spec:     as for stages_of
+    spec:     as for stages_of, or the names that it gave. Several pipelines have to be cut alike: let stages_of measure
+              over all of their ranks, before tensor parallelism cuts layers
     device:   by default the CPU
     context:  in which stages will compute, for measuring them
 
@@ -89,7 +90,12 @@ def own_stages(model, schedule, pipeline, spec="auto", device=None, context=cont
     """
     device = device or torch.device("cpu")
     rank_of = simulator.placement(schedule)
-    names = stages_of(model, len(rank_of), spec, pipeline.group, device, context)
+    if spec == "auto-time" and dist.get_world_size(dist.group.WORLD) > pipeline.size:
+        raise UserError(
+            "--split-spec auto-time: several pipelines have to be cut alike, so stages_of must measure over all of "
+            "their ranks; with this strategy take auto, or name the places"
+        )
+    names = stages_of(model, len(rank_of), spec, pipeline.group, device, context) if isinstance(spec, str) else spec
     layers = layers_of(model)
     width = model.head.norm.normalized_shape[0]  # norms are not cut, whatever happened to the weights
     dtype = model.embedding.positions.weight.dtype

@@ -87,5 +87,6 @@ def find(config) -> None:
     parts = ranks * config.accumulation_steps
     print(
         f"--batch-size {fits * parts}: {fits} example(s) x {config.accumulation_steps} micro-batch(es) x {ranks} "
-        f"rank(s), of which each takes {taken:.3f} GiB of {budget:g}; --batch-size {too_many * parts} would take {too_much:.3f}"
+        f"rank(s), of which each takes {taken:.3f} GiB of {budget:g}; --batch-size {too_many * parts} would take "
+        f"{too_much:.3f}"
     )

@@ -99,9 +99,7 @@ class MeshByHand(Strategy):
         schedule = schedules.build(
             options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
         )
-        self.stages = split.own_stages(
-            model, schedule, self.pipeline, options.split_spec, self.device, self.autocast
-        )
+        self.stages = split.own_stages(model, schedule, self.pipeline, options.split_spec, self.device, self.autocast)
         self.executor = Executor(
             schedule,
             self.stages.modules,

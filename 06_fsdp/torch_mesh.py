@@ -101,9 +101,7 @@ class MeshParallel(Strategy):
         schedule = schedules.build(
             options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
         )
-        self.stages = split.own_stages(
-            model, schedule, self.pipeline, options.split_spec, self.device, self.autocast
-        )
+        self.stages = split.own_stages(model, schedule, self.pipeline, options.split_spec, self.device, self.autocast)
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():

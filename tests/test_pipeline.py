@@ -404,6 +404,31 @@ def test_the_time_of_the_last_stage_includes_its_loss(monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):
+    def measured(model, *_):
+        rank = dist.get_rank(dist.group.WORLD)
+        return [9.0 if number == rank else 1.0 for number in range(len(layers_of(model)))]
+
+    def cut(strategy_class):
+        options = PipelineOptions(split_spec="auto-time")
+        return strategy_class(small(), equality.sgd, mesh_of(strategy_class), options).stages.names
+
+    monkeypatch.setattr(split, "measured", measured)
+    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
+        assert launch(cut, 4, (strategy_class,)) == [[["embedding"], ["blocks.0", "blocks.1", "head"]]] * 4
+
+
+def test_several_pipelines_are_not_measured_one_by_one():
+    def cut():
+        pipeline = axis(make_mesh({"data": 2, "pipeline": 1}), "pipeline")
+        try:
+            split.own_stages(small(), schedules.build("1f1b", 1, 4), pipeline, "auto-time")
+        except UserError as error:
+            return str(error)
+
+    assert launch(cut, 2)[0].startswith("--split-spec auto-time: several pipelines have to be cut alike")
+
+
 def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
     """Seen with the meta device in place of a GPU: what was moved there has no memory here."""
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import configure, launcher
 from torch import nn
 
 from common import state as states
@@ -20,7 +21,6 @@ from common.task import make_task
 from course.fsdp import batch_size, by_hand_zero1, by_hand_zero23, fsdp_setup, memory
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import load
-from helpers import configure, launcher
 
 
 def make(kind, model: nn.Module, make_optimizer, axes=None, options=None, **kwargs):

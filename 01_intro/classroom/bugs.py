@@ -1,10 +1,10 @@
 """All-reduces with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
-    python bugs.py NAME --answer   the place, and the check that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
+    python classroom/bugs.py NAME --answer   the place, and the check that refuses it
 
-The checks are those of proof.py.
+The checks are those of check_all_reduce.py.
 """
 
 from common.lab.bugs import Bug, Bugs

@@ -1,8 +1,8 @@
 """Data parallelism in threads with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
-    python bugs.py NAME --answer   the place, and the number that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            the code with the mistake in it: by_hand.py, but for one place
+    python classroom/bugs.py NAME --answer   the place, and the number that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py).
 """

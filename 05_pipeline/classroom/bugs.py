@@ -163,7 +163,7 @@ BUGS = PipelineBugs(
             why="Only the rank of the last stage has the loss, and rank 0 writes the log: a straight line at zero.",
         ),
         "own_weights": pipeline(
-            right='broadcast_module(model, axis(mesh, "pipeline", "data").group)',
+            right="broadcast_module(model, everyone)",
             wrong="pass",
             inside="__init__",
             refused_by="loss",

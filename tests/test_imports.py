@@ -1,0 +1,160 @@
+"""Arrows go from chapters to common/, and every file of the course is one module under one name."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jedi
+import pytest
+from helpers import LAUNCHER, SMALL
+
+from common import ROOT
+from common.lab.launch import launch
+from course.ddp.by_hand import DDPByHand
+from course.ddp.distributed_training import DDP
+from course.fsdp.distributed_training import FSDP
+from course.fsdp.torch_zero import Zero2
+from course.strategies import STRATEGIES, load
+
+CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
+PATTERNS = ("common/**/*.py", "0*/**/*.py", "course/*.py", "tests/*.py", "*.py")
+FILES = [path for pattern in PATTERNS for path in ROOT.glob(pattern)]
+OWN = {path.stem for folder in CHAPTERS for path in (ROOT / folder).rglob("*.py")} | {"classroom"}
+
+
+def code_of(path: Path) -> list[str]:
+    """A file's program, or the code cells of a notebook."""
+    if path.suffix == ".py":
+        return [path.read_text()]
+    return ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def imported(code: str) -> set[str]:
+    """The full names of the modules that a program imports."""
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith(("%", "!"))]
+    names = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def by_string(code: str) -> list[str]:
+    """Ways to import a chapter by a string, or from a path."""
+    return re.findall(r"spec_from_file_location|__import__\(|sys\.path\.(?:insert|append)|[\"']0\d_[a-z_]+[.\"']", code)
+
+
+def test_common_imports_no_chapter():
+    for path in (ROOT / "common").rglob("*.py"):
+        (code,) = code_of(path)
+        assert not {name for name in imported(code) if name.split(".")[0] == "course"}, path
+        # common/check.py imports the grader of the chapter that the user names; submissions are files, not modules.
+        if path.name not in ("check.py", "engine.py"):
+            assert by_string(code) == [] and "import_module" not in code, path
+
+
+@pytest.mark.parametrize("number, folder", list(enumerate(CHAPTERS)))
+def test_a_chapter_imports_earlier_chapters_only(number, folder):
+    links = {link.resolve().name: link.name for link in (ROOT / "course").iterdir() if link.is_symlink()}
+    later = {f"course.{links[name]}" for name in CHAPTERS[number + 1 :]}
+    for path in (ROOT / folder).glob("*.py"):  # what compares methods, in notebooks and classroom, may look ahead
+        (code,) = code_of(path)
+        ahead = {name for name in imported(code) for other in later if f"{name}.".startswith(f"{other}.")}
+        assert not ahead, f"{path}: {ahead}"
+
+
+def test_nothing_imports_a_chapters_file_by_its_bare_name():
+    for path in [*FILES, *ROOT.glob("0*/*.ipynb")]:
+        for code in code_of(path):
+            bare = {name for name in imported(code) if name.split(".")[0] in OWN - {"helpers"}}
+            assert not bare, f"{path} imports {bare}; say `from course.CHAPTER import ...`"
+
+
+def test_the_checks_bite():
+    assert imported("from course.ddp import by_hand\nimport by_hand") >= {"course.ddp.by_hand", "by_hand"}
+    assert len(by_string("x = load('03_ddp.by_hand')\nsys.path.append(folder)")) == 2
+
+
+def test_the_links_name_the_chapters():
+    links = {link.name: os.readlink(link) for link in (ROOT / "course").iterdir() if link.is_symlink()}
+    assert sorted(links.values()) == [f"../{folder}" for folder in CHAPTERS]
+
+
+def test_classes_are_those_of_the_table():
+    assert load("ddp") is DDP and load("ddp", True) is DDPByHand
+    assert issubclass(Zero2, FSDP) and load("zero2") is Zero2 and load("fsdp") is FSDP
+
+
+WATCH = """
+import atexit, os, runpy, sys
+from collections import defaultdict
+def report():
+    files = defaultdict(list)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        # (multiprocessing calls the started script __mp_main__, as Python calls it __main__)
+        if file and os.path.isabs(file) and name not in ("__main__", "__mp_main__") and os.path.realpath(file).startswith(ROOT)\
+                and "site-packages" not in file:
+            files[os.path.realpath(file)].append(name)
+    print("TWICE", [names for names in files.values() if len(names) > 1])
+    print("BARE", [n for names in files.values() for n in names if n.split(".")[0] not in ("common", "course")])
+    print("MODULES", len(files))
+ROOT, *sys.argv = sys.argv[1:]
+script = sys.argv[0]
+atexit.register(report)
+sys.path[0] = os.path.dirname(script)  # as Python does for a script
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("folder", ["", "05_pipeline"])
+def test_a_script_started_in_its_folder_loads_each_file_once(folder, tmp_path):
+    script = ROOT / folder / "distributed_training.py"
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WATCH, str(ROOT) + "/", str(script), *small, f"--run-dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "TWICE []" in done.stdout and "BARE []" in done.stdout, done.stdout
+    assert int(done.stdout.split("MODULES")[1]) > 15
+
+
+def identities():
+    from course.ddp import distributed_training
+    from course.strategies import load
+
+    return distributed_training.DDP is load("ddp"), distributed_training.DDP.__module__, pickle.dumps(load("ddp"))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_see_the_same_classes(method):
+    for same, name, pickled in launch(identities, 2, start_method=method):
+        assert same and name == "course.ddp.distributed_training"
+        assert pickle.loads(pickled) is DDP
+
+
+def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
+    (tmp_path / "classes").write_bytes(pickle.dumps([load(name, kind) for name in STRATEGIES for kind in kinds(name)]))
+    code = "import pickle; print(len(pickle.load(open('classes', 'rb'))))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(sum(len(kinds(name)) for name in STRATEGIES)), done.stderr
+
+
+def kinds(name):
+    return list(STRATEGIES[name]().implementations)
+
+
+def test_an_editor_finds_definitions():
+    """What JupyterLab and many editors ask, jedi, answers without running anything."""
+    code = "from course.ddp.by_hand import Reducer\nReducer\n"
+    script = jedi.Script(code, path=ROOT / "03_ddp" / "new.py", project=jedi.Project(ROOT))
+    (found,) = script.goto(2, 3, follow_imports=True)
+    assert Path(found.module_path).resolve() == ROOT / "03_ddp" / "by_hand.py"
+    assert (ROOT / "03_ddp" / "by_hand.py").read_text().splitlines()[found.line - 1].startswith("class Reducer")

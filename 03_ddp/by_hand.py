@@ -119,9 +119,12 @@ class Reducer:
     def launch(self):
         """Start the all-reduce of complete buckets, in the buckets' order and no other: alike on all ranks."""
         while len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
-            bucket = self.flat[len(self.works)]
-            bucket *= 1 / self.size  # before the sum, as DistributedDataParallel does it: so that both round alike
-            self.works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
+            self.works.append(self.average(self.flat[len(self.works)]))
+
+    def average(self, bucket):
+        """Start to replace a bucket by its mean over the ranks; returns what there is to wait for."""
+        bucket *= 1 / self.size  # before the sum, as DistributedDataParallel does it: so that both round alike
+        return dist.all_reduce(bucket, group=self.group, async_op=True)
 
     def finish(self):
         """After the last backward pass of a step: the gradients are the ranks' mean, the buffers rank 0's.

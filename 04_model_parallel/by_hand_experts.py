@@ -128,7 +128,7 @@ class ParallelMixture(nn.Module):
         super().__init__()
         require_multiple(whole.number, axis.size)
         self.number, self.top_k, self.capacity, self.axis = whole.number, whole.top_k, whole.capacity, axis
-        self.router, self.experts = whole.router, whole.experts
+        self.experts, self.router = whole.experts, whole.router
         for parameter in self.experts.parameters():
             parameter.data = parameter.data.chunk(axis.size)[axis.rank].clone()
 

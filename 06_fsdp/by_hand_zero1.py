@@ -6,7 +6,6 @@ and 3 are in by_hand_zero23.py. What SGD or AdamW does to an element does not de
 flat shards that begin and end in the middle of a weight.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,11 +17,11 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import global_norm
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import option
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import recompute_blocks
 from common.state import Part, interval, whole
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.fsdp.fsdp_setup import change_tensors
+from course.fsdp.options import Recompute
 
 
 class FlatParameter:
@@ -151,10 +150,7 @@ class Zero1ByHand(Strategy):
     """Stage 1: a rank keeps the optimizer state of its shard, and steps that; parameters and gradients are whole."""
 
     preset = {"shard": -1}
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+    Options = Recompute
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -5,7 +5,6 @@ The same interface as distributed_training.py; start them with --strategy zero2 
 Fully Sharded Data Parallel" (VLDB 2023), section 3.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,11 +17,11 @@ from common.collectives import all_reduce_together, global_norm
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import option
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import recompute_blocks
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.ddp.by_hand import MEBIBYTE, assign
 from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of, prepare
+from course.fsdp.options import Recompute
 
 
 class ShardedReducer:
@@ -82,11 +81,8 @@ class Zero2ByHand(Strategy):
     """Stage 2: gradients go to their owners bucket by bucket while the backward pass runs; a rank keeps its shard."""
 
     preset = {"shard": -1}
+    Options = Recompute
     bucket_mb = 1.0
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
@@ -240,10 +236,7 @@ class FSDPByHand(Strategy):
 
     preset = {"shard": -1}
     axes = ("data", "shard")
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+    Options = Recompute
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -6,37 +6,28 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from dataclasses import dataclass
-
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from common.config import Config
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
-from common.options import option
 from common.ranks import process_group
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import recompute_blocks
 from common.run import Run
 from common.strategy import Strategy, require_gradients
 from common.task import make_task
 from course.fsdp import batch_size
 from course.fsdp import fsdp_setup as setup
+from course.fsdp.options import Budget
 from course.start import start
 
 
 class FSDP(Strategy):
-    """ZeRO stage 3: a unit for each block, one for the embedding, one for the head; where those two share a weight, one
-    for both."""
+    """ZeRO stage 3: a unit for each block, for the embedding and for the head; one for both that share a weight."""
 
     preset = {"shard": -1}
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
-        offload: bool = option(False, "keep shards and optimizer in host memory")
-        find_batch_size: bool = option(False, "tell the largest --batch-size within --memory-budget, and train nothing")
-        memory_budget: float = option(0.0, "GiB that each rank may use, with --find-batch-size")
+    Options = Budget
 
     @classmethod
     def require(cls, config, axes):

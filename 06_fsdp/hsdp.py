@@ -1,18 +1,15 @@
 """Two-dimensional meshes: hybrid sharding, and tensor parallelism inside of sharded data parallelism."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed.tensor.parallel as tp
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import option
-from common.recompute import KINDS
 from common.strategy import require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
+from course.fsdp.options import Offload, Recompute
 from course.model_parallel.distributed_training import TensorParallel, apply_tensor_parallel
 
 
@@ -21,11 +18,7 @@ class HSDP(FSDP):
     of their shards: the ranks of one "shard" group are a node, within which the links are fast."""
 
     preset = {"data": 2, "shard": -1}
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
-        offload: bool = option(False, "keep shards and optimizer in host memory")
+    Options = Offload
 
     def shard_mesh(self, mesh):
         return mesh["data", "shard"]
@@ -36,10 +29,7 @@ class TensorFSDP(FSDP):
     ranks along "shard" each of these parts is sharded."""
 
     preset = {"shard": 2, "tensor": -1}
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+    Options = Recompute
 
     @classmethod
     def require(cls, config, axes):
@@ -47,7 +37,8 @@ class TensorFSDP(FSDP):
         TensorParallel.require(config, axes)
 
     def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
-        # Rank 0's weights, on the CPU: each rank keeps a part of them only.
+        # Rank 0's weights, on the CPU: each rank keeps a part of them only. With the axis over all ranks that this
+        # makes, PyTorch sums the gradient's norm in one message instead of one for each dimension, and a warning.
         setup.materialise(model, torch.device("cpu"), axis(mesh, "shard", "tensor").group)
         apply_tensor_parallel(model, mesh["tensor"])
         super().__init__(model, make_optimizer, mesh, *args, **kwargs)

@@ -1,7 +1,6 @@
 """ZeRO stages 1 and 2 with PyTorch's own parts."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -10,11 +9,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import option
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import recompute_blocks
 from common.strategy import Strategy, require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
+from course.fsdp.options import Recompute
 
 
 class Zero1(Strategy):
@@ -25,10 +24,7 @@ class Zero1(Strategy):
     """
 
     preset = {"shard": -1}
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
+    Options = Recompute
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -2,99 +2,104 @@
 
     python tests/bench.py
 
-1. Steps per second of the DDP script's loop (data order, metrics, progress bar, agreement on Ctrl-C) against a bare
+1. Milliseconds per step that the scripts' loop (data order, metrics, progress bar, agreement on Ctrl-C) adds to a bare
    loop with the same model, batch and DistributedDataParallel.
-2. Steps per second of `--strategy ddp --by-hand` against `--strategy ddp`, same model and batches.
-3. The same for `--strategy fsdp`: parameters gathered for each block by hand, and by fully_shard.
-4. The same for pipelines: the executor by hand against PyTorch's class for the same schedule, on the same stages.
-5. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
+2. Steps per second of a strategy by hand against PyTorch's, same model and batches: DDP at the default batch and at
+   batch 8, tensor parallelism, FSDP, and pipelines under each schedule that both have.
+3. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
    is within 5% of it, on a machine that does nothing else.
+4. Seconds from the command to the first step on two ranks, beside those of a program that only imports torch.
 
-Each in one run, in turns, on the same two ranks. The figure is a ratio, and its spread over the rounds; a single time
-would say more about the machine than about the code.
+Contenders take turns step by step, or round by round, in one run on the same two ranks. The figure is a ratio or a
+difference, and its spread over the rounds; a single time would say more about the machine than about the code.
 """
 
-import contextlib
 import itertools
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from course.strategies import load
+from helpers import configure
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
+from common import ROOT
 from common.lab.launch import launch
+from common.mesh import make_mesh
 from common.model import cross_entropy
-from common.ranks import Ranks
+from common.run import Run
 from common.task import make_task
-from common.train import train
 
 ROUNDS, STEPS, SKIPPED = 9, 15, 3  # the first steps of a round fill caches
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zb", "zb-h1", "zbv", "dualpipev")
 # Seconds of forward, backward for input, backward for weight of a sleeping rank's stages: so long that the part of a
 # millisecond that a message and waking up cost on two cores is little even beside the smallest bubbles.
 SLEEP = (0.4, 0.4, 0.4)
 
 
-def loops(folder: str) -> list[tuple[float, float]]:
-    """For each round the steps per second of the shared loop and of the bare one."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    return [(shared_loop(Path(folder, str(number)), ranks), bare_loop(ranks)) for number in range(ROUNDS)]
-
-
-def shared_loop(folder: Path, ranks: Ranks) -> float:
-    config = Config(strategy="ddp", steps=STEPS, checkpoint_every=0, run_dir=str(folder))
+def loops(config) -> list[tuple[float, float]]:
+    """For each round the seconds per step of the scripts' loop and of the bare one, which take turns step by step."""
     task = make_task(config)
-    strategy = load("ddp", by_hand=False)(task.make_model(), task.make_optimizer, ranks)
-    begins, step = [], strategy.step
+    mesh = make_mesh(config.axes)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options)
+    bare = bare_loop(config, task)
+    rounds, pair = [], ([], [])
+    with Run(config, strategy, task) as run:
+        batches, steps = run.batches(), run.steps()
+        next(steps)
+        for number in range(ROUNDS * STEPS):
+            for which in (0, 1) if number % 2 else (1, 0):  # who goes first has its data in no cache
+                dist.barrier()
+                begin = time.perf_counter()
+                if which:
+                    bare()
+                else:
+                    strategy.set_learning_rate(run.learning_rate(number))
+                    run.log(number, *strategy.step(next(batches)))
+                    next(steps, None)
+                pair[which].append(time.perf_counter() - begin)
+            if len(pair[0]) == STEPS:
+                rounds.append(tuple(statistics.median(seconds[SKIPPED:]) for seconds in pair))
+                pair = ([], [])
+    return rounds
 
-    def timed_step(micro_batches):
-        begins.append(time.perf_counter())
-        return step(micro_batches)
 
-    strategy.step = timed_step
-    train(strategy, task, config, ranks)
-    return rate(begins)
-
-
-def bare_loop(ranks: Ranks) -> float:
-    """What a tutorial shows: one batch in memory, nothing written, nothing counted."""
-    config = Config(strategy="ddp")
-    task = make_task(config)
-    model = DistributedDataParallel(task.make_model())
+def bare_loop(config, task):
+    """A step of what a tutorial shows: one batch in memory, nothing written, nothing counted."""
+    model = DistributedDataParallel(task.make_model(), gradient_as_bucket_view=True)
     optimizer = task.make_optimizer(model.parameters())
-    own = torch.arange(config.batch_size).chunk(ranks.size)[ranks.rank]
+    own = torch.arange(config.batch_size).chunk(dist.get_world_size())[dist.get_rank()]
     inputs, targets = task.dataset.batch(own)
-    begins = []
-    for _ in range(STEPS):
-        begins.append(time.perf_counter())
+
+    def step():
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         loss.item()
-    return rate(begins)
+
+    return step
 
 
-def by_hand_and_torch(strategy: str, **options) -> list[tuple[float, float]]:
+def by_hand_and_torch(configs) -> list[tuple[float, float]]:
     """For each round the steps per second of a strategy by hand and of PyTorch's, which take turns step by step."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    task = make_task(Config(strategy=strategy))
-    pair = [
-        load(strategy, by_hand)(task.make_model(), task.make_optimizer, ranks, **options) for by_hand in (True, False)
-    ]
+    task = make_task(configs[0])
+    mesh = make_mesh(configs[0].axes)
+    pair = [c.strategy_class(task.make_model(), task.make_optimizer, mesh, c.options) for c in configs]
     rounds = []
     for _ in range(ROUNDS):
         seconds = ([], [])
         for step in range(STEPS):
             turn = list(zip(pair, seconds, strict=True))
-            for trained, times in turn if step % 2 else turn[::-1]:  # who goes first has its data in no cache
+            for trained, times in turn if step % 2 else turn[::-1]:
                 batches = task.micro_batches(step, trained)
                 dist.barrier()
                 begin = time.perf_counter()
@@ -102,10 +107,6 @@ def by_hand_and_torch(strategy: str, **options) -> list[tuple[float, float]]:
                 times.append(time.perf_counter() - begin)
         rounds.append(tuple(1 / statistics.median(times[SKIPPED:]) for times in seconds))
     return rounds
-
-
-def pipelines(schedule: str) -> list[tuple[float, float]]:
-    return by_hand_and_torch("pipeline", schedule=schedule, microbatches=8)
 
 
 def bubbles() -> None:
@@ -118,30 +119,68 @@ def bubbles() -> None:
         print(f"{f'{name}, {ranks} ranks':30}{measured:10.4f}{simulated:10.4f}{measured / simulated:8.3f}")
 
 
-def rate(begins: list[float]) -> float:
-    """Steps per second, from the time between the beginnings of successive steps: the median one."""
-    return 1 / statistics.median(later - earlier for earlier, later in itertools.pairwise(begins[SKIPPED:]))
-
-
-def report(names: tuple[str, str], rounds: list[tuple[float, float]], aim: str) -> None:
+def report(name: str, rounds: list[tuple[float, float]], aim: str) -> None:
     ratios = sorted(first / second for first, second in rounds)
-    rates = [statistics.median(numbers) for numbers in zip(*rounds, strict=True)]
-    print("   ".join(f"{name} {rate:.2f} steps/s" for name, rate in zip(names, rates, strict=True)) + "   (medians)")
-    print(f"ratio {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}   (aim: {aim})")
+    numbers = f"{statistics.median(ratios):8.3f}  ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    print(f"{name:60}{numbers}   (aim: {aim})", flush=True)
+
+
+def start_up(rounds: int = 3) -> None:
+    """From the command to the end of the first step, and of a program that imports torch and joins a group."""
+    bare = (
+        "import time, torch, torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
+        "print(time.time(), flush=True); dist.destroy_process_group()"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for name in ("a program that imports torch and joins a group", "the course's DDP script, to its first step"):
+        seconds = []
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                begin = time.time()
+                if name.startswith("a program"):
+                    file = Path(folder, "bare.py")
+                    file.write_text(bare)
+                    done = subprocess.run([*launcher, str(file)], capture_output=True, text=True, env=environment)
+                    seconds.append(max(map(float, done.stdout.split())) - begin)
+                else:
+                    options = ["--distributed", "--steps=1", "--checkpoint-every=0", f"--run-dir={folder}/run"]
+                    script = str(ROOT / "distributed_training.py")
+                    subprocess.run([*launcher, script, *options], capture_output=True, env=environment, check=True)
+                    written = Path(folder, "run", "metrics.jsonl")
+                    json.loads(written.read_text())
+                    seconds.append(written.stat().st_mtime - begin)
+        print(f"{name:60}{statistics.median(seconds):8.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})", flush=True)
 
 
 def main():
     print(f"{ROUNDS} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(nowhere):  # what the ranks print
-            rounds = launch(loops, 2, (folder,), timeout=600)[0]
-    report(("shared loop", "bare loop"), rounds, ">= 0.97")
-    for strategy, name in (("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard")):
-        rounds = launch(by_hand_and_torch, 2, (strategy,), timeout=600)[0]
-        report((f"{strategy} by hand", name), rounds, ">= 1")
-    for schedule in ("1f1b", "interleaved", "interleaved-zb"):
-        rounds = launch(pipelines, 2, (schedule,), timeout=600)[0]
-        report((f"{schedule} by hand", "PyTorch's"), rounds, ">= 1")
+    start_up()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = ROUNDS * STEPS + 1
+        config = configure(
+            "--strategy ddp --checkpoint-every 0 --log-every 1000", 2, steps=steps, run_dir=f"{folder}/run"
+        )
+        rounds = launch(loops, 2, (config,), timeout=900)[0]
+        more = sorted(1000 * (shared - bare) for shared, bare in rounds)
+        name = "the scripts' loop, milliseconds a step above a bare loop"
+        print(f"{name:60}{statistics.median(more):8.2f}  ({more[0]:.2f} to {more[-1]:.2f})   (aim: <= 0.5)", flush=True)
+        report("the scripts' loop against a bare one (speed)", [(b, s) for s, b in rounds], ">= 0.97")
+        lines = {
+            "ddp by hand against DistributedDataParallel": "--strategy ddp",
+            "the same at batch 8": "--strategy ddp --batch-size 8",
+            "tensor by hand against DTensor": "--strategy tensor",
+            "fsdp by hand against fully_shard": "--strategy fsdp",
+        } | {
+            f"pipeline by hand against PyTorch's: {name}": f"--strategy pipeline --schedule {name} --microbatches 8"
+            for name in SCHEDULES
+        }
+        for number, (name, line) in enumerate(lines.items()):
+            configs = [
+                configure(line, 2, implementation=kind, run_dir=f"{folder}/{number}-{kind}")
+                for kind in ("by-hand", "pytorch")
+            ]
+            report(name, launch(by_hand_and_torch, 2, (configs,), timeout=900)[0], ">= 1")
     bubbles()
 
 

@@ -6,6 +6,7 @@ A run fails when its exit code is not 0, when it is not done in time, or when it
 about an hour on two cores that do nothing else. Exit code 0 when nothing failed.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -28,33 +29,39 @@ SCRIPTS = [
     (".", "--task images"),
     ("01_intro", ""),
     ("02_data_parallel", ""),
-    ("02_data_parallel", "--by-hand --accumulate 3"),
+    ("02_data_parallel", "--by-hand --accumulation-steps 3"),
     ("03_ddp", ""),
     ("03_ddp", "--by-hand"),
-    ("03_ddp", "--accumulate 3 --check-collectives"),
+    ("03_ddp", "--accumulation-steps 3 --check-collectives"),
     ("03_ddp", "--loading dispatch"),
     ("03_ddp", "--loading shard-stream-workers"),
     ("04_model_parallel", "--strategy model"),
-    ("04_model_parallel", "--strategy model --by-hand --layers 2 --accumulate 3"),
-    ("04_model_parallel", "--strategy expert --by-hand --experts 12 --accumulate 3"),
-    ("04_model_parallel", "--heads 4 --accumulate 3"),
+    ("04_model_parallel", "--strategy model --by-hand --layers 2 --accumulation-steps 3"),
+    ("04_model_parallel", "--strategy expert --by-hand --experts 12 --accumulation-steps 3"),
+    ("04_model_parallel", "--heads 4 --accumulation-steps 3"),
     ("04_model_parallel", "--strategy sequence --by-hand --heads 4"),
-    ("04_model_parallel", "--strategy context --by-hand --accumulate 3 --context 48"),
+    ("04_model_parallel", "--strategy context --by-hand --accumulation-steps 3 --context 48"),
     ("04_model_parallel", "--strategy ulysses --by-hand --heads 12 --width 48 --context 48"),
     ("05_pipeline", "--layers 6"),
-    ("05_pipeline", "--layers 6 --schedule interleaved --accumulate 3"),
-    ("05_pipeline", "--layers 6 --by-hand --schedule zbv --accumulate 3 --check-collectives"),
-    ("06_fsdp", "--accumulate 3 --recompute selective"),
-    ("06_fsdp", "--by-hand --layers 3 --accumulate 3 --check-collectives"),
+    ("05_pipeline", "--layers 6 --schedule interleaved --accumulation-steps 3"),
+    ("05_pipeline", "--layers 6 --by-hand --schedule zbv --accumulation-steps 3 --check-collectives"),
+    ("06_fsdp", "--accumulation-steps 3 --recompute selective"),
+    ("06_fsdp", "--by-hand --layers 3 --accumulation-steps 3 --check-collectives"),
     ("06_fsdp", "--strategy zero1"),
     ("06_fsdp", "--strategy zero2 --by-hand"),
 ]
 GRIDS = [  # on four ranks
-    ("05_pipeline", "--strategy pipeline+ddp --replicas 2 --microbatches 3"),
-    ("05_pipeline", "--strategy pipeline+ddp --replicas 2 --microbatches 3 --by-hand --schedule zb-h1"),
-    ("05_pipeline", "--strategy pipeline+fsdp --replicas 2 --microbatches 3"),
-    ("06_fsdp", "--strategy hsdp --mesh 2x2"),
-    ("06_fsdp", "--strategy tensor+fsdp --mesh 2x2"),
+    ("05_pipeline", "--strategy pipeline+ddp --mesh data=2 --microbatches 3"),
+    ("05_pipeline", "--strategy pipeline+ddp --mesh data=2 --microbatches 3 --by-hand --schedule zb-h1"),
+    ("05_pipeline", "--strategy pipeline+fsdp --mesh shard=2 --microbatches 3"),
+    ("06_fsdp", "--strategy hsdp --mesh data=2,shard=2"),
+    ("06_fsdp", "--strategy hsdp --by-hand"),
+    ("06_fsdp", "--strategy tensor+fsdp --mesh shard=2,tensor=2"),
+    (".", "--mesh data=2,tensor=2"),
+    (".", "--mesh data=2,tensor=2 --by-hand"),
+    (".", "--mesh pipeline=2,tensor=2 --microbatches 3 --by-hand"),
+    (".", "--mesh data=2,context=2 --by-hand"),
+    (".", "--mesh data=2,expert=2 --by-hand --experts 4"),
 ]
 
 
@@ -115,6 +122,7 @@ def soak(name, runs, make_command, folder):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it has no options
     print(f"{'':<80}{'runs':>5}{'failed':>8}")
     failed = 0
     rows = [(*row, ranks) for row in SCRIPTS for ranks in RANKS] + [(*row, 4) for row in GRIDS]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import configure
 from torch.nn import functional as F
 
 from common import data
@@ -10,14 +11,15 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.model import GPT
-from common.ranks import Ranks
+from common.mesh import Axis, axis, make_mesh
+from common.model import GPT, cross_entropy
 from course.model_parallel import by_hand_ring_attention as ring
+from course.model_parallel import by_hand_tensor as tensor
 from course.model_parallel import by_hand_ulysses as ulysses
 
 VERSIONS = {  # name -> (attention, order of the chunks)
     "zig-zag ring": (ring.ring_attention, ring.zigzag),
-    "contiguous ring": (lambda q, k, v, causal: ring.ring_attention(q, k, v, causal, ring.contiguous), ring.contiguous),
+    "contiguous ring": (ring.ring_attention, ring.contiguous),
     "ulysses": (ulysses.ulysses_attention, ring.contiguous),
 }
 SHAPES = [(2, 12, 24, 4), (1, 12, 48, 8), (3, 24, 72, 2)]  # batch, heads, time, d; for 1 to 4 ranks
@@ -49,7 +51,7 @@ def differences() -> dict:
                 where = ring.positions(rank, size, shape[2], order)
                 *inputs, grad = (x[:, :, where] for x in example(shape))
                 inputs = [x.requires_grad_() for x in inputs]
-                out = attention(*inputs, causal)
+                out = attention(*inputs, dist.group.WORLD, causal, order)
                 out.backward(grad)
                 got = [out.detach(), *(x.grad for x in inputs)]
                 expected = [x[:, :, where] for x in plain(shape, causal)]
@@ -102,7 +104,7 @@ def messages_of(attention, order) -> tuple:
     *inputs, grad = (x[:, :, where] for x in example(SHAPES[0]))
     inputs = [x.requires_grad_() for x in inputs]
     with Ledger() as forward:
-        out = attention(*inputs, True)
+        out = attention(*inputs, dist.group.WORLD, True, order)
     with Ledger() as backward:
         out.backward(grad)
     return forward, backward, 4 * inputs[1].numel()
@@ -131,9 +133,8 @@ def steps(accumulate) -> list[tuple]:
 
 def a_step(strategy_class, accumulate) -> tuple:
     """Calls and bytes of one step, and how many elements are trained."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     model = equality.frozen()
-    strategy = strategy_class(model, equality.sgd, ranks)
+    strategy = strategy_class(model, equality.sgd, make_mesh({"context": -1}))
     batch = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
     with Ledger() as ledger:
         strategy.step(data.micro_batches(equality.Batches(), batch, 0, 1, accumulate, "cpu"))
@@ -165,7 +166,7 @@ def saved(times) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, kept=kept: kept.append(4 * x.numel()) or x, lambda x: x
         ):
-            ring.ring_attention(q, k, v)
+            ring.ring_attention(q, k, v, dist.group.WORLD)
         totals.append((sum(kept), max(kept)))
     return totals
 
@@ -177,15 +178,44 @@ def test_scores_are_never_kept(nproc):
     assert launch(saved, nproc, ((64, 256),)) == [[(4 * part + part // 4, part) for part in parts]] * nproc
 
 
+def in_16_bits(dtype) -> dict:
+    """For each version: types and bytes of what is sent, and how far output and gradients are off."""
+    rank, size, results = dist.get_rank(), dist.get_world_size(), {}
+    for name, (attention, order) in VERSIONS.items():
+        where = ring.positions(rank, size, 24, order)
+        *inputs, grad = (x[:, :, where].to(dtype) for x in example(SHAPES[0]))
+        inputs = [x.requires_grad_() for x in inputs]
+        with Ledger() as ledger:
+            out = attention(*inputs, dist.group.WORLD, True, order)
+            out.backward(grad)
+        got = [out.detach(), *(x.grad for x in inputs)]
+        expected = [x[:, :, where] for x in plain(SHAPES[0], True)]
+        off = [equality.difference(a.float(), b) for a, b in zip(got, expected, strict=True)]
+        types = {entry.dtype for entry in ledger.entries}
+        results[name] = (types, ledger.sent / inputs[1].nbytes, {x.dtype for x in got}, max(off))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_sent_as_16_bits(dtype):
+    """Keys, values and their gradients travel in the type that they have: 6 (N - 1) and 8 (N - 1) / N times as many
+    bytes as a rank's keys have. Numbers of 8 or 11 bits are off by some times 2^-8 or 2^-11."""
+    for results in launch(in_16_bits, 4, (dtype,)):
+        for name, (types, times, given, off) in results.items():
+            assert types == given == {dtype}
+            assert times == (8 * 3 / 4 if name == "ulysses" else 6 * 3)
+            assert torch.finfo(dtype).eps / 8 < off < 8 * torch.finfo(dtype).eps, name
+
+
 def test_16_bit_precision():
     """Keys and values come in bf16 under autocast, and gradients go back as bf16."""
 
     def work():
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
         batch = data.micro_batches(equality.Batches(), torch.arange(24), 0, 1, 1, "cpu")
+        mesh = make_mesh({"context": -1})
         torch.manual_seed(0)
         return [
-            strategy_class(GPT(2, 16, 4, equality.CONTEXT), equality.sgd, ranks, precision).step(batch)[1].item()
+            strategy_class(GPT(2, 16, 4, equality.CONTEXT), equality.sgd, mesh, None, precision).step(batch)[1].item()
             for strategy_class in (ring.ContextParallel, ulysses.Ulysses)
             for precision in ("fp32", "bf16")
         ]
@@ -196,21 +226,113 @@ def test_16_bit_precision():
             assert half == pytest.approx(full, rel=0.5)
 
 
+def overflow(strategy_class):
+    """fp16: rank 1's part of a gradient is infinite. What has changed here?"""
+    strategy = strategy_class(equality.tied(), equality.sgd, make_mesh({"context": -1}), precision="fp16")
+    batch = data.micro_batches(equality.Batches(), torch.arange(24), 0, 1, 1, "cpu")
+    strategy.step(batch)
+    before, scale = [p.clone() for p in strategy.model.parameters()], strategy.scaler.get_scale()
+    if dist.get_rank() == 1:
+        strategy.model.head.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    strategy.step(batch)
+    same = all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
+    return same, strategy.scaler.get_scale() / scale
+
+
+@pytest.mark.parametrize("strategy_class", [ring.ContextParallel, ulysses.Ulysses])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy_class):
+    assert launch(overflow, 2, (strategy_class,)) == [(True, 0.5)] * 2
+
+
+# On a mesh with other axes
+
+
+def with_other_axes(axes, way, sequence):
+    """Largest errors of loss and gradients, with context parallelism by `way` along one axis, tensor parallelism along
+    another, and other data along a third."""
+    mesh = make_mesh(axes)
+    context, place, batch = (axis(mesh, name) for name in ("context", "tensor", "data"))
+    tokens = equality.Batches().tokens[4 * batch.rank : 4 * batch.rank + 4]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    torch.manual_seed(batch.rank)
+    whole, model = equality.tied(), equality.tied()
+    model.load_state_dict(whole.state_dict())
+    expected_loss = cross_entropy(whole(inputs), targets)
+    expected_loss.backward()
+    order, cut = ring.contiguous if way == "ulysses" else ring.zigzag, {}
+    if way == "tensor first":
+        cut = tensor.apply_tensor_parallel(model, place, sequence)
+    ulysses.apply_ulysses(model, context) if way == "ulysses" else ring.apply_context_parallel(model, context)
+    if way != "tensor first":
+        cut = tensor.apply_tensor_parallel(model, place, sequence)
+    inputs, targets = (ring.local_tokens(x, context, order) for x in (inputs, targets))
+    loss = tensor.cross_entropy(model(inputs), targets, place.group) / context.size
+    loss.backward()
+    for parameter in tensor.partial_gradients(model, cut, sequence):
+        dist.all_reduce(parameter.grad, group=place.group)
+    loss = loss.detach()
+    dist.all_reduce(loss, group=context.group)
+    off = [abs(loss.item() - expected_loss.item())]
+    for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(parameter.grad, group=context.group)
+        expected = reference.grad
+        if parameter in cut:
+            expected = expected.chunk(place.size, cut[parameter][0])[place.rank]
+        off.append(equality.difference(parameter.grad, expected))
+    return max(off), expected_loss.item()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("way", ["context first", "tensor first", "ulysses"])
+def test_context_inside_of_tensor_parallelism(way, sequence):
+    results = launch(with_other_axes, 4, ({"context": 2, "tensor": 2}, way, sequence))
+    assert max(off for off, _ in results) < equality.TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["context first", "ulysses"])
+def test_groups_beside_each_other_do_not_mix(way):
+    results = launch(with_other_axes, 4, ({"data": 2, "context": 2}, way, False))
+    assert max(off for off, _ in results) < equality.TOLERANCE
+    assert results[0][1] == results[1][1] != results[2][1]
+
+
+# What cannot be cut
+
 BAD = [
-    (ring.ContextParallel, GPT(1, 16, 4, context=12), 4, r"--context 12 does not divide into 8 chunks, .* is 16"),
-    (ulysses.Ulysses, GPT(1, 16, 2, context=16), 4, r"--heads 2 does not divide by 4 ranks"),
+    (ring.apply_context_parallel, GPT(1, 16, 4, context=12), r"--context 12 does not divide into 8 chunks, .* is 16"),
+    (ulysses.apply_ulysses, GPT(1, 16, 2, context=16), r"--heads 2 does not divide by 4 ranks"),
 ]
 
 
-@pytest.mark.parametrize("strategy_class, model, nproc, line", BAD, ids=["context", "heads"])
-def test_bad_input(strategy_class, model, nproc, line):
+@pytest.mark.parametrize("apply, model, line", BAD, ids=["context", "heads"])
+def test_bad_input(apply, model, line):
     with pytest.raises(UserError, match=line) as error:  # no process group: nothing was sent before it was said
-        strategy_class(model, equality.sgd, Ranks(0, nproc, 0, torch.device("cpu")))
+        apply(model, Axis(None, 0, 4))
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("--strategy context --context 12", "--context 12 does not divide into 8 chunks"),
+        ("--strategy ulysses --context 12", "--context 12 does not divide into 8 chunks"),
+        ("--strategy ulysses --heads 2", "--heads 2 does not divide by 4 ranks"),
+        ("--strategy context --task images", "--task images: .*'context' divides a GPT"),
+    ],
+)
+def test_bad_input_on_the_command_line(line, told):
+    with pytest.raises(UserError, match=told):
+        configure(f"{line} --by-hand", size=4)
+
+
+def test_ulysses_masks_in_the_order_of_the_sequence_only():
+    with pytest.raises(ValueError, match="use the contiguous one"):
+        ulysses.ulysses_attention(*example(SHAPES[0])[:3], None, True, ring.zigzag)
 
 
 def test_a_mistake_in_a_method_is_shown_with_its_class():
     from course.model_parallel.classroom.bugs import BUGS as bugs
+
     for name in ("gradients_stay", "wrong_way_round", "own_gradients", "not_rescaled"):
         assert bugs[name].wrong in bugs.excerpt(name) and len(bugs.excerpt(name)) < len(bugs.source(name))
     assert bugs["gradients_stay"].right not in bugs.excerpt("gradients_stay")

@@ -5,29 +5,32 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
+from helpers import configure
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.config import Config, check_experts, parse
 from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
-from common.ranks import Ranks
+from common.mesh import Axis, axis, make_mesh
+from common.model import cross_entropy
 from common.task import make_task
 from course.model_parallel import by_hand_experts as by_hand
 from course.model_parallel import moe_model as mixture
+from course.strategies import load
 
 LAYERS, WIDTH, EXPERTS = 2, 16, 8
 
 
-def ranks_here() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+def make_model(**options) -> mixture.MixtureGPT:
+    return equality.lively(mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, vocabulary=64, **options))
 
 
 def make(make_optimizer=equality.adamw, precision="fp32", **options) -> by_hand.ExpertParallel:
     torch.manual_seed(dist.get_rank())
-    model = equality.lively(mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, vocabulary=64, **options))
-    return by_hand.ExpertParallel(model, make_optimizer, ranks_here(), precision)
+    mesh = make_mesh({"expert": -1})
+    return by_hand.ExpertParallel(make_model(**options), make_optimizer, mesh, precision=precision)
 
 
 def own_batches(strategy, step=0, accumulate=1):
@@ -49,19 +52,19 @@ def test_the_proof_drops_tokens_and_has_something_to_balance():
 
 def test_equals_one_process_with_one_choice_and_without_drops():
     """The harness proves two choices and drops; Switch has one, and its gate is not made to be 1."""
-    for options in ({"top_k": 1}, {"capacity": EXPERTS / 2}):
+    for options in ({"top_k": 1}, {"capacity_factor": EXPERTS / 2}):
 
         def model_class(*args, options=options, **kwargs):
             return mixture.MixtureGPT(*args, **kwargs, **options)
 
         cases = [equality.Case(lambda _, make=model_class: equality.tied(make), equality.sgd, 3, 0.3)]
-        rows = equality.prove_class(by_hand.ExpertParallel, 2, str(options), cases)
+        rows = equality.prove(by_hand.ExpertParallel, 2, cases=cases)
         assert len(rows) == 1
 
 
 def test_one_token_at_a_time_by_hand():
     """Width 2, two experts that answer with their unit vector, and a router that reads the first number."""
-    layer = mixture.Mixture(2, experts=2, top_k=1, capacity=1.0, std=0.02)
+    layer = mixture.Mixture(2, experts=2, top_k=1, capacity_factor=1.0, std=0.02)
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         for parameter in layer.experts.parameters():
@@ -70,7 +73,7 @@ def test_one_token_at_a_time_by_hand():
     x = torch.tensor([[[2.0, 0.0], [1.0, 0.0], [3.0, 0.0], [-1.0, 0.0]]])
     y = layer(x)[0]
     gate = torch.tensor([2.0, 1.0, 1.0]).mul(2).sigmoid()  # softmax of (a, -a)
-    # expert 0 has two places, and three tokens want one: the third gets nothing
+    # expert 0 has a capacity of two, and three tokens choose it: the third is dropped
     expected = [[gate[0], 0], [gate[1], 0], [0, 0], [0, gate[2]]]
     torch.testing.assert_close(y, torch.tensor(expected))
     assert layer.dropped == 1
@@ -79,10 +82,10 @@ def test_one_token_at_a_time_by_hand():
 
 
 def test_no_token_looks_ahead():
-    """Places go to the earliest tokens, so what comes later changes nothing before it."""
+    """The earliest tokens are kept, so what comes later changes nothing before it."""
 
     def run():
-        model = make(capacity=0.5).model
+        model = make(capacity_factor=0.5).model
         tokens = torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(1))
         changed = tokens.clone()
         changed[0, 5:] = (changed[0, 5:] + 1) % 64
@@ -100,7 +103,7 @@ def uneven():
     rows = torch.full((rank + 1, 2), float(rank), requires_grad=True)
     sent = [rank + 1] + [0] * (size - 1)
     received = [source + 1 for source in range(size)] if rank == 0 else [0] * size
-    result = by_hand.AllToAll.apply(rows, sent, received)
+    result = by_hand.AllToAll.apply(rows, dist.group.WORLD, sent, received)
     (result * torch.arange(len(result))[:, None]).sum().backward()
     return result.detach(), rows.grad
 
@@ -130,7 +133,7 @@ def count(accumulate):
 
 @pytest.mark.parametrize("nproc, accumulate", [(2, 1), (4, 2)])
 def test_ledger_and_memory(nproc, accumulate):
-    whole = mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, vocabulary=64)
+    whole = make_model()
     in_experts = sum(p.numel() for block in whole.blocks for p in block.mlp.experts.parameters())
     others = sum(p.numel() for p in whole.parameters()) - in_experts
     results = launch(count, nproc, (accumulate,))
@@ -156,17 +159,18 @@ def first_half():
 def second_half(state):
     strategy = make()
     strategy.load_full_state(state if dist.get_rank() == 0 else {})
-    again = copy.deepcopy(strategy.full_state())
+    again = copy.deepcopy(strategy.full_state())  # of rank 0
     return again, [number.item() for number in strategy.step(own_batches(strategy, 2))]
 
 
 def test_resumed_on_another_number_of_ranks():
     state, numbers = launch(first_half, 4)[0]
     for nproc in (1, 2):
-        for again, resumed in launch(second_half, nproc, (state,)):
-            assert resumed == pytest.approx(numbers, rel=equality.TOLERANCE)
-            flat, expected = equality.flatten(again), equality.flatten(state)
-            assert flat.keys() == expected.keys() and all(torch.equal(flat[name], expected[name]) for name in flat)
+        (again, resumed), *others = launch(second_half, nproc, (state,))
+        assert resumed == pytest.approx(numbers, rel=equality.TOLERANCE)
+        assert all(other == resumed for _, other in others)
+        flat, expected = equality.flatten(again), equality.flatten(state)
+        assert flat.keys() == expected.keys() and all(torch.equal(flat[name], expected[name]) for name in flat)
 
 
 def overflow():
@@ -174,15 +178,156 @@ def overflow():
     scale = strategy.scaler.get_scale()
     if dist.get_rank() == 1:  # its experts' gradients are more than float16 holds, and nobody else's
         strategy.model.blocks[1].mlp.experts.up.register_hook(lambda gradient: gradient * float("inf"))
-    before = equality.flatten(strategy.full_state())
-    strategy.step(own_batches(strategy))
-    after = equality.flatten(strategy.full_state())
-    same = all(torch.equal(after[name], before[name]) for name in before)
-    return same, strategy.scaler.get_scale() < scale
+    before = [parameter.clone() for parameter in strategy.model.parameters()]
+    _, norm = strategy.step(own_batches(strategy))
+    same = all(torch.equal(p, b) for p, b in zip(strategy.model.parameters(), before, strict=True))
+    return same, strategy.scaler.get_scale() / scale, norm.isfinite().item()
 
 
 def test_one_ranks_overflow_skips_the_step_on_all():
-    assert launch(overflow, 2) == [(True, True)] * 2
+    assert launch(overflow, 2) == [(True, 0.5, False)] * 2
+
+
+class Copies(TorchFunctionMode):
+    """Notes copies of numbers to Python: on a GPU, the CPU waits for each."""
+
+    NAMES = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in self.NAMES:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Shapes(TorchDispatchMode):
+    """Notes operations whose results have shapes that depend on numbers: on a GPU, the CPU waits for these numbers."""
+
+    NAMES = ("nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "_local_scalar_dense", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+        masks = any(tensor is not None and tensor.dtype in (torch.bool, torch.uint8) for tensor in indices)
+        unknown = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in self.NAMES or masks or unknown:
+            self.found.append(name)
+        return func(*args, **kwargs)
+
+
+def waits():
+    """What a forward and what a backward pass of one mixture waits for; and whether the lists above see anything."""
+    layer = make().model.blocks[0].mlp
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+    with Copies() as copies, Shapes() as shapes:
+        y = layer(x)
+    forward = copies.found + shapes.found
+    with Copies() as copies, Shapes() as shapes:
+        y.sum().backward()
+    backward = copies.found + shapes.found
+    with Copies() as copies, Shapes() as shapes:
+        mask = x.detach() > 0
+        mask.any().item(), x.detach()[mask], torch.arange(2).repeat_interleave(torch.ones(2, dtype=torch.int64))
+    return forward, backward, copies.found + shapes.found
+
+
+@pytest.mark.parametrize("nproc", [1, 4])
+def test_a_mixture_waits_for_the_gpu_once(nproc):
+    """For the lengths of what is sent, received and computed."""
+    for forward, backward, seen in launch(waits, nproc):
+        assert forward == ["tolist"] and backward == []
+        assert {"item", "index", "repeat_interleave"} <= {*seen}
+
+
+def routed(dtype):
+    """Type of the router's logits and how many tokens choose other experts than in float32, for both mixtures."""
+    torch.manual_seed(0)
+    layer, results = mixture.Mixture(WIDTH, EXPERTS, top_k=2, capacity_factor=1.25, std=0.02), []
+    x = torch.randn(4, 64, WIDTH)
+    chosen = layer.router(x).topk(2).indices
+    for router in (layer.router, by_hand.ParallelMixture(layer, Axis(dist.group.WORLD, 0, 1)).router):
+        with torch.autocast("cpu", dtype):
+            logits = router(x)
+        results.append((logits.dtype, (logits.topk(2).indices != chosen).sum().item()))
+    return results
+
+
+def test_the_router_is_float32_under_autocast():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert launch(routed, 1, (dtype,)) == [[(torch.float32, 0)] * 2]
+
+
+def moved_and_kept():
+    """Elements of the model when it is moved to the device, and those that the strategy keeps."""
+    sizes = []
+
+    def to(module, device):
+        sizes.append(sum(p.numel() for p in module.parameters()))
+        return module
+
+    torch.nn.Module.to = to  # this process ends here
+    strategy = make()
+    return sizes, sum(p.numel() for p in strategy.model.parameters())
+
+
+def test_a_rank_moves_its_own_experts_only():
+    whole = sum(p.numel() for p in make_model().parameters())
+    for moved, kept in launch(moved_and_kept, 4):
+        assert moved == [kept] and kept < whole / 2
+
+
+def norms_only():
+    """The gradient norm of a step in which no expert is trained, and that of one process."""
+    torch.manual_seed(0)
+    model, whole = make_model(), make_model()
+    whole.load_state_dict(model.state_dict())
+    for gpt in (model, whole):
+        for name, parameter in gpt.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    strategy = by_hand.ExpertParallel(model, equality.sgd, make_mesh({"expert": -1}))
+    _, norm = strategy.step(own_batches(strategy))
+    tokens = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
+    (cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]) + whole.auxiliary_loss()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.requires_grad])
+    return norm.item(), expected.item()
+
+
+def test_only_norms_are_trained():
+    for norm, expected in launch(norms_only, 2):
+        assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.01
+
+
+def beside_another_axis():
+    """Experts in two groups of two ranks: the largest error of a gradient over all four ranks' slices."""
+    mesh = make_mesh({"data": 2, "expert": 2})
+    data, expert = axis(mesh, "data"), axis(mesh, "expert")
+    tokens = equality.Batches().tokens[:8]
+    torch.manual_seed(0)
+    whole, model = make_model(), make_model()
+    model.load_state_dict(whole.state_dict())
+    (cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]) + whole.auxiliary_loss()).backward()
+    cut = by_hand.apply_expert_parallel(model, expert)
+    own = tokens.chunk(4)[axis(mesh, "data", "expert").rank]
+    ((cross_entropy(model(own[:, :-1]), own[:, 1:]) + model.auxiliary_loss()) / 4).backward()
+    off = []
+    for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        expected = reference.grad.chunk(2)[expert.rank] if parameter in cut else reference.grad
+        for group in [data.group] if parameter in cut else [data.group, expert.group]:
+            dist.all_reduce(parameter.grad, group=group)
+        off.append(equality.difference(parameter.grad, expected))
+    return max(off), len(cut)
+
+
+def test_groups_beside_each_other_do_not_mix():
+    for off, cut in launch(beside_another_axis, 4):
+        assert off < equality.TOLERANCE and cut == 4 * LAYERS
 
 
 BAD = {
@@ -195,31 +340,30 @@ BAD = {
 @pytest.mark.parametrize("numbers", BAD)
 def test_bad_numbers_of_experts(numbers):
     with pytest.raises(UserError, match=BAD[numbers]):
-        check_experts(*numbers)
+        by_hand.require_experts(*numbers)
+    experts, top_k, size = numbers
+    with pytest.raises(UserError, match=BAD[numbers]):
+        configure("--strategy expert --by-hand", size, experts=experts, top_k=top_k)
 
 
-def test_bad_numbers_of_experts_on_the_command_line(monkeypatch, tmp_path):
+def test_bad_settings_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    launcher = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    line = "--distributed --strategy expert --by-hand"
-    with pytest.raises(UserError, match="--experts 6 do not divide by 4 ranks"):
-        parse(argv=[*line.split(), "--experts=6"])
     with pytest.raises(UserError, match="--top-k must be at least 1, got 0"):
-        parse(argv=[*line.split(), "--top-k=0"])
+        configure("--strategy expert --by-hand --top-k=0", 4)
+    with pytest.raises(UserError, match="--task images: .*'expert' divides a GPT"):
+        configure("--strategy expert --by-hand --task images", 4)
     assert not any(tmp_path.iterdir())
 
 
 def test_bad_numbers_of_experts_in_a_notebook():
-    with pytest.raises(RankFailed, match="6 experts do not divide by 4 ranks; make it a multiple of 4"):
+    with pytest.raises(RankFailed, match="experts 6 do not divide by 4 ranks; use a multiple of 4"):
         launch(lambda: make(experts=6) and None, 4)
     with pytest.raises(UserError, match="a token cannot go to 3 of 2 experts"):
         mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, experts=2, top_k=3)
 
 
 def test_the_command_lines_model_is_the_mixture():
-    config = Config(strategy="expert", by_hand=True, layers=1, width=16, experts=4, top_k=1, context=8)
+    config = configure("--strategy expert --by-hand --layers 1 --width 16 --experts 4 --top-k 1 --context 8")
     (block,) = make_task(config).make_model().blocks
     assert (block.mlp.number, block.mlp.top_k) == (4, 1)
-    assert load("expert", by_hand=True) is by_hand.ExpertParallel
+    assert config.strategy_class is load("expert", True) is by_hand.ExpertParallel

@@ -100,8 +100,9 @@ def report():
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # (multiprocessing calls the started script __mp_main__, as Python calls it __main__)
-        if file and os.path.isabs(file) and name not in ("__main__", "__mp_main__") and os.path.realpath(file).startswith(ROOT)\
-                and "site-packages" not in file:
+        if name in ("__main__", "__mp_main__") or not file or not os.path.isabs(file) or "site-packages" in file:
+            continue
+        if os.path.realpath(file).startswith(ROOT):
             files[os.path.realpath(file)].append(name)
     print("TWICE", [names for names in files.values() if len(names) > 1])
     print("BARE", [n for names in files.values() for n in names if n.split(".")[0] not in ("common", "course")])

@@ -289,8 +289,8 @@ BUGS = Bugs(
             "that of all.",
         ),
         "experts_averaged": experts(
-            right="        all_reduce_together(others, self.group)",
-            wrong="        all_reduce_together(experts + others, self.group)",
+            right="all_reduce_together(others, self.readers.group)",
+            wrong="all_reduce_together(experts + others, self.readers.group)",
             inside="average_gradients",
             refused_by="grad_norm",
             why="All gradients are averaged over the ranks, as under data parallelism. But expert 0 of one rank is not "

@@ -262,8 +262,8 @@ def sequence_to_heads(size):
 
 
 def apply_capacity(size):
-    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2. (Were first choices taken first, token
-    0 would lose its place at expert 1 to token 3, or at capacity 1 to it.)"""
+    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2. (Were all first
+    choices taken first, then at capacity 1 expert 1 would drop token 0 for token 3, which comes later.)"""
     if size > 2:
         return
     probabilities = torch.tensor([[6, 3, 1], [7, 1, 2], [5, 4, 1], [2, 7, 1], [7.5, 0.5, 2]]) / 10

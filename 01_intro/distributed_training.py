@@ -6,15 +6,12 @@ Each step sums the gradients of a few micro-batches, clips them, and lets the op
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-from dataclasses import dataclass
-
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import make_mesh
 from common.model import cross_entropy
-from common.options import option
 from common.ranks import process_group
-from common.recompute import KINDS, recompute_blocks
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
@@ -25,15 +22,11 @@ class SingleProcess(Strategy):
     """Every rank reads the whole global batch and trains a model of its own; nobody talks."""
 
     data_axes = ()  # all ranks read and do the same
-
-    @dataclass
-    class Options:
-        recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+    Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.model = model.to(self.device)
-        recompute_blocks(self.model, self.options.recompute)
+        self.model = recompute_blocks(model.to(self.device), self.options.recompute)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):

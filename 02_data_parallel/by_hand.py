@@ -124,6 +124,17 @@ def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.de
     return gather(outputs, devices[0])
 
 
+class ThreadedReplicas(nn.Module):
+    """nn.DataParallel by hand, which may use one device several times."""
+
+    def __init__(self, module: nn.Module, device_ids: list[torch.device]):
+        super().__init__()
+        self.module, self.device_ids = module, device_ids
+
+    def forward(self, inputs):
+        return data_parallel(self.module, inputs, self.device_ids)
+
+
 class ThreadedDataParallelByHand(Strategy):
     """One process reads the whole global batch and divides it among its devices."""
 

@@ -28,13 +28,10 @@ class ThreadedDataParallel(Strategy):
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
         self.model = model.to(self.device)
+        self.model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))
         devices = by_hand.devices_of(mesh)
-        if len(set(devices)) > 1:
-            self.replicas = nn.DataParallel(self.model, devices)
-            # its threads are told whether to use autocast, but not which type
-            self.model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))
-        else:
-            self.replicas = lambda inputs: by_hand.data_parallel(self.model, inputs, devices)
+        wrapper = nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas
+        self.replicas = wrapper(self.model, devices)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):

@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.collectives import broadcast_module
 from common.errors import UserError
-from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.strategy import require_gradients
@@ -28,7 +27,6 @@ class DDPByHand(DataParallel):
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.group = axis(mesh, "data").group
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.options.recompute)
         self.reducer = Reducer(self.model, self.group)  # starts from rank 0's weights
@@ -132,7 +130,7 @@ class Reducer:
         Raises UserError for a parameter that this pass did not reach, unless `find_unused`. Collective.
         """
         late = set().union(*self.missing)
-        if not self.find_unused:
+        if late and not self.find_unused:
             require_gradients(self.model, without={self.parameters[index] for index in late})
         used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
         for index in late:

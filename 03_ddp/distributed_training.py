@@ -12,38 +12,31 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from common.mesh import axis, make_mesh
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.recompute import recompute_blocks
 from common.run import Run
-from common.strategy import require_gradients
 from common.task import make_task
-from course.ddp.loading import LOADING
-from course.ddp.options import DataParallel
+from course.ddp.options import DataParallel, LastBackward
 from course.start import start
 
 
 class DDP(DataParallel):
-    """Every rank reads one slice of the global batch; DistributedDataParallel averages the gradients."""
+    """Every rank reads one slice of each batch; DistributedDataParallel averages gradients, in its own buckets."""
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.group = axis(mesh, "data").group
-        self.model = model.to(self.device)
-        recompute_blocks(self.model, self.options.recompute)
-        # It starts from rank 0's weights. Gradients lie in its buckets, not in memory of their own besides.
+        self.model = recompute_blocks(model.to(self.device), self.options.recompute)
         self.replica = DistributedDataParallel(self.model, process_group=self.group, gradient_as_bucket_view=True)
-        self.reached = set()  # by the last backward pass
-        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-            parameter.register_post_accumulate_grad_hook(self.reached.add)
+        self.last_backward = LastBackward(self.model)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
-            self.reached.clear()
+            self.last_backward.begin()
             # gradients add up locally; only the last backward pass sends the sum
             with nullcontext() if number == len(micro_batches) else self.replica.no_sync():
                 with self.autocast():
@@ -51,7 +44,7 @@ class DDP(DataParallel):
                     part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        require_gradients(self.model, without=set(self.model.parameters()) - self.reached)
+        self.last_backward.require_all()
         dist.all_reduce(loss, group=self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
@@ -66,7 +59,7 @@ def main(config):
         mesh = make_mesh(config.axes, ranks.device.type)
         strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
-            batches = run.batches(LOADING[config.options.loading])
+            batches = run.batches(config.options.load)
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from common.errors import UserError
+from common.mesh import axis
 from common.options import option
-from common.recompute import KINDS
-from common.strategy import Strategy
+from common.recompute import RecomputeOptions
+from common.strategy import Strategy, require_gradients
 from course.ddp.loading import LOADING
 
 
@@ -15,9 +16,17 @@ class DataParallel(Strategy):
     preset = {"data": -1}
 
     @dataclass
-    class Options:
+    class Options(RecomputeOptions):
         loading: str = option("shard", "who reads, decodes and sends the examples", tuple(LOADING))
-        recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+
+        @property
+        def load(self):
+            """How Run.batches reads."""
+            return LOADING[self.loading]
+
+    def __init__(self, mesh, *args, **kwargs):
+        super().__init__(mesh, *args, **kwargs)
+        self.group = axis(mesh, "data").group
 
     @classmethod
     def require(cls, config, axes):
@@ -27,3 +36,24 @@ class DataParallel(Strategy):
                 f"--loading {config.options.loading} reads a stream of records, and --task images is one table in "
                 f"memory; use --loading shard or dispatch"
             )
+
+
+class LastBackward:
+    """Which trainable parameters of a model a step's last backward pass has reached.
+
+    DistributedDataParallel averages in that pass. A gradient that an earlier one left, and this one does not add to,
+    stays this rank's own, without a word.
+    """
+
+    def __init__(self, model):
+        self.model, self.reached = model, set()
+        self.trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self.reached.add)
+
+    def begin(self) -> None:
+        self.reached.clear()
+
+    def require_all(self) -> None:
+        """Raise UserError where it has left some out."""
+        require_gradients(self.model, without=self.trained - self.reached)

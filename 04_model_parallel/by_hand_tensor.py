@@ -203,18 +203,23 @@ def partial_gradients(model, cut, sequence=False) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p not in cut] if sequence else []
 
 
-class TensorParallelByHand(Strategy):
-    """Every rank computes with its part of each weight, and sums what crosses from one part to the others."""
+class CutsWeights(Strategy):
+    """What tensor parallelism requires, by hand and with DTensor."""
 
     preset = {"tensor": -1}
     sequence = False
 
     @classmethod
     def require(cls, config, axes):
+        super().require(config, axes)
         if config.task == "images":
             raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
         require_multiples(axes["tensor"], numbers | ({"--context": config.context} if cls.sequence else {}))
+
+
+class TensorParallelByHand(CutsWeights):
+    """Every rank computes with its part of each weight, and sums what crosses from one part to the others."""
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -7,55 +7,21 @@ PyTorch's DTensor knows which part of a weight or an activation a rank has, and 
 """
 
 import torch.distributed.tensor.parallel as tp
-from torch.distributed.tensor import Replicate, distribute_module
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
 from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.run import Run
-from common.strategy import Strategy, require_gradients
+from common.strategy import require_gradients
 from common.task import make_task
-from course.model_parallel import by_hand_tensor
+from course.model_parallel.by_hand_tensor import CutsWeights
+from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.start import start
 
-PLAN = {
-    "embedding.tokens": tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
-    "embedding.positions": tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-    "blocks.*.attention.[qkv]*": tp.ColwiseParallel(),  # query, key, value
-    "blocks.*.attention.out": tp.RowwiseParallel(use_local_output=False),
-    "blocks.*.mlp.up": tp.ColwiseParallel(),
-    "blocks.*.mlp.down": tp.RowwiseParallel(use_local_output=False),
-    "head.out": tp.ColwiseParallel(use_local_output=False),
-}
 
-
-def apply_tensor_parallel(model, mesh) -> None:
-    """Cut the weights of a GPT over the ranks of a mesh of one dimension, in place, starting from the weights of the
-    first of them. Each weight is moved to the mesh's device by itself, when it is cut. Raises UserError for a GPT that
-    cannot be cut into equal parts."""
-    by_hand_tensor.require_divisible(model, mesh.size())
-    tied = model.head.out.weight is model.embedding.tokens.weight
-    tp.parallelize_module(model, mesh, PLAN)
-    if tied:
-        model.head.out.weight = model.embedding.tokens.weight
-    for block in model.blocks:
-        block.attention.heads //= mesh.size()
-    distribute_module(model, mesh)  # norms, biases, positions: whole on every rank
-    words = model.embedding.tokens.weight
-    if words.requires_grad:  # DTensor gives the gradient of an embedding whole: keep the words that this rank has
-        words.register_hook(lambda gradient: gradient.redistribute(placements=words.placements))
-
-
-class TensorParallel(Strategy):
+class TensorParallel(CutsWeights):
     """All ranks read the same batch; each computes with its part of every large weight."""
-
-    preset = {"tensor": -1}
-
-    @classmethod
-    def require(cls, config, axes):
-        by_hand_tensor.TensorParallelByHand.require(config, axes)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
@@ -81,16 +47,14 @@ class TensorParallel(Strategy):
         return loss.full_tensor(), grad_norm.full_tensor()
 
 
-def main(config: Config):
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(
-            task.make_model(), task.make_optimizer, mesh, config.options, config.precision
-        )
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():
+            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
                 run.log(step, loss, grad_norm)

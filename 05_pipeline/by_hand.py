@@ -15,7 +15,7 @@ from common.mesh import axis
 from common.model import cross_entropy
 from common.strategy import Strategy
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, simulator, split
+from course.pipeline import simulator, split
 from course.pipeline.executor import Executor
 
 
@@ -27,6 +27,7 @@ class PipelineByHand(Strategy):
     """
 
     preset = {"pipeline": -1}
+    from_meta = True
     axes = ("pipeline", "data")
     Options = pipeline_options.PipelineOptions
     executor_class = Executor
@@ -47,10 +48,7 @@ class PipelineByHand(Strategy):
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         everyone = axis(mesh, "pipeline", "data").group
         broadcast_module(model, everyone)  # ranks may have been seeded differently
-        self.microbatches = self.options.microbatches
-        self.schedule = schedules.build(
-            self.options.schedule, self.pipeline.size, self.microbatches, self.options.stages_per_rank or None
-        )
+        self.microbatches, self.schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(self.schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
         self.stages = split.own_stages(model, self.schedule, self.pipeline, names, self.device)

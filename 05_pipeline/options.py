@@ -18,6 +18,10 @@ class PipelineOptions:
     )
     recompute: str = option("none", "what is computed again in the backward pass, to save memory", KINDS)
 
+    def build(self, ranks: int) -> schedules.Schedule:
+        """The schedule for a pipeline of so many ranks. Raises UserError for numbers that do not fit it."""
+        return schedules.build(self.schedule, ranks, self.microbatches, self.stages_per_rank or None)
+
 
 def require(config, axes: dict[str, int]) -> None:
     """Raise UserError for a schedule, stages or batches that do not fit, before the ranks meet.
@@ -27,10 +31,8 @@ def require(config, axes: dict[str, int]) -> None:
     chosen, replicas = config.options, axes.get("data", 1) * axes.get("shard", 1)
     if config.task == "images":
         raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
-    schedule = schedules.build(
-        chosen.schedule, axes.get("pipeline", 1), chosen.microbatches, chosen.stages_per_rank or None
-    )
-    split.require_spec(chosen.split_spec, config.layers, len(simulator.placement(schedule)))
+    stages = len(simulator.placement(chosen.build(axes.get("pipeline", 1))))
+    split.require_spec(chosen.split_spec, config.layers, stages)
     if chosen.recompute == "selective":
         raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
     parts = replicas * config.accumulation_steps * chosen.microbatches
@@ -47,3 +49,17 @@ def require_divisible(inputs, microbatches: int) -> None:
     """Raise UserError for a batch [examples, ...] that is no whole number of equal micro-batches."""
     if len(inputs) % microbatches:
         raise UserError(f"{len(inputs)} examples cannot be cut into {microbatches} equal micro-batches")
+
+
+def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
+    """Raise UserError for numbers of micro-batches that PyTorch's schedules do not take, and ours do."""
+    if name == "1f1b" and microbatches < ranks:
+        raise UserError(
+            f"--schedule 1f1b: PyTorch's wants a micro-batch for each of {ranks} ranks, not {microbatches}; make "
+            f"--microbatches {ranks}, or add --by-hand"
+        )
+    if name == "zb-h1" and microbatches % (rounds := max(1, microbatches // ranks)):
+        raise UserError(
+            f"--schedule zb-h1: PyTorch's deals micro-batches out to {rounds} equal rounds, and {microbatches} are "
+            f"not; make --microbatches {rounds * ranks}, or add --by-hand"
+        )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import global_norm
 from common.errors import UserError
@@ -67,14 +66,11 @@ class PipelineDDP(PipelineParallel):
             loss += self.run(inputs, targets, len(micro_batches))
         self.stages.add_tied_gradients()
         dist.all_reduce(loss, group=self.replicas.group)
-        loss /= self.replicas.size
-        dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
         self.scaler.unscale_(self.optimizer)
-        grad_norm = global_norm([(self.stages.gradients_for_norm(), [self.pipeline.group])], self.device)
-        clip_grads_with_norm_(self.model.parameters(), self.max_norm, grad_norm)
+        grad_norm = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss, grad_norm
+        return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
 
 class PipelineFSDP(PipelineParallel):
@@ -104,8 +100,6 @@ class PipelineFSDP(PipelineParallel):
             loss += self.run(inputs, targets, len(micro_batches))
         self.stages.add_tied_gradients()
         dist.all_reduce(loss, group=self.replicas.group)
-        loss /= self.replicas.size
-        dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
         self.scaler.unscale_(self.optimizer)
         # Every rank has another shard of its stages: squares are summed along both axes.
         shards = [split.local(gradient) for gradient in self.stages.gradients_for_norm()]
@@ -115,7 +109,7 @@ class PipelineFSDP(PipelineParallel):
             split.local(gradient).mul_(scale)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss, grad_norm
+        return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
 
 def trained(module) -> bool:

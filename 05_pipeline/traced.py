@@ -4,9 +4,9 @@ cuts the graph that it saw at split points. Good for models whose forward is no 
 import copy
 
 import torch.distributed.pipelining as pp
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from course.pipeline.distributed_training import SCHEDULES, PipelineParallel
+from course.pipeline.distributed_training import PipelineParallel
+from course.pipeline.torch_schedules import make_schedule
 
 
 class TracedPipeline(PipelineParallel):
@@ -17,18 +17,15 @@ class TracedPipeline(PipelineParallel):
         self.whole = copy.deepcopy(model)
         super().__init__(model, *args, **options)
 
-    def make_executor(self, modules):
-        return None  # until there is something to trace with
-
     def run(self, inputs, targets, batches):
-        if self.executor is None:
-            self.executor = self.trace(inputs.chunk(self.microbatches)[0])
+        if self.whole is not None:
+            self.schedule = self.trace(inputs.chunk(self.microbatches)[0])
         return super().run(inputs, targets, batches)
 
     def trace(self, inputs):
         points = {names[0]: pp.SplitPoint.BEGINNING for names in self.stages.names[1:]}
         pipe = pp.pipeline(self.whole, (inputs.cpu(),), split_spec=points)
-        del self.whole
+        self.whole = None
         own = dict(self.model.named_parameters(remove_duplicate=False))
         for n in self.stages.modules:
             stage = pipe.get_stage_module(n)
@@ -36,6 +33,4 @@ class TracedPipeline(PipelineParallel):
                 owner, _, attribute = name.rpartition(".")  # a tied weight may be here under its other place's name
                 setattr(stage.get_submodule(owner), attribute, own.get(name, self.stages.tied))
         stages = [pipe.build_stage(n, self.device, self.pipeline.group) for n in self.stages.modules]
-        schedule = SCHEDULES[self.options.schedule]
-        stages = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
-        return schedule(stages, self.microbatches, loss_fn=self.loss, scale_grads=False)
+        return make_schedule(self.options, stages, self.loss)

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.mesh import make_mesh
 from common.ranks import environment
 from common.task import make_task
+from course.fsdp import distributed_training
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,14 @@ def predict(config, ranks: int, examples: int) -> dict[str, int]:
                 strategy.step(micro_batches)
             peak = tracker.get_tracker_snapshot("peak")[CPU]
     return {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
+
+
+def main(config) -> None:
+    """The script's main, or the answer to --find-batch-size."""
+    if getattr(config.options, "find_batch_size", False):
+        find(config)
+    else:
+        distributed_training.main(config)
 
 
 def find(config) -> None:

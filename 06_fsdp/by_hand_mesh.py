@@ -41,6 +41,7 @@ class MeshByHand(Strategy):
     """A GPT on a mesh of up to five axes; those that the mesh does not have are of size 1."""
 
     preset = {"data": -1}
+    from_meta = True
     axes = ("pipeline", "data", "shard", "context", "tensor")
 
     Options = pipeline_options.PipelineOptions

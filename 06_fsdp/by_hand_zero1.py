@@ -17,11 +17,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import global_norm
 from common.mesh import axis
 from common.model import cross_entropy
-from common.recompute import recompute_blocks
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.state import Part, interval, whole
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.fsdp.fsdp_setup import change_tensors
-from course.fsdp.options import Recompute
 
 
 class FlatParameter:
@@ -150,7 +149,8 @@ class Zero1ByHand(Strategy):
     """Stage 1: a rank keeps the optimizer state of its shard, and steps that; parameters and gradients are whole."""
 
     preset = {"shard": -1}
-    Options = Recompute
+    from_meta = True
+    Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -17,11 +17,10 @@ from common.collectives import all_reduce_together, global_norm
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
-from common.recompute import recompute_blocks
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.ddp.by_hand import MEBIBYTE, assign
 from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of, prepare
-from course.fsdp.options import Recompute
 
 
 class ShardedReducer:
@@ -81,7 +80,8 @@ class Zero2ByHand(Strategy):
     """Stage 2: gradients go to their owners bucket by bucket while the backward pass runs; a rank keeps its shard."""
 
     preset = {"shard": -1}
-    Options = Recompute
+    from_meta = True
+    Options = RecomputeOptions
     bucket_mb = 1.0
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
@@ -235,8 +235,9 @@ class FSDPByHand(Strategy):
     ranks are replicas, which average the gradients of their shards."""
 
     preset = {"shard": -1}
+    from_meta = True
     axes = ("data", "shard")
-    Options = Recompute
+    Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

@@ -9,45 +9,27 @@ A block's parameters are gathered before it computes, forward and backward, and 
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from common.config import Config
-from common.mesh import axis, make_mesh
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.recompute import recompute_blocks
 from common.run import Run
-from common.strategy import Strategy, require_gradients
+from common.strategy import require_gradients
 from common.task import make_task
-from course.fsdp import batch_size
 from course.fsdp import fsdp_setup as setup
-from course.fsdp.options import Budget
 from course.start import start
 
 
-class FSDP(Strategy):
+class FSDP(setup.Sharded):
     """ZeRO stage 3: a unit for each block, for the embedding and for the head; one for both that share a weight."""
-
-    preset = {"shard": -1}
-    Options = Budget
-
-    @classmethod
-    def require(cls, config, axes):
-        super().require(config, axes)
-        setup.require_memory_options(config, axes)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.readers = axis(mesh, *self.data_axes).group
-        self.model = model
-        recompute_blocks(model, self.options.recompute)
-        how = setup.policies(precision, getattr(self.options, "offload", False))
+        self.model = recompute_blocks(model, self.options.recompute)
         for unit, reshard in setup.units_of(model).items():
-            setup.materialise(unit, self.device, self.readers)  # rank 0's weights
-            fully_shard(unit, mesh=self.shard_mesh(mesh), reshard_after_forward=reshard, **how)
+            setup.materialise(unit, self.device, self.readers)  # from the meta device to rank 0's weights
+            fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
-
-    def shard_mesh(self, mesh):
-        """The axes over which parameters are sharded, after that along which they are replicated, if there is one."""
-        return mesh["shard"]
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()
@@ -66,15 +48,11 @@ class FSDP(Strategy):
         return setup.average(loss, self.readers), grad_norm.full_tensor()
 
 
-def main(config: Config):
-    if getattr(config.options, "find_batch_size", False):
-        return batch_size.find(config)
+def main(config):
     with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        # On ranks other than 0 the model has no memory yet: each unit gets rank 0's weights before it is sharded.
-        model = task.make_model(meta=True)
-        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

@@ -8,10 +8,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
+from common.mesh import axis
 from common.ranks import environment
-from common.strategy import DTYPES
+from common.strategy import DTYPES, Strategy
 from common.task import make_task
 from course.fsdp import memory
+from course.fsdp.options import Budget
 
 
 def policies(precision: str, offload: bool) -> dict:
@@ -22,6 +24,26 @@ def policies(precision: str, offload: bool) -> dict:
     if offload:
         found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return found
+
+
+class Sharded(Strategy):
+    """What the strategies with fully_shard have in common: what they require, and over which axes they shard."""
+
+    preset = {"shard": -1}
+    from_meta = True
+    Options = Budget
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        require_memory_options(config, axes)
+
+    def __init__(self, mesh, *args, **kwargs):
+        super().__init__(mesh, *args, **kwargs)
+        self.readers = axis(mesh, *self.data_axes).group  # ranks that read different slices
+        both = "data" in mesh.mesh_dim_names  # replicated over the first axis, sharded over the second
+        offload = getattr(self.options, "offload", False)
+        self.how = {"mesh": mesh["data", "shard"] if both else mesh["shard"], **policies(self.precision, offload)}
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, bool]:

@@ -6,11 +6,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
+from common.recompute import RecomputeOptions
 from common.strategy import require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
-from course.fsdp.options import Offload, Recompute
-from course.model_parallel.distributed_training import TensorParallel, apply_tensor_parallel
+from course.fsdp.options import Offload
+from course.model_parallel.by_hand_tensor import CutsWeights
+from course.model_parallel.torch_tensor import apply_tensor_parallel
 
 
 class HSDP(FSDP):
@@ -20,21 +22,18 @@ class HSDP(FSDP):
     preset = {"data": 2, "shard": -1}
     Options = Offload
 
-    def shard_mesh(self, mesh):
-        return mesh["data", "shard"]
-
 
 class TensorFSDP(FSDP):
     """The ranks along "tensor" divide every large weight between them (chapter 04) and read the same data; over the
     ranks along "shard" each of these parts is sharded."""
 
     preset = {"shard": 2, "tensor": -1}
-    Options = Recompute
+    Options = RecomputeOptions
 
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        TensorParallel.require(config, axes)
+        CutsWeights.require(config, axes)
 
     def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
         # Rank 0's weights, on the CPU: each rank keeps a part of them only. With the axis over all ranks that this

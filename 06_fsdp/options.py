@@ -3,18 +3,11 @@
 from dataclasses import dataclass
 
 from common.options import option
-from common.recompute import KINDS
+from common.recompute import RecomputeOptions
 
 
 @dataclass
-class Recompute:
-    """Of every strategy here."""
-
-    recompute: str = option("none", "what blocks compute again for the backward pass", KINDS)
-
-
-@dataclass
-class Offload(Recompute):
+class Offload(RecomputeOptions):
     """Of those with fully_shard."""
 
     offload: bool = option(False, "keep shards and optimizer in host memory")

@@ -14,7 +14,6 @@ import torch.distributed.tensor.parallel as tp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.collectives import broadcast_module, global_norm
@@ -26,11 +25,11 @@ from common.state import local_of
 from common.strategy import Strategy
 from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
-from course.model_parallel.distributed_training import apply_tensor_parallel
+from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.pipeline import options as pipeline_options
 from course.pipeline import schedules, split
-from course.pipeline.distributed_training import SCHEDULES, Stage, require_in_torch
 from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
+from course.pipeline.torch_schedules import InContext, make_schedule
 
 
 class PlainEnds(nn.Module):
@@ -53,6 +52,7 @@ class MeshParallel(Strategy):
     """A GPT on a mesh of up to four axes; those that the mesh does not have are of size 1."""
 
     preset = {"data": -1}
+    from_meta = True
     axes = ("pipeline", "data", "shard", "tensor")
     Options = pipeline_options.PipelineOptions
 
@@ -65,7 +65,7 @@ class MeshParallel(Strategy):
         require_multiples(axes.get("tensor", 1), numbers)
         if "pipeline" in axes:
             pipeline_options.require(config, axes)
-            require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
+            pipeline_options.require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
             require_for_fsdp(config.options.schedule)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
@@ -97,7 +97,7 @@ class MeshParallel(Strategy):
         self.optimizer = make_optimizer(self.model.parameters())
 
     def cut_into_stages(self, model, how):
-        options, make_schedule = self.options, SCHEDULES[self.options.schedule]
+        options = self.options
         schedule = schedules.build(
             options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
         )
@@ -107,11 +107,9 @@ class MeshParallel(Strategy):
         for number, layers in self.stages.modules.items():
             if self.tensor.size > 1:
                 layers = PlainEnds(layers, self.mesh["tensor"], number == 0, number == count - 1)
-            stage = fully_shard(Stage(layers, self.autocast, options.recompute == "full"), **how)
+            stage = fully_shard(InContext(layers, self.autocast, options.recompute == "full"), **how)
             self.own.append(ReducedOnce(stage, number, count, self.device, group=group))
-        own = self.own[0] if issubclass(make_schedule, PipelineScheduleSingle) else self.own
-        # The loss is divided already, so no gradients are to be.
-        self.executor = make_schedule(own, options.microbatches, loss_fn=self.scaled_loss, scale_grads=False)
+        self.schedule = make_schedule(options, self.own, self.scaled_loss)
         return self.stages.model
 
     def step(self, micro_batches):
@@ -147,7 +145,7 @@ class MeshParallel(Strategy):
         self.divisor, losses = self.options.microbatches * equal_parts, []
         for stage in self.own:
             stage.last_pass = last
-        self.executor.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
+        self.schedule.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
         total = sum(losses) / self.scaler.get_scale()
         return total.full_tensor() if isinstance(total, DTensor) else total
 

@@ -9,11 +9,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
-from common.recompute import recompute_blocks
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import Strategy, require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
-from course.fsdp.options import Recompute
 
 
 class Zero1(Strategy):
@@ -24,7 +23,8 @@ class Zero1(Strategy):
     """
 
     preset = {"shard": -1}
-    Options = Recompute
+    from_meta = True
+    Options = RecomputeOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)

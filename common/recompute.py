@@ -1,10 +1,13 @@
 """Activation checkpointing: blocks keep less of their forward pass, and compute it again before their backward pass."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from common.options import option
 
 KINDS = ("none", "selective", "full")
 aten = torch.ops.aten
@@ -13,8 +16,16 @@ aten = torch.ops.aten
 KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 
-def recompute_blocks(model: nn.Module, kind: str) -> None:
+@dataclass
+class RecomputeOptions:
+    """The option of every strategy that calls recompute_blocks."""
+
+    recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+
+
+def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:
     """Make each of a GPT's blocks keep its input only ("full"), or that and what matrix products gave ("selective").
+    Returns the model.
 
     The random state of the forward pass is restored for the second one, so that dropout drops the same elements.
     """
@@ -23,6 +34,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
         for block in model.blocks:
             # In place of the method, so that hooks on the block, such as gathering its parameters, stay outside.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **how)
+    return model
 
 
 def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:

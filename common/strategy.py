@@ -27,6 +27,7 @@ class Strategy:
     axes:        the axes that its mesh may have; by default those of `preset`
     data_axes:   of these, the axes whose ranks read different slices of each batch
     model_class: what it trains, of text
+    from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
     Options:     a dataclass of its own options, made with common.options.option
     """
 
@@ -34,6 +35,7 @@ class Strategy:
     axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ("data", "shard", "expert")
     model_class = GPT
+    from_meta = False
     Options: type = NoOptions
 
     def __init__(self, mesh: DeviceMesh, options=None, precision: str = "fp32", max_norm: float = 1.0):

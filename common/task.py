@@ -19,15 +19,16 @@ class Task:
     dataset: data.Text | data.Images
     config: Config
 
-    def make_model(self, meta: bool = False) -> nn.Module:
+    def make_model(self) -> nn.Module:
         """The same weights for the same seed, on every rank and at every world size.
 
-        With `meta`, ranks other than rank 0 get it on the meta device, without memory: for strategies that send rank
-        0's weights where they belong.
+        Where the strategy sends rank 0's weights where they belong, the other ranks get it on the meta device, without
+        memory.
         """
         c = self.config
         torch.manual_seed(c.seed)
-        with torch.device("meta") if meta and dist.get_rank() > 0 else nullcontext():
+        without_memory = c.strategy_class.from_meta and dist.is_initialized() and dist.get_rank() > 0
+        with torch.device("meta") if without_memory else nullcontext():
             if c.task == "text":
                 return c.strategy_class.make_model(c)
             return make_resnet(self.dataset.channels, self.dataset.classes)

@@ -107,19 +107,18 @@ def zero1() -> StrategyEntry:
 
 
 def zero2() -> StrategyEntry:
-    from course.fsdp import by_hand_zero23, torch_zero
-    from course.fsdp import distributed_training as script
+    from course.fsdp import batch_size, by_hand_zero23, torch_zero
 
     kinds = {"pytorch": torch_zero.Zero2, "by-hand": by_hand_zero23.Zero2ByHand}
-    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
 
 
 def fsdp() -> StrategyEntry:
-    from course.fsdp import by_hand_zero23
+    from course.fsdp import batch_size, by_hand_zero23
     from course.fsdp import distributed_training as script
 
     kinds = {"pytorch": script.FSDP, "by-hand": by_hand_zero23.FSDPByHand}
-    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
 
 
 def hsdp() -> StrategyEntry:

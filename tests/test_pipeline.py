@@ -20,7 +20,7 @@ from common.model import GPT
 from common.run import Run
 from common.task import make_task
 from course.model_parallel.by_hand_layers import layers_of
-from course.pipeline import by_hand, schedules, simulator, split
+from course.pipeline import by_hand, schedules, simulator, split, torch_schedules
 from course.pipeline import distributed_training as torchs
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
@@ -101,7 +101,7 @@ def test_every_schedule_of_pytorch_equals_one_process(nproc):
         for name, m, v in runs(nproc)
         if m >= nproc
     ]
-    assert {options["schedule"] for options, _ in trained} == set(torchs.SCHEDULES) == set(schedules.SCHEDULES)
+    assert {options["schedule"] for options, _ in trained} == set(torch_schedules.SCHEDULES) == set(schedules.SCHEDULES)
     prove_all(trained, nproc, torchs.PipelineParallel)
 
 
@@ -314,7 +314,7 @@ def test_every_class_of_pytorch_is_there():
         for name, value in vars(torch.distributed.pipelining).items()
         if name.startswith("Schedule") and isinstance(value, type)
     }
-    assert set(torchs.SCHEDULES.values()) == classes
+    assert set(torch_schedules.SCHEDULES.values()) == classes
 
 
 def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():

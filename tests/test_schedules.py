@@ -1,14 +1,12 @@
 """Schedules are what the literature and PyTorch say they are, and what is no schedule is refused with a reason."""
 
 from fractions import Fraction
-from unittest import mock
 
 import pytest
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from common.errors import UserError
-from course.pipeline import schedules, simulator
+from course.pipeline import schedules, simulator, torch_schedules
 
 SCHEDULES, Action, build, parse = schedules.SCHEDULES, schedules.Action, schedules.build, schedules.parse
 IllegalSchedule, Times, MESSAGES = simulator.IllegalSchedule, simulator.Times, simulator.MESSAGES
@@ -81,36 +79,8 @@ def test_v_schedules_never_wait_once_they_began():
 
 # What PyTorch says
 
-TORCH = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "looped-bfs": "LoopedBFS",
-    "zb-h1": "InterleavedZeroBubble",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
 
-
-def of_torch(name, p, m, v):
-    """PyTorch's actions as text, without pauses, which are only for its picture, and without the reduction of
-    gradients over other dimensions of the mesh. An overlapped pair is its two actions."""
-    lists = get_schedule_ops(TORCH[name], p, m, v) if name != "zb-h1" else one_stage_per_rank(p, m)
-    for actions in lists:
-        flat = [part for action in actions if action for part in action.sub_actions or [action]]
-        yield [str(action) for action in flat if action.computation_type.value in schedules.KINDS]
-
-
-def one_stage_per_rank(p, m):
-    """What get_schedule_ops gives for one stage per rank. The class takes one; only that function asks for two."""
-    stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p, None
-    lists = ScheduleInterleavedZeroBubble([stage], m).pipeline_order
-    return [lists[rank] for rank in range(p)]
-
-
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_agrees_with_pytorch_action_by_action(name):
     compared = 0
     for _, p, m, v in (case for case in CASES if case[0] == name):
@@ -119,7 +89,7 @@ def test_agrees_with_pytorch_action_by_action(name):
         if name == "zb-h1" and m % max(1, m // p):
             continue  # PyTorch wants rounds of equal size
         ours = [[str(action) for action in actions] for actions in build(name, p, m, v)]
-        theirs = list(of_torch(name, p, m, v))
+        theirs = torch_schedules.actions(name, p, m, v)
         if name == "1f1b":
             # On the last rank PyTorch 2.13 numbers the forwards of this list from 1, so that each backward comes
             # before its forward. What its Schedule1F1B runs does not use the list, and numbers them from 0 as ours.
@@ -131,10 +101,6 @@ def test_agrees_with_pytorch_action_by_action(name):
     assert compared >= 15
 
 
-def test_every_schedule_is_compared():
-    assert set(TORCH) == set(SCHEDULES)
-
-
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "dualpipev"])
 def test_sends_what_pytorch_sends(name):
     v = SCHEDULES[name].stages_per_rank or 2
@@ -142,7 +108,7 @@ def test_sends_what_pytorch_sends(name):
         theirs = {f"{s}{kind}{m}" for kind in ("SEND_F", "RECV_B") for s in range(3) for m in range(8)}
         theirs |= {f"{s}{kind}{m}" for kind in ("RECV_F", "SEND_B") for s in range(1, 4) for m in range(8)}
     else:
-        lists = get_schedule_ops(TORCH[name], 4, 8, v, with_comms=True)
+        lists = get_schedule_ops(torch_schedules.SCHEDULES[name], 4, 8, v, with_comms=True)
         theirs = {str(a) for actions in lists for a in actions if a.computation_type.value[:4] in ("SEND", "RECV")}
     ours = {
         str(action) for actions in with_messages(build(name, 4, 8)) for action in actions if action.kind in MESSAGES

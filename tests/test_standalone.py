@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {path.parent.name: path for path in sorted(ROOT.glob("0*/standalone.py"))}
 HELLO, ONE_PROCESS = "01_intro", "02_data_parallel"
 TRAINING = [chapter for chapter in PROGRAMS if chapter != HELLO]
-# Of parameters (the largest are near 0.8) after 3 epochs, 45 or 54 steps, in float32. Measured: programs differ from the
-# plain loop by at most 5e-7, and after 2 epochs with one of the mistakes in training by 3e-2 or more.
+# For parameters (the largest are near 0.8) after 3 epochs, 45 or 54 steps, in float32. Measured: programs differ from
+# the plain loop by at most 5e-7, and after 2 epochs with one of the mistakes in training by 3e-2 or more.
 TOLERANCE = 5e-6
 
 

@@ -18,7 +18,7 @@ from common.mesh import axis, make_mesh
 from common.model import GPT
 from common.model import cross_entropy as whole_cross_entropy
 from course.model_parallel import by_hand_tensor as by_hand
-from course.model_parallel import distributed_training as script
+from course.model_parallel import torch_tensor
 from course.strategies import load
 
 LAYERS, WIDTH, TIME, BATCH, VOCABULARY = 2, 16, 8, 6, 64  # of the harness's models; BATCH is a micro-batch
@@ -292,8 +292,8 @@ def two_groups(hand, sequence):
     loss.backward()
     expected = {name: p.grad for name, p in whole.named_parameters()}
     if not hand:
-        script.apply_tensor_parallel(model, mesh["tensor"])
-        with script.tp.loss_parallel():
+        torch_tensor.apply_tensor_parallel(model, mesh["tensor"])
+        with torch_tensor.tp.loss_parallel():
             got = whole_cross_entropy(model(inputs), targets)
             got.backward()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}

@@ -262,8 +262,7 @@ def sequence_to_heads(size):
 
 
 def apply_capacity(size):
-    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2. (Were all first
-    choices taken first, then at capacity 1 expert 1 would drop token 0 for token 3, which comes later.)"""
+    """Worked out by hand. Choices of the five tokens: 0 1, 0 2, 0 1, 1 0, 0 2."""
     if size > 2:
         return
     probabilities = torch.tensor([[6, 3, 1], [7, 1, 2], [5, 4, 1], [2, 7, 1], [7.5, 0.5, 2]]) / 10
@@ -383,8 +382,7 @@ ROWS = {
         "contiguous. Part p of what arrives has the tokens of rank p.",
     ),
     apply_capacity: (
-        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop goes over the "
-        "tokens, the inner one over the choices of each.",
+        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop is over tokens.",
     ),
     dispatch_and_combine: (
         4, 4, "experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "

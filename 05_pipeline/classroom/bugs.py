@@ -80,8 +80,8 @@ BUGS = PipelineBugs(
             "(scale_grads=True), though the loss was divided by it: gradients are M times too small.",
         ),
         "last_one_dropped": pipeline(
-            right="self.pipeline.size, self.microbatches, self.options",
-            wrong="self.pipeline.size, self.microbatches - 1, self.options",
+            right="self.options.build(self.pipeline.size)",
+            wrong="type(self.options)(microbatches=self.options.microbatches - 1).build(self.pipeline.size)",
             inside="__init__",
             refused_by="loss",
             why="The schedule ends one micro-batch early, on all ranks alike: nobody waits, and a part of each batch "

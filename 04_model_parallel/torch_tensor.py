@@ -1,0 +1,33 @@
+"""Tensor parallelism with DTensor: which weight is cut how, and what a GPT needs beside that plan."""
+
+import torch.distributed.tensor.parallel as tp
+from torch.distributed.tensor import Replicate, distribute_module
+
+from course.model_parallel import by_hand_tensor
+
+PLAN = {
+    "embedding.tokens": tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+    "embedding.positions": tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+    "blocks.*.attention.[qkv]*": tp.ColwiseParallel(),  # query, key, value
+    "blocks.*.attention.out": tp.RowwiseParallel(use_local_output=False),
+    "blocks.*.mlp.up": tp.ColwiseParallel(),
+    "blocks.*.mlp.down": tp.RowwiseParallel(use_local_output=False),
+    "head.out": tp.ColwiseParallel(use_local_output=False),
+}
+
+
+def apply_tensor_parallel(model, mesh) -> None:
+    """Cut the weights of a GPT over the ranks of a mesh of one dimension, in place, starting from the weights of the
+    first of them. Each weight is moved to the mesh's device by itself, when it is cut. Raises UserError for a GPT that
+    cannot be cut into equal parts."""
+    by_hand_tensor.require_divisible(model, mesh.size())
+    tied = model.head.out.weight is model.embedding.tokens.weight
+    tp.parallelize_module(model, mesh, PLAN)
+    if tied:
+        model.head.out.weight = model.embedding.tokens.weight
+    for block in model.blocks:
+        block.attention.heads //= mesh.size()
+    distribute_module(model, mesh)  # norms, biases, positions: whole on every rank
+    words = model.embedding.tokens.weight
+    if words.requires_grad:  # DTensor gives the gradient of an embedding whole: keep the words that this rank has
+        words.register_hook(lambda gradient: gradient.redistribute(placements=words.placements))

@@ -1,0 +1,76 @@
+"""What pipelines with PyTorch's schedules have in common: the model is cut, and this rank has its stages of it."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.utils import clip_grads_with_norm_
+
+from common.collectives import broadcast_module, global_norm
+from common.mesh import axis
+from common.model import cross_entropy
+from common.strategy import Strategy
+from course.pipeline import options as pipeline_options
+from course.pipeline import simulator, split
+from course.pipeline.torch_schedules import InContext
+
+
+class InStages(Strategy):
+    """Cut as by hand (split.py), and tied weights and clipping are by hand too: PyTorch has nothing for them.
+
+    It leaves `stages`, what this rank has, and `modules`, its stages by number as the schedule will call them.
+    """
+
+    preset = {"pipeline": -1}
+    from_meta = True
+    Options = pipeline_options.PipelineOptions
+
+    @classmethod
+    def require(cls, config, axes):
+        super().require(config, axes)
+        pipeline_options.require(config, axes)
+        pipeline_options.require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
+
+    def __init__(self, model, mesh, options, precision, max_norm):
+        super().__init__(mesh, options, precision, max_norm)
+        self.pipeline, everyone = axis(mesh, "pipeline"), axis(mesh, "pipeline", "data", "shard").group
+        # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
+        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=everyone)
+        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
+        broadcast_module(model, everyone)  # ranks may have been seeded differently
+        self.microbatches, schedule = self.options.microbatches, self.options.build(self.pipeline.size)
+        count = len(simulator.placement(schedule))
+        names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
+        self.model, recompute = self.stages.model, self.options.recompute == "full"
+        modules = {n: InContext(layers, self.autocast, recompute) for n, layers in self.stages.modules.items()}
+        self.modules = self.wrap_stages(modules)
+
+    def wrap_stages(self, modules):
+        """The stages as the schedule calls them: number -> module."""
+        return modules
+
+    def for_first_stage(self, inputs) -> list[torch.Tensor]:
+        """What this rank hands to the schedule: the first stage's rank the inputs, the others nothing. Raises UserError
+        for inputs that are no whole number of equal micro-batches, which PyTorch would cut into unequal ones."""
+        pipeline_options.require_divisible(inputs, self.microbatches)
+        return [inputs] if self.stages.first else []
+
+    def loss(self, logits, targets):
+        """What the last stage makes of a micro-batch: `divisor` of these means add up to that of a batch."""
+        return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)
+
+    def from_last_stage(self, loss) -> torch.Tensor:
+        """What the last stage's rank has, on every rank of the pipeline."""
+        loss = torch.as_tensor(loss, dtype=torch.float32, device=self.device)
+        dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
+        return loss
+
+    def clip(self) -> torch.Tensor:
+        """Clip by the norm of the whole model, and return that; each rank has the gradients of its own stages."""
+        grad_norm = global_norm([(self.stages.gradients_for_norm(), [self.pipeline.group])], self.device)
+        clip_grads_with_norm_(self.model.parameters(), self.max_norm, grad_norm)
+        return grad_norm
+
+    def parts(self):
+        return self.stages.parts(super().parts())

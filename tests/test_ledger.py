@@ -9,11 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from common import data
 from common.lab import equality
 from common.lab.launch import launch
-from common.lab.ledger import Entry, Ledger, wire_bytes
+from common.lab.ledger import LedgerEntry, Ledger, wire_bytes
 from common.ranks import Ranks
 
 
-def every_operation() -> list[Entry]:
+def every_operation() -> list[LedgerEntry]:
     rank, size = dist.get_rank(), dist.get_world_size()
     x, whole = torch.ones(6), torch.ones(6 * size)
     parts = list(torch.ones(size, 6).unbind())
@@ -72,8 +72,8 @@ def test_bytes_on_the_wire():
     assert wire_bytes("all_gather", 72, 3) == wire_bytes("reduce_scatter", 72, 3) == 48
     assert wire_bytes("all_to_all", 72, 3) == wire_bytes("broadcast", 72, 3) == 48
     assert wire_bytes("barrier", 72, 3) == 0
-    assert (Entry("send", 72, 3).sent, Entry("send", 72, 3).received) == (72, 0)
-    assert (Entry("recv", 72, 3).sent, Entry("recv", 72, 3).received) == (0, 72)
+    assert (LedgerEntry("send", 72, 3).sent, LedgerEntry("send", 72, 3).received) == (72, 0)
+    assert (LedgerEntry("recv", 72, 3).sent, LedgerEntry("recv", 72, 3).received) == (0, 72)
     for operation in ("all_reduce", "broadcast", "all_gather"):
         assert wire_bytes(operation, 72, 1) == 0
 

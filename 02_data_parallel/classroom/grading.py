@@ -64,7 +64,8 @@ def gradients_of_copies(size):
     if size > 2:
         return
     generator = torch.Generator().manual_seed(2)
-    for batch, devices in ((4, 2), (5, 2), (9, 4), (3, 1)):
+    # Divided by powers of two all is exact, whatever the order of a processor's sums; some slices are uneven, or fewer.
+    for batch, devices in ((4, 2), (8, 3), (4, 3), (2, 1)):
         inputs = torch.randint(-3, 4, (batch, 2), generator=generator).float()
         weight, targets = torch.tensor([1.0, -2.0]), torch.arange(batch).float()
         per_example = 2 * (inputs @ weight - targets)[:, None] * inputs / batch

@@ -327,7 +327,7 @@ WRONG = {
     ],
     "gradients_of_copies": [
         (gradients_of_own_means, "4 examples on 2 device(s), rank 0: expected "),
-        (gradients_as_if_even, "5 examples on 2 device(s), rank 0: expected "),
+        (gradients_as_if_even, "8 examples on 3 device(s), rank 0: expected "),
         (gradient_of_the_sum, "4 examples on 2 device(s), rank 0: expected "),
         (gradients_by_switching_the_weight_on, "4 examples on 2 device(s), rank 0: expected "),
         (gradients_of_detached_copies, "RuntimeError: element 0 of tensors does not require grad"),

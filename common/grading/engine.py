@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.lab.launch import RankFailed, launch
-from common.lab.ledger import Entry, Ledger
+from common.lab.ledger import Ledger, LedgerEntry
 
 SIZES = (2, 3, 4)  # world sizes; the smallest counterexample is the easiest to read
 PATIENCE = 5.0  # seconds that a send, receive or collective may wait for its partner
@@ -65,7 +65,7 @@ class Case:
     what: str
     arguments: list[tuple]
     expected: list
-    pattern: Callable[[list[list[Entry]]], None]
+    pattern: Callable[[list[list[LedgerEntry]]], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Outcome:
 
     status: str
     value: object = None
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
     changed_input: bool = False
     text: str = ""
 
@@ -170,7 +170,7 @@ def _death(failed: RankFailed) -> str:
         return f"the process of rank {failed.rank} failed: {str(failed).splitlines()[0].partition(': ')[2]}"
     rank = failed.rank if failed.rank in dead else dead[0]
     state = failed.where[rank]
-    if state == "died":
+    if state == "died with exit code 0 before it returned":
         state = "ended without returning (did it call exit?)"
     if "SIGABRT" in state:
         state += ": gloo aborts a process that is sent more bytes than its buffer holds; are shape and type right?"
@@ -333,7 +333,7 @@ def _judge_case(case: Case, outcomes: list[Outcome]) -> None:
     case.pattern(entries)
 
 
-def _every_message_received(entries: list[list[Entry]]) -> None:
+def _every_message_received(entries: list[list[LedgerEntry]]) -> None:
     for rank, own in enumerate(entries):
         sent = sorted(e.payload for one in entries for e in one if e.operation == "send" and e.peer == rank)
         received = sorted(e.payload for e in own if e.operation == "recv")

@@ -7,7 +7,7 @@ below are general; what only one exercise asks for stands in its chapter.
 import torch
 
 from common.grading.engine import Case, Wrong
-from common.lab.ledger import Entry
+from common.lab.ledger import LedgerEntry
 
 
 def numbered(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -16,7 +16,7 @@ def numbered(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> to
     return torch.arange(1, elements + 1).to(dtype) * 10**rank
 
 
-def messages_of(entries: list[list[Entry]]) -> list[list[tuple[int, int]]]:
+def messages_of(entries: list[list[LedgerEntry]]) -> list[list[tuple[int, int]]]:
     """(receiver, bytes) of each rank's messages, in order. Messages of nothing are left out: a solution may send
     an empty chunk or not. Raises Wrong if anything but sends and receives was used."""
     for rank, own in enumerate(entries):
@@ -65,7 +65,7 @@ def collectives(*expected: tuple[str, int], at_most: bool = False):
     return pattern
 
 
-def nothing_sent(entries: list[list[Entry]]) -> None:
+def nothing_sent(entries: list[list[LedgerEntry]]) -> None:
     """The pattern of an exercise that only calculates."""
     collectives()(entries)
 

@@ -28,10 +28,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.lab.ledger import OPERATORS, describe, group_of, tensors_of
+from common.lab.ledger import BATCH, OPERATORS, describe, group_of, has_dtensor, tensors_of
 
 ONE_LINE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # the same line calls it on every rank
 NOT_THE_CALLER = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), __file__, "<frozen")
@@ -62,15 +61,14 @@ class CheckCollectives(TorchDispatchMode):
         self.groups = {dist.group.WORLD.group_name: dist.group.WORLD}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
+        if has_dtensor(types):
             return NotImplemented  # it calls collectives inside, which come by one at a time
-        entry = describe(func, args)
-        if entry is not None:
+        for number, entry in enumerate(describe(func, args)):
             group = group_of(args)
             if entry.operation in ("send", "recv"):
                 if entry.peer is not None:
-                    self._check_message(entry, args, group)
-            elif group.size() > 1:
+                    self._check_message(entry, *_message(func, args, number), group)
+            elif group.size() > 1 and entry.operation != "monitored_barrier":
                 self._check_collective(_call(func, args, entry), group)
         return func(*args, **(kwargs or {}))
 
@@ -109,12 +107,12 @@ class CheckCollectives(TorchDispatchMode):
         # All are here, so nobody reads what was written about the collective before.
         self.store.delete_key(f"{name}/{number - 1}/{me}")
 
-    def _check_message(self, entry, args, group: dist.ProcessGroup) -> None:
-        me, tag = dist.get_rank(), args[3]
+    def _check_message(self, entry, tensor, tag: int, group: dist.ProcessGroup) -> None:
+        me = dist.get_rank()
         source, target = (me, entry.peer) if entry.operation == "send" else (entry.peer, me)
         stream = f"{group.group_name}/{source} to {target}/{tag}"
         self.seen[stream] += 1
-        what = _what(args[0])
+        what = _what(tensor)
         mine = json.dumps([entry.operation, what, f"rank {me} calls {entry.operation} {what} at {_caller()}"])
         key = f"{stream}/{self.seen[stream]}"
         theirs = self.store.compare_set(key, "", mine).decode()  # writes if there is nothing yet: I am first
@@ -125,6 +123,13 @@ class CheckCollectives(TorchDispatchMode):
         if what != their_what:
             number = f"message {self.seen[stream]} from rank {source} to rank {target} of group {group.group_name}"
             raise CollectiveMismatch(f"{number}: {their_text}; {json.loads(mine)[2]}")
+
+
+def _message(func, args, number: int) -> tuple:
+    """The tensor and the tag of a send or receive; of a batch of them, of that number."""
+    if func.overloadpacket.__name__ == BATCH:
+        return args[3][number], args[2][number]
+    return args[0], args[3] if func.namespace == "c10d" else args[2]
 
 
 def _call(func, args, entry) -> dict:

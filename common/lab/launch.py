@@ -1,36 +1,46 @@
 """launch(fn, nproc): run a plain function on N ranks from a notebook or a test and get the N results back.
 
-Underneath is PyTorch's elastic agent, the engine of torchrun. On Linux the ranks are forked, so that functions
-written in a notebook cell just work; where forking is not safe (macOS, Windows, or once CUDA is initialised)
-they are spawned, and the function travels by cloudpickle, which can carry functions of a notebook.
+The ranks are processes with the environment variables that torchrun sets. On Linux they are forked, so that functions
+written in a notebook cell just work; where forking is not safe (macOS, Windows, or once CUDA is initialised) they are
+spawned, and the function travels by cloudpickle, which can carry functions of a notebook.
+
+Nothing that a rank does can keep `launch` from ending: it never waits for anything that a rank has to send. Results,
+errors and stacks come back in files, the clock is the caller's, and at the end what is left of the ranks is killed, and
+with it what they have started.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
-import json
-import linecache
-import logging
+import multiprocessing
 import os
-import re
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from common.errors import UserError
+from common.lab.postmortem import explain, output, write_error
 from common.ranks import process_group
 
-RETURNED, HAD_RETURNED = "returned\n", "had returned already"
+LINUX = sys.platform == "linux"
+START = 60.0  # seconds that ranks may take to start: a spawned one imports PyTorch first
+LEEWAY = 3.0  # seconds beyond the timeout, so that a collective that began late times out, and says so, by itself
+# Seconds that the other ranks have after the first failure. They come to where they will wait for the rank that failed,
+# so that the report can say where; and of errors at about the same time each is heard.
+SETTLE = 0.5
+# On this signal a rank writes down its stack and ends. Not SIGTERM, which programs handle or ignore.
+STACK = getattr(signal, "SIGUSR2", None)
+ONE_AT_A_TIME = threading.Lock()  # launches of several threads take turns: orphans are told by being new
 
 
 class RankFailed(RuntimeError):
@@ -49,44 +59,49 @@ class RankFailed(RuntimeError):
 def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_method: str | None = None) -> list:
     """Run `fn(*args)` on `nproc` ranks of a fresh process group and return their results in rank order.
 
-    What the ranks print appears afterwards, in rank order, each line headed by its rank. Tensors inside `fn`
-    live on the CPU (gloo); each rank computes with one thread. `timeout` is in seconds: for a collective that
-    somebody does not join, and for the whole launch.
+    What the ranks print appears afterwards, in rank order, each line headed by its rank. Tensors inside `fn` live on
+    the CPU (gloo); each rank computes with one thread. `timeout` is in seconds: for a collective that somebody does not
+    join, and, with LEEWAY, for the whole launch, from when the ranks have started.
 
-    Raises RankFailed with the failing rank, its traceback, and what every other rank was doing.
+    Raises RankFailed with the failing rank, its traceback, and what every other rank was doing: if a rank raises, dies,
+    exits before it has returned (with exit code 0 too), or is not finished in time. No process is left behind, except,
+    where this is not Linux, one that a rank has put into a process group of its own.
+
+    Raises UserError where this process is itself in a process group of torch.distributed: ranks that are forked from it
+    would believe to be in it too.
     """
-    if start_method is None:
-        start_method = "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
-    if start_method == "fork":
-        from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank (1 s)
-    payload = (fn, args) if start_method == "fork" else cloudpickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder, _careful_agent():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            start_method=start_method,
-            max_restarts=0,
-            run_id="launch",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{folder}/agent",
-            # In a file, not by TCP: for each connection that one looks up the other's name, which without a network,
-            # or with a busy one, takes 5 seconds now and then.
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            monitor_interval=0.02,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+    if dist.is_initialized():
+        raise UserError(
+            "launch starts a process group of its own, and this process is in one already: leave that one first, by "
+            "dist.destroy_process_group()"
         )
+    if start_method is None:
+        start_method = "fork" if LINUX and not torch.cuda.is_initialized() else "spawn"
+    if start_method == "fork":
+        with setenv():  # it sets one
+            from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank (1 s)
+    payload = (fn, args) if start_method == "fork" else cloudpickle.dumps((fn, args))
+    start = multiprocessing.get_context(start_method).Process
+    temporary = tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True)
+    with ONE_AT_A_TIME, temporary as folder, _no_orphans():
+        port = _free_port()
+        variables = [_variables(rank, nproc, port) for rank in range(nproc)]
+        ranks = [start(target=_run_rank, args=(payload, folder, timeout, mine)) for mine in variables]
         try:
-            results = elastic_launch(config, _run_rank)(payload, folder, timeout)
-        except SignalException as interrupted:
-            raise KeyboardInterrupt from interrupted
-        except ChildFailedError as failed:
-            raise _explain(failed, Path(folder), nproc) from None
-        for rank, text in enumerate(_output(Path(folder), nproc)):
+            with _ready_to_fork():
+                for process in ranks:
+                    process.start()
+            ended = _wait(ranks, Path(folder), timeout)
+            results = [Path(folder, f"result-{rank}") for rank in range(nproc)]
+            if len(ended) < nproc or any(ended[rank][1] or not results[rank].exists() for rank in range(nproc)):
+                stopped = _stop(ranks, Path(folder))
+                raise RankFailed(*explain(Path(folder), nproc, ended, stopped))
+        finally:
+            _kill(ranks)
+        for rank, text in enumerate(output(Path(folder), nproc)):
             for line in text.splitlines():
                 print(f"[rank {rank}] {line}")
-        return [cloudpickle.loads(results[rank]) for rank in range(nproc)]
+        return [cloudpickle.loads(result.read_bytes()) for result in results]
 
 
 @contextlib.contextmanager
@@ -101,52 +116,155 @@ def setenv(**values: str):
         os.environ.update(before)
 
 
-@contextlib.contextmanager
-def _careful_agent():
-    """The agent logs, and keeps signal handlers and environment variables of its own: a notebook wants neither.
+def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """What torchrun would tell this rank of a single node, by environment variables."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
-    And a forked rank must not collect its parent's garbage: a TCP store among it would, on its destruction, wait for
-    ever for a thread that exists in the parent alone.
-    """
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    variables = dict(os.environ)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    sys.stdout.flush()  # a forked rank inherits what is still in the buffers
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _ready_to_fork():
+    """A forked rank inherits what is still in the buffers. And it must not collect its parent's garbage: a TCP store
+    among it would, on its destruction, wait for ever for a thread that exists in the parent alone."""
+    sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        os.environ.clear()
-        os.environ.update(variables)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        with contextlib.suppress(ValueError):  # only the main thread has signal handlers
-            for name, handler in handlers.items():
-                signal.signal(getattr(signal, name), handler)
 
 
-def _run_rank(payload, folder: str, timeout: float) -> bytes:
-    rank = os.environ["RANK"]
+def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, int]]:
+    """Wait until every rank has ended or raised, until SETTLE after the first failure, or until time is up.
+
+    Returns for each rank that has ended when, in seconds since the epoch, and with which exit code.
+    """
+    ended, failed_at, started, deadline = {}, None, False, time.monotonic() + START
+    while True:
+        for rank, process in enumerate(ranks):
+            if rank not in ended and not process.is_alive():
+                ended[rank] = (time.time(), process.exitcode)
+        raised = {rank for rank in range(len(ranks)) if Path(folder, f"error-{rank}").exists()}
+        died = {r for r, (_, exitcode) in ended.items() if exitcode or not Path(folder, f"result-{r}").exists()}
+        now = time.monotonic()
+        if (raised or died) and failed_at is None:
+            failed_at = now
+        if not started and all(Path(folder, f"stack-{rank}").exists() for rank in range(len(ranks))):
+            started, deadline = True, now + timeout + LEEWAY
+        finished = len(raised | ended.keys()) == len(ranks)
+        if finished or now > deadline or (failed_at is not None and now > failed_at + SETTLE):
+            return ended
+        time.sleep(0.01)  # no waiting on pipes, which ranks may close, or leave open in a process of their own
+
+
+def _stop(ranks: list, folder: Path) -> set[int]:
+    """Have each rank that is still at work write down where it is; those whose processes are stopped are returned."""
+    asked, stopped = [], set()
+    for rank, process in enumerate(ranks):
+        if STACK is None or not process.is_alive() or Path(folder, f"error-{rank}").exists():
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                stopped.add(rank)
+            _signal_main_thread(process.pid)
+            os.kill(process.pid, signal.SIGCONT)  # a stopped process handles no signals
+            asked.append(process)
+    deadline = time.monotonic() + 2.0  # one that blocks the signal writes its stack after LEEWAY + 1, by its own clock
+    while any(process.is_alive() for process in asked) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return stopped
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Send STACK to a process, on Linux to the thread that runs Python: one of gloo's could not say where it is."""
+    try:
+        ctypes.CDLL(None).tgkill(pid, pid, STACK)
+    except AttributeError:  # another system, or an old C library
+        os.kill(pid, STACK)
+
+
+def _kill(ranks: list) -> None:
+    """End the ranks' processes, and all that belong to their process groups."""
+    for process in ranks:
+        if process.pid is None:
+            continue
+        if process.is_alive():
+            process.kill()
+        if hasattr(os, "killpg"):  # not on Windows
+            with contextlib.suppress(OSError):  # most often there is nobody left
+                os.killpg(process.pid, signal.SIGKILL)
+        process.join(5)  # not for ever: a process inside a system call that hangs cannot be killed
+
+
+@contextlib.contextmanager
+def _no_orphans():
+    """Kill what the ranks of this block have started and left behind. Linux only.
+
+    Inside the block orphans become children of this process instead of init's. Those of other origin are told by their
+    process group: who leaves its own has become one of a group of its own; what this process starts stays in its own.
+    """
+    if not LINUX:
+        yield
+        return
+    me, libc, before = psutil.Process(), ctypes.CDLL(None), ctypes.c_int()
+    known = {child.pid for child in me.children()}
+    libc.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER
+    libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            orphans = [child.pid for child in me.children() if child.pid not in known]
+            orphans = [pid for pid in orphans if _group_of(pid) != os.getpgrp()]
+            if not orphans:
+                break
+            for pid in orphans:  # their own children are orphans then: next time round
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.005)
+        libc.prctl(36, before.value)
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return os.getpgrp()  # gone: none of our business
+
+
+def _run_rank(payload, folder: str, timeout: float, variables: dict[str, str]) -> None:
+    """What the process of a rank does."""
+    os.environ.update(variables)
+    rank, pid = os.environ["RANK"], os.getpid()
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)  # so that what this rank starts can be ended with it
+    if LINUX:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+        with contextlib.suppress(OSError):  # if memory runs out, the system is to kill this process, not the notebook
+            Path("/proc/self/oom_score_adj").write_text("500")
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         # Down to the file descriptor, for what C++ writes; and a new Python object for it, since the one of a
         # notebook (or of pytest) leads elsewhere, in a notebook to a thread that a forked rank does not have.
         log = os.open(Path(folder, f"{name}-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, descriptor)
         setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))
-    stack = open(Path(folder, f"stack-{rank}"), "w", buffering=1)  # must outlive this function
-    # Where is this rank when the agent ends it, or when time is up? faulthandler can tell even inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(faulthandler, "register"):  # not on Windows
-        faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
-    faulthandler.dump_traceback_later(timeout + 5, file=stack, exit=True)
+    stack = open(Path(folder, f"stack-{rank}"), "w")  # must outlive this function
+    if STACK is not None:
+        faulthandler.register(STACK, file=stack, all_threads=False, chain=True)
+    # For a rank that outlives its parent, or that has blocked the signal.
+    faulthandler.dump_traceback_later(timeout + LEEWAY + 1, file=stack, exit=True)
     dist.set_debug_level_from_env()  # a forked rank has read TORCH_DISTRIBUTED_DEBUG long ago, as its parent
     try:
         fn, args = payload if isinstance(payload, tuple) else cloudpickle.loads(payload)
@@ -154,120 +272,17 @@ def _run_rank(payload, folder: str, timeout: float) -> bytes:
         torch.set_num_threads(1)  # for a single rank too, so that its numbers are those of each of several
         with process_group("cpu", "gloo", timeout, store=dist.FileStore(f"{folder}/store", size)):
             result = cloudpickle.dumps(fn(*args))
-            stack.write(RETURNED)
+            if os.getpid() != pid:
+                os._exit(0)  # the function has forked, and this is not the rank
+            Path(folder, f"returned-{rank}").touch()
     except BaseException as error:
-        if hasattr(faulthandler, "unregister"):
-            faulthandler.unregister(signal.SIGTERM)  # from here on the report says more than the stack
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        report = {"time": time.time(), "error": _short(error), **_frames(error.__traceback__)}
-        Path(folder, f"error-{rank}").write_text(json.dumps(report))
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Let the others come to where they will wait for this rank, so that the report can say where. And where
-        # somebody else has died, let the agent see that one first.
-        time.sleep(1.0 if "by peer" in report["error"] else 0.5)
-        os._exit(1)  # no tear-down while others may be in a collective
+        if os.getpid() != pid:
+            os._exit(1)
+        with contextlib.suppress(OSError, ValueError):  # the function may have closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
+        write_error(error, Path(folder), rank)
+        time.sleep(10 * SETTLE)  # until `launch` ends it: no tear-down while others may be in a collective
+        os._exit(1)
+    Path(folder, f"result-{rank}").write_bytes(result)
     faulthandler.cancel_dump_traceback_later()
-    return result
-
-
-def _short(error: BaseException) -> str:
-    text = re.sub(r"\[[^\]]*\.cc:\d+\] ", "", str(error))  # where in gloo's C++ the message was written
-    text = re.sub(r" This is typically caused by .*", "", text)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _frames(tb) -> dict:
-    """The lines of a traceback that are the caller's own, and the collective that was under way."""
-    own, operation = [], ""
-    for frame in traceback.extract_tb(tb):
-        if frame.filename.endswith("distributed_c10d.py"):
-            operation = operation or frame.name
-        elif _is_own(frame.filename):
-            # A notebook's cells are files in a temporary folder, under a name that says nothing.
-            name = "<notebook cell>" if "ipykernel_" in frame.filename else Path(frame.filename).name
-            own += [f"  {name}, line {frame.lineno}, in {frame.name}", f"    {frame.line}"]
-    place = f"line {own[-2].split('line ')[1].replace(', in', ' of')}" if own else ""
-    return {"frames": own, "operation": operation, "place": place}
-
-
-def _is_own(filename: str) -> bool:
-    library = "/torch/" in filename or "/lib/python" in filename or filename.startswith("<frozen")
-    return not library and filename != __file__
-
-
-def _doing(stack: str) -> str:
-    """What a rank was doing, from the stack that faulthandler wrote (innermost frame first)."""
-    if not stack:
-        return ""
-    if stack.startswith(RETURNED):
-        return HAD_RETURNED
-    operation, leaving = "", False
-    for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', stack):
-        if file.endswith("distributed_c10d.py"):
-            operation = name
-        elif file.endswith("c10d_logger.py"):  # around each collective; it takes its time when one has failed
-            leaving = True
-        elif name == "_run_rank":
-            break
-        elif _is_own(file):
-            if leaving and not operation:
-                called = re.findall(r"(\w+)\(", linecache.getline(file, int(line)))
-                operation = next((name for name in called if hasattr(dist, name)), "a collective")
-            return (
-                f"was waiting in {operation}, line {line} of {name}" if operation else f"was at line {line} of {name}"
-            )
-    return "was starting or ending"
-
-
-def _output(folder: Path, nproc: int) -> list[str]:
-    """What each rank printed on stdout, then on stderr."""
-    return ["".join(_read(folder / f"{name}-{rank}") for name in ("stdout", "stderr")) for rank in range(nproc)]
-
-
-def _read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _explain(failed: ChildFailedError, folder: Path, nproc: int) -> RankFailed:
-    """Find the failure that the others follow from: an error of one's own, else a silent death, else the first."""
-    errors, where = {}, []
-    for rank in range(nproc):
-        error, stack = folder / f"error-{rank}", folder / f"stack-{rank}"
-        if error.exists():
-            errors[rank] = json.loads(error.read_text())
-            report = errors[rank]
-            did = f"was waiting in {report['operation']}" if report["operation"] else "raised " + report["error"]
-            where.append(f"{did}, {report['place']}")
-            continue
-        doing = _doing(_read(stack))
-        failure = failed.failures.get(rank)
-        if doing and not (failure and doing == HAD_RETURNED):
-            where.append(doing)
-        else:  # it ended without a word, perhaps while Python was shutting down
-            how = f"died with {_ending(failure.exitcode)}" if failure and failure.exitcode else "died"
-            where.append(f"{how}, after it had returned" if doing else how)
-    own = {rank: error for rank, error in errors.items() if "by peer" not in error["error"]}
-    dead = [rank for rank, state in enumerate(where) if state.startswith("died")]
-    lines = []
-    if own or (errors and not dead):
-        # Ranks that make the same mistake make it at about the same time: then it is the lowest one's to tell.
-        begin = min(errors[rank]["time"] for rank in own or errors)
-        first = min(rank for rank in own or errors if errors[rank]["time"] < begin + 0.25)
-        report = errors[first]
-        what = report["error"] + (f" (in {report['operation']})" if report["operation"] else "")
-        lines = report["frames"]
-    elif dead:
-        first = next((rank for rank in dead if rank in failed.failures), dead[0])
-        what = where[first]
-    else:  # the watchdog's exit: every rank is where its stack says
-        first, _ = failed.get_first_failure()
-        what = f"not finished in time: {where[first]}"
-    others = [f"  rank {rank} {state}" for rank, state in enumerate(where) if rank != first]
-    message = "\n".join([f"rank {first} of {nproc}: {what}", *lines, *(["meanwhile"] if others else []), *others])
-    return RankFailed(message, first, where, _output(folder, nproc))
-
-
-def _ending(exitcode: int) -> str:
-    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"

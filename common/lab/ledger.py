@@ -3,21 +3,29 @@
 Inside `with Ledger() as ledger:` every call into torch.distributed is entered, from Python and from C++ alike
 (DistributedDataParallel's reducer included), because all of them pass PyTorch's dispatcher as `c10d` operators.
 
-A collective is one entry. What it costs on the wire depends on the algorithm of the backend; the ledger
-charges what the bandwidth-optimal (ring) algorithm sends, the convention of nccl-tests
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). A send or receive is one entry too, and
-exact: so an algorithm built from sends and receives is counted, not assumed.
+A collective is one entry. What it costs on the wire depends on the algorithm of the backend; the ledger charges what
+the bandwidth-optimal (ring) algorithm sends, the convention of nccl-tests
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). A send or receive is one entry too, and exact: so
+an algorithm built from sends and receives is counted, not assumed. An all-to-all is charged as if all its parts were
+equal; where they are not, a rank's own part, which stays where it is, is larger or smaller than that.
+
+What a backend really sends, `common.lab.wire` counts. gloo sends what the formula says for all-reduce, all-gather,
+broadcast, scatter, gather and all-to-all, and more for two (4 ranks, 40 MB, all ranks together):
+
+    reduce-scatter  240 MB, the formula says 120: it is an all-reduce of which each rank keeps its part
+    reduce          182 MB, the formula says 120: the ring passes on nearly all of the segments n times instead of n - 1
+                    times, for 152 MB, and then each rank sends the root its part of the sum, 30 MB
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# c10d operator -> (name in torch.distributed, index of the argument that holds the full payload)
+# c10d operator -> (name in torch.distributed, index of the argument that holds the full payload). gloo knows them all.
 OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -25,6 +33,7 @@ OPERATORS = {
     "reduce_": ("reduce", 0),
     "allgather_": ("all_gather", 0),
     "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "reduce_scatter_": ("reduce_scatter", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -34,6 +43,7 @@ OPERATORS = {
     "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
     "barrier": ("barrier", None),
+    "monitored_barrier_": ("monitored_barrier", None),
     "send": ("send", 0),
     "recv_": ("recv", 0),
     "recv_any_source_": ("recv", 0),
@@ -56,7 +66,13 @@ FUNCTIONAL = {
     "all_to_all_single": ("all_to_all", False),
     "broadcast": ("broadcast", False),
     "broadcast_": ("broadcast", False),
+    "isend": ("send", False),
+    "irecv": ("recv", False),
 }
+BATCH = "batch_p2p_ops"  # functional: several of the last two in one call
+
+# Operators of the two namespaces that send nothing.
+SILENT = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")
 
 
 def wire_bytes(operation: str, payload: float, size: int) -> float:
@@ -64,15 +80,17 @@ def wire_bytes(operation: str, payload: float, size: int) -> float:
 
     `payload` is the whole buffer: the vector of an all-reduce, broadcast or reduce, the *gathered* result of an
     all-gather or gather, the *unreduced* input of a reduce-scatter, everything one rank hands in to an
-    all-to-all. Rooted operations are charged to the average rank. Source: nccl-tests, doc/PERFORMANCE.md.
+    all-to-all. Rooted operations are charged to the average rank: of a scatter, where the root alone sends, every rank
+    is charged 1/size. Source: nccl-tests, doc/PERFORMANCE.md.
     """
     share = (size - 1) / size
-    factor = {"all_reduce": 2 * share, "barrier": 0.0, "send": 1.0, "recv": 0.0}
+    factor = {"all_reduce": 2 * share, "scatter": share / size, "gather": share / size, "send": 1.0, "recv": 0.0}
+    factor |= {"barrier": 0.0, "monitored_barrier": 0.0}
     return payload * factor.get(operation, share)
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One call: `payload` in bytes as in `wire_bytes`; `peer` is the other rank of a send or recv, the root of a
     rooted collective, else None; `ranks` is the number of ranks in the group."""
 
@@ -100,14 +118,12 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
+        if has_dtensor(types):
             return NotImplemented  # it calls collectives inside, which come by one at a time
-        entry = describe(func, args)
-        if entry is not None:
-            self.entries.append(entry)
+        self.entries += describe(func, args)
         return func(*args, **(kwargs or {}))
 
     @property
@@ -118,12 +134,12 @@ class Ledger(TorchDispatchMode):
     @property
     def sent(self) -> float:
         """Bytes sent by this rank."""
-        return sum(entry.sent for entry in self.entries)
+        return sum((entry.sent for entry in self.entries), 0.0)
 
     @property
     def received(self) -> float:
         """Bytes received by this rank."""
-        return sum(entry.received for entry in self.entries)
+        return sum((entry.received for entry in self.entries), 0.0)
 
     @property
     def messages(self) -> list[tuple[int, int]]:
@@ -131,30 +147,47 @@ class Ledger(TorchDispatchMode):
         return [(entry.peer, entry.payload) for entry in self.entries if entry.operation == "send"]
 
 
-def describe(func, args) -> Entry | None:
-    """Read one operator call as an Entry; None for operators that send nothing."""
+def has_dtensor(types) -> bool:
+    """Is DTensor among these types? Asked without importing it, which takes most of a second."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None) in types
+
+
+def describe(func, args) -> list[LedgerEntry]:
+    """Read one operator call as entries: one, but for a batch of messages; none for operators that send nothing."""
     name = func.overloadpacket.__name__
+    if func.namespace == "_c10d_functional" and name == BATCH:
+        kinds, peers, tensors = args[0], args[1], args[3]
+        return [
+            _functional_entry({"isend": "send", "irecv": "recv"}[kind], [tensor], group_of(args), peer)
+            for kind, peer, tensor in zip(kinds, peers, tensors, strict=True)
+        ]
     if func.namespace == "_c10d_functional" and name in FUNCTIONAL:
         operation, is_part = FUNCTIONAL[name]
         group = group_of(args)
         tensors = tensors_of(args[0]) * (group.size() if is_part else 1)
-        payload = sum(t.numel() * t.element_size() for t in tensors)
-        peer = dist.get_global_rank(group, args[1]) if operation == "broadcast" else None
-        return Entry(operation, payload, group.size(), tensors[0].dtype, peer)
+        return [_functional_entry(operation, tensors, group, args[1])]
     if func.namespace != "c10d" or name not in OPERATORS:
-        return None
+        return []
     operation, index = OPERATORS[name]
     group = group_of(args)
     tensors = tensors_of(args[index]) if index is not None else []
     if not tensors and operation in ("scatter", "gather"):
         # Only the root of a scatter or gather holds the full payload: the others have 1/size of it.
         tensors = tensors_of(args[1 - index]) * group.size()
-    payload = sum(t.numel() * t.element_size() for t in tensors)
     peer = None
     if operation in ("send", "recv", "broadcast", "reduce", "scatter", "gather"):
         peer = next((a for a in args if type(a) is int), None)
         peer = dist.get_global_rank(group, peer) if peer is not None and name != "recv_any_source_" else None
-    return Entry(operation, payload, group.size(), tensors[0].dtype if tensors else None, peer)
+    return [LedgerEntry(operation, bytes_of(tensors), group.size(), tensors[0].dtype if tensors else None, peer)]
+
+
+def _functional_entry(operation: str, tensors: list[torch.Tensor], group: dist.ProcessGroup, peer) -> LedgerEntry:
+    peer = dist.get_global_rank(group, peer) if operation in ("send", "recv", "broadcast") else None
+    return LedgerEntry(operation, bytes_of(tensors), group.size(), tensors[0].dtype, peer)
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def group_of(args) -> dist.ProcessGroup:

@@ -1,0 +1,235 @@
+"""The executor by hand: what is done, sent and kept, in which dtype, with which random numbers; half a backward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import batch, mesh_of, small
+from torch import nn
+
+from common.errors import UserError
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from common.model import GPT
+from course.pipeline import by_hand, schedules, simulator
+from course.pipeline import distributed_training as torchs
+from course.pipeline.classroom.bugs import DROPOUT_BUGS
+from course.pipeline.executor import Executor, timeline
+from course.pipeline.options import PipelineOptions
+from course.pipeline.split_backward import backward_for_input
+
+# What is kept
+
+
+class Counting(Executor):
+    """Notes how many tensors are kept because they may not have arrived yet."""
+
+    def run(self, *args):
+        self.most = {"F": 0, "B": 0}
+        return super().run(*args)
+
+    def compute(self, action):
+        super().compute(action)
+        for direction in self.most:
+            live = sum(key[1] == direction for key in self.sends)
+            self.most[direction] = max(self.most[direction], live)
+
+
+class CountingPipeline(by_hand.PipelineByHand):
+    executor_class = Counting
+
+
+def peaks(options):
+    layers = len(simulator.placement(schedules.build(options["schedule"], dist.get_world_size(), 8))) - 2
+    options = PipelineOptions(microbatches=8, **options)
+    strategy = by_hand.PipelineByHand(small(max(layers, 2)), equality.sgd, mesh_of(by_hand.PipelineByHand), options)
+    with Ledger() as ledger:
+        strategy.step([batch()])
+    executor = strategy.executor
+    done = [event.action for event in executor.events]
+    return executor.peak, executor.events, done, len(executor.kept), ledger.calls
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
+    schedule = schedules.build(name, 4, 8)
+    full = simulator.with_messages(schedule)
+    results = launch(peaks, 4, ({"schedule": name},))
+    assert [result[0] for result in results] == simulator.simulate(schedule).peaks
+    assert [result[2] for result in results] == schedule
+    assert [result[3] for result in results] == [0] * 4
+    for rank, (*_, calls) in enumerate(results):
+        for kind in ("send", "recv"):
+            expected = sum(action.kind.startswith(kind.upper()) for action in full[rank])
+            assert calls.get(kind, 0) == expected, (name, rank)
+    real = timeline([result[1] for result in results])
+    assert real.peaks == simulator.simulate(schedule).peaks
+    assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
+
+
+def unsent(name, numbers):
+    mesh = mesh_of(CountingPipeline)
+    counted = []
+    for m in numbers:
+        strategy = CountingPipeline(small(), equality.sgd, mesh, PipelineOptions(schedule=name, microbatches=m))
+        strategy.step([batch(m)])
+        counted.append((strategy.executor.most, len(strategy.executor.sends)))
+    return counted
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_what_was_sent_is_not_kept_longer_the_more_micro_batches_there_are(name):
+    """Activations at most as many as the rank stores, gradients at most one for each stage; afterwards nothing."""
+    numbers = (4, 8, 32)
+    for rank, counted in enumerate(launch(unsent, 2, (name, numbers))):
+        for m, (most, left) in zip(numbers, counted, strict=True):
+            schedule = schedules.build(name, 2, m)
+            stages = len(simulator.placement(schedule))
+            assert most["F"] <= simulator.simulate(schedule).peaks[rank] and most["B"] <= stages and left == 0, m
+            assert sum(most.values()) > 0
+
+
+class Dropping(nn.Module):
+    """A layer with dropout behind it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
+def with_dropout(strategy_class, schedule, recompute):
+    model = small()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = Dropping(block)
+    options = PipelineOptions(schedule=schedule, recompute=recompute)
+    strategy = strategy_class(model, equality.sgd, mesh_of(strategy_class), options)
+    torch.manual_seed(5 + dist.get_rank())
+    norms = [strategy.step([batch()] * 2)[1] for _ in range(2)]
+    return norms, [p.grad.clone() for p in strategy.model.parameters()], torch.get_rng_state()
+
+
+def require_same_dropout(strategy_class, schedule="1f1b"):
+    """Raise AssertionError unless what is computed again drops what was dropped the first time, bit by bit, and what
+    is drawn afterwards is the same too."""
+
+    def both():
+        torch.manual_seed(1)
+        without = with_dropout(strategy_class, schedule, "none")
+        torch.manual_seed(1)
+        return without, with_dropout(strategy_class, schedule, "full")
+
+    for (norms, gradients, state), (again, recomputed, state_after) in launch(both, 2):
+        assert torch.equal(torch.stack(norms), torch.stack(again)) and torch.equal(state, state_after)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
+        assert norms[0] != norms[1]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_what_is_computed_again_drops_the_same(name):
+    require_same_dropout(by_hand.PipelineByHand, name)
+
+
+def test_pytorchs_recomputation_drops_the_same():
+    require_same_dropout(torchs.PipelineParallel)
+
+
+@pytest.mark.parametrize("name", DROPOUT_BUGS)
+def test_bugs_that_only_dropout_shows(name):
+    with pytest.raises(AssertionError):
+        require_same_dropout(DROPOUT_BUGS.plant(name))
+
+
+def in_bfloat16():
+    """Train with all parameters in bf16, so the activations between stages are too; the loss, that of plain autograd,
+    and the dtypes that were handed on."""
+    torch.manual_seed(3)
+    model, same = (small().bfloat16() for _ in range(2))
+    same.load_state_dict(model.state_dict())
+    strategy = by_hand.PipelineByHand(same, equality.sgd, mesh_of(by_hand.PipelineByHand))
+    sent, give = set(), strategy.executor.give
+
+    def noting(stage, direction, m, tensor):
+        sent.add((direction, tensor.dtype) if tensor is not None else None)
+        give(stage, direction, m, tensor)
+
+    strategy.executor.give = noting
+    loss, _ = strategy.step([batch()])
+    inputs, targets = batch()
+    return loss.item(), equality.cross_entropy(model(inputs).float(), targets).item(), sent
+
+
+def test_stages_hand_on_what_they_compute_in():
+    for rank, (loss, expected, sent) in enumerate(launch(in_bfloat16, 2)):
+        assert loss == pytest.approx(expected, rel=1e-2)
+        assert ("FB"[rank], torch.bfloat16) in sent
+
+
+def with_other_dtype():
+    def stage(x):
+        return x.float() * torch.ones((), requires_grad=True)
+
+    group = dist.group.WORLD
+    executor = Executor(schedules.build("gpipe", 2, 1), {dist.get_rank(group): stage}, group, dtype=torch.bfloat16)
+    try:
+        executor.run([torch.ones(2)], lambda y, m: y.sum(), (2,))
+    except UserError as error:
+        return str(error)
+
+
+def test_a_stage_that_hands_on_another_dtype_is_refused():
+    def first():
+        return with_other_dtype() if dist.get_rank(dist.group.WORLD) == 0 else None
+
+    assert (
+        "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32"
+        in (launch(first, 2)[0])
+    )
+
+
+def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
+    from course.pipeline import sleeping
+
+    seconds = (0.01, 0.01, 0.01)
+    for name in ("1f1b", "zbv"):
+        events = launch(sleeping.run, 4, (name, 8, seconds))
+        parts = schedules.SCHEDULES[name].stages_per_rank
+        simulated = simulator.simulate(schedules.build(name, 4, 8), simulator.Times(*(s / parts for s in seconds)))
+        real = timeline(events)
+        assert [[e.action for e in rank] for rank in real.ranks] == [
+            [e.action for e in rank] for rank in simulated.ranks
+        ]
+        for rank, expected in zip(real.ranks, simulated.ranks, strict=True):
+            assert all(e.end - e.start >= 0.99 * (s.end - s.start) for e, s in zip(rank, expected, strict=True))
+        assert real.makespan >= 0.99 * simulated.makespan and real.peaks == simulated.peaks
+        measured, told = sleeping.bubbles(events, name, 8, seconds)
+        assert told == simulated.bubble and 0 < measured < 1
+
+
+# Half of a backward
+
+
+def test_backward_in_two_halves_is_the_whole():
+    torch.manual_seed(0)
+    stage = nn.Sequential(*GPT(layers=2, width=16, heads=4, context=8, vocabulary=64).blocks)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    gradient = torch.randn(3, 8, 16)
+    stage(x).backward(gradient)
+    whole = [x.grad, *(p.grad for p in stage.parameters())]
+    for p in stage.parameters():
+        p.grad = None
+    of_x, later = backward_for_input(x, stage(x), gradient)
+    assert all(p.grad is None for p in stage.parameters()) and torch.equal(of_x, whole[0])
+    for outputs, gradients, parameters in later:
+        torch.autograd.backward(outputs, gradients, inputs=parameters)
+    assert all(torch.equal(p.grad, g) for p, g in zip(stage.parameters(), whole[1:], strict=True))
+    assert sum(len(parameters) for *_, parameters in later) == len(whole) - 1
+
+
+def test_a_parameter_that_is_used_twice_is_refused():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(UserError, match="used twice in one stage"):
+        backward_for_input(x, layer(layer(x)), torch.ones(2, 4))

@@ -1,0 +1,108 @@
+"""Where models are cut into stages, by what times, and what is moved to the device."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from pipelines import batch, deep, mesh_of, small
+
+from common.errors import UserError
+from common.lab import equality
+from common.lab.launch import launch
+from common.mesh import axis, make_mesh
+from course.model_parallel.by_hand_layers import layers_of
+from course.pipeline import by_hand, schedules, split
+from course.pipeline import pipeline_hybrids as hybrid
+from course.pipeline.options import PipelineOptions
+
+CPU = torch.device("cpu")
+
+
+def test_named_places():
+    layers = ["embedding", "blocks.0", "blocks.1", "head"]
+    assert split.named("blocks.0: end", layers, 2) == (2, 4)
+    assert split.named("head: beginning, blocks.0:beginning", layers, 3) == (1, 3, 4)
+    assert split.named("blocks.0: end, blocks.1: beginning", layers, 2) == (2, 4)  # the same place twice
+
+
+def named_parts(spec):
+    return split.stages_of(deep(), 3, spec, dist.group.WORLD)
+
+
+def test_stages_are_the_same_on_all_ranks():
+    by_time = launch(named_parts, 2, ("auto-time",))
+    assert by_time[0] == by_time[1] and len(by_time[0]) == 3
+    assert [name for stage in by_time[0] for name in stage] == list(layers_of(deep()))
+    told = split.stages_of(deep(), 3, "embedding: end, blocks.4: end")
+    assert [len(stage) for stage in told] == [1, 5, 2]
+    assert [len(stage) for stage in split.stages_of(deep(), 2)] == [4, 4]
+
+
+def test_the_time_of_the_last_stage_includes_its_loss(monkeypatch):
+    """A loss that takes 50 ms longer must make the head 50 ms slower; and each layer is measured where it will be."""
+    seen = []
+
+    def slow(logits, targets):
+        seen.append((logits.shape, logits.device))
+        time.sleep(0.05)
+        return equality.cross_entropy(logits, targets)
+
+    model = small()
+    quick = split.measured(model, CPU)
+    monkeypatch.setattr(split, "cross_entropy", slow)
+    seconds = split.measured(model, CPU)
+    assert seconds[-1] >= 0.05 > 2 * quick[-1] and max(seconds[:-1]) < 0.05
+    assert {shape for shape, _ in seen} == {(4, 8, 64)}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):
+    def measured(model, *_):
+        rank = dist.get_rank(dist.group.WORLD)
+        return [9.0 if number == rank else 1.0 for number in range(len(layers_of(model)))]
+
+    def cut(strategy_class):
+        options = PipelineOptions(split_spec="auto-time")
+        return strategy_class(small(), equality.sgd, mesh_of(strategy_class), options).stages.names
+
+    monkeypatch.setattr(split, "measured", measured)
+    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
+        assert launch(cut, 4, (strategy_class,)) == [[["embedding"], ["blocks.0", "blocks.1", "head"]]] * 4
+
+
+def test_several_pipelines_are_not_measured_one_by_one():
+    def cut():
+        pipeline = axis(make_mesh({"data": 2, "pipeline": 1}), "pipeline")
+        try:
+            split.own_stages(small(), schedules.build("1f1b", 1, 4), pipeline, "auto-time")
+        except UserError as error:
+            return str(error)
+
+    assert launch(cut, 2)[0].startswith("--split-spec auto-time: several pipelines have to be cut alike")
+
+
+def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
+    """Seen with the meta device in place of a GPU: what was moved there has no memory here."""
+
+    def cut():
+        model = small(layers=4)
+        kept = layers_of(model)
+        axis_of_all = axis(make_mesh({"pipeline": -1}), "pipeline")
+        own = split.own_stages(model, schedules.build("1f1b", 2, 4), axis_of_all, device=torch.device("meta"))
+        moved = [name for name, layer in kept.items() if next(layer.parameters()).is_meta]
+        return moved, own.names[axis_of_all.rank], own.width, own.dtype, list(own.modules)
+
+    for rank, (moved, names, *rest) in enumerate(launch(cut, 2)):
+        assert moved == names and rest == [16, torch.float32, [rank]]
+
+
+def test_a_model_without_memory_takes_what_rank_0_has():
+    def losses_of(meta):
+        torch.manual_seed(2)
+        with torch.device("meta" if meta and dist.get_rank(dist.group.WORLD) > 0 else "cpu"):
+            model = small()
+        strategy = by_hand.PipelineByHand(model, equality.sgd, mesh_of(by_hand.PipelineByHand))
+        return [strategy.step([batch()])[0].item() for _ in range(3)]
+
+    for with_meta, without in launch(lambda: (losses_of(True), losses_of(False)), 4):
+        assert with_meta == without and with_meta[2] != with_meta[0]

@@ -33,7 +33,7 @@ from course.fsdp.by_hand_zero23 import ShardedReducer, UnitHooks, units_of
 from course.model_parallel.by_hand_ring_attention import apply_context_parallel, local_tokens, require_chunks
 from course.model_parallel.by_hand_tensor import apply_tensor_parallel, cross_entropy, require_multiples
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, split
+from course.pipeline import simulator, split
 from course.pipeline.executor import Executor
 
 
@@ -75,6 +75,7 @@ class MeshByHand(Strategy):
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, self.everyone)  # ranks may have been seeded differently
+        stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         # From the inside out, all before anything is moved: what is within a layer, then which layers are here.
         if self.tensor.size > 1:
             self.cut = apply_tensor_parallel(model, self.tensor)
@@ -82,7 +83,7 @@ class MeshByHand(Strategy):
             apply_context_parallel(model, self.context)
         self.stages = self.hooks = None
         if self.pipeline.size > 1:
-            self.model = self.cut_into_stages(model)
+            self.model = self.cut_into_stages(model, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
             self.model = model.to(self.device)
@@ -95,12 +96,17 @@ class MeshByHand(Strategy):
         self.optimizer = make_optimizer(optimized)
         self.optimized = [parameter for parameter in optimized if parameter.requires_grad]
 
-    def cut_into_stages(self, model):
+    def plan_stages(self, model):
+        """The schedule, and the names of each stage's layers: alike in all pipelines, and found before layers are cut,
+        since rank 0 alone measures them where they are to be balanced by time."""
+        schedule = self.options.build(self.pipeline.size)
+        count = len(simulator.placement(schedule))
+        names = split.stages_of(model, count, self.options.split_spec, self.everyone, self.device, self.autocast)
+        return schedule, names
+
+    def cut_into_stages(self, model, schedule, names):
         options = self.options
-        schedule = schedules.build(
-            options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
-        )
-        self.stages = split.own_stages(model, schedule, self.pipeline, options.split_spec, self.device, self.autocast)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
         self.executor = Executor(
             schedule,
             self.stages.modules,

@@ -27,7 +27,7 @@ from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
 from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.pipeline import options as pipeline_options
-from course.pipeline import schedules, split
+from course.pipeline import simulator, split
 from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
 from course.pipeline.torch_schedules import InContext, make_schedule
 
@@ -83,12 +83,13 @@ class MeshParallel(Strategy):
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, self.everyone)  # ranks may have been seeded differently
+        stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         if self.tensor.size > 1:
             apply_tensor_parallel(model, mesh["tensor"])
         how = {"mesh": mesh["data", "shard"], **setup.policies(precision, offload=False)}
         self.stages = None
         if self.pipeline.size > 1:
-            self.model = self.cut_into_stages(model, how)
+            self.model = self.cut_into_stages(model, how, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
             self.model = model.to(self.device)
@@ -96,12 +97,16 @@ class MeshParallel(Strategy):
                 fully_shard(unit, reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
 
-    def cut_into_stages(self, model, how):
+    def plan_stages(self, model):
+        """The schedule, and the names of each stage's layers, as in by_hand_mesh.py."""
+        schedule = self.options.build(self.pipeline.size)
+        count = len(simulator.placement(schedule))
+        names = split.stages_of(model, count, self.options.split_spec, self.everyone, self.device, self.autocast)
+        return schedule, names
+
+    def cut_into_stages(self, model, how, schedule, names):
         options = self.options
-        schedule = schedules.build(
-            options.schedule, self.pipeline.size, options.microbatches, options.stages_per_rank or None
-        )
-        self.stages = split.own_stages(model, schedule, self.pipeline, options.split_spec, self.device, self.autocast)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():

@@ -5,7 +5,7 @@
     python -m common.check --submission FILE           another file in its place
     python -m common.check --submission FILE_OR_FOLDER --csv    grade a class: a row for each submission
 
-In a notebook: `check.notebook("01_intro")`. Exit code: 0 if all is right, 1 if not, 2 if the command is wrong; with
+In a notebook: `check.notebook(CHAPTER)`. Exit code: 0 if all is right, 1 if not, 2 if the command is wrong; with
 --csv 0 once every submission has its row.
 """
 

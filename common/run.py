@@ -49,7 +49,7 @@ class Run:
         self.main_rank, self.size = dist.get_rank() == 0, dist.get_world_size()
         self.directory = RunDirectory(config, self.size) if self.main_rank else None
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
-        self.stop_asked, self.vote, self.waiting, self.saved = False, None, None, None
+        self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -77,7 +77,7 @@ class Run:
         while self.done < config.steps:
             self.begin = time.perf_counter()
             yield self.done
-            if self.waiting is None or self.waiting["step"] != self.done + 1:
+            if self.logged != self.done + 1:
                 raise RuntimeError(f"step {self.done} was not logged: call run.log in every step")
             self.done += 1
             stopping = self._somebody_asked_to_stop()
@@ -99,14 +99,17 @@ class Run:
     def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Note what a step gave.
 
-        The numbers are read one step later: `.item()` waits for the device, which by then has the next step to do.
+        On a GPU the numbers are read one step later: `.item()` waits for the device, which by then has the next step
+        to do.
         """
         self._write()
-        rate = self.learning_rate(step)
+        rate, self.logged = self.learning_rate(step), step + 1
         self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
         if loss.device.type == "cpu":
             self._read()  # there is nothing to wait for
         self.waiting["step_seconds"] = time.perf_counter() - self.begin
+        if loss.device.type == "cpu":
+            self._write()
 
     def _read(self) -> None:
         """Turn the step's tensors into numbers, which waits for the device. Raises UserError for a loss that is not."""

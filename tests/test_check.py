@@ -13,9 +13,17 @@ import pytest
 from common import check
 from common.errors import UserError
 from common.grading import engine as grading
+from course.data_parallel.classroom import bugs as data_parallel
+from course.ddp.classroom import bugs as ddp
+from course.fsdp.classroom import bugs as fsdp
+from course.intro.classroom import bugs as intro
+from course.model_parallel.classroom import bugs as model_parallel
+from course.pipeline.classroom import bugs as pipeline
 
-ANSWERS = {chapter: check.ROOT / chapter / "solutions.py" for chapter in check.chapters()}
+ANSWERS = {chapter: check.ROOT / chapter / "classroom" / "solutions.py" for chapter in check.chapters()}
 EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
+MODULES = (intro, data_parallel, ddp, model_parallel, pipeline, fsdp)
+BUGS = {bugs.BUGS.folder.resolve().name: bugs.BUGS for bugs in MODULES}
 
 
 def test_there_is_something_to_check():
@@ -68,6 +76,22 @@ def test_stub_is_headed_as_the_table_says(chapter, exercise):
     assert exercise.hint not in text and len(exercise.hint) > 20
 
 
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_planted_bugs_are_shown_in_any_folder(chapter, tmp_path):
+    def command(*arguments):
+        file = str(check.ROOT / chapter / "classroom" / "bugs.py")
+        result = subprocess.run([sys.executable, file, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    names = command().split()
+    bug = BUGS[chapter][names[0]]
+    assert set(BUGS[chapter]) <= set(names) and len(names) >= 8
+    code, answer = command(names[0]), command(names[0], "--answer")
+    assert bug.wrong in code and bug.why not in code
+    assert bug.right in answer and bug.wrong in answer and bug.why in answer
+
+
 def write(folder, **files):
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
@@ -115,7 +139,9 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
     assert "  got       int 7" in lines
     shown = []
     monkeypatch.setattr(check, "verdicts", lambda chapter: verdicts)
-    monkeypatch.setattr("common.lab.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt)))
+    monkeypatch.setattr(
+        "common.lab.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt))
+    )
     check.notebook("05_pipeline")
     assert row not in capfd.readouterr().out  # a notebook shows the picture
     assert [title for title, _ in shown] == ["makespan 22, at most 8 stored"] and shown[0][1].endswith(shown[0][0])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from course.strategies import load
 from torch.nn.parallel import DistributedDataParallel
 
 from common import data
@@ -11,6 +10,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import LedgerEntry, Ledger, wire_bytes
 from common.ranks import Ranks
+from course.strategies import load
 
 
 def every_operation() -> list[LedgerEntry]:

@@ -92,6 +92,12 @@ def test_experts_and_replicas_equal_one_process():
     assert len(prove(ExpertParallel, 4, {"data": 2, "expert": 2}, cases=TWO)) == 2
 
 
+def test_stages_are_balanced_by_time_on_a_mesh_too():
+    options = PipelineOptions(microbatches=2, split_spec="auto-time")
+    for kind in (MeshByHand, MeshParallel):
+        assert len(prove(kind, 4, {"pipeline": 2, "tensor": 2}, options, TWO[:1], timeout=120)) == 1
+
+
 def test_the_cases_are_different_enough():
     (one, other) = TWO
     assert one.make_optimizer is not other.make_optimizer and one.make_model is not other.make_model
@@ -114,7 +120,7 @@ def sent_along_each_axis(axes):
         strategy.step(batches)
     found = {}
     for entry in ledger.entries:
-        name = names.get(entry.group, "all")
+        name = names.get(entry.group, "all" if entry.ranks > 1 else "alone")
         calls, payload = found.get((name, entry.operation), (0, 0))
         found[name, entry.operation] = calls + 1, payload + entry.payload
     own = sum(p.numel() for p in strategy.model.parameters())
@@ -132,15 +138,32 @@ def test_each_axis_sends_what_its_formula_says():
         # pipeline: activations of every micro-batch forward, their gradients back
         assert sent["pipeline", "send"] == (micro, activations)
         assert sent["pipeline", "recv"] == (micro, activations)
-        # data: every gradient that this rank has, and the loss, in one message
-        (calls, payload) = sent["data", "all_reduce"]
-        assert payload == float32 * (own + 1) + float32, "gradients with the loss, and the loss once more"
-        assert calls == 2
+        # data: all gradients that this rank has, in one message, and the loss in another
+        assert sent["data", "all_reduce"] == (2, float32 * own + float32)
         # tensor: in each block and micro-batch two sums forward and two back; one more for the embedding (g, forward)
         # or for the head (f, back) and the three of the cross entropy; one for the norm
         blocks = 1
         calls, _ = sent["tensor", "all_reduce"]
         assert calls == micro * 4 * blocks + (micro if first else micro + 2 * micro) + 1
+
+
+def test_shards_and_contexts_send_what_their_formulas_say():
+    """On shard=2, context=2: the same GPT, whose embedding and head share a weight and so a unit; one micro-batch."""
+    found = launch(sent_along_each_axis, 4, ({"shard": 2, "context": 2},), timeout=120)
+    width, float32, vocabulary, layers, examples = 16, 4, 64, 2, equality.BATCH // 2
+    ends = vocabulary * width + equality.CONTEXT * width + 2 * width  # tokens, positions, the last norm
+    block = 2 * 2 * width + 3 * width**2 + (width**2 + width) + (4 * width**2 + 4 * width) + (4 * width**2 + width)
+    kv = 2 * examples * (equality.CONTEXT // 2) * width * float32  # of a rank's tokens, in one layer
+    for sent, _, _ in found:
+        # shard: a block is gathered forward and backward, the unit that the forward pass ends with once; all gradients
+        assert sent["shard", "all_gather"] == (1 + 2 * layers, float32 * (ends + 2 * layers * block))
+        assert sent["shard", "reduce_scatter"] == (1 + layers, float32 * (ends + layers * block))
+        assert sent["shard", "all_reduce"] == (2, 2 * float32)  # the squares of both parts of the norm
+        # context: keys and values once round the ring forward and backward, and their gradients after them
+        assert sent["context", "send"] == sent["context", "recv"] == (3 * layers, 3 * layers * kv)
+        # and the gradients of this rank's shards, in one message
+        assert sent["context", "all_reduce"] == (1, float32 * (ends + layers * block) // 2)
+        assert sent["all", "all_reduce"] == (1, float32)  # the loss
 
 
 # --- teeth ----------------------------------------------------------------------------------------------------

@@ -106,8 +106,8 @@ BUGS = Bugs(
             why="Every rank reports the loss of its own last micro-batch. Training is right; the curve is not.",
         ),
         "same_slice": bug(
-            right="self.group = axis(mesh, \"data\").group",
-            wrong="self.group, self.data_rank = axis(mesh, \"data\").group, 0",
+            right="self.model = model.to(self.device)",
+            wrong="self.model, self.data_rank = model.to(self.device), 0",
             refused_by="loss",
             why="All ranks read the first slice of each batch: N times the work, for one rank's gradient.",
         ),

@@ -1,8 +1,8 @@
 """Model parallelism with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: a file of this chapter, but for one place
-    python bugs.py NAME --answer   the place, and the check that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            the code with the mistake in it: a file of this chapter, but for one place
+    python classroom/bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that
 is off, ranks that no longer hold the same, or ranks that wait for each other in vain.

@@ -1,8 +1,8 @@
 """Pipelines with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            the code with the mistake in it: by_hand.py or executor.py, but for one place
-    python bugs.py NAME --answer   the place, and the check that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            by_hand.py or executor.py with the mistake in it, in one place
+    python classroom/bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that
 is off, or ranks that wait for each other in vain. DROPOUT_BUGS show only in models that draw random numbers, which no

@@ -1,8 +1,8 @@
 """Sharded training with one mistake each, of the kind people really make. Can you find it?
 
-    python bugs.py                 the names
-    python bugs.py NAME            by_hand_zero1.py or by_hand_zero23.py with the mistake in it, in one place
-    python bugs.py NAME --answer   the place, and the check that refuses it
+    python classroom/bugs.py                 the names
+    python classroom/bugs.py NAME            by_hand_zero1.py or by_hand_zero23.py with the mistake in it, in one place
+    python classroom/bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py), some already by an error.
 """

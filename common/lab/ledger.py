@@ -19,7 +19,7 @@ broadcast, scatter, gather and all-to-all, and more for two (4 ranks, 40 MB, all
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -92,13 +92,14 @@ def wire_bytes(operation: str, payload: float, size: int) -> float:
 @dataclass(frozen=True)
 class LedgerEntry:
     """One call: `payload` in bytes as in `wire_bytes`; `peer` is the other rank of a send or recv, the root of a
-    rooted collective, else None; `ranks` is the number of ranks in the group."""
+    rooted collective, else None; `ranks` is the number of ranks in the group, `group` their global numbers."""
 
     operation: str
     payload: int
     ranks: int
     dtype: torch.dtype | None = None
     peer: int | None = None
+    group: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def sent(self) -> float:
@@ -178,12 +179,17 @@ def describe(func, args) -> list[LedgerEntry]:
     if operation in ("send", "recv", "broadcast", "reduce", "scatter", "gather"):
         peer = next((a for a in args if type(a) is int), None)
         peer = dist.get_global_rank(group, peer) if peer is not None and name != "recv_any_source_" else None
-    return [LedgerEntry(operation, bytes_of(tensors), group.size(), tensors[0].dtype if tensors else None, peer)]
+    dtype = tensors[0].dtype if tensors else None
+    return [LedgerEntry(operation, bytes_of(tensors), group.size(), dtype, peer, ranks_of(group))]
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _functional_entry(operation: str, tensors: list[torch.Tensor], group: dist.ProcessGroup, peer) -> LedgerEntry:
     peer = dist.get_global_rank(group, peer) if operation in ("send", "recv", "broadcast") else None
-    return LedgerEntry(operation, bytes_of(tensors), group.size(), tensors[0].dtype, peer)
+    return LedgerEntry(operation, bytes_of(tensors), group.size(), tensors[0].dtype, peer, ranks_of(group))
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:

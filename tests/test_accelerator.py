@@ -195,11 +195,69 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
 
 
 @pytest.fixture(scope="module")
-def examined():
-    """examine, in one process for all cases, since it changes PyTorch for good. What was examined is remembered."""
+def elsewhere():
+    """Calls a function in one process for all of these tests, since they change PyTorch for good."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-        yield functools.cache(lambda *args: pool.submit(examine, *args).result(timeout=120))
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def examined(elsewhere):
+    """examine, which remembers what it has examined."""
+    return functools.cache(lambda *args: elsewhere(examine, *args))
+
+
+def wait_in_all_ways() -> dict[str, int]:
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 4}, size=4) as (_, watch):
+        phase, x, mask = watch.begin("waits"), torch.ones(4, 3, device="gpu"), torch.ones(4, device="gpu") > 0
+        assert float(x.sum()) == int(x.max()) == 0 and not mask.any()  # item: 3
+        assert x.tolist() == [[0.0] * 3] * 4  # tolist: 1
+        assert mask.nonzero().shape == (0, 1) and x[mask].shape == (0, 3)  # nonzero: 1, indexing by a mask: 1
+        assert torch.equal(x, x) and x.masked_select(x > 0).shape == (0,)  # equal: 1, masked_select: 1
+        x[mask] = x[:1]  # indexing by a mask: 2
+        x.cpu(), x.to("cpu", non_blocking=True)  # copy to the host: 1
+        x.copy_(torch.ones(4, 3)), torch.ones(3).to("gpu", non_blocking=True)  # copy to the device: 1
+        x[[0, 2]], torch.tensor([1, 2], device="gpu")  # copy to the device: 3
+        torch.gpu.synchronize()
+        torch.gpu.Event().synchronize()  # synchronize: 2
+        # None of these waits.
+        x[mask], x[:, None], _ = 0, torch.where(x > 0, 1.0, 0.0)[:, None], x * torch.tensor(2.0)
+        seen = Counter()
+        for (kind, _), number in phase.waits.items():
+            seen[kind] += number
+        return dict(seen)
+
+
+def count_bytes() -> list[int]:
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 4}, size=4) as (_, watch):
+        x = torch.zeros(100, device="gpu")
+        y = x.view(10, 10)[1:]  # no memory of its own
+        numbers = [watch.now[0]]
+        z = y * 2
+        del x
+        numbers.append(watch.now[0])
+        z.untyped_storage().resize_(0)
+        numbers.append(watch.now[0])
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        parameter.data = parameter.data.to("gpu")
+        del y
+        return [*numbers, watch.now[0], watch.phase.peak]
+
+
+def test_each_kind_of_wait_is_counted(elsewhere):
+    assert elsewhere(wait_in_all_ways) == {
+        "item": 3, "tolist": 1, "nonzero": 1, "equal": 1, "masked_select": 1, "indexing by a mask": 2,
+        "copy to the host": 1, "copy to the device": 3, "synchronize": 2,
+    }  # fmt: skip
+
+
+def test_bytes_are_those_of_living_storages(elsewhere):
+    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360]
 
 
 def test_every_strategy_is_examined():

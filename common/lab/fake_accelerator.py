@@ -42,7 +42,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from common import mesh as meshes
 from common.lab.fake_stand_ins import DEVICE, Backend, place, register, stand_ins
@@ -124,12 +123,14 @@ class Watch(TorchDispatchMode):
         self.phase.waits[kind, place()] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked so often that the long way would take a third of the time
         kwargs = kwargs or {}
         if any(not issubclass(kind, FakeTensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor: what it does with its local tensors comes by here later
         if not self.looking:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if real and kwargs.get("device", torch.device("cpu")).type == "cpu":
             with _disable_current_modes():  # numbers on the host, as those of a mesh, stay real
@@ -139,8 +140,8 @@ class Watch(TorchDispatchMode):
             result = self.message(func, name, tensors, args, kwargs)
         else:
             result = self.compute(func, name, tensors, args, kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE:
+        for tensor in tensors_in((result,)):
+            if tensor.device.type == DEVICE:
                 self.made(tensor.untyped_storage(), tensor.device.index, name)
         return result
 
@@ -161,6 +162,8 @@ class Watch(TorchDispatchMode):
             if to.type != come_from.type and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
                 self.waited("copy to the host" if come_from.type == DEVICE else "copy to the device")
             return func(*args, **kwargs)
+        if name in INDEXING and on_device:
+            return self.index(func, name, args, kwargs)
         # A scalar of the CPU may go to the device with a kernel; foreach takes lists of such scalars.
         on_host = any(tensor.device.type == "cpu" and (tensor.dim() > 0 or tensor is args[0]) for tensor in tensors)
         if on_device and on_host and "foreach" not in name:
@@ -168,20 +171,26 @@ class Watch(TorchDispatchMode):
         if name in READ:
             if on_device:
                 self.waited(READ[name])
-                return zeros_for(name, *args, **kwargs)
+                return zeros_for(name, *args)
             return self.read_on_host(func, args, kwargs)
-        if name in ("index", "index_put", "index_put_"):
-            masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]]
-            if any(masks) and on_device and len(args) > 2 and args[2].numel() == 1 and not any(args[3:]):
-                return args[0] if name.endswith("_") else torch.empty_like(args[0])  # a GPU fills without looking
-            if any(masks) and on_device:
-                self.waited("indexing by a mask")
-                nothing = torch.empty(0, dtype=torch.long, device=args[0].device)
-                indices = []
-                for index, mask in zip(args[1], masks, strict=True):
-                    indices += [nothing] * index.dim() if mask else [index]
-                return func(args[0], indices, *args[2:], **kwargs)
         return func(*args, **kwargs)
+
+    def index(self, func, name, args, kwargs):
+        """Indices of the CPU are copied to the device first, and a mask is looked at: how many does it select?"""
+        tensor, indices, *values = args
+        masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+        for index in indices:
+            if index is not None and index.device != tensor.device:
+                self.waited("copy to the device")
+        if not any(masks):
+            return func(*args, **kwargs)
+        if values and values[0].numel() == 1 and not any(values[1:]):  # x[mask] = 0 does not look
+            return tensor if name.endswith("_") else torch.empty_like(tensor)
+        self.waited("indexing by a mask")
+        nothing, few = torch.empty(0, dtype=torch.long, device=tensor.device), []
+        for index, mask in zip(indices, masks, strict=True):
+            few += [nothing] * index.dim() if mask else [index]
+        return func(tensor, few, *values, **kwargs)
 
     def read_on_host(self, func, args, kwargs):
         """A fake number of the host, such as AdamW's count of steps. Nobody waits for it; it is 1."""
@@ -219,6 +228,17 @@ class Watch(TorchDispatchMode):
             phase.crossed = f"{now:,} on {DEVICE}:{device} at {place()}, which are {what}"
 
 
+def tensors_in(values) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+INDEXING = ("index", "index_put", "index_put_")
 READ = {
     "_local_scalar_dense": "item",
     "nonzero": "nonzero",
@@ -228,7 +248,7 @@ READ = {
 }
 
 
-def zeros_for(name, tensor, *others, **kwargs):
+def zeros_for(name, tensor, *others):
     """What reading gives, where all numbers are 0."""
     if name == "nonzero":
         return tensor.new_empty((0, tensor.dim()), dtype=torch.long)

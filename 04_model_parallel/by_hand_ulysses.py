@@ -13,7 +13,7 @@ from common.errors import UserError
 from course.model_parallel.by_hand_ring_attention import ContextParallel, apply_context_parallel, contiguous
 
 
-class AllToAll(torch.autograd.Function):
+class AllToAllHeads(torch.autograd.Function):
     """Cut dimension `cut` into a part for each rank of `group`, and join the parts received along dimension `join`."""
 
     @staticmethod
@@ -27,7 +27,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         cut, join = ctx.dims
-        return AllToAll.apply(grad, ctx.group, join, cut), None, None, None
+        return AllToAllHeads.apply(grad, ctx.group, join, cut), None, None, None
 
 
 def ulysses_attention(q, k, v, group, causal=True, order=contiguous):
@@ -38,8 +38,8 @@ def ulysses_attention(q, k, v, group, causal=True, order=contiguous):
     """
     if causal and order is not contiguous:
         raise ValueError("Ulysses masks tokens in the order in which the ranks hold them: use the contiguous one")
-    q, k, v = (AllToAll.apply(x, group, 1, 2) for x in (q, k, v))  # [batch, heads / ranks, time, d]
-    return AllToAll.apply(F.scaled_dot_product_attention(q, k, v, is_causal=causal), group, 2, 1)
+    q, k, v = (AllToAllHeads.apply(x, group, 1, 2) for x in (q, k, v))  # [batch, heads / ranks, time, d]
+    return AllToAllHeads.apply(F.scaled_dot_product_attention(q, k, v, is_causal=causal), group, 2, 1)
 
 
 def apply_ulysses(model, axis) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.random_state import random_state, set_random_state
 from course.pipeline import simulator
 from course.pipeline.split_backward import backward_for_input
 
@@ -169,12 +170,6 @@ class Executor:
             self.outbox[stage, direction, m] = tensor.contiguous()
 
 
-def random_state(device) -> list[torch.Tensor]:
-    """The state of the generators from which dropout draws: the CPU's, and that of another device."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
-
-
 @contextlib.contextmanager
 def with_random_state(states, device):
     """Draw what was drawn from these states on; afterwards go on as if nothing had been drawn."""
@@ -182,12 +177,6 @@ def with_random_state(states, device):
     set_random_state(states, device)
     yield
     set_random_state(before, device)
-
-
-def set_random_state(states, device):
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def timeline(events) -> simulator.Timeline:

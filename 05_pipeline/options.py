@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common.errors import UserError
 from common.options import option
-from common.recompute import KINDS
+from common.recompute import RECOMPUTE
 from course.pipeline import schedules, simulator, split
 
 
@@ -16,7 +16,7 @@ class PipelineOptions:
     split_spec: str = option(
         "auto", "where a pipeline is cut: auto, auto-time, or places: 'blocks.1: end, head: beginning'"
     )
-    recompute: str = option("none", "what is computed again in the backward pass, to save memory", KINDS)
+    recompute: str = option("none", "what is computed again in the backward pass, to save memory", RECOMPUTE)
 
     def build(self, ranks: int) -> schedules.Schedule:
         """The schedule for a pipeline of so many ranks. Raises UserError for numbers that do not fit it."""

@@ -182,7 +182,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """A schedule, and what it needs.
 
     function:         (ranks, microbatches), and stages_per_rank where that can be chosen -> Schedule
@@ -198,14 +198,14 @@ class Entry:
 
 
 SCHEDULES = {
-    "gpipe": Entry(gpipe),
-    "1f1b": Entry(one_forward_one_backward),
-    "interleaved": Entry(interleaved, stages_per_rank=None, rounds=True),
-    "looped-bfs": Entry(looped_bfs, stages_per_rank=None),
-    "zb-h1": Entry(zero_bubble_h1),
-    "interleaved-zb": Entry(interleaved_zero_bubble, stages_per_rank=None, rounds=True),
-    "zbv": Entry(zbv, stages_per_rank=2),
-    "dualpipev": Entry(dualpipev, stages_per_rank=2, least=2),
+    "gpipe": ScheduleEntry(gpipe),
+    "1f1b": ScheduleEntry(one_forward_one_backward),
+    "interleaved": ScheduleEntry(interleaved, stages_per_rank=None, rounds=True),
+    "looped-bfs": ScheduleEntry(looped_bfs, stages_per_rank=None),
+    "zb-h1": ScheduleEntry(zero_bubble_h1),
+    "interleaved-zb": ScheduleEntry(interleaved_zero_bubble, stages_per_rank=None, rounds=True),
+    "zbv": ScheduleEntry(zbv, stages_per_rank=2),
+    "dualpipev": ScheduleEntry(dualpipev, stages_per_rank=2, least=2),
 }
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course.pipeline.schedules import KINDS
 
-SCHEDULES = {
+TORCH_SCHEDULES = {
     "gpipe": pp.ScheduleGPipe,
     "1f1b": pp.Schedule1F1B,
     "interleaved": pp.ScheduleInterleaved1F1B,
@@ -24,7 +24,7 @@ SCHEDULES = {
 
 def make_schedule(options, stages, loss):
     """PyTorch's schedule, by the name in the options, over this rank's pp.PipelineStages."""
-    kind = SCHEDULES[options.schedule]
+    kind = TORCH_SCHEDULES[options.schedule]
     stages = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     # The loss is divided already, so no gradients are to be.
     return kind(stages, options.microbatches, loss_fn=loss, scale_grads=False)
@@ -51,9 +51,9 @@ def actions(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) 
     if name == "zb-h1":  # get_schedule_ops wants two stages or more for this class, which itself takes one
         stage = mock.create_autospec(pp.PipelineStage, instance=True)
         stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks, None
-        order = SCHEDULES[name]([stage], microbatches).pipeline_order
+        order = TORCH_SCHEDULES[name]([stage], microbatches).pipeline_order
         lists = [order[rank] for rank in range(ranks)]
     else:
-        lists = get_schedule_ops(SCHEDULES[name], ranks, microbatches, stages_per_rank)
+        lists = get_schedule_ops(TORCH_SCHEDULES[name], ranks, microbatches, stages_per_rank)
     flat = [[part for a in own if a for part in a.sub_actions or [a]] for own in lists]
     return [[str(a) for a in own if a.computation_type.value in KINDS] for own in flat]

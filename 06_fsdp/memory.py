@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 # mixed precision, the parameter in float32 (Rajbhandari et al. 2020, section 3.1). There, the gradient has 2 bytes; the
 # stages by hand of this chapter add up ranks and micro-batches in float32, as Megatron-LM does and fully_shard here.
 BYTES = {"float32": (4, 4, 8), "mixed": (2, 2, 12), "mixed, float32 gradients": (2, 4, 12)}
-KINDS = ("parameters", "gradients", "optimizer")
-CUT = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "fsdp": KINDS}  # what is cut
+STATE_KINDS = ("parameters", "gradients", "optimizer")
+SHARDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "fsdp": STATE_KINDS}  # what is cut
 
 
 def formula(strategy: str, parameters: int, ranks: int, precision: str = "float32") -> dict[str, float]:
@@ -24,8 +24,8 @@ def formula(strategy: str, parameters: int, ranks: int, precision: str = "float3
     al. 2020, section 5). With gradients in float32 18P; 6P + 12P/N; 2P + 16P/N; 18P/N. In float32 throughout 16P;
     8P + 8P/N; 4P + 12P/N; 16P/N.
     """
-    sizes = dict(zip(KINDS, BYTES[precision], strict=True))
-    return {kind: size * parameters / (ranks if kind in CUT[strategy] else 1) for kind, size in sizes.items()}
+    sizes = dict(zip(STATE_KINDS, BYTES[precision], strict=True))
+    return {kind: size * parameters / (ranks if kind in SHARDED[strategy] else 1) for kind, size in sizes.items()}
 
 
 def storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -66,8 +66,8 @@ def held(strategy, known: dict[int, int]) -> dict[str, int]:
     """Bytes of live tensors by kind, with "other" for what is none of a strategy's three; without those `known`,
     which `live` gave before the strategy and its model were made."""
     of_kind = kinds(strategy)
-    for _ in range(5):  # a thread of gloo may hold the last message a moment longer
-        found = dict.fromkeys((*KINDS, "other"), 0)
+    for _ in range(50):  # a thread of gloo may hold the last message a moment longer, on busy cores a long one
+        found = dict.fromkeys((*STATE_KINDS, "other"), 0)
         for place, size in live().items():
             if place in of_kind or place not in known:
                 found[of_kind.get(place, "other")] += size
@@ -77,15 +77,15 @@ def held(strategy, known: dict[int, int]) -> dict[str, int]:
     return found
 
 
-class Timeline(TorchDispatchMode):
-    """Memory over a step: `with Timeline(strategy) as timeline: strategy.step(micro_batches)`.
+class MemoryTimeline(TorchDispatchMode):
+    """Memory over a step: `with MemoryTimeline(strategy) as timeline: strategy.step(micro_batches)`.
 
     After each operator `bytes` gets a line: what is alive by kind, in bytes. Kinds are those that the strategy keeps;
     "buffers", which messages are sent from and received into, such as gathered parameters; and "activations" for the
     rest, autograd's temporary tensors included.
     """
 
-    KINDS = (*KINDS, "buffers", "activations")
+    KINDS = (*STATE_KINDS, "buffers", "activations")
 
     def __init__(self, strategy):
         super().__init__()

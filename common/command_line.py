@@ -161,9 +161,15 @@ def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
     foreign = next((name for name in named if name not in allowed), None)
     if foreign:
         has = f"axis {allowed[0]} only" if len(allowed) == 1 else f"axes {', '.join(allowed)}"
+        by_hand = config.entry.implementations.get("by-hand")
+        advice = "leave --strategy out, and the mesh says what is done"
+        if by_hand and not config.by_hand and set(named) <= {*by_hand.axes, *by_hand.preset}:
+            advice = "add --by-hand"
+        elif config.strategy == "mesh":
+            advice = "leave it out"
         raise UserError(
             f"--mesh {config.mesh}: strategy '{config.strategy}'{' by hand' if config.by_hand else ''} has {has}, not "
-            f"'{foreign}'; leave --strategy out, and the mesh says what is done"
+            f"'{foreign}'; {advice}"
         )
     # Who names only some axes of a preset leaves the others to it; any other mesh is as it was named.
     return in_order(resolve({**preset, **named} if set(named) < set(preset) else named, size), order)

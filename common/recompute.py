@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from common.options import option
 
-KINDS = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")
 aten = torch.ops.aten
 # Results of matrix products are expensive to compute, and are kept; all else is computed again. That includes the
 # copies of their inputs that autocast makes in bf16, which are cheap.
@@ -20,7 +20,7 @@ KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 class RecomputeOptions:
     """The option of every strategy that calls recompute_blocks."""
 
-    recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", KINDS)
+    recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", RECOMPUTE)
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from common import data
 from common.config import Config
 from common.errors import UserError
+from common.random_state import random_state, set_random_state
 from common.run_dir import RunDirectory
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
@@ -141,8 +142,10 @@ class Run:
     def _save(self) -> None:
         self._write()
         state = self.strategy.full_state()
+        everybodys = [None] * self.size if self.main_rank else None
+        dist.gather_object(random_state(self.strategy.device), everybodys)
         if self.main_rank:
-            self.saved = self.directory.save({"step": self.done, **state})
+            self.saved = self.directory.save({"step": self.done, "random": everybodys, **state})
 
     def _resume(self) -> int:
         """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
@@ -153,11 +156,14 @@ class Run:
             return 0
         state = self.directory.load() if self.main_rank else {}
         self.strategy.load_full_state(state)
-        box = [state.get("step")]
+        box = [(state.get("step"), state.get("random", []))]
         dist.broadcast_object_list(box, src=0)
+        step, everybodys = box[0]
+        if len(everybodys) == self.size:  # on another number of ranks no state belongs to a rank
+            set_random_state(everybodys[dist.get_rank()], self.strategy.device)
         if self.main_rank:
-            self.directory.forget_after(box[0])
-        return box[0]
+            self.directory.forget_after(step)
+        return step
 
     def _ask_to_stop(self, signum, frame) -> None:
         self.stop_asked = True

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shlex
@@ -172,7 +173,7 @@ SUFFIXES = (
 # What a run leaves, what a reader makes, and what belongs to the machine.
 NOT_HERE = {
     "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250.pt", "train.sbatch", "grades.csv", "options.yaml",
-    "jane.py", "ali.py", "jane/exercises.py", "runs/", "data/", "FILE.yaml",
+    "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name",
 }  # fmt: skip
 
@@ -184,10 +185,10 @@ def tracked() -> list[Path]:
 
 
 def paths_exist(page, text):
-    """Names of files and folders in backticks: from the root, from the page's folder, or in every chapter."""
+    """Names of files and folders in code: from the root, from the page's folder, or in a chapter."""
     tops, suffixes = {path.parts[0] for path in tracked()}, "|".join(suffix[1:] for suffix in SUFFIXES)
-    for span in spans(text):
-        for word in span.split():
+    for line in code(text):
+        for word in line.split():
             path = word.rstrip(",:")
             looks = re.fullmatch(rf"[\w.*/-]+\.({suffixes})", path)
             looks = looks or (re.fullmatch(r"[\w.*/-]+", path) and "/" in path and path.split("/")[0] in tops)
@@ -266,15 +267,15 @@ def strategies_are_those_of_the_table(page, text):
     """The README's table: every strategy, its axes, and which implementations it has."""
     if page.name != "README.md":
         return
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     titles = ["`--strategy`", "what is divided over the processes", "axes", "PyTorch's", "`--by-hand`"]
-    if titles not in rows:
+    lines = [re.sub(r" +", " ", line) for line in text.splitlines()]
+    header = "| " + " | ".join(titles) + " |"
+    if header not in lines:
         yield f"has no table headed {titles}"
         return
     listed = []
-    for strategies, _, axes, *columns in rows[rows.index(titles) + 2 :]:
-        if not strategies.startswith("`"):
-            break
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(header) + 2 :]):
+        strategies, _, axes, *columns = (cell.strip() for cell in line.strip("|").split("|"))
         names = spans(strategies)
         listed += names
         for name in set(names) & STRATEGIES.keys():
@@ -284,8 +285,6 @@ def strategies_are_those_of_the_table(page, text):
                     yield f"{name}: {kind} is said to be {cell!r}"
             if set(spans(axes)) != axes_of(name):
                 yield f"{name}: its axes are {sorted(axes_of(name))}"
-        if len(listed) == len(STRATEGIES):
-            break
     yield from (f"{name} is missing" for name in STRATEGIES if name not in listed)
     yield from (f"{name} is no strategy" for name in listed if name not in STRATEGIES)
 

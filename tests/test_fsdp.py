@@ -193,7 +193,7 @@ def timelines() -> dict:
         strategy = make(name, by_hand, model, equality.adamw, mesh)
         for batch in batches[:2]:
             strategy.step(batch)
-        with memory.Timeline(strategy) as timeline:
+        with memory.MemoryTimeline(strategy) as timeline:
             strategy.step(batches[2])
         found[name, by_hand] = timeline.bytes, memory.held(strategy, known), timeline.peak
         del model, strategy, timeline

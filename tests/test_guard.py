@@ -14,6 +14,7 @@ from common.lab.guard import CheckCollectives, CollectiveMismatch
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
 
+F = torch.ops._c10d_functional
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
@@ -88,6 +89,12 @@ def functional_other_operation(rank):
     (x.sum() if rank == 0 else x.max()).full_tensor()
 
 
+def other_coalesced(rank):
+    with dist._coalescing_manager():
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(3 + rank))
+
+
 def one_leaves(rank):
     if rank == 0:
         dist.barrier()
@@ -158,6 +165,8 @@ CAUGHT = {
     other_root: "rank 0 calls broadcast float32 [2] root 0 at +1; rank 1 calls broadcast float32 [2] root 1 at +1",
     other_splits: "rank 0 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [2, 3] at +2; "
     "rank 1 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [1, 3] at +2",
+    other_coalesced: "rank 0 calls all_reduce float32 [2], float32 [3] SUM at +1; "
+    "rank 1 calls all_reduce float32 [2], float32 [4] SUM at +1",
     functional_other_operation: "rank 0 calls all_reduce float32 [] SUM at +2; "
     "rank 1 calls all_reduce float32 [] MAX at +2",
 }
@@ -213,6 +222,44 @@ def test_the_second_of_a_send_and_its_receive_sees_the_difference():
         assert texts[first][first] == "nothing"
         expected = f"rank {first} {halves[first]}; rank {second} {halves[second]}"
         assert texts[second][first] == f"message 1 from rank 0 to rank 1 of group 0: {expected}"
+
+
+def functional_messages():
+    """Rank 0 starts its half first: one message that is too short, then a batch of two of which one is."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    store, said = dist.distributed_c10d._get_default_store(), []
+    for batch in (False, True):
+        try:
+            with CheckCollectives():
+                if rank == 1:
+                    store.wait([f"{batch} has started"])
+                if batch:
+                    kinds, tensors = (
+                        [("isend", "irecv"), ("irecv", "isend")][rank],
+                        [torch.ones(2), torch.ones(4 + rank)],
+                    )
+                    F.batch_p2p_ops(list(kinds), [1 - rank] * 2, [7, 8], tensors, name)
+                elif rank == 0:
+                    F.isend(torch.ones(2), 1, 5, name)
+                else:
+                    F.irecv(torch.ones(3), 0, 5, name)
+                store.set(f"{batch} has started", "")
+            said.append("nothing")
+        except CollectiveMismatch as error:
+            said.append(re.sub(r"test_guard.py:\d+", "a line", str(error)))
+    return said
+
+
+def test_functional_messages_are_compared_too():
+    assert launch(functional_messages, 2, timeout=10) == [
+        ["nothing", "nothing"],
+        [
+            "message 1 from rank 0 to rank 1 of group 0: rank 0 calls send float32 [2] at a line; "
+            "rank 1 calls recv float32 [3] at a line",
+            "message 1 from rank 1 to rank 0 of group 0: rank 0 calls recv float32 [4] at a line; "
+            "rank 1 calls send float32 [5] at a line",
+        ],
+    ]
 
 
 def subgroups_and_latecomers():
@@ -291,6 +338,17 @@ def correct_program():
     dist.reduce_scatter_single(got["parts"], torch.randn(2 * size))
     got["all"] = torch.empty(6 * size)
     dist.all_gather_single(got["all"], x)
+    name, other = dist.group.WORLD.group_name, rank ^ 1
+    got["tags"] = [torch.zeros(elements) for elements in (2, 3, 2, 1, 3)]
+    if rank % 2 == 0:  # messages of other shapes, received in another order: their tags tell them apart
+        F.isend(x[:2].clone(), other, 1, name)
+        F.isend(x[:3].clone(), other, 2, name)
+        F.batch_p2p_ops(["isend"] * 3, [other] * 3, [3, 4, 5], [x[:n].clone() for n in (2, 3, 1)], name)
+    else:
+        second, first = F.irecv(got["tags"][1], other, 2, name), F.irecv(got["tags"][0], other, 1, name)
+        batch = F.batch_p2p_ops(["irecv"] * 3, [other] * 3, [3, 5, 4], got["tags"][2:], name)
+        [F.wait_tensor(tensor) for tensor in (first, second, *batch)]
+    dist.monitored_barrier()  # names who is missing by itself
 
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -319,8 +377,8 @@ def twice_under_guard():
 
 def test_a_correct_program_is_left_alone():
     for rank, (bare, guarded, seen) in enumerate(launch(twice_under_guard, 4)):
-        any_source = int(rank == 0)  # the only operation that the guard has to let pass
-        assert seen[0][0] > 20 and seen == [(seen[0][0], seen[0][0] - any_source)] * 2
+        passed = 1 + int(rank == 0)  # what the guard lets pass: the monitored barrier, the receive from any source
+        assert seen[0][0] > 20 and seen == [(seen[0][0], seen[0][0] - passed)] * 2
         torch.testing.assert_close(guarded, bare, rtol=0, atol=0, equal_nan=True)
 
 

@@ -159,3 +159,27 @@ def test_an_editor_finds_definitions():
     (found,) = script.goto(2, 3, follow_imports=True)
     assert Path(found.module_path).resolve() == ROOT / "03_ddp" / "by_hand.py"
     assert (ROOT / "03_ddp" / "by_hand.py").read_text().splitlines()[found.line - 1].startswith("class Reducer")
+
+
+def public_names(files) -> dict[str, list[str]]:
+    """Classes and constants by name, with the files that define them."""
+    found: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Attribute | ast.Tuple):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name) and t.id.isupper()]
+            for name in names:
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append(path.name)
+    return found
+
+
+def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
+    files = [*(ROOT / "common").rglob("*.py"), *ROOT.glob("0*/by_hand*.py"), *ROOT.glob("0*/[c-z]*.py")]
+    files = [path for path in files if path.name not in ("exercises.py", "standalone.py", "doctor.py", "wire.py")]
+    assert len(files) > 60
+    assert {name: where for name, where in public_names(files).items() if len(where) > 1} == {}
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("class Reducer:\n    pass\n")
+    assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}

@@ -88,6 +88,19 @@ def test_ranks_meet_in_a_file_and_ask_no_name_server():
     assert launch(store_of_the_group, 2) == [dist.FileStore] * 2
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's schedulers")
+def test_ranks_do_not_interrupt_each_other():
+    """See let_threads_finish in common/ranks.py. One rank alone is left as it is."""
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        assert launch(os.sched_getscheduler, 2, (0,)) == [os.SCHED_BATCH] * 2
+        assert launch(os.sched_getscheduler, 1, (0,)) == [os.SCHED_OTHER]
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+
+
 def fail_with_value_error():
     if dist.get_rank() == 1:
         raise ValueError("a reason")

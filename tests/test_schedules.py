@@ -108,7 +108,7 @@ def test_sends_what_pytorch_sends(name):
         theirs = {f"{s}{kind}{m}" for kind in ("SEND_F", "RECV_B") for s in range(3) for m in range(8)}
         theirs |= {f"{s}{kind}{m}" for kind in ("RECV_F", "SEND_B") for s in range(1, 4) for m in range(8)}
     else:
-        lists = get_schedule_ops(torch_schedules.SCHEDULES[name], 4, 8, v, with_comms=True)
+        lists = get_schedule_ops(torch_schedules.TORCH_SCHEDULES[name], 4, 8, v, with_comms=True)
         theirs = {str(a) for actions in lists for a in actions if a.computation_type.value[:4] in ("SEND", "RECV")}
     ours = {
         str(action) for actions in with_messages(build(name, 4, 8)) for action in actions if action.kind in MESSAGES

@@ -16,7 +16,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, in_order, make_mesh
 from common.model import GPT
-from common.recompute import KINDS
+from common.recompute import RECOMPUTE
 from common.task import make_task
 from course.fsdp import batch_size, by_hand_zero1, by_hand_zero23, fsdp_setup, memory
 from course.fsdp.hsdp import SyncOnce
@@ -184,7 +184,7 @@ def accumulated(strategy_class) -> tuple:
     strategy = make(strategy_class, equality.tied(), equality.sgd)
     batches = [micro_batches(3), micro_batches(3)]
     strategy.step(batches[0])
-    with Ledger() as ledger, memory.Timeline(strategy) as timeline:
+    with Ledger() as ledger, memory.MemoryTimeline(strategy) as timeline:
         strategy.step(batches[1])
     return ledger.calls, timeline.peak
 
@@ -219,7 +219,7 @@ def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list
         numbers = []
         for _ in range(3):
             tokens = torch.randint(256, (8, 65))
-            with memory.Timeline(strategy) as timeline:
+            with memory.MemoryTimeline(strategy) as timeline:
                 numbers.append(torch.stack(strategy.step([(tokens[:, :-1], tokens[:, 1:])])))
         found.append((torch.stack(numbers), max(line["activations"] for line in timeline.bytes)))
     return found
@@ -227,7 +227,7 @@ def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list
 
 @pytest.mark.parametrize("name, by_hand", [("single", False), ("ddp", True), ("fsdp", False), ("fsdp", True)])
 def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
-    ways = [{"recompute": kind} for kind in KINDS]
+    ways = [{"recompute": kind} for kind in RECOMPUTE]
     found = launch(trained, 1 if name == "single" else 2, (name, by_hand, ways))[0]
     for numbers, _ in found[1:]:
         torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)
@@ -237,7 +237,7 @@ def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
 
 @pytest.mark.parametrize("name, by_hand", [("fsdp", False), ("fsdp", True), ("zero2", True), ("zero1", True)])
 def test_recomputation_drops_the_same_elements(name, by_hand):
-    ways = [{"recompute": kind} for kind in KINDS]
+    ways = [{"recompute": kind} for kind in RECOMPUTE]
     found = [numbers for numbers, _ in launch(trained, 2, (name, by_hand, ways, WithDropout))[0]]
     for numbers in found[1:]:
         torch.testing.assert_close(numbers, found[0], rtol=1e-5, atol=0)
@@ -302,7 +302,7 @@ def measured(config: Config, examples: int) -> int:
     strategy = kind(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options, config.precision)
     for _ in range(2):
         batch = [task.dataset.batch(torch.arange(examples)) for _ in range(config.accumulation_steps)]
-        with memory.Timeline(strategy) as timeline:
+        with memory.MemoryTimeline(strategy) as timeline:
             strategy.step(batch)
     return timeline.peak
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import SMALL, configure, metrics, numbers, train
 
 from common import ROOT
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
-from common.run import INTERRUPTED
+from common.run import INTERRUPTED, Run
 from common.run_dir import RunDirectory
 
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
@@ -54,7 +55,7 @@ def test_the_promise(tmp_path):
 
 def test_the_run_directory(tmp_path):
     config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
-    launch(train, 2, ([config],))
+    launch(train, 2, ([config], True))
     folder = tmp_path / "run"
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoint-000002.pt", "checkpoint-000004.pt", "config.json", "loss.png", "metrics.jsonl"]
@@ -83,6 +84,36 @@ def test_resume_elsewhere_and_differently(tmp_path):
     launch(train, 2, ([last],))
     assert [record["step"] for record in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
     assert numbers(tmp_path / "parts") == pytest.approx(numbers(tmp_path / "whole"), rel=2e-5)
+
+
+def drawing_at_random(config) -> list[float]:
+    """Train, and draw a number after each step, of a sequence that is each rank's own: what dropout would do."""
+    drawn, log = [], Run.log
+
+    def draw(run, step, loss, grad_norm):
+        if step == 0:
+            torch.manual_seed(100 + dist.get_rank())
+        drawn.append(torch.rand(()).item())
+        log(run, step, loss, grad_norm)
+
+    Run.log = draw
+    try:
+        train([config])
+    finally:
+        Run.log = log
+    return drawn
+
+
+def test_a_resumed_run_draws_the_random_numbers_that_it_would_have_drawn(tmp_path):
+    def run(steps, folder, **more):
+        config = configure(size=2, **TEXT | {"steps": steps}, strategy="ddp", run_dir=tmp_path / folder, **more)
+        return launch(drawing_at_random, 2, (config,))
+
+    whole, first = run(4, "whole"), run(2, "parts")
+    then = run(4, "parts", resume=True)
+    assert len(set(whole[0] + whole[1])) == 8  # another number in every step on every rank
+    assert [drawn[:2] for drawn in whole] == first
+    assert [drawn[2:] for drawn in whole] == then
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

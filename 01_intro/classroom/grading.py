@@ -7,7 +7,7 @@ arguments of all ranks at once, without any message.
 
 import torch
 
-from common.grading.engine import Case, Exercise, Wrong
+from common.grading.engine import Exercise, ExerciseCase, Wrong
 from common.grading.patterns import exactly, in_words, messages_of, nothing_sent, numbered
 
 LENGTHS = (10, 8, 2)  # on 3 and 4 ranks: uneven, even on 2 and 4, fewer elements than ranks
@@ -90,7 +90,7 @@ def ring_shift(size):
         inputs = [torch.full(shape, float(rank + 1), dtype=dtype) for rank in range(size)]
         nbytes = inputs[0].numel() * inputs[0].itemsize
         pattern = exactly([[((rank + 1) % size, nbytes)] for rank in range(size)])
-        yield Case(what, [(x,) for x in inputs], [inputs[rank - 1] for rank in range(size)], pattern)
+        yield ExerciseCase(what, [(x,) for x in inputs], [inputs[rank - 1] for rank in range(size)], pattern)
 
 
 def global_mean(size):
@@ -99,7 +99,7 @@ def global_mean(size):
         inputs = [numbered(rank, count) for rank, count in enumerate(counts)]
         mean = torch.cat(inputs).mean()
         what = f"{', '.join(map(str, counts))} values on the ranks"
-        yield Case(what, [(x,) for x in inputs], [mean] * size, one_all_reduce)
+        yield ExerciseCase(what, [(x,) for x in inputs], [mean] * size, one_all_reduce)
 
 
 def ring_bytes(size):
@@ -115,7 +115,7 @@ def ring_bytes(size):
                 sent[(chunk + hop) % ranks] += length * itemsize
         for rank in range(ranks):
             arguments = (rank, ranks, elements, itemsize)
-            yield Case(f"ring_bytes{arguments}", [arguments] * size, [sent[rank]] * size, nothing_sent)
+            yield ExerciseCase(f"ring_bytes{arguments}", [arguments] * size, [sent[rank]] * size, nothing_sent)
 
 
 def all_reduce_seconds(size):
@@ -140,7 +140,7 @@ def all_reduce_seconds(size):
         ("halving-doubling", 1, 80, 0.0),
     ):
         arguments = (algorithm, ranks, float(nbytes), 2.0, 10.0)
-        yield Case(f"all_reduce_seconds{arguments}", [arguments] * size, [seconds] * size, nothing_sent)
+        yield ExerciseCase(f"all_reduce_seconds{arguments}", [arguments] * size, [seconds] * size, nothing_sent)
 
 
 def all_to_all(size):
@@ -155,7 +155,7 @@ def all_to_all(size):
         arguments = [(parts[r], [length(s, r) for s in range(size)]) for r in range(size)]
         expected = [[parts[s][r] for s in range(size)] for r in range(size)]
         messages = [[(t, parts[r][t].numel() * dtype.itemsize) for t in range(size) if t != r] for r in range(size)]
-        yield Case(what, arguments, expected, exactly(messages, any_order=True))
+        yield ExerciseCase(what, arguments, expected, exactly(messages, any_order=True))
 
 
 def tree_broadcast(size):
@@ -163,7 +163,7 @@ def tree_broadcast(size):
         inputs = [torch.full((elements,), 10**rank, dtype=dtype) for rank in range(size)]
         pattern = binomial_tree(root, elements * dtype.itemsize)
         arguments = [(x, root) for x in inputs]
-        yield Case(f"root {root}, {elements} elements", arguments, [inputs[root]] * size, pattern)
+        yield ExerciseCase(f"root {root}, {elements} elements", arguments, [inputs[root]] * size, pattern)
 
 
 def ring_all_gather(size):
@@ -176,7 +176,7 @@ def ring_all_gather(size):
             [((rank + 1) % size, 4 * lengths[(rank - step) % size]) for step in range(size - 1)] for rank in range(size)
         ]
         arguments = [(chunks[rank].clone(), elements) for rank in range(size)]
-        yield Case(f"{elements} elements", arguments, [whole] * size, exactly(messages))
+        yield ExerciseCase(f"{elements} elements", arguments, [whole] * size, exactly(messages))
 
 
 def ring_reduce_scatter(size):
@@ -189,7 +189,7 @@ def ring_reduce_scatter(size):
             [((rank + 1) % size, 4 * lengths[(rank - 1 - step) % size]) for step in range(size - 1)]
             for rank in range(size)
         ]
-        yield Case(f"{elements} elements", [(x,) for x in inputs], list(chunks), exactly(messages))
+        yield ExerciseCase(f"{elements} elements", [(x,) for x in inputs], list(chunks), exactly(messages))
 
 
 def halving_doubling_all_reduce(size):
@@ -199,7 +199,7 @@ def halving_doubling_all_reduce(size):
         inputs = [numbered(rank, elements, dtype) for rank in range(size)]
         total = torch.stack(inputs).sum(0)
         what = f"{elements} element{'s' * (elements > 1)}"
-        yield Case(what, [(x,) for x in inputs], [total] * size, halving_doubling(elements, dtype.itemsize))
+        yield ExerciseCase(what, [(x,) for x in inputs], [total] * size, halving_doubling(elements, dtype.itemsize))
 
 
 EXERCISES = [

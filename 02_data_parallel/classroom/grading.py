@@ -9,12 +9,12 @@ import time
 
 import torch
 
-from common.grading.engine import Case, Exercise
+from common.grading.engine import Exercise, ExerciseCase
 from common.grading.patterns import nothing_sent
 
 
 def alike(size, what, arguments, expected):
-    return Case(what, [arguments] * size, [expected] * size, nothing_sent)
+    return ExerciseCase(what, [arguments] * size, [expected] * size, nothing_sent)
 
 
 def slice_sizes(size):

@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch.utils.data import DistributedSampler
 
-from common.grading.engine import Case, Exercise
+from common.grading.engine import Exercise, ExerciseCase
 from common.grading.patterns import calculated, collectives, numbered, sends_at_most
 from common.lab.ledger import wire_bytes
 
@@ -36,7 +36,7 @@ def average_gradients(size):
         inputs = [tensors(rank, shapes, dtype) for rank in range(size)]
         nbytes = sum(x.numel() for x in inputs[0]) * dtype.itemsize
         what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
-        yield Case(what, [(x,) for x in inputs], [mean(inputs)] * size, collectives(("all_reduce", nbytes)))
+        yield ExerciseCase(what, [(x,) for x in inputs], [mean(inputs)] * size, collectives(("all_reduce", nbytes)))
 
 
 def accumulated_gradient(size):
@@ -44,7 +44,7 @@ def accumulated_gradient(size):
         inputs = [[numbered(rank, 4).view(2, 2) * (k + 1) for k in range(count)] for rank in range(size)]
         whole = torch.stack([gradient for own in inputs for gradient in own]).sum(0) / (size * count)
         what = f"{count} micro-batch{'es' * (count > 1)} on each rank"
-        yield Case(what, [(x,) for x in inputs], [whole] * size, collectives(("all_reduce", 16)))
+        yield ExerciseCase(what, [(x,) for x in inputs], [whole] * size, collectives(("all_reduce", 16)))
 
 
 def learning_rate(size):
@@ -99,7 +99,7 @@ def clipped_gradients(size):
         clipped = [scale * torch.tensor([[3.0], [0]]), scale * torch.tensor([0, 4.0, 0])]
         arguments = [(x, max_norm) for x in inputs]
         expected = [[clipped, torch.tensor(5.0)]] * size
-        yield Case(f"max_norm {max_norm}", arguments, expected, collectives(("all_reduce", 20)))
+        yield ExerciseCase(f"max_norm {max_norm}", arguments, expected, collectives(("all_reduce", 20)))
 
 
 def bf16_average(size):
@@ -113,7 +113,7 @@ def bf16_average(size):
         ("1 + 2**-10 times whole numbers, and 2**127", rough, torch.tensor([[size * (size + 1) / 2], [large]])),
     ):
         pattern = collectives(("all_reduce", 2 * average.numel()))
-        yield Case(what, [(x,) for x in inputs], [average] * size, pattern)
+        yield ExerciseCase(what, [(x,) for x in inputs], [average] * size, pattern)
 
 
 def average_with_unused(size):
@@ -129,7 +129,7 @@ def average_with_unused(size):
         inputs = [[None if gone else x for x, gone in zip(*row, strict=True)] for row in zip(full, absent, strict=True)]
         nbytes = 4 * sum(x.numel() for x in full[0])
         pattern = collectives(("all_reduce", len(shapes)), ("all_reduce", nbytes))
-        yield Case(what, [(x, shapes) for x in inputs], [result] * size, pattern)
+        yield ExerciseCase(what, [(x, shapes) for x in inputs], [result] * size, pattern)
 
 
 def first_difference(size):
@@ -147,7 +147,7 @@ def first_difference(size):
         ("parameter 2 on rank 0, parameter 1 on rank 1", {(0, 2): raised, (1, 1): swapped}, 1),
     ):
         arguments = [([changes.get((rank, index), weights) for index in range(3)],) for rank in range(size)]
-        yield Case(what, arguments, [first] * size, sends_at_most(4096))
+        yield ExerciseCase(what, arguments, [first] * size, sends_at_most(4096))
 
 
 # --- notebook 02: feeding the ranks ---------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def exact_accuracy(size):
         dealt = [[(k * size + rank) % examples for k in range(each)] for rank in range(size)]
         arguments = [(torch.tensor([number % 3 == 0 for number in own]), examples) for own in dealt]
         accuracy = len(range(0, examples, 3)) / examples
-        yield Case(
+        yield ExerciseCase(
             f"{examples} example{'s' * (examples > 1)}",
             arguments,
             [accuracy] * size,
@@ -201,7 +201,7 @@ def uneven_steps(size):
         expected = [torch.stack(gradients).sum(0) / len(gradients) for gradients in present]
         limit = round(wire_bytes("all_reduce", (len(expected) + 1) * 6 * 4, size))
         what = f"{', '.join(map(str, counts))} gradients on the ranks"
-        yield Case(what, [(x, 5) for x in inputs], [expected] * size, sends_at_most(limit))
+        yield ExerciseCase(what, [(x, 5) for x in inputs], [expected] * size, sends_at_most(limit))
 
 
 # --- notebook 03: scaling -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from common.grading.engine import Case, Exercise, Wrong
+from common.grading.engine import Exercise, ExerciseCase, Wrong
 from common.grading.patterns import (
     calculated,
     calls_in_words,
@@ -76,7 +76,7 @@ def split_step(size):
         forward = [[(rank + 1, 8 * batch * widths[rank + 1])] if rank < size - 1 else [] for rank in range(size)]
         backward = [[(rank - 1, 8 * batch * widths[rank])] if rank else [] for rank in range(size)]
         pattern = exactly([there + back for there, back in zip(forward, backward, strict=True)])
-        yield Case(f"a batch of {batch}, widths {widths[: size + 1]}", arguments, list(expected), pattern)
+        yield ExerciseCase(f"a batch of {batch}, widths {widths[: size + 1]}", arguments, list(expected), pattern)
 
 
 def tied_gradient(size):
@@ -85,7 +85,7 @@ def tied_gradient(size):
         first, last = (numbered(rank, elements).view(shape) for rank in (0, 1))
         nobody, total = [None] * (size - 2), first + last
         pattern = exactly([[(size - 1, 4 * elements)], *([[]] * (size - 2)), [(0, 4 * elements)]])
-        yield Case(what, [(x,) for x in (first, *nobody, last)], [total, *nobody, total], pattern)
+        yield ExerciseCase(what, [(x,) for x in (first, *nobody, last)], [total, *nobody, total], pattern)
 
 
 def naive_utilisation(size):
@@ -115,7 +115,7 @@ def parallel_mlp(size):
         whole = torch.relu(x @ up + up_bias) @ down + down_bias
         arguments = [(x, u, bias, d, down_bias) for bias, (u, d) in zip(up_bias.chunk(size), parts, strict=True)]
         pattern = collectives(("all_reduce", nbytes(whole)))
-        yield Case(f"{hidden} hidden features on each rank", arguments, [whole] * size, pattern)
+        yield ExerciseCase(f"{hidden} hidden features on each rank", arguments, [whole] * size, pattern)
 
 
 def parallel_mlp_backward(size):
@@ -127,7 +127,7 @@ def parallel_mlp_backward(size):
         of_x, of_up, of_down = (leaf.grad for leaf in leaves)
         expected = [[of_x, u, d] for u, d in zip(of_up.chunk(size, 1), of_down.chunk(size), strict=True)]
         what = f"{hidden} hidden features on each rank"
-        yield Case(what, [(x, *part, grad) for part in parts], expected, collectives(("all_reduce", nbytes(x))))
+        yield ExerciseCase(what, [(x, *part, grad) for part in parts], expected, collectives(("all_reduce", nbytes(x))))
 
 
 def parallel_embedding(size):
@@ -138,7 +138,7 @@ def parallel_embedding(size):
         expected = F.embedding(tokens, table)
         pattern = collectives(("all_reduce", nbytes(expected)))
         arguments = [(tokens, part) for part in table.chunk(size)]
-        yield Case(f"{rows} row{'s' * (rows > 1)} on each rank", arguments, [expected] * size, pattern)
+        yield ExerciseCase(f"{rows} row{'s' * (rows > 1)} on each rank", arguments, [expected] * size, pattern)
 
 
 def parallel_cross_entropy(size):
@@ -153,7 +153,7 @@ def parallel_cross_entropy(size):
         expected = F.cross_entropy(whole, targets)
         limit = round(wire_bytes("all_reduce", 3 * 8 * tokens, size))
         arguments = [(part.contiguous(), targets) for part in whole.chunk(size, 1)]
-        yield Case(what, arguments, [expected] * size, sends_at_most(limit))
+        yield ExerciseCase(what, arguments, [expected] * size, sends_at_most(limit))
 
 
 def gradient_norm(size):
@@ -167,7 +167,7 @@ def gradient_norm(size):
     for what, others, norm in (("two sharded parameters", [], 8.0), ("one replicated beside them", [replicated], 10.0)):
         gradients = [[*torch.tensor(part).float().chunk(2), *others] for part in parts]
         arguments = [(own, [True, True] + [False] * len(others)) for own in gradients]
-        yield Case(what, arguments, [norm] * size, pattern)
+        yield ExerciseCase(what, arguments, [norm] * size, pattern)
 
 
 def sequence_parallel_mlp(size):
@@ -176,7 +176,7 @@ def sequence_parallel_mlp(size):
         whole = torch.relu(x @ up) @ down
         arguments = [(own, *part) for own, part in zip(x.chunk(size), parts, strict=True)]
         pattern = collectives(("all_gather", nbytes(x)), ("reduce_scatter", nbytes(x)))
-        yield Case(f"{each} token{'s' * (each > 1)} on each rank", arguments, list(whole.chunk(size)), pattern)
+        yield ExerciseCase(f"{each} token{'s' * (each > 1)} on each rank", arguments, list(whole.chunk(size)), pattern)
 
 
 def parallel_dropout(size):
@@ -188,7 +188,7 @@ def parallel_dropout(size):
             parts = [[x] * size if dimension is None else x.chunk(size, dimension) for x in (whole, dropped)]
             arguments = [(part.contiguous(), probability, seed, dimension) for part in parts[0]]
             what = f"probability {probability}, dimension {dimension}"
-            yield Case(what, arguments, list(parts[1]), nothing_sent)
+            yield ExerciseCase(what, arguments, list(parts[1]), nothing_sent)
 
 
 # --- notebook 03: long contexts -------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def combine_blocks(size):
     large = scores + torch.tensor([1000.0, -1000.0, 0.0, 500.0]).double()[:, None]
     for what, s in (("small scores", scores), ("scores near +-1,000", large), ("a block without keys", unseen)):
         blocks = [*attention(s[:, :3], values[:3]), *attention(s[:, 3:], values[3:])]
-        yield Case(what, [tuple(blocks)] * size, [list(attention(s, values))] * size, nothing_sent)
+        yield ExerciseCase(what, [tuple(blocks)] * size, [list(attention(s, values))] * size, nothing_sent)
 
 
 def round_the_ring(total: int):
@@ -233,7 +233,7 @@ def ring_attention(size):
         arguments = [tuple(x.chunk(size, 1)[rank].contiguous() for x in (q, k, v)) for rank in range(size)]
         pattern = round_the_ring((size - 1) * 2 * nbytes(arguments[0][1]))
         what = f"{heads} head{'s' * (heads > 1)}, {each} token{'s' * (each > 1)} on each rank"
-        yield Case(what, arguments, list(whole.chunk(size, 1)), pattern)
+        yield ExerciseCase(what, arguments, list(whole.chunk(size, 1)), pattern)
 
 
 def ring_pairs(size):
@@ -255,7 +255,7 @@ def sequence_to_heads(size):
         arguments = [(part,) for part in whole.chunk(size)]
         pattern = collectives(("all_to_all", nbytes(arguments[0][0])))
         what = f"{each} token{'s' * (each > 1)} on each rank, {heads * size} heads"
-        yield Case(what, arguments, [part.contiguous() for part in whole.chunk(size, 1)], pattern)
+        yield ExerciseCase(what, arguments, [part.contiguous() for part in whole.chunk(size, 1)], pattern)
 
 
 # --- notebook 04: experts -------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def apply_capacity(size):
         (1, 5, [[0, 1, 2, 4], [3], []]),
     ):
         what = f"5 tokens, k {k}, capacity {capacity}"
-        yield Case(what, [(probabilities, k, capacity)] * size, [expected] * size, nothing_sent)
+        yield ExerciseCase(what, [(probabilities, k, capacity)] * size, [expected] * size, nothing_sent)
 
 
 def three_all_to_alls(counts: list[list[int]], row: int):
@@ -306,7 +306,7 @@ def dispatch_and_combine(size):
         ]
         counts = [torch.bincount(chosen, minlength=size).tolist() for chosen in experts]
         arguments = list(zip(tokens, experts, weights, strict=True))
-        yield Case(what, arguments, expected, three_all_to_alls(counts, 12))
+        yield ExerciseCase(what, arguments, expected, three_all_to_alls(counts, 12))
 
 
 def load_balancing_loss(size):
@@ -316,7 +316,7 @@ def load_balancing_loss(size):
         shares = torch.bincount(whole.argmax(-1), minlength=4).double() / len(whole)
         loss = 4 * (shares * whole.mean(0)).sum().item()
         pattern = collectives(("all_reduce", 72), at_most=True)
-        yield Case(what, [(part,) for part in parts], [loss] * size, pattern)
+        yield ExerciseCase(what, [(part,) for part in parts], [loss] * size, pattern)
 
 
 # exercise -> points, how many of five dots its difficulty has, and the hint

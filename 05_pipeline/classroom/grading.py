@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 import torch
 
 from common.errors import UserError
-from common.grading.engine import Case, Drawing, Exercise, Wrong
+from common.grading.engine import Drawing, Exercise, ExerciseCase, Wrong
 from common.grading.patterns import calculated, exactly, nothing_sent
 from common.lab import plotting
 from course.pipeline import schedules, simulator
@@ -98,7 +98,7 @@ def judged(size: int, name: str, rows: list[tuple]):
     if size == 2:
         for *arguments, judge in rows:
             shown = ", ".join("..." if isinstance(argument, list) else str(argument) for argument in arguments)
-            yield Case(f"{name}({shown})", [tuple(arguments)] * size, [judge] * size, nothing_sent)
+            yield ExerciseCase(f"{name}({shown})", [tuple(arguments)] * size, [judge] * size, nothing_sent)
 
 
 # --- notebook 01: from idle devices to 1F1B -------------------------------------------------------------------
@@ -134,7 +134,7 @@ def neighbours(size):
             arguments.append((None if last else sent[rank][0], None if first else sent[rank][1]))
             expected.append([None if first else sent[rank - 1][0], None if last else sent[rank + 1][1]])
             messages.append([(peer, rows * 4000) for peer in (rank - 1, rank + 1) if 0 <= peer < size])
-        yield Case(f"tensors of {rows} x 1000", arguments, expected, exactly(messages, any_order=True))
+        yield ExerciseCase(f"tensors of {rows} x 1000", arguments, expected, exactly(messages, any_order=True))
 
 
 def pipeline_step(size):
@@ -157,7 +157,7 @@ def pipeline_step(size):
             for rank in range(size)
         ]
         what = f"batch {batch}, {microbatches} micro-batch{'es' * (microbatches > 1)}"
-        yield Case(what, arguments, list(gradients), exactly(messages, any_order=True))
+        yield ExerciseCase(what, arguments, list(gradients), exactly(messages, any_order=True))
 
 
 # --- notebook 02: the schedule lab ----------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def makespan(size):
     if size == 2:
         for *arguments, expected in rows:
             what = f"makespan({arguments[0] if len(arguments[0]) == 2 else '...'}, {str(arguments[1:])[1:-1]})"
-            yield Case(what, [tuple(arguments)] * size, [expected] * size, nothing_sent)
+            yield ExerciseCase(what, [tuple(arguments)] * size, [expected] * size, nothing_sent)
 
 
 def interleave(size):
@@ -271,7 +271,7 @@ def split_backward(size):
         grad_x, *gradients = torch.autograd.grad(y, [start, *added], grad_output)
         expected = [grad_x, [list(pair) for pair in zip(inputs, gradients, strict=True)]]
         what = f"{len(weights)} layer{'s' * (len(weights) > 1)} of widths {', '.join(map(str, widths))}"
-        yield Case(what, [(weights, x, grad_output)] * size, [expected] * size, nothing_sent)
+        yield ExerciseCase(what, [(weights, x, grad_output)] * size, [expected] * size, nothing_sent)
 
 
 def blocks_per_stage(size):

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from common.grading.engine import Case, Exercise, Wrong
+from common.grading.engine import Exercise, ExerciseCase, Wrong
 from common.grading.patterns import calculated, collectives, exactly, nothing_sent, numbered
 
 SHAPES = ((2, 3), (), (4,))
@@ -40,7 +40,7 @@ def own_shard(size):
         vector = numbered(0, sum(x.numel() for x in inputs), dtype)
         what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
         shards = [shard.clone() for shard in padded(vector, size).chunk(size)]
-        yield Case(what, [(inputs,)] * size, shards, nothing_sent)
+        yield ExerciseCase(what, [(inputs,)] * size, shards, nothing_sent)
 
 
 def own_pieces(size):
@@ -62,7 +62,7 @@ def sharded_gradient(size):
         flat = [torch.cat([x.reshape(-1) for x in own]) for own in inputs]
         mean = padded(torch.stack(flat).sum(0) / size, size)
         pattern = collectives(("reduce_scatter", 4 * len(mean)))
-        yield Case(what, [(x,) for x in inputs], [shard.clone() for shard in mean.chunk(size)], pattern)
+        yield ExerciseCase(what, [(x,) for x in inputs], [shard.clone() for shard in mean.chunk(size)], pattern)
 
 
 def sharded_step(size):
@@ -83,7 +83,7 @@ def sharded_step(size):
         expected = [[parameter.detach(), shards[2][rank], shards[3][rank]] for rank in range(size)]
         nbytes = 8 * len(vector)
         pattern = collectives(("reduce_scatter", nbytes), ("all_gather", nbytes))
-        yield Case(f"{each} elements for each rank, step {step}", arguments, expected, pattern)
+        yield ExerciseCase(f"{each} elements for each rank, step {step}", arguments, expected, pattern)
 
 
 def global_norm(size):
@@ -101,7 +101,7 @@ def global_norm(size):
             shards.append(vector.chunk(size))
         own = [[unit[rank].clone() for unit in shards] for rank in range(size)]
         arguments = [([*x, x[0]], [*lengths, lengths[0]]) if tied else (x, lengths) for x in own]
-        yield Case(what, arguments, [math.sqrt(4 * lengths[0] + 9 * lengths[1])] * size, pattern)
+        yield ExerciseCase(what, arguments, [math.sqrt(4 * lengths[0] + 9 * lengths[1])] * size, pattern)
 
 
 def accumulated_shard(size):
@@ -110,7 +110,7 @@ def accumulated_shard(size):
         mean = torch.stack([gradient for own in inputs for gradient in own]).sum(0) / (size * count)
         pattern = collectives(*[("reduce_scatter", 8 * size)] * (1 if keep_whole else count))
         what = f"{count} micro-batch{'es' * (count > 1)}, keep_whole {keep_whole}"
-        yield Case(what, [(x, keep_whole) for x in inputs], [x.clone() for x in mean.chunk(size)], pattern)
+        yield ExerciseCase(what, [(x, keep_whole) for x in inputs], [x.clone() for x in mean.chunk(size)], pattern)
 
 
 def kept_bytes(size):
@@ -176,7 +176,7 @@ def full_state(size):
             shards.append([x[first:end].clone() for x, (first, end) in zip(whole, cuts, strict=True)])
         messages = [[(0, 4 * x.numel()) for x in own] if rank else [] for rank, own in enumerate(shards)]
         expected = [whole, *[None] * (size - 1)]
-        yield Case(what, [(own, shapes) for own in shards], expected, exactly(messages))
+        yield ExerciseCase(what, [(own, shapes) for own in shards], expected, exactly(messages))
 
 
 def mesh_groups(size):
@@ -213,7 +213,7 @@ def hybrid_gradient(size):
         halves = (torch.stack(inputs).sum(0) / size).chunk(2)
         expected = [halves[rank % 2].clone() for rank in range(size)]
         pattern = inside_then_across(2, 2, 4 * elements)
-        yield Case(f"{elements} elements, 2 replicas", [(x, 2) for x in inputs], expected, pattern)
+        yield ExerciseCase(f"{elements} elements, 2 replicas", [(x, 2) for x in inputs], expected, pattern)
 
 
 # --- notebook 03: fitting it in -------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ def scaled_step(size):
         inputs = [own.clone() for own in fine]
         inputs[rank][1] = value
         arguments = [(own, 256.0, 9, 10) for own in inputs]
-        yield Case(f"an element of rank {rank} is {what}", arguments, [[None, 128.0, 0]] * size, pattern)
+        yield ExerciseCase(f"an element of rank {rank} is {what}", arguments, [[None, 128.0, 0]] * size, pattern)
     for good, interval, scale, then in ((3, 10, 1024.0, [1024.0, 4]), (9, 10, 1024.0, [2048.0, 0])):
         expected = [[own / scale, *then] for own in fine]
         what = f"all finite, scale {scale:g}, good {good}, interval {interval}"
-        yield Case(what, [(own, scale, good, interval) for own in fine], expected, pattern)
+        yield ExerciseCase(what, [(own, scale, good, interval) for own in fine], expected, pattern)
     largest = [torch.full((4,), 3e38) for _ in range(size)]  # finite, and their sum is not
-    yield Case(
+    yield ExerciseCase(
         "elements of 3e38", [(own, 2.0, 0, 10) for own in largest], [[own / 2, 2.0, 1] for own in largest], pattern
     )
 

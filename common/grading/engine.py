@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
+class ExerciseCase:
     """One call of the exercise's function on every rank.
 
     what:      the input in words, for the message
@@ -75,7 +75,7 @@ class Exercise:
     name: str
     points: int
     difficulty: str
-    check: Callable[[int], Iterable[Case]]
+    check: Callable[[int], Iterable[ExerciseCase]]
     hint: str
 
 
@@ -96,7 +96,7 @@ class Verdict:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """How one call ended on one rank: "returned", "raised", "waited" for a partner in vain, "not attempted"."""
 
     status: str
@@ -204,7 +204,7 @@ def _on_rank(file: Path, jobs: dict):
         problem = _describe(error, file)
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
-    outcomes: dict[int, list[Outcome]] = {}
+    outcomes: dict[int, list[CallOutcome]] = {}
     for key, (name, cases) in jobs.items():
         dist.destroy_process_group()
         own = dist.PrefixStore(f"job {key}", store)
@@ -217,9 +217,9 @@ def _on_rank(file: Path, jobs: dict):
     return outcomes
 
 
-def _call(function, arguments: tuple, file: Path) -> Outcome:
+def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     if function is None:
-        return Outcome("not attempted")
+        return CallOutcome("not attempted")
     before = copy.deepcopy(arguments)
     ledger = Ledger()
     try:
@@ -227,12 +227,12 @@ def _call(function, arguments: tuple, file: Path) -> Outcome:
             value = function(*arguments)
     except BaseException as error:
         if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
-            return Outcome("not attempted", text=_describe(error, file))
+            return CallOutcome("not attempted", text=_describe(error, file))
         # A timeout, or what the partner of a rank that timed out sees.
         waited = re.search("Timed out|timeout|Connection (closed|reset) by peer", str(error))
-        return Outcome("waited" if waited else "raised", text=_describe(error, file, bool(waited)))
+        return CallOutcome("waited" if waited else "raised", text=_describe(error, file, bool(waited)))
     changed = any(_difference(old, new) for old, new in zip(before, arguments, strict=True))
-    return Outcome("returned", _plain(value), ledger.entries, changed)
+    return CallOutcome("returned", _plain(value), ledger.entries, changed)
 
 
 class _OutOfTime(BaseException):
@@ -293,7 +293,7 @@ def _plain(value):
 # --- in the process that judges -------------------------------------------------------------------------------
 
 
-def _judge(exercise: Exercise, size: int, cases: list[Case], ranks: list[list[Outcome]] | str) -> Verdict:
+def _judge(exercise: Exercise, size: int, cases: list[ExerciseCase], ranks: list[list[CallOutcome]] | str) -> Verdict:
     if isinstance(ranks, str):
         return Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
     for case, *outcomes in zip(cases, *ranks, strict=False):  # after a failed case there are no more outcomes
@@ -307,7 +307,7 @@ def _judge(exercise: Exercise, size: int, cases: list[Case], ranks: list[list[Ou
     return Verdict(exercise, "right")
 
 
-def _judge_case(case: Case, outcomes: list[Outcome]) -> None:
+def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
     """Raise Wrong for the first thing that is not as it should be; causes come before their consequences."""
     for rank, outcome in enumerate(outcomes):
         if outcome.status in ("raised", "not attempted"):

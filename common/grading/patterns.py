@@ -6,7 +6,7 @@ below are general; what only one exercise asks for stands in its chapter.
 
 import torch
 
-from common.grading.engine import Case, Wrong
+from common.grading.engine import ExerciseCase, Wrong
 from common.lab.ledger import LedgerEntry
 
 
@@ -74,7 +74,8 @@ def calculated(size: int, name: str, table: list[tuple]):
     """Cases that only calculate, from rows of arguments and, last, the result. Once is enough: world size 2."""
     if size == 2:
         for *arguments, result in table:
-            yield Case(f"{name}({str(arguments)[1:-1]})", [tuple(arguments)] * size, [result] * size, nothing_sent)
+            what = f"{name}({str(arguments)[1:-1]})"
+            yield ExerciseCase(what, [tuple(arguments)] * size, [result] * size, nothing_sent)
 
 
 def sends_at_most(nbytes: int):

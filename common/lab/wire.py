@@ -27,7 +27,8 @@ class Wire:
 
     Collective: all ranks of `group` (default: all there are) enter and leave the block; they have to be on this
     machine, and have to be done with the block's messages, asynchronous ones included, when they leave it. The barriers
-    of entering and leaving are outside of what is counted, but for some kilobytes. On an exception nothing is counted.
+    of entering and leaving are outside of what is counted, but for some kilobytes; a Ledger of the same calls belongs
+    inside the block, or it enters them too. On an exception nothing is counted.
 
     Raises UserError where the system keeps no such counter: on anything but Linux.
     """
@@ -67,7 +68,7 @@ class Wire:
         interfaces = psutil.net_io_counters(pernic=True) if sys.platform == "linux" else {}
         if LOOPBACK not in interfaces:
             raise UserError(
-                f"bytes on the wire are counted by Linux's loopback interface, which {sys.platform} does not have here; "
-                f"use the ledger, which counts by formula"
+                f"bytes on the wire are counted by Linux's loopback interface '{LOOPBACK}', and this machine "
+                f"({sys.platform}) has none; use the ledger, which counts by formula"
             )
         return interfaces[LOOPBACK].bytes_sent

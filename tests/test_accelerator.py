@@ -224,7 +224,7 @@ def wait_in_all_ways() -> dict[str, int]:
         torch.gpu.synchronize()
         torch.gpu.Event().synchronize()  # synchronize: 2
         # None of these waits.
-        x[mask], x[:, None], _ = 0, torch.where(x > 0, 1.0, 0.0)[:, None], x * torch.tensor(2.0)
+        x[mask], x[:, None], _ = 0, torch.where(x > 0, 1.0, 0.0)[:, None], torch.tensor(2.0) * x * torch.tensor(2.0)
         seen = Counter()
         for (kind, _), number in phase.waits.items():
             seen[kind] += number

@@ -165,7 +165,8 @@ class Watch(TorchDispatchMode):
         if name in INDEXING and on_device:
             return self.index(func, name, args, kwargs)
         # A scalar of the CPU may go to the device with a kernel; foreach takes lists of such scalars.
-        on_host = any(tensor.device.type == "cpu" and (tensor.dim() > 0 or tensor is args[0]) for tensor in tensors)
+        written = args[0] if name.endswith("_") else None
+        on_host = any(tensor.device.type == "cpu" and (tensor.dim() > 0 or tensor is written) for tensor in tensors)
         if on_device and on_host and "foreach" not in name:
             raise Refused(f"aten.{name} mixes tensors of the cpu and of the {DEVICE} at {place()}")
         if name in READ:

@@ -4,16 +4,15 @@ option should change is looked at: an attribute, what was called, a number that 
 Expectations are literals, not what the code under test says of itself.
 """
 
-import functools
-
 import pytest
 import torch
-from helpers import SMALL, configure, numbers
+from helpers import SMALL, configure, do_not_draw, numbers
 
 from common.config import shared
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.run import Run
+from course.pipeline.torch_schedules import InContext
 from course.strategies import STRATEGIES, load
 
 KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry().implementations]
@@ -25,16 +24,16 @@ def size_of(name, kind):
     return 1 if (name, kind) == ("model", "pytorch") else SIZES.get(name, 2)
 
 
-def observe(configs, look=lambda run, seen: None):
-    """On a rank: train as the scripts do; for each configuration what was seen, with `look` at the run at its end.
-
-    `look` is called inside the run, when its first step has been done."""
+def observe(configs, looks):
+    """On a rank: train as the scripts do; for each configuration what was seen, and what its function in `looks`
+    returned, which is called inside the run, when its first step has been done."""
+    do_not_draw()
     observations = []
-    for config in configs:
+    for config, look in zip(configs, looks, strict=True):
         seen = {}
         original = Run.log, Run.batches
 
-        def log(run, step, loss, grad_norm, seen=seen, original=original):
+        def log(run, step, loss, grad_norm, seen=seen, original=original, look=look):
             original[0](run, step, loss, grad_norm)
             if not step:
                 seen["looked"] = look(run, seen)
@@ -81,14 +80,12 @@ def optimizer_of(run, seen):
 
 
 BASE = SMALL | {"steps": 2, "checkpoint_every": 0, "layers": 4, "batch_size": 24}
-# What each of the run's options changes, where every strategy trains: the option, and what must differ from BASE.
+# What the run's options change, where every strategy trains: what must differ from BASE.
 VARIANTS = {
     "precision": {"precision": "bf16"},
-    "seed": {"seed": 5},
-    "optimizer": {"optimizer": "sgd"},
-    "lr": {"lr": 0.01},
     "accumulation_steps": {"accumulation_steps": 3},
-    "check_collectives": {"check_collectives": True},
+    # of which each shows in something else
+    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True},
 }
 
 
@@ -96,25 +93,26 @@ VARIANTS = {
 def test_the_runs_options_reach_every_strategy(name, kind, tmp_path):
     size = size_of(name, kind)
     common = {"strategy": name, "implementation": kind, **BASE, **({"microbatches": 2} if "pipeline" in name else {})}
+    common |= {"layers": 2}
     configs = {
         option: configure(size=size, run_dir=tmp_path / option, **common | settings)
         for option, settings in {"base": {}, **VARIANTS}.items()
     }
-    ranks = launch(functools.partial(observe, look=optimizer_of), size, (list(configs.values()),), timeout=180)
+    ranks = launch(observe, size, (list(configs.values()), [optimizer_of] * len(configs)), timeout=180)
     seen = dict(zip(configs, ranks[-1], strict=True))
     got = {option: numbers(tmp_path / option) for option in configs}
     base, half = got["base"], got["precision"]
     assert half == pytest.approx(base, rel=5e-2) and half[0] != base[0], "--precision bf16: as near, and not the same"
-    assert got["seed"][0] != base[0], "--seed: other weights, other data"
+    assert got["others"][0] != base[0], "--seed: other weights, other data"
     assert seen["base"]["looked"] == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
-    sgd, told = seen["optimizer"]["looked"]
+    sgd, told = seen["others"]["looked"]
     assert (sgd, told["momentum"], told["weight_decay"]) == ("SGD", 0.9, 0)
     assert seen["base"]["rates"] == pytest.approx([0.0001, 0.0002]), "2e-3 after 20 steps of warm-up"
-    assert seen["lr"]["rates"] == pytest.approx([0.0005, 0.0010])
+    assert seen["others"]["rates"] == pytest.approx([0.0005, 0.0010])
     (whole,), parts = seen["base"]["micro_batches"], seen["accumulation_steps"]["micro_batches"]
     assert parts == [(whole[0] // 3, *whole[1:])] * 3, "--accumulation-steps 3: three micro-batches"
     assert got["accumulation_steps"] == pytest.approx(base, rel=1e-4)
-    assert (seen["base"]["guard"], seen["check_collectives"]["guard"]) == (False, True)
+    assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True)
     assert seen["base"]["threads"] == 1
 
 
@@ -126,7 +124,7 @@ def shape_of(run, seen):
 def test_the_models_options_and_the_datas(tmp_path):
     line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 3 --checkpoint-every 2 --log-every 1"
     config = configure(line, strategy="single", run_dir=tmp_path / "run")
-    ((seen,),) = launch(functools.partial(observe, look=shape_of), 1, ([config],))
+    ((seen,),) = launch(observe, 1, ([config], [shape_of]))
     assert seen["looked"] == (3, (8, 48), 6)
     assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2]
     assert sorted(path.name[11:17] for path in (tmp_path / "run").glob("*.pt")) == ["000002", "000003"]
@@ -139,7 +137,7 @@ def test_two_seeds_give_other_weights_and_other_data(tmp_path):
         return run.task.make_model().embedding.tokens.weight.sum().item(), inputs[0].tolist()
 
     configs = [configure(strategy="single", run_dir=tmp_path / str(s), seed=s, **BASE) for s in (0, 5)]
-    ((one, other),) = launch(functools.partial(observe, look=first), 1, (configs,))
+    ((one, other),) = launch(observe, 1, (configs, [first] * 2))
     assert one["looked"][0] != other["looked"][0], "weights"
     assert one["looked"][1] != other["looked"][1], "data"
 
@@ -154,14 +152,10 @@ def blocks_recompute(run, seen):
 def stages_recompute(run, seen):
     strategy = run.strategy
     if hasattr(strategy, "own"):  # PyTorch's stages
-        return all(module.recompute for stage in strategy.own for module in stage.submod.modules() if is_stage(module))
+        modules = [module for stage in strategy.own for module in stage.submod.modules()]
+        (recompute,) = {module.recompute for module in modules if isinstance(module, InContext)}
+        return recompute
     return strategy.executor.recompute
-
-
-def is_stage(module):
-    from course.pipeline.distributed_training import Stage
-
-    return isinstance(module, Stage)
 
 
 def offloaded(run, seen):
@@ -172,10 +166,10 @@ def offloaded(run, seen):
 
 
 def schedule_of(run, seen):
-    executor = run.strategy.executor
-    if hasattr(executor, "actions"):
-        return [str(action.kind) for action in executor.actions if not action.kind.startswith(("SEND", "RECV"))]
-    return type(executor).__name__
+    if hasattr(run.strategy, "own"):
+        return type(run.strategy.schedule).__name__
+    actions = run.strategy.executor.actions
+    return [str(action.kind) for action in actions if not action.kind.startswith(("SEND", "RECV"))]
 
 
 def cuts(run, seen):
@@ -183,10 +177,9 @@ def cuts(run, seen):
 
 
 def microbatches_of(run, seen):
-    executor = run.strategy.executor
-    if hasattr(executor, "actions"):
-        return sum(action.kind == "F" for action in executor.actions)
-    return executor._n_microbatches
+    if hasattr(run.strategy, "own"):
+        return run.strategy.schedule._n_microbatches
+    return sum(action.kind == "F" for action in run.strategy.executor.actions)
 
 
 def load_of(run, seen):
@@ -227,38 +220,48 @@ OWN = {
 ELSEWHERE = {"find_batch_size", "memory_budget"}  # they print and train nothing: tests/test_sharding.py
 # DDP in a pipeline knows the schedule 1f1b only, with one stage on each rank: tests/test_cli.py
 REFUSED = {("pipeline+ddp", "pytorch", "schedule"), ("pipeline+ddp", "pytorch", "stages_per_rank")}
-CASES = [
-    (name, kind, option)
+CASES = {
+    (name, kind): [
+        option
+        for option in load(name, kind).Options.__dataclass_fields__
+        if option not in ELSEWHERE and (name, kind, option) not in REFUSED
+    ]
     for name, kind in KINDS
-    for option in load(name, kind).Options.__dataclass_fields__
-    if option not in ELSEWHERE and (name, kind, option) not in REFUSED
-]
+}
 
 
-@pytest.mark.parametrize("name, kind, option", CASES)
-def test_a_strategys_option_reaches_it(name, kind, option, tmp_path):
-    settings, look, default, then = OWN[option](name, kind)
+@pytest.mark.parametrize("name, kind", [case for case, options in CASES.items() if options])
+def test_a_strategys_options_reach_it(name, kind, tmp_path):
+    """A run with the defaults, which is looked at for every option, and one run for each option."""
     size = 4 if "+" in name or name == "hsdp" else 2
     if name == "single":
         size = 1
-    both = [
-        configure(size=size, strategy=name, implementation=kind, run_dir=tmp_path / str(number), **BASE | more)
-        for number, more in enumerate(({}, settings))
+    own = {option: OWN[option](name, kind) for option in CASES[name, kind]}
+
+    def look_for_all(run, seen):
+        return {option: look(run, seen) for option, (_, look, *_) in own.items()}
+
+    settings = {"defaults": {}, **{option: settings for option, (settings, *_) in own.items()}}
+    configs = [
+        configure(size=size, strategy=name, implementation=kind, run_dir=tmp_path / option, **BASE | more)
+        for option, more in settings.items()
     ]
-    before, after = launch(functools.partial(observe, look=look), size, (both,), timeout=180)[-1]
-    if default is None:
-        assert before["looked"] != then
-    else:
-        assert before["looked"] == default
-    assert after["looked"] == then
+    looks = [look_for_all, *(look for _, look, *_ in own.values())]
+    before, *after = launch(observe, size, (configs, looks), timeout=180)[-1]
+    for (option, (_, _, default, then)), seen in zip(own.items(), after, strict=True):
+        if default is None:
+            assert before["looked"][option] != then, option
+        else:
+            assert before["looked"][option] == default, option
+        assert seen["looked"] == then, option
 
 
 def test_every_option_is_tested():
-    own = {option for _, _, option in CASES} | ELSEWHERE
+    own = {option for options in CASES.values() for option in options} | ELSEWHERE
     assert own == {o for name, kind in KINDS for o in load(name, kind).Options.__dataclass_fields__}
     elsewhere = {  # where the run's options are tested that VARIANTS doesn't have
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
         "run_dir", "task", "dataset", "data_dir", "download",
     }  # fmt: skip
     here = {"steps", "checkpoint_every", "log_every", "layers", "width", "heads", "context", "batch_size"}
-    assert {item.name for item in shared()} == elsewhere | here | set(VARIANTS)
+    assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}

@@ -55,7 +55,7 @@ def test_the_promise(tmp_path):
 
 def test_the_run_directory(tmp_path):
     config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
-    launch(train, 2, ([config],))
+    launch(train, 2, ([config], True))
     folder = tmp_path / "run"
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoint-000002.pt", "checkpoint-000004.pt", "config.json", "loss.png", "metrics.jsonl"]

@@ -1,0 +1,309 @@
+"""Every strategy takes two steps on accelerators that are not there (common/lab/fake_accelerator.py), and keeps its
+word: no operation mixes devices, nothing but what is listed is sent from the CPU, no device ever holds more bytes than
+a formula says, and the host waits for the device as often as is stated. Mistakes of each of these kinds are refused."""
+
+import contextlib
+import functools
+import re
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from unittest import mock
+
+import pytest
+import torch
+from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, SAYS, UNCHECKED, VOCABULARY, WIDTH, Case, Sizes, settings
+
+from common import ROOT
+from common.lab.bugs import Bug, Bugs
+from common.task import Task
+from course.strategies import STRATEGIES
+
+# How often the host waits for the device for each micro-batch; where nothing is said, never.
+WAITS = {
+    # Positions are computed on the CPU: for the inputs, for the targets, and for the embedding of positions.
+    ("context", "by-hand"): {"copy to the device": 3},
+    ("ulysses", "by-hand"): {"copy to the device": 3},
+    # The lengths of what is sent, received and computed, once for each layer (of which there is one here).
+    ("expert", "by-hand"): {"tolist": 1},
+}
+# In each step, where the last stage is not: a 0 in the place of the loss.
+STEP = {("pipeline", "pytorch"): {"copy to the device": 1}}
+# In the first step PyTorch's stages agree on whether shapes are known, and tell each other.
+PIPELINES = ("pipeline", "pipeline+ddp", "pipeline+fsdp", "mesh")
+FIRST_STEP = {(name, "pytorch"): {"copy to the device": 1, "item": 1} for name in PIPELINES}
+# In fp16: GradScaler asks whether gradients overflowed, on every device, and a pipeline for the scale, in every pass.
+FP16 = {
+    ("single", "pytorch"): lambda micro_batches: 1,
+    ("ddp", "by-hand"): lambda micro_batches: 1,
+    ("model", "pytorch"): lambda micro_batches: 4,
+    ("fsdp", "by-hand"): lambda micro_batches: 1,
+    ("pipeline", "by-hand"): lambda micro_batches: 1 + micro_batches,
+}
+
+# Functions that send tensors of the CPU, and why; only in construction.
+FROM_CPU = {
+    "broadcast_module": "the model is on the CPU until a rank has cut its own part out of it",
+    "change": "so it is in tensor+fsdp, whose weights fsdp_setup.materialise sends",
+    "same_on_all_ranks": "names and shapes of the parameters, as objects",
+}
+
+# Strategies that do not keep their word: on how many accelerators, the line that refuses them, and why. A mend turns
+# the test red until the entry is gone.
+APPLY = r"^construction: more than .* bytes .* on gpu:0 at \w+\.py:\d+ apply_tensor_parallel"
+KNOWN = {
+    ("ddp", "pytorch"): (
+        (4, 8),
+        r"^step 2: more than .* bytes .* of mm at distributed_training\.py",
+        "zero_grad() takes the gradients out of the buckets: under no_sync they pile up beside them",
+    ),
+    ("zero1", "pytorch"): ((4, 8), r"^step 2: more than .* bytes .* of mm at torch_zero\.py", "the same as ddp"),
+    ("tensor+fsdp", "pytorch"): (
+        (4, 8),
+        APPLY,
+        "this rank's parts of all weights are on the device before the first one is sharded",
+    ),
+    ("mesh", "pytorch"): (
+        (4, 8),
+        APPLY,
+        "the parts of all stages' weights are on the device before the other stages' layers are left out",
+    ),
+    ("mesh", "by-hand"): (
+        (4,),
+        r"^construction: more than .* bytes .* of _to_copy at by_hand_mesh\.py",
+        "this rank's parts of all weights are on the device before the first one is sharded",
+    ),
+}
+
+
+def mistake(target: str, file: str, inside: str, right: str, wrong: str) -> Bug:
+    return Bug(target, right, wrong, refused_by="see PLANTED", why="", inside=inside, file=file)
+
+
+def in_the_loop(wrong: str) -> Bug:
+    return mistake("DDPByHand", "by_hand.py", "step", "loss += part.detach()", wrong)
+
+
+# Mistakes of each kind: whose code, the mistake, and the line that refuses it.
+PLANTED = {
+    "stray_cpu": (
+        ("ddp", "by-hand"),
+        in_the_loop("loss += part.detach()\n            part.cpu()"),
+        r"^step 2: the host waits .* 2 times and not 0 times for 'copy to the host': <stray_cpu>:\d+ step \(2\)$",
+    ),
+    "item_in_the_loop": (
+        ("ddp", "by-hand"),
+        in_the_loop("loss += part.detach()\n            part.item()"),
+        r"^step 2: the host waits .* 2 times and not 0 times for 'item': <item_in_the_loop>:\d+ step \(2\)$",
+    ),
+    "loss_on_the_cpu": (
+        ("ddp", "by-hand"),
+        in_the_loop("loss += part.detach().cpu()"),
+        r"^step 1: allreduce_ carries tensors of the cpu, 1 times, at <loss_on_the_cpu>:\d+ step$",
+    ),
+    "loss_begun_on_the_cpu": (
+        ("model", "by-hand"),
+        mistake("SplitLayers", "by_hand_layers.py", "step", "torch.zeros((), device=self.device)", "torch.zeros(())"),
+        r"^aten\.add_ mixes tensors of the cpu and of the gpu at <loss_begun_on_the_cpu>:\d+ step$",
+    ),
+    "made_on_the_wrong_device": (
+        ("tensor", "by-hand"),
+        mistake(
+            "TensorParallelByHand", "by_hand_tensor.py", "find", "rank * rows", "torch.full(tokens.shape, rank * rows)"
+        ),
+        r"^aten\.sub mixes tensors of the cpu and of the gpu at <made_on_the_wrong_device>:\d+ find$",
+    ),
+    "moved_before_it_is_cut": (
+        ("tensor", "by-hand"),
+        mistake(
+            "TensorParallelByHand",
+            "by_hand_tensor.py",
+            "TensorParallelByHand",
+            "apply_tensor_parallel(model,",
+            "apply_tensor_parallel(model.to(self.device),",
+        ),
+        r"^construction: more than [\d,]+ bytes \([\d,]+ parameters, [\d,]+ single numbers\): [\d,]+ on gpu:0 at "
+        r"<moved_before_it_is_cut>:\d+ __init__, which are [\d,]+ of _to_copy at <moved_before_it_is_cut>:\d+ __init__",
+    ),
+    "gradients_stay_whole": (
+        ("zero2", "by-hand"),
+        mistake(
+            "Zero2ByHand",
+            "by_hand_zero23.py",
+            "finish_reduce",
+            "flat.gradient = flat.gradient_of = self.under_way = None",
+            "self.under_way = None",
+        ),
+        r"^step [12]: more than .* bytes .* of zeros at by_hand_zero1\.py:\d+ allocate_gradient",
+    ),
+}
+
+
+# --- the runs -----------------------------------------------------------------------------------------------------
+
+
+def small(config, tokens: int) -> dict[str, int]:
+    """Bytes beside the states: at most 40 numbers of the width for each token in a block, and 10 of the vocabulary's
+    size; the gradients that a tied weight gets at its two places, and their sum."""
+    activations = 4 * tokens * (40 * config.layers * WIDTH + 10 * VOCABULARY)
+    return {"activations": activations, "gradients of the ends": 3 * 4 * VOCABULARY * WIDTH}
+
+
+def examine(case: Case, planted: str = "", precision: str = "fp32"):
+    """Construct a strategy and take two steps, of one micro-batch and of two; in a process of its own.
+
+    Returns the phases, the states that the strategy says there are in each, and the refusals."""
+    from common.lab.fake_accelerator import Refused, pretend
+    from course.data_parallel import by_hand as data_parallel
+
+    warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
+    config, alone, extra = settings(case), case.who in ONE_PROCESS, {}
+    cls, chapter = config.strategy_class, STRATEGIES[case.strategy]().chapter
+    if planted:
+        cls = Bugs(str(ROOT / chapter / "classroom" / "bugs.py"), {planted: PLANTED[planted][1]}).plant(planted)
+    rank, size, devices = (0, 1, case.size) if alone else (case.rank, case.size, 1)
+    gpus = [torch.device("gpu", number) for number in range(devices)] if alone else []
+    if alone and case.who != ("dp", "pytorch"):
+        extra["devices"] = gpus
+    time = CONTEXT if case.strategy in ("context", "ulysses", "sequence") else 1
+    examples = getattr(config.options, "microbatches", 1 if time > 1 else case.size)
+    says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](Sizes(case))]
+    says, more = [*says, says[1]], small(config, examples * time)
+    last, per_step = case.rank == case.size - 1, STEP.get(case.who, {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(data_parallel, "devices_of", lambda mesh: gpus))
+        mesh, watch = stack.enter_context(pretend(config.axes, rank, size, devices, (1, time, WIDTH)))
+        with torch.device("meta" if chapter == "06_fsdp" and rank > 0 else "cpu"):
+            model = cls.make_model(config)
+        phases = [watch.begin("construction", says[0] | {"single numbers": 1024})]
+        strategy = cls(model, Task(None, config).make_optimizer, mesh, config.options, precision, **extra)
+        refusals = phases[0].refusals(from_host=FROM_CPU)
+        for number in (1, 2):
+            phases.append(watch.begin(f"step {number}", says[number] | more))
+            tokens = torch.zeros(examples, time, dtype=torch.long, device="gpu")
+            try:
+                strategy.step([(tokens, tokens.clone()) for _ in range(number)])
+            except Refused as refused:
+                return phases, says, [*refusals, str(refused)]
+            waits = Counter({} if last else per_step)
+            waits.update({kind: number * times for kind, times in WAITS.get(case.who, {}).items()})
+            waits.update(FIRST_STEP.get(case.who, {}) if number == 1 else {})
+            waits.update(item=FP16[case.who](number) if precision == "fp16" else 0)
+            refusals += phases[-1].refusals(waits)
+    return phases, says, refusals
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Calls a function in one process for all of these tests, since they change PyTorch for good."""
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def examined(elsewhere):
+    """examine, which remembers what it has examined."""
+    return functools.cache(lambda *args: elsewhere(examine, *args))
+
+
+def wait_in_all_ways() -> dict[str, int]:
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 4}, size=4) as (_, watch):
+        phase, x, mask = watch.begin("waits"), torch.ones(4, 3, device="gpu"), torch.ones(4, device="gpu") > 0
+        assert float(x.sum()) == int(x.max()) == 0 and not mask.any()  # item: 3
+        assert x.tolist() == [[0.0] * 3] * 4  # tolist: 1
+        assert mask.nonzero().shape == (0, 1) and x[mask].shape == (0, 3)  # nonzero: 1, indexing by a mask: 1
+        assert torch.equal(x, x) and x.masked_select(x > 0).shape == (0,)  # equal: 1, masked_select: 1
+        x[mask] = x[:1]  # indexing by a mask: 2
+        x.cpu(), x.to("cpu", non_blocking=True)  # copy to the host: 1
+        x.copy_(torch.ones(4, 3)), torch.ones(3).to("gpu", non_blocking=True)  # copy to the device: 1
+        x[[0, 2]], torch.tensor([1, 2], device="gpu")  # copy to the device: 3
+        torch.gpu.synchronize()
+        torch.gpu.Event().synchronize()  # synchronize: 2
+        # None of these waits.
+        x[mask], x[:, None], _ = 0, torch.where(x > 0, 1.0, 0.0)[:, None], torch.tensor(2.0) * x * torch.tensor(2.0)
+        seen = Counter()
+        for (kind, _), number in phase.waits.items():
+            seen[kind] += number
+        return dict(seen)
+
+
+def count_bytes() -> list[int]:
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 4}, size=4) as (_, watch):
+        x = torch.zeros(100, device="gpu")
+        y = x.view(10, 10)[1:]  # no memory of its own
+        numbers = [watch.now[0]]
+        z = y * 2
+        del x
+        numbers.append(watch.now[0])
+        z.untyped_storage().resize_(0)
+        numbers.append(watch.now[0])
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        parameter.data = parameter.data.to("gpu")
+        del y
+        return [*numbers, watch.now[0], watch.phase.peak]
+
+
+def test_each_kind_of_wait_is_counted(elsewhere):
+    assert elsewhere(wait_in_all_ways) == {
+        "item": 3, "tolist": 1, "nonzero": 1, "equal": 1, "masked_select": 1, "indexing by a mask": 2,
+        "copy to the host": 1, "copy to the device": 3, "synchronize": 2,
+    }  # fmt: skip
+
+
+def test_bytes_are_those_of_living_storages(elsewhere):
+    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360]
+
+
+def test_every_strategy_is_examined():
+    print(f"cannot be examined: {UNCHECKED or 'none'}")
+    table = {(name, kind) for name, entry in STRATEGIES.items() for kind in entry().implementations}
+    assert {case.who for case in CASES} == table == set(SAYS) and not UNCHECKED
+    assert {case.size for case in CASES} == {4, 8} and len(CASES) == 2 * len(table)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_keeps_its_word(case, examined):
+    phases, says, refusals = examined(case)
+    for phase, said in zip(phases, says, strict=True):
+        parts = ", ".join(f"{what} {size:,}" for what, size in said.items())
+        print(f"{case}, {phase.name}: at most {phase.peak:,} bytes, of states {sum(said.values()):,} ({parts})")
+        print(f"    the host waits {sum(phase.waits.values())} times")
+    sizes, pattern, reason = KNOWN.get(case.who, ((), "", ""))
+    if case.size in sizes:
+        assert refusals, f"{case} keeps its word now: take it out of KNOWN ({reason})"
+        assert all(re.search(pattern, line) for line in refusals), "\n".join(refusals)
+        return
+    assert not refusals, "\n".join(refusals)
+    for phase, said in ((phases[0], says[0]), (phases[2], says[2])):
+        states = sum(said.values())
+        assert phase.peak > 0.97 * states, f"{phase.name}: {phase.peak:,} bytes are far below the {states:,} said"
+
+
+@pytest.mark.parametrize("who", FP16, ids="-".join)
+def test_waits_for_the_scale_in_fp16(who, examined):
+    assert not [line for line in examined(Case(*who, 4, 0), "", "fp16")[2] if "waits" in line]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_mistake_is_refused(name, examined):
+    who, _, pattern = PLANTED[name]
+    refusals = examined(Case(*who, 4, 0), name)[2]
+    assert any(re.search(pattern, line) for line in refusals), "\n".join(refusals) or "not refused"
+
+
+def test_what_is_listed_is_needed(examined):
+    """No name is on the list of senders for nothing, and nothing is sent from the CPU but in construction."""
+    senders = set()
+    for case in CASES:
+        construction, *steps = examined(case)[0]
+        senders |= {where.split()[-1] for _, kind, where in construction.messages if kind == "cpu"}
+        assert not [key for step in steps for key in step.messages if key[1] == "cpu"]
+        assert all(step.messages for step in steps) is (case.who not in {*ONE_PROCESS, ("single", "pytorch")})
+    assert senders == set(FROM_CPU)
+    assert set(KNOWN) <= set(SAYS) and set(WAITS) <= set(SAYS)

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import device_of
 from common.model import cross_entropy
-from common.strategy import Strategy
+from common.strategy import DTYPES, Strategy
 
 
 def devices_of(mesh) -> list[torch.device]:
@@ -122,6 +122,12 @@ def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.de
     replicas = replicate(model, devices[: len(slices)])
     outputs = parallel_apply(replicas, slices)
     return gather(outputs, devices[0])
+
+
+def tell_threads(model: nn.Module, precision: str) -> None:
+    """Have each call of the model set autocast's type for GPUs: nn.DataParallel tells its threads whether to use
+    autocast, but not which type, and they would take float16."""
+    model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))
 
 
 class ThreadedReplicas(nn.Module):

@@ -6,7 +6,6 @@ Needs no launcher. Where there are not two GPUs, the version by hand does the sa
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -14,7 +13,7 @@ from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
 from common.run import Run
-from common.strategy import DTYPES, Strategy
+from common.strategy import Strategy
 from common.task import make_task
 from course.data_parallel import by_hand
 from course.start import start
@@ -28,10 +27,9 @@ class ThreadedDataParallel(Strategy):
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
         self.model = model.to(self.device)
-        self.model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))
+        by_hand.tell_threads(self.model, precision)
         devices = by_hand.devices_of(mesh)
-        wrapper = nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas
-        self.replicas = wrapper(self.model, devices)
+        self.replicas = (nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas)(self.model, devices)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):

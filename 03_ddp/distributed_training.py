@@ -33,7 +33,7 @@ class DDP(DataParallel):
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are: in DDP's buckets
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             self.last_backward.begin()

@@ -28,7 +28,7 @@ from common.model import VOCABULARY
 from common.recompute import recompute_blocks
 from common.state import chunk, whole
 from common.strategy import DTYPES, Strategy, require_gradients
-from course.fsdp.by_hand_zero1 import parts_of
+from course.fsdp.by_hand_zero1 import parts_of, prepare
 from course.fsdp.by_hand_zero23 import ShardedReducer, UnitHooks, units_of
 from course.model_parallel.by_hand_ring_attention import apply_context_parallel, local_tokens, require_chunks
 from course.model_parallel.by_hand_tensor import apply_tensor_parallel, cross_entropy, require_multiples
@@ -86,7 +86,8 @@ class MeshByHand(Strategy):
             self.model = self.cut_into_stages(model, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
-            self.model = model.to(self.device)
+            # What is sharded goes to the device unit by unit.
+            self.model = prepare(model, self.device) if self.shard.size > 1 else model.to(self.device)
         optimized = list(self.model.parameters())
         if self.shard.size > 1:
             self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[precision], self.device))

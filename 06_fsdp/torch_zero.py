@@ -10,7 +10,8 @@ from torch.nn.utils import clip_grad_norm_
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
-from common.strategy import Strategy, require_gradients
+from common.strategy import Strategy
+from course.ddp.options import LastBackward
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
 
@@ -32,13 +33,15 @@ class Zero1(Strategy):
         self.model = model
         setup.materialise(model, self.device, self.group)  # rank 0's weights
         recompute_blocks(model, self.options.recompute)
+        self.last_backward = LastBackward(model)
         self.replica = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
         self.optimizer = ZeroRedundancyOptimizer(model.parameters(), make_optimizer, process_group=self.group)
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # gradients stay in DDP's buckets
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            self.last_backward.begin()
             # gradients add up locally; only the last backward pass sends the sum
             with nullcontext() if number == len(micro_batches) else self.replica.no_sync():
                 with self.autocast():
@@ -46,7 +49,7 @@ class Zero1(Strategy):
                     part = cross_entropy(self.replica(inputs), targets) / len(micro_batches)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        require_gradients(self.model)
+        self.last_backward.require_all()
         dist.all_reduce(loss, group=self.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)

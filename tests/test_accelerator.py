@@ -53,12 +53,6 @@ FROM_CPU = {
 # the test red until the entry is gone.
 APPLY = r"^construction: more than .* bytes .* on gpu:0 at \w+\.py:\d+ apply_tensor_parallel"
 KNOWN = {
-    ("ddp", "pytorch"): (
-        (4, 8),
-        r"^step 2: more than .* bytes .* of mm at distributed_training\.py",
-        "zero_grad() takes the gradients out of the buckets: under no_sync they pile up beside them",
-    ),
-    ("zero1", "pytorch"): ((4, 8), r"^step 2: more than .* bytes .* of mm at torch_zero\.py", "the same as ddp"),
     ("tensor+fsdp", "pytorch"): (
         (4, 8),
         APPLY,
@@ -68,11 +62,6 @@ KNOWN = {
         (4, 8),
         APPLY,
         "the parts of all stages' weights are on the device before the other stages' layers are left out",
-    ),
-    ("mesh", "by-hand"): (
-        (4,),
-        r"^construction: more than .* bytes .* of _to_copy at by_hand_mesh\.py",
-        "this rank's parts of all weights are on the device before the first one is sharded",
     ),
 }
 

@@ -1,6 +1,5 @@
 """The process group of a process: device and backend, who is who, set-up and tear-down. GPUs are pretended."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from common import ranks
 from common.errors import UserError
 from common.lab.guard import CollectiveMismatch
 from common.lab.launch import RankFailed, launch
-from common.ranks import Ranks, choose, environment, gpus_differ, keep_freed_memory, process_group
+from common.ranks import Ranks, choose, environment, gpus_differ, process_group
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -279,48 +278,6 @@ def test_ranks_that_never_come_are_told_about(monkeypatch):
     with pytest.raises(UserError, match="cannot meet the other ranks at 127.0.0.1:29500: .*are all nodes started"):
         with process_group("cpu", timeout=1):
             pass
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_no_c_library_or_another_one_is_no_harm(monkeypatch):
-    calls = []
-
-    def missing(name):
-        calls.append(name)
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    keep_freed_memory()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: calls.append(name) or SimpleNamespace())
-    keep_freed_memory()
-    assert calls == ["libc.so.6"] * 2
-
-
-def test_what_glibc_is_asked_for(monkeypatch):
-    asked = []
-    library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    keep_freed_memory()
-    assert asked == [(-3, 33_554_432), (-1, 1_073_741_824)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's memory")
-def test_memory_that_is_freed_is_kept():
-    """Eight blocks of 8 MB, 16,384 pages of 4 KB, freed and asked for again: after a few times they are no new ones."""
-    code = (
-        "import resource, torch\n"
-        "from common.ranks import keep_freed_memory\n"
-        "keep_freed_memory()\n"
-        "for round in range(10):\n"
-        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "    blocks = [torch.ones(2 * 2**20) for _ in range(8)]\n"
-        "    del blocks\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 100
 
 
 # --- a group within another, and the end of one ----------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Equality and teeth: every strategy of the table equals one process, and every planted bug is refused."""
 
 import itertools
-import os
 import re
 import types
 
 import pytest
 import torch
+from helpers import FULL
 
 from common.lab import equality
 from common.lab.equality import ALL_CASES, CASES, COVERING, Case, NotEqual, agree, prove
@@ -20,12 +20,10 @@ from course.model_parallel.classroom.bugs import BUGS as MODEL_PARALLEL_BUGS
 from course.pipeline.classroom.bugs import BUGS as PIPELINE_BUGS
 from course.strategies import STRATEGIES, load
 
-FULL = bool(os.environ.get("FULL"))  # make test-all: every case at every world size
-
 
 def cases_at(sizes: tuple[int, ...], nproc: int) -> list[Case]:
     """The cases of a proof: the covering ones are dealt out to the world sizes in pairs, so that a strategy meets all
-    of them, and at each size SGD as well as AdamW."""
+    of them, and at each size SGD as well as AdamW. With FULL=1 each world size has all cases."""
     if FULL:
         return ALL_CASES
     pairs = [COVERING[:2], COVERING[2:4], COVERING[4:]]

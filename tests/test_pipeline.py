@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import FULL
 from pipelines import batch, deep, mesh_of, small
 from torch import nn
 
@@ -37,7 +37,6 @@ def first_layers_frozen(model_class=GPT) -> nn.Module:
 # Every schedule equals one process
 
 MICROBATCHES = (1, 4, 8)
-FULL = bool(os.environ.get("FULL"))  # make test-all: SGD and AdamW with each of these numbers
 
 
 def runs(ranks: int) -> list[tuple]:

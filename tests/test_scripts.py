@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import free_port, metrics
+from forks import Fork
+from helpers import FULL, free_port, metrics
 
 from common import ROOT
 from course.strategies import STRATEGIES
@@ -39,6 +40,18 @@ def start(monkeypatch, tmp_path):
     return start
 
 
+def ranks(nproc: int, folder: str, *arguments: str) -> list[str]:
+    """What the ranks of a folder's script write, where torchrun's part is played by forks of this process."""
+    port, script = free_port(), ROOT / folder / "distributed_training.py"
+    processes = [
+        Fork(script, *arguments, cwd=ROOT / folder, rank=(rank, nproc, port) if nproc > 1 else None)
+        for rank in range(nproc)
+    ]
+    written = ["".join(process.communicate(timeout=120)) for process in processes]
+    assert [process.returncode for process in processes] == [0] * nproc, "\n".join(written)
+    return written
+
+
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in metrics(folder)]
 
@@ -49,19 +62,28 @@ def test_every_script_is_started():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
+def test_alone_and_on_two_processes(folder, tmp_path):
+    """From inside the folder: both train, and to the same losses."""
+    ranks(1, folder, *SMALL, f"--run-dir={tmp_path / 'alone'}")
+    output, nothing = ranks(2, folder, *SMALL, f"--run-dir={tmp_path / 'two'}", "--distributed")
+    assert "2/2" in output and "2/2" not in nothing  # the progress bar
+    assert len(losses(tmp_path / "alone")) == 2
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.parametrize("folder", FOLDERS if FULL else FOLDERS[:1])
 def test_the_missions_commands(folder, start, tmp_path):
-    """Alone and on two processes, from inside the folder: both train, and to the same losses."""
-    port = free_port()  # the README's default port may be another test's
+    """The same, as one types it."""
     alone = start(folder, "python distributed_training.py", "alone")
     output = alone.communicate(timeout=120)[0]
     assert alone.returncode == 0, output
+    port = free_port()  # the README's default port may be another test's
     two = start(
         folder, f"torchrun --nproc_per_node=2 --master_port={port} distributed_training.py --distributed", "two"
     )
     output = two.communicate(timeout=120)[0]
     assert two.returncode == 0, output
-    assert "2/2" in output  # the progress bar
-    assert len(losses(tmp_path / "alone")) == 2
+    assert "2/2" in output
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
@@ -83,11 +105,8 @@ def test_two_nodes(start, tmp_path):
     assert "ddp on 4 process(es)" in outputs[0] and "ddp on" not in outputs[1]
 
 
-def test_collectives_are_checked_on_request(start, tmp_path):
-    command = "torchrun --standalone --nproc_per_node=2 distributed_training.py --distributed --check-collectives"
-    process = start("03_ddp", command)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
+def test_collectives_are_checked_on_request(tmp_path):
+    ranks(2, "03_ddp", *SMALL, f"--run-dir={tmp_path / 'run'}", "--distributed", "--check-collectives")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["check_collectives"] is True
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Fork
 from helpers import SMALL, configure, metrics, numbers, train
 
 from common import ROOT
@@ -21,6 +22,7 @@ from common.errors import UserError
 from common.lab.launch import RankFailed, launch
 from common.run import INTERRUPTED, Run
 from common.run_dir import RunDirectory
+from course.ddp.loading import WORKERS
 
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
@@ -132,16 +134,15 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
         launch(train, 1, ([config],))
 
 
-def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen:
+def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen | Fork:
     """Start the front door, under torchrun for nproc > 0, as the leader of a process group of its own."""
-    program = [sys.executable]
-    if nproc:
-        program += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    small = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
-    command = [*program, str(ROOT / "distributed_training.py"), *small, *arguments]
-    return subprocess.Popen(
-        command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options
-    )
+    script = ROOT / "distributed_training.py"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
+    if not nproc:
+        return Fork(script, *arguments, cwd=cwd, **options)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*torchrun, script, *arguments], cwd=cwd, text=True, start_new_session=True, **pipes)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -160,13 +161,18 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
-    process = start("--steps=100000", "--run-dir=run", *(["--distributed"] if nproc else []), nproc=nproc, cwd=tmp_path)
+    """Of processes that load data too, which hear it as well."""
+    more = ["--distributed", "--loading=shard-stream-workers"] if nproc else []
+    process = start("--steps=100000", "--run-dir=run", *more, nproc=nproc, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
+    assert len(everyone) == 1 + nproc + nproc * WORKERS
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
     assert "go on with --resume --run-dir run" in errors
+    assert "Traceback" not in errors.split("go on with --resume")[0], errors
+    assert "SIGKILL" not in errors, errors
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     done = metrics(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / f"checkpoint-{done:06d}.pt").exists() and (tmp_path / "run" / "loss.png").exists()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
+from common.lab.guard import CheckCollectives
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Ranks:
 
     @classmethod
     def here(cls) -> "Ranks":
-        """Of the current process group, on the CPU of one node: what `launch` starts."""
-        return cls(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+        """Of the current process group, on one node: on the CPU, which is what `launch` starts, or where the group has
+        NCCL on this process's GPU."""
+        gpu = "nccl" in dist.get_backend_config()
+        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        return cls(dist.get_rank(), dist.get_world_size(), dist.get_rank(), device)
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on at least one. A collective: every rank must call it."""
@@ -56,15 +60,16 @@ def choose(
 ) -> tuple[str, str, str | None]:
     """Pick (device type, backend, remark) for `processes` processes on this node.
 
-    `device` is "auto", "cpu" or "cuda"; `backend` is "auto", "gloo" or "nccl". NCCL wants a GPU for each
-    process; where there are fewer, processes share GPUs and gloo carries the messages. `own_gpu` says whether each
-    process sees one GPU of its own, as when Slurm binds them; None: that is not known yet, and is given the benefit of
-    the doubt if every process sees a single one.
+    `device` is "auto", "cpu" or "cuda"; `backend` is "auto", "gloo" or "nccl". NCCL wants a GPU for each process; where
+    there are fewer, processes share GPUs and gloo carries the messages. `own_gpu` says whether each process has a GPU
+    of its own (`gpus_differ`). It may have one though it sees fewer GPUs than there are processes: Slurm can let each
+    task see its own GPU alone. None: the ranks have not met yet, and nobody knows. Then it is believed if somebody has
+    selected the GPUs that this process sees.
     Raises UserError where what was asked for cannot be had.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and (own_gpu or (own_gpu is None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ)):
-        gpus = max(gpus, processes)
+    if own_gpu is None:
+        own_gpu = gpus >= processes or (gpus > 0 and "CUDA_VISIBLE_DEVICES" in os.environ)
     if device == "cuda" and gpus == 0:
         raise UserError(
             "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
@@ -74,34 +79,43 @@ def choose(
     if backend == "nccl":
         if device != "cuda":
             raise UserError("--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo")
-        if gpus < processes:
+        if not own_gpu:
             raise UserError(
                 f"--backend nccl needs one GPU per process: {processes} processes on this node, {gpus} GPU(s); "
                 f"start --nproc_per_node={gpus}, or use --backend gloo to share GPUs"
             )
     if backend == "auto":
-        backend = "nccl" if device == "cuda" and gpus >= processes else "gloo"
+        backend = "nccl" if device == "cuda" and own_gpu else "gloo"
     remark = None
-    if device == "cuda" and backend == "gloo" and gpus < processes:
+    if device == "cuda" and backend == "gloo" and not own_gpu:
         remark = f"{processes} processes share {gpus} GPU(s), which NCCL refuses: using gloo instead"
     return device, backend, remark
 
 
 def environment() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, processes on this node) as the launcher set them; (0, 1, 0, 1) without one."""
+    """(rank, world size, local rank, processes on this node) as the launcher set them; (0, 1, 0, 1) without one. Where
+    it says nothing about nodes, there is one."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
-    return rank, size, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
-def gpus_differ(store: dist.Store, rank: int, size: int) -> bool:
-    """Does every process on this node see exactly one GPU, each another one? (Slurm and others bind them so.) Asked
-    through the store, before there is a process group."""
+def on_one_node() -> bool:
+    """Do all ranks run on this node, as far as the launcher says so?"""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"]) == size
+    return size == 1 or os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
+
+
+def gpus_differ(store: dist.Store, rank: int, size: int, local_rank: int) -> bool:
+    """Does every process have a GPU that no other one has? Asked through the store, before there is a process group; so
+    all ranks, of all nodes, know the same."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own = str(torch.cuda.get_device_properties(0).uuid) if gpus == 1 else f"{gpus} GPUs"
+    own = str(torch.cuda.get_device_properties(local_rank % gpus).uuid) if gpus else "no GPU"
     store.set(f"common.ranks/gpu/{rank}", f"{socket.gethostname()} {own}")
-    seen = [store.get(f"common.ranks/gpu/{other}").decode() for other in range(size)]
-    return not any(text.endswith("GPUs") for text in seen) and len(set(seen)) == size
+    seen = [text.decode() for text in store.multi_get([f"common.ranks/gpu/{other}" for other in range(size)])]
+    return not any(text.endswith("no GPU") for text in seen) and len(set(seen)) == size
 
 
 def keep_freed_memory() -> None:
@@ -126,12 +140,6 @@ def let_threads_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def check_collectives():
-    from common.lab.guard import CheckCollectives  # imports DTensor, which takes most of a second
-
-    return CheckCollectives()
-
-
 @contextmanager
 def process_group(
     device: str = "auto",
@@ -154,20 +162,26 @@ def process_group(
     them.
     """
     if dist.is_initialized():  # by `launch`, or by a notebook: it is theirs to tear down
-        with check_collectives() if check else nullcontext():
-            yield Ranks.here()
+        ranks = Ranks.here()
+        if ranks.device.type == "cpu" and (device == "cuda" or backend == "nccl"):
+            asked = "--device cuda" if device == "cuda" else "--backend nccl"
+            raise UserError(f"{asked}: there is a process group already, and it is on the CPU; leave the option out")
+        with CheckCollectives() if check else nullcontext():
+            yield ranks
         return
     rank, size, local_rank, local_size = environment()
     wait = datetime.timedelta(seconds=timeout)
-    if size == local_size and sys.platform in LOOPBACK:  # one node: some hosts cannot resolve their own name
+    if on_one_node() and sys.platform in LOOPBACK:  # some hosts cannot resolve their own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
     if size == 1:
         store = dist.HashStore()  # a group of one needs no port
+    if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise UserError(f"WORLD_SIZE is {size}, and MASTER_ADDR and MASTER_PORT are not both set; start with torchrun")
     try:
         if store is None:
             store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
             store.set_timeout(wait)
-        own_gpu = device != "cpu" and local_size > 1 and gpus_differ(store, rank, size)
+        own_gpu = None if device == "cpu" or size == 1 else gpus_differ(store, rank, size, local_rank)
         device, backend, remark = choose(device, backend, local_size, own_gpu)
         if remark and rank == 0:
             print(f"note: {remark}", file=sys.stderr)
@@ -194,7 +208,7 @@ def process_group(
             advice = f"{str(error).splitlines()[0]}; are all nodes started, with the same address, port and --nnodes?"
         raise UserError(f"cannot meet the other ranks at {address}: {advice}") from error
     orderly_exit = None
-    with check_collectives() if check else nullcontext():
+    with CheckCollectives() if check else nullcontext():
         try:
             yield Ranks(rank, size, local_rank, torch.device(device))
         except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on

@@ -1,10 +1,13 @@
-"""What tests borrow: settings as the command line makes them, training through a real main, metrics, ports."""
+"""What tests borrow: settings as the command line makes them, training through a real main, metrics, ports,
+processes."""
 
 import json
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from common import run_dir
 from common.command_line import parse
@@ -75,3 +78,12 @@ def numbers(folder: Path) -> list[float]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def running() -> set[int]:
+    """Processes that descend from this one, or that have lost their parent and are at work in this folder."""
+    found = {process.pid for process in psutil.Process().children(recursive=True)}
+    for orphan in psutil.Process(1).children():
+        with suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
+            found |= {orphan.pid} if orphan.cwd() == os.getcwd() else set()
+    return found

@@ -234,11 +234,8 @@ def functional_messages():
                 if rank == 1:
                     store.wait([f"{batch} has started"])
                 if batch:
-                    kinds, tensors = (
-                        [("isend", "irecv"), ("irecv", "isend")][rank],
-                        [torch.ones(2), torch.ones(4 + rank)],
-                    )
-                    F.batch_p2p_ops(list(kinds), [1 - rank] * 2, [7, 8], tensors, name)
+                    kinds = [["isend", "irecv"], ["irecv", "isend"]][rank]
+                    F.batch_p2p_ops(kinds, [1 - rank] * 2, [7, 8], [torch.ones(2), torch.ones(4 + rank)], name)
                 elif rank == 0:
                     F.isend(torch.ones(2), 1, 5, name)
                 else:

@@ -117,7 +117,7 @@ def _was(folder: Path, rank: int, ended: bool, stopped: bool) -> str:
 def _doing(stack: str) -> str:
     """What a rank was doing, from the stack that faulthandler wrote (innermost frame first)."""
     if not stack:
-        return "was at work, and did not say where"  # it shuts its ears to signals, or had closed its files
+        return "was at work, and did not say where"  # it blocks signals, or had closed its files
     stack = stack.rpartition("Thread 0x")[2]  # where all threads are there, the main thread is the last
     operation, leaving = "", False
     for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', stack):

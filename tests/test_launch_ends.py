@@ -1,0 +1,201 @@
+"""Whatever ranks do, launch ends in time, says what they did, and leaves no process behind."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import running
+
+from common.lab import launch as launching
+from common.lab.launch import RankFailed, launch
+
+
+def all_exit():
+    os._exit(0)
+
+
+def one_exits():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(2))
+
+
+def one_stops_itself():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(2))
+
+
+def all_stop_themselves():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def ignore_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def block_every_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        pass
+
+
+def one_closes_its_files():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.closerange(0, 4096)
+    dist.all_reduce(torch.ones(2))
+
+
+def one_hoards():
+    dist.barrier() if dist.get_rank() == 0 else None
+    limit = psutil.Process().memory_info().vms + 300 * 2**20  # of this rank only: the tests' machine is shared
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    hoard = []
+    while True:
+        hoard.append(bytearray(20 * 2**20))
+
+
+def thread_that_goes_on():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def fork_and_wait():
+    """The child of rank 0 stays, that of rank 1 returns: its rank has not returned for that."""
+    if os.fork() == 0 and dist.get_rank() == 1:
+        return
+    time.sleep(600)
+
+
+WHATEVER = {
+    all_exit: (
+        1,
+        "rank 0 of 2: died with exit code 0 before it returned\nmeanwhile\n"
+        "  rank 1 died with exit code 0 before it returned",
+    ),
+    one_exits: (
+        1,
+        "rank 1 of 2: died with exit code 0 before it returned\nmeanwhile\n"
+        "  rank 0 was waiting in all_reduce, line N of one_exits",
+    ),
+    one_stops_itself: (
+        2,
+        "rank 0 of 2: RuntimeError: Timed out waiting 1000ms for recv operation to complete (in all_reduce)\n"
+        "  test_launch_ends.py, line N, in one_stops_itself\n    dist.all_reduce(torch.ones(2))\nmeanwhile\n"
+        "  rank 1 was stopped by a signal, and was at line N of one_stops_itself",
+    ),
+    all_stop_themselves: (
+        2,
+        "rank 0 of 2: not finished in time: was stopped by a signal, and was at line N of all_stop_themselves\n"
+        "meanwhile\n  rank 1 was stopped by a signal, and was at line N of all_stop_themselves",
+    ),
+    ignore_sigterm: (
+        2,
+        "rank 0 of 2: not finished in time: was at line N of ignore_sigterm\nmeanwhile\n"
+        "  rank 1 was at line N of ignore_sigterm",
+    ),
+    block_every_signal: (
+        3,
+        "rank 0 of 2: not finished in time: was at line N of block_every_signal\nmeanwhile\n"
+        "  rank 1 was at line N of block_every_signal",
+    ),
+    one_closes_its_files: (
+        1,
+        "rank 1 of 2: died with SIGABRT\nmeanwhile\n  rank 0 was waiting in all_reduce, line N of one_closes_its_files",
+    ),
+    one_hoards: (
+        1,
+        "rank 1 of 2: MemoryError\n  test_launch_ends.py, line N, in one_hoards\n"
+        "    hoard.append(bytearray(20 * 2**20))\nmeanwhile\n  rank 0 was waiting in barrier, line N of one_hoards",
+    ),
+    thread_that_goes_on: (
+        2,
+        "rank 0 of 2: not finished in time: had returned already, and its process did not end\nmeanwhile\n"
+        "  rank 1 had returned already",
+    ),
+    fork_and_wait: (
+        2,
+        "rank 0 of 2: not finished in time: was at line N of fork_and_wait\nmeanwhile\n"
+        "  rank 1 was at line N of fork_and_wait",
+    ),
+}
+
+
+@pytest.mark.parametrize("fn", WHATEVER, ids=lambda fn: fn.__name__)
+def test_launch_ends_in_time_whatever_ranks_do(fn, monkeypatch):
+    monkeypatch.setattr(launching, "LEEWAY", 0.7)  # so that the tests take less time
+    seconds, text = WHATEVER[fn]
+    before, begin = running(), time.time()
+    with pytest.raises(RankFailed) as failure:
+        launch(fn, 2, timeout=1)
+    took = time.time() - begin
+    assert re.sub(r"line \d+", "line N", str(failure.value)) == text
+    assert took < seconds + 3  # which is for a busy machine
+    assert running() <= before
+
+
+def start_daemon():
+    """As daemons start: a process whose parent has ended, in a session of its own. Returns its number."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(write, f"{os.getpid()}\n".encode())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    return int(os.read(read, 20))
+
+
+def fork_and_return():
+    """The child of rank 0 stays, that of rank 1 raises: its error is not its rank's."""
+    child = os.fork()
+    if child == 0 and dist.get_rank() == 0:
+        time.sleep(600)
+    if child == 0:
+        raise ValueError
+    time.sleep(0.5)
+    return child
+
+
+def test_what_ranks_leave_behind_is_ended_after_a_success_too():
+    before = running()
+    daemons, children = launch(start_daemon, 2, timeout=20), launch(fork_and_return, 2, timeout=20)
+    assert len(set(daemons + children)) == 4 and 0 not in children
+    assert not [pid for pid in daemons + children if psutil.pid_exists(pid)]
+    assert running() <= before
+
+
+def test_ranks_end_with_their_caller():
+    """As when a notebook's kernel is restarted while a cell runs."""
+    code = (
+        "import os, time\nfrom common.lab.launch import launch\n"
+        "def f():\n    os.write(3, f'{os.getpid()}\\n'.encode())\n    time.sleep(600)\n"
+        "launch(f, 2)\n"
+    )
+    before, (read, write) = running(), os.pipe()
+    os.set_inheritable(write, True)
+    caller = subprocess.Popen([sys.executable, "-c", f"import os; os.dup2({write}, 3)\n{code}"], pass_fds=[write])
+    os.close(write)
+    with open(read) as pipe:
+        ranks = [int(pipe.readline()) for _ in range(2)]
+        assert all(psutil.pid_exists(rank) for rank in ranks)
+        caller.kill()
+        caller.wait()
+        begin = time.monotonic()
+        assert pipe.read() == ""  # its end: nobody holds the pipe any more
+        assert time.monotonic() - begin < 20
+    assert running() <= before

@@ -1,0 +1,392 @@
+"""The process group of a process: device and backend, who is who, set-up and tear-down. GPUs are pretended."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import ranks
+from common.errors import UserError
+from common.lab.guard import CollectiveMismatch
+from common.lab.launch import RankFailed, launch
+from common.ranks import Ranks, choose, environment, gpus_differ, process_group
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*VARIABLES, "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever a test does
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend: gpus(2) makes torch see two GPUs; gpus(1, "B") one, with this number of its own."""
+
+    def pretend(count: int, first: str = "A"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        properties = [SimpleNamespace(uuid=chr(ord(first) + number)) for number in range(count)]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+
+    pretend(0)
+    return pretend
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments of init_process_group and of torch.cuda.set_device, which are not really called."""
+    calls = SimpleNamespace(group=None, device=None)
+
+    def init_process_group(backend, **rest):
+        calls.group = {"backend": backend, **rest}
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(calls, "device", device))
+    return calls
+
+
+def launcher(monkeypatch, rank, size, local_rank=None, local_size=None, address="10.0.0.1"):
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in {**values, "MASTER_ADDR": address, "MASTER_PORT": 29500}.items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+
+
+def store_with(*gpus: str) -> dist.Store:
+    """What the other ranks have written, by rank, where they have met."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    for rank, gpu in enumerate(gpus):
+        store.set(f"common.ranks/gpu/{rank}", gpu)
+    return store
+
+
+# --- device and backend ----------------------------------------------------------------------------------------------
+
+SHARED = "4 processes share 1 GPU(s), which NCCL refuses: using gloo instead"
+CHOICES = [
+    # GPUs seen, selected by somebody, device, backend, processes, each has its own -> device, backend, remark
+    (0, False, "auto", "auto", 1, None, ("cpu", "gloo", None)),
+    (0, False, "auto", "auto", 4, None, ("cpu", "gloo", None)),
+    (0, False, "auto", "auto", 4, False, ("cpu", "gloo", None)),
+    (1, False, "auto", "auto", 1, None, ("cuda", "nccl", None)),
+    (4, False, "auto", "auto", 4, None, ("cuda", "nccl", None)),
+    (4, False, "auto", "auto", 4, True, ("cuda", "nccl", None)),
+    (4, False, "cpu", "auto", 4, None, ("cpu", "gloo", None)),
+    (4, False, "cuda", "gloo", 4, True, ("cuda", "gloo", None)),
+    (1, False, "auto", "auto", 4, None, ("cuda", "gloo", SHARED)),
+    (1, False, "auto", "auto", 4, False, ("cuda", "gloo", SHARED)),
+    (1, True, "auto", "auto", 4, False, ("cuda", "gloo", SHARED)),
+    (1, True, "auto", "auto", 4, None, ("cuda", "nccl", None)),  # as Slurm binds them: each sees its own
+    (1, True, "auto", "nccl", 4, None, ("cuda", "nccl", None)),
+    (1, False, "auto", "auto", 4, True, ("cuda", "nccl", None)),
+    (1, False, "cuda", "nccl", 4, True, ("cuda", "nccl", None)),
+    (2, True, "auto", "nccl", 4, True, ("cuda", "nccl", None)),  # each sees two of eight
+]
+REFUSED = [
+    (0, False, "cuda", "auto", 1, None, "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install"),
+    (0, True, "cuda", "auto", 1, None, "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install"),
+    (0, False, "auto", "nccl", 2, None, "--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo"),
+    (4, False, "cpu", "nccl", 2, None, "--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo"),
+    (2, False, "auto", "nccl", 4, None, "--backend nccl needs one GPU per process: 4 processes on this node, 2 GPU(s)"),
+    (1, True, "auto", "nccl", 4, False, "--backend nccl needs one GPU per process: 4 processes on this node, 1 GPU(s)"),
+]
+
+
+def case(gpus, monkeypatch, count, selected):
+    gpus(count)
+    if selected:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.mark.parametrize(("count", "selected", "device", "backend", "processes", "own", "expected"), CHOICES)
+def test_device_and_backend(gpus, monkeypatch, count, selected, device, backend, processes, own, expected):
+    case(gpus, monkeypatch, count, selected)
+    assert choose(device, backend, processes, own) == expected
+
+
+@pytest.mark.parametrize(("count", "selected", "device", "backend", "processes", "own", "text"), REFUSED)
+def test_what_cannot_be_had_is_refused(gpus, monkeypatch, count, selected, device, backend, processes, own, text):
+    case(gpus, monkeypatch, count, selected)
+    with pytest.raises(UserError) as error:
+        choose(device, backend, processes, own)
+    assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("others", "seen", "differ"),
+    [
+        (["node A", "node B"], (1, "C"), True),
+        (["node A", "node C"], (1, "C"), False),
+        (["node A", "node B"], (0, "C"), False),
+        (["node A", "node no GPU"], (1, "C"), False),
+        (["node A", "node B"], (4, "A"), True),  # all are seen: the third rank's own is the third of four
+        (["node A", "node B"], (2, "C"), True),
+        (["node A", "node B"], (2, "A"), False),  # two GPUs for three: the third rank takes the first again
+        (["node A", "other C"], (1, "C"), True),
+    ],
+)
+def test_gpus_differ(gpus, monkeypatch, others, seen, differ):
+    gpus(*seen)
+    monkeypatch.setattr(ranks.socket, "gethostname", lambda: "node")
+    assert gpus_differ(store_with(*others), 2, 3, local_rank=2) is differ
+
+
+def test_gpus_differ_waits_for_everybody(gpus, monkeypatch):
+    own = threading.local()
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own.gpu)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    for answer, uuids in ((True, "ABC"), (False, "ABA")):
+
+        def ask(rank, uuids=uuids, prefix=uuids):
+            own.gpu = SimpleNamespace(uuid=uuids[rank])
+            return gpus_differ(dist.PrefixStore(prefix, store), rank, 3, rank)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(ask, range(3))) == [answer] * 3
+
+
+# --- set-up ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_that_of_the_local_rank(gpus, monkeypatch, started):
+    """The second process of the second of two nodes, which have four GPUs and use two: rank 3 takes GPU 1."""
+    gpus(4)
+    launcher(monkeypatch, rank=3, size=4, local_rank=1, local_size=2)
+    with process_group(store=store_with("first A", "first B", "second A")) as group:
+        assert group == Ranks(3, 4, 1, torch.device("cuda:1"))
+    assert started.device == "cuda:1"
+    assert started.group["backend"] == "cpu:gloo,cuda:nccl"
+    assert started.group["device_id"] == torch.device("cuda:1")
+    assert (started.group["rank"], started.group["world_size"]) == (3, 4)
+    assert started.group["timeout"] == timedelta(seconds=300)
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_a_gpu_bound_to_each_process(gpus, monkeypatch, started, backend, capsys):
+    gpus(1, "D")
+    launcher(monkeypatch, rank=3, size=4, local_rank=3, local_size=4)
+    others = [f"{ranks.socket.gethostname()} {uuid}" for uuid in "ABC"]
+    with process_group(backend=backend, store=store_with(*others)) as group:
+        assert group.device == torch.device("cuda:0")
+    assert started.group["backend"] == "cpu:gloo,cuda:nccl" and started.group["device_id"] == torch.device("cuda:0")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_that_processes_share(gpus, monkeypatch, started, capsys):
+    gpus(1, "A")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # selected for all: it says nothing about each
+    launcher(monkeypatch, rank=0, size=2, local_rank=0, local_size=2)
+    host = ranks.socket.gethostname()
+    with process_group(store=store_with(f"{host} A", f"{host} A")) as group:
+        assert group.device == torch.device("cuda:0")
+    assert started.group["backend"] == "gloo" and "device_id" not in started.group
+    assert capsys.readouterr().err == ("note: 2 processes share 1 GPU(s), which NCCL refuses: using gloo instead\n")
+    with pytest.raises(UserError, match="--backend nccl needs one GPU per process: 2 processes on this node, 1 GPU"):
+        with process_group(backend="nccl", store=store_with(f"{host} A", f"{host} A")):
+            pass
+
+
+def test_on_the_cpu_no_device_is_bound(gpus, monkeypatch, started):
+    gpus(2)
+    with process_group("cpu") as group:
+        assert group == Ranks(0, 1, 0, torch.device("cpu"))
+    assert started.group["backend"] == "gloo" and "device_id" not in started.group and started.device is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "interface"),
+    [
+        ({"rank": 0, "size": 2, "local_rank": 0, "local_size": 2}, "lo"),
+        ({"rank": 1, "size": 4, "local_rank": 1, "local_size": 2}, None),
+        ({"rank": 0, "size": 2, "address": "127.0.0.1"}, "lo"),  # started by hand
+        ({"rank": 0, "size": 2, "address": "node1"}, None),  # where the launcher says nothing about nodes
+    ],
+)
+def test_loopback_on_one_node_only(gpus, monkeypatch, started, settings, interface):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    launcher(monkeypatch, **settings)
+    with process_group("cpu", store=dist.HashStore()):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_loopback_for_a_single_process_and_where_nobody_chose_another(gpus, monkeypatch, started):
+    monkeypatch.setattr(sys, "platform", "linux")
+    with process_group("cpu"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with process_group("cpu"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_threads(gpus, monkeypatch, started):
+    """One for each of several ranks of a node; a single process, or one on a GPU, keeps what it has."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(ranks, "let_threads_finish", lambda: asked.append("let_threads_finish"))
+    with process_group("cpu"):
+        assert asked == []
+    launcher(monkeypatch, rank=1, size=2, local_rank=0, local_size=1)
+    with process_group("cpu", store=dist.HashStore()):
+        assert asked == []
+    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
+    gpus(2)
+    with process_group(store=store_with("node A")):
+        assert asked == []
+    with process_group("cpu", store=dist.HashStore()):
+        assert asked == [1, "let_threads_finish"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rank": 3, "size": 4, "local_rank": 1, "local_size": 2}, (3, 4, 1, 2)),
+        ({"rank": 3, "size": 4}, (3, 4, 3, 4)),  # by hand, on one node
+        (None, (0, 1, 0, 1)),
+    ],
+)
+def test_environment(monkeypatch, settings, expected):
+    if settings:
+        launcher(monkeypatch, **settings)
+    assert environment() == expected
+
+
+def test_without_an_address_nobody_meets(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UserError, match="WORLD_SIZE is 2, and MASTER_ADDR and MASTER_PORT are not both set; start with"
+    ):
+        with process_group("cpu"):
+            pass
+
+
+def test_ranks_that_never_come_are_told_about(monkeypatch):
+    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2, address="127.0.0.1")
+    with pytest.raises(UserError, match="cannot meet the other ranks at 127.0.0.1:29500: .*are all nodes started"):
+        with process_group("cpu", timeout=1):
+            pass
+
+
+# --- a group within another, and the end of one ----------------------------------------------------------------------
+
+
+def nested() -> tuple:
+    """A script's main, run inside of a launch; the launch's group has to outlive it."""
+    outer, found = dist.group.WORLD, []
+    for _ in range(2):
+        with process_group("auto", "auto") as group:
+            assert dist.group.WORLD is outer
+            found.append(group)
+    number = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(number)
+    return found, number.item(), dist.group.WORLD is outer, torch.get_num_threads()
+
+
+def test_within_a_launch_it_is_the_launchs_group():
+    for rank, (found, total, same, threads) in enumerate(launch(nested, 2)):
+        assert found == [Ranks(rank, 2, rank, torch.device("cpu"))] * 2
+        assert total == 1.0 and same and threads == 1
+
+
+def nested_check() -> list[str]:
+    said = []
+    for check in (False, True):
+        try:
+            with process_group(check=check):
+                dist.all_reduce(torch.ones(2, 3) if dist.get_rank() else torch.ones(3, 2))  # gloo says nothing
+            said.append("nothing")
+        except CollectiveMismatch:
+            said.append("mismatch")
+    return said
+
+
+def test_the_guard_is_on_where_it_is_asked_for():
+    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2
+
+
+def test_the_guard_is_on_in_a_group_of_its_own():
+    def watched(check):
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        return [type(mode).__name__ for mode in modes] == (["CheckCollectives"] if check else [])
+
+    for check in (False, True):
+        with process_group("cpu", check=check):
+            assert watched(check)
+
+
+@pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
+def test_within_a_launch_there_is_no_gpu(option):
+    def work():
+        with process_group(**option):
+            pass
+
+    with pytest.raises(RankFailed, match="UserError: --.*: there is a process group already, and it is on the CPU"):
+        launch(work, 2, timeout=5)
+
+
+def test_a_group_of_one_begins_and_ends_without_a_port(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with process_group("cpu") as group:
+            assert group == Ranks(0, 1, 0, torch.device("cpu")) == Ranks.here()
+            assert group.any(True) is True and group.any(False) is False
+            assert torch.get_num_threads() == 2
+        assert not dist.is_initialized()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_group_ends_in_order_after_sys_exit_but_not_after_an_error():
+    with pytest.raises(SystemExit) as leaving:
+        with process_group("cpu"):
+            sys.exit(130)
+    assert leaving.value.code == 130 and not dist.is_initialized()
+    with pytest.raises(ValueError, match="over"):
+        with process_group("cpu"):
+            raise ValueError("over")
+    assert dist.is_initialized()  # other ranks might be waiting in a collective
+    dist.destroy_process_group()
+
+
+def votes() -> list[bool]:
+    here = Ranks.here()
+    return [here.any(dist.get_rank() == 1), here.any(False), here.any(True)]
+
+
+def test_any_rank():
+    assert launch(votes, 3) == [[True, False, True]] * 3
+
+
+def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert Ranks.here().device == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["common.ranks", "common.run", "common.lab.ledger", "common.lab.guard", "common.lab.launch", "common.state"],
+)
+def test_nothing_imports_dtensor_that_does_not_use_it(module):
+    """It takes most of a second, in each rank of every run."""
+    slow = ("torch.distributed.tensor", "torch._dynamo", "matplotlib")
+    code = f"import sys, {module}; print([name for name in {slow} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

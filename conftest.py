@@ -1,6 +1,15 @@
-"""When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out."""
+"""When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. And what
+the tests start on few cores runs as ranks of the course do."""
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads_finish():
+    """For programs that are started by tests and know nothing of the course: processes inherit it."""
+    from common.ranks import let_threads_finish
+
+    let_threads_finish()
 
 
 def pytest_runtest_makereport(item, call):

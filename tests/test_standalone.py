@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import FULL
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -100,49 +101,55 @@ def check(folder: Path, output: str, chapter: str, epochs: int) -> None:
     assert [loss for _, loss, _ in printed(output)] == pytest.approx([loss for _, loss, _ in lines], abs=1e-4)
 
 
-# Under torchrun: run programs one after the other, each in a fork of a process that has done the slow imports. A fork
-# ends as a program of its own does, through the end of the interpreter. A program for fewer ranks than there are finds
-# in the environment what torchrun sets for so many; the others leave it out.
+# Run programs one after the other, their ranks as forks of a process that has done the slow imports, with the
+# environment that torchrun would give them. A launch of ORDERLY ranks ends as programs of their own do, through the end
+# of the interpreter, which takes longer than the rest of most programs; all others end at once.
 DRIVER = """
-import gc, json, os, runpy, sys
+import gc, json, os, runpy, signal, socket, sys
 import sklearn.datasets, torch._dynamo, torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.tensor.parallel
-from torch.distributed import PrefixStore
 
-rank = int(os.environ["RANK"])
+orderly = int(sys.argv[2])
 gc.freeze()  # else each fork copies the memory of all imports, when it collects garbage at its end
 for number, (nproc, program, folder, *arguments) in enumerate(json.loads(sys.argv[1])):
-    if rank >= nproc:
-        continue
-    child = os.fork()
-    if not child:
-        os.makedirs(folder, exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {}
+    for rank in range(nproc):
+        child = os.fork()
+        if child:
+            ranks[child] = rank
+            continue
         os.chdir(folder)
         output = os.open(f"output-{number:02}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
-        # All programs meet in the one store of torchrun: under keys of their own, or they find the ranks of the last.
-        rendezvous = sys.modules["torch.distributed.rendezvous"]  # `import` finds a function of the same name
-        create = rendezvous._create_c10d_store
-        rendezvous._create_c10d_store = lambda *where: PrefixStore(f"program {number}", create(*where))
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in (places | meeting).items()}
         sys.argv = [program, *arguments]
         runpy.run_path(program, run_name="__main__")
+        if nproc != orderly:
+            sys.stdout.flush()
+            os._exit(0)
         sys.exit()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        print(open(f"{folder}/output-{number:02}-{rank}").read())
-        sys.exit(f"rank {rank}: {program} in {folder} ended with {code}")
+    while ranks:
+        child, status = os.wait()
+        rank, code = ranks.pop(child), os.waitstatus_to_exitcode(status)
+        if code:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            print(open(f"{folder}/output-{number:02}-{rank}").read())
+            sys.exit(f"rank {rank}: {program} in {folder} ended with {code}")
 """
 
 
-def torchrun(jobs: list[list], folder: Path) -> None:
+def run(jobs: list[list], folder: Path, orderly: int = 0) -> None:
     """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0."""
     (folder / "driver.py").write_text(DRIVER)
-    most = max(nproc for nproc, *_ in jobs)
     jobs = [[nproc, *map(str, job)] for nproc, *job in jobs]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={most}"]
-    command += [str(folder / "driver.py"), json.dumps(jobs)]
+    command = [sys.executable, str(folder / "driver.py"), json.dumps(jobs), str(orderly)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -209,7 +216,7 @@ def test_ranks(tmp_path):
         copy.parent.mkdir(parents=True)
         shutil.copy(program, copy)
         jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate([2, 4, 1], start=1)]
-    torchrun(jobs, tmp_path)
+    run(jobs, tmp_path, orderly=4)
     for chapter in PROGRAMS:
         by_rank = outputs(tmp_path / chapter)
         launches = by_rank[:2], by_rank[2:6], by_rank[6:]
@@ -225,6 +232,18 @@ def test_ranks(tmp_path):
             for launch in launches:  # one epoch each, from one rank
                 speaker = -1 if chapter == "05_pipeline" else 0
                 assert len(printed(launch[speaker])) == len(printed("".join(launch))) == 1
+
+
+@pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != ONE_PROCESS] if FULL else [HELLO])
+def test_torchrun(chapter, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", PROGRAMS[chapter]]
+    command += [] if chapter == HELLO else ["1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if chapter == HELLO:
+        assert sorted(re.findall(r"rank (\d): 1 \+ ... \+ 2 is 3, expected 3", done.stdout)) == ["0", "1"]
+    else:
+        check(tmp_path, done.stdout, chapter, epochs=1)
 
 
 SAME_ORDER = ("        sampler.set_epoch(epoch)", "        #")
@@ -259,7 +278,7 @@ def test_mistakes_are_refused(tmp_path):
         assert text.count(right) == 1, right
         program.write_text(text.replace(right, wrong))
         jobs += [[2, program, program.parent, epochs] for epochs in ((1, 2) if "momenta" in mistake else (2,))]
-    torchrun(jobs, tmp_path)
+    run(jobs, tmp_path)
     for mistake, (chapter, *_) in MISTAKES.items():
         try:
             check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs=2)

@@ -154,6 +154,7 @@ def grade_apart(chapter: str, file: Path, time_limit: float) -> dict | str:
         mark = uuid.uuid4().hex
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder, MARK: mark}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ beside somebody's submission
         with errors.open("w") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-c", "import sys; from common.check import _grade_into; _grade_into(*sys.argv[1:])"]

@@ -1,4 +1,5 @@
 # The course's commands. README.md gives the plain pip and torchrun commands behind them.
+#   make test-all                    every case, not a selection
 #   make test PYTHON=python3.12      with another Python (3.10 or newer)
 #   make test VENV=/path/to/venv     in a virtual environment of your own
 
@@ -13,12 +14,16 @@ NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test lint test-python test-notebooks lab notebooks doctor check soak bench clean
+.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak bench clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed
 
 test: lint test-python test-notebooks
+
+# The same with every case in place of those that cover each pair of factors: for every week, and before a release.
+test-all: export FULL := 1
+test-all: test
 .NOTPARALLEL: # each of the three keeps two cores busy
 
 lint: $(INSTALLED)

@@ -143,11 +143,12 @@ def _ready_to_fork():
 
 
 def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, int]]:
-    """Wait until every rank has ended or raised, until SETTLE after the first failure, or until time is up.
+    """Wait until every rank has ended or raised, until SETTLE after the first failure, or until time is up. SETTLE
+    begins when all ranks have met, in case that the failure was quicker than that, but not much later.
 
     Returns for each rank that has ended when, in seconds since the epoch, and with which exit code.
     """
-    ended, failed_at, started, deadline = {}, None, False, time.monotonic() + START
+    ended, failed_at, settling, started, deadline = {}, None, None, False, time.monotonic() + START
     while True:
         for rank, process in enumerate(ranks):
             if rank not in ended and not process.is_alive():
@@ -157,10 +158,13 @@ def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, i
         now = time.monotonic()
         if (raised or died) and failed_at is None:
             failed_at = now
+        if failed_at is not None and settling is None:
+            met = {rank for rank in range(len(ranks)) if Path(folder, f"met-{rank}").exists()}
+            settling = now if len(met | raised | ended.keys()) == len(ranks) or now > failed_at + 6 * SETTLE else None
         if not started and all(Path(folder, f"stack-{rank}").exists() for rank in range(len(ranks))):
             started, deadline = True, now + timeout + LEEWAY
         finished = len(raised | ended.keys()) == len(ranks)
-        if finished or now > deadline or (failed_at is not None and now > failed_at + SETTLE):
+        if finished or now > deadline or (settling is not None and now > settling + SETTLE):
             return ended
         time.sleep(0.01)  # no waiting on pipes, which ranks may close, or leave open in a process of their own
 
@@ -271,6 +275,7 @@ def _run_rank(payload, folder: str, timeout: float, variables: dict[str, str]) -
         size = int(os.environ["WORLD_SIZE"])
         torch.set_num_threads(1)  # for a single rank too, so that its numbers are those of each of several
         with process_group("cpu", "gloo", timeout, store=dist.FileStore(f"{folder}/store", size)):
+            Path(folder, f"met-{rank}").touch()
             result = cloudpickle.dumps(fn(*args))
             if os.getpid() != pid:
                 os._exit(0)  # the function has forked, and this is not the rank

@@ -20,6 +20,8 @@ from common.lab.launch import RankFailed, launch
 
 
 def all_exit():
+    dist.barrier()
+    time.sleep(0.3)  # until the other one has left the barrier too
     os._exit(0)
 
 
@@ -44,13 +46,13 @@ def all_stop_themselves():
 def ignore_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
-        pass
+        time.sleep(0.01)
 
 
 def block_every_signal():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
-        pass
+        time.sleep(0.01)
 
 
 def one_closes_its_files():

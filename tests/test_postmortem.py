@@ -7,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch
 
 
@@ -69,13 +70,17 @@ def test_an_error_comes_before_a_later_death():
     assert failure.value.where[0] == "died with exit code 7"
 
 
-def test_a_rank_at_work_is_named_before_those_that_wait_for_it():
+@pytest.mark.parametrize("leeway", [1.0, 3.0])
+def test_a_rank_at_work_is_named_before_those_that_wait_for_it(leeway, monkeypatch):
+    """Whether launch or a rank that had returned, after the timeout and 2 seconds, is the first to lose patience."""
+    monkeypatch.setattr(launching, "LEEWAY", leeway)
+
     def work():
         if dist.get_rank() == 2:
             while True:
-                pass
+                time.sleep(0.01)
         if dist.get_rank() == 1:
-            time.sleep(3)  # its barrier does not time out within the launch's time
+            time.sleep(leeway + 0.5)  # its barrier does not time out within the launch's time
             dist.barrier()
 
     with pytest.raises(RankFailed, match="rank 2 of 3: not finished in time: was at line ") as failure:

@@ -60,6 +60,9 @@ def explain(
         for rank, (when, exitcode) in ended.items()
         if rank not in errors and (exitcode or not (folder / f"result-{rank}").exists())
     }
+    # Whoever had returned and waited, in vain, for the others to do so is no cause of anything.
+    in_vain = {r for r, e in errors.items() if "timeout" in e["error"].lower() and (folder / f"returned-{r}").exists()}
+    errors = {rank: error for rank, error in errors.items() if rank not in in_vain}
     lost = {rank: error["time"] for rank, error in errors.items() if "by peer" in error["error"]}
     own = {rank: error["time"] for rank, error in errors.items() if rank not in lost}
     where = [

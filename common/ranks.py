@@ -200,6 +200,10 @@ def process_group(
         dist.init_process_group(
             backend, timeout=wait, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size, **bound
         )
+        if size > 1:
+            # Gloo returns as soon as this rank has its connections. Leaving now, by an error of the program, it would
+            # keep the others in init_process_group, where they wait for the rest of theirs.
+            store_barrier(store, size, "common.ranks/met", barrier_timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):

@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,23 @@ def test_ranks_meet_in_a_file_and_ask_no_name_server():
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's schedulers")
+def test_no_rank_begins_before_all_have_met(monkeypatch):
+    """One that fails at once would otherwise keep the others in init_process_group, and the report would say so."""
+    init_process_group = dist.init_process_group
+
+    def late(*args, **options):
+        init_process_group(*args, **options)
+        if options["rank"] == 1:
+            time.sleep(0.4)
+            met.write_text(str(time.monotonic()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        met = Path(folder, "met")
+        monkeypatch.setattr(dist, "init_process_group", late)
+        began = launch(time.monotonic, nproc=3)
+        assert min(began) >= float(met.read_text())
+
+
 def test_ranks_do_not_interrupt_each_other():
     """See let_threads_finish in common/ranks.py. One rank alone is left as it is."""
     before = os.sched_getscheduler(0)

@@ -102,8 +102,11 @@ def global_batch(seed: int, step: int, batch_size: int, size: int) -> torch.Tens
 
     The epochs' orders, one after the other, cut into batches: every example comes up once before any comes twice.
     """
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    return torch.stack([epoch_order(seed, position // size, size)[position % size] for position in positions])
+    begin, end, parts = step * batch_size, (step + 1) * batch_size, []
+    for epoch in range(begin // size, (end - 1) // size + 1):
+        order = epoch_order(seed, epoch, size)
+        parts.append(order[max(begin - epoch * size, 0) : end - epoch * size])
+    return torch.cat(parts)
 
 
 def micro_batches(dataset, indices: torch.Tensor, data_rank: int, data_size: int, accumulate: int, device) -> list:

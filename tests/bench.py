@@ -129,7 +129,7 @@ def start_up(rounds: int = 3) -> None:
     """From the command to the end of the first step, and of a program that imports torch and joins a group."""
     bare = (
         "import time, torch, torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
-        "print(time.time(), flush=True); dist.destroy_process_group()"
+        "print(f'{time.time()}\\n', end='', flush=True); dist.destroy_process_group()"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -157,10 +157,9 @@ def main():
     print(f"{ROUNDS} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
     start_up()
     with tempfile.TemporaryDirectory() as folder:
-        steps = ROUNDS * STEPS + 1
-        config = configure(
-            "--strategy ddp --checkpoint-every 0 --log-every 1000", 2, steps=steps, run_dir=f"{folder}/run"
-        )
+        steps = ROUNDS * STEPS
+        line = "--strategy ddp --checkpoint-every 0 --log-every 1000"
+        config = configure(line, 2, steps=steps, run_dir=f"{folder}/run")
         rounds = launch(loops, 2, (config,), timeout=900)[0]
         more = sorted(1000 * (shared - bare) for shared, bare in rounds)
         name = "the scripts' loop, milliseconds a step above a bare loop"

@@ -130,10 +130,6 @@ def buckets(s: Sizes) -> Said:
     return [{"parameters": s.share, "buckets": s.share}], [adamw(s.share, s.share, s.share)]
 
 
-def buckets_and_gradients(s: Sizes) -> Said:
-    return buckets(s)[0], [adamw(s.share, s.share, s.share, buckets=s.share)]
-
-
 def replicas(s: Sizes, by_hand: bool) -> Said:
     """On the first device, at the end of a backward pass: the gradient of its own replica, and the sums, which are then
     added to the gradients. By hand, all copies of one parameter's arrive together; else one after the other."""
@@ -253,7 +249,7 @@ SAYS = {
     ("expert", "by-hand"): experts,
     ("pipeline", "pytorch"): plain,
     ("pipeline", "by-hand"): plain,
-    ("pipeline+ddp", "pytorch"): buckets_and_gradients,
+    ("pipeline+ddp", "pytorch"): buckets,
     ("pipeline+ddp", "by-hand"): plain,
     ("pipeline+fsdp", "pytorch"): stages_fsdp,
     ("zero1", "pytorch"): zero1_pytorch,

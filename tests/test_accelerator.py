@@ -22,14 +22,9 @@ from course.strategies import STRATEGIES
 
 # How often the host waits for the device for each micro-batch; where nothing is said, never.
 WAITS = {
-    # Positions are computed on the CPU: for the inputs, for the targets, and for the embedding of positions.
-    ("context", "by-hand"): {"copy to the device": 3},
-    ("ulysses", "by-hand"): {"copy to the device": 3},
     # The lengths of what is sent, received and computed, once for each layer (of which there is one here).
     ("expert", "by-hand"): {"tolist": 1},
 }
-# In each step, where the last stage is not: a 0 in the place of the loss.
-STEP = {("pipeline", "pytorch"): {"copy to the device": 1}}
 # In the first step PyTorch's stages agree on whether shapes are known, and tell each other.
 PIPELINES = ("pipeline", "pipeline+ddp", "pipeline+fsdp", "mesh")
 FIRST_STEP = {(name, "pytorch"): {"copy to the device": 1, "item": 1} for name in PIPELINES}
@@ -155,7 +150,6 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
     examples = getattr(config.options, "microbatches", 1 if time > 1 else case.size)
     says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](Sizes(case))]
     says, more = [*says, says[1]], small(config, examples * time)
-    last, per_step = case.rank == case.size - 1, STEP.get(case.who, {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(data_parallel, "devices_of", lambda mesh: gpus))
         mesh, watch = stack.enter_context(pretend(config.axes, rank, size, devices, (1, time, WIDTH)))
@@ -171,8 +165,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
                 strategy.step([(tokens, tokens.clone()) for _ in range(number)])
             except Refused as refused:
                 return phases, says, [*refusals, str(refused)]
-            waits = Counter({} if last else per_step)
-            waits.update({kind: number * times for kind, times in WAITS.get(case.who, {}).items()})
+            waits = Counter({kind: number * times for kind, times in WAITS.get(case.who, {}).items()})
             waits.update(FIRST_STEP.get(case.who, {}) if number == 1 and "pipeline" in config.axes else {})
             waits.update(item=FP16[case.who](number) if precision == "fp16" else 0)
             refusals += phases[-1].refusals(waits)

@@ -40,7 +40,7 @@ test-notebooks: $(INSTALLED)
 		--nbval-sanitize-with tests/sanitize.cfg $(NOTEBOOKS)
 
 lab: $(INSTALLED)
-	jupyter lab
+	jupyter lab 01_intro/01_why_distribute.ipynb
 
 # Run every notebook and store what it puts out.
 notebooks: $(INSTALLED)

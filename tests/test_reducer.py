@@ -1,10 +1,7 @@
 """The reducer of chapter 03: bit by bit what DistributedDataParallel computes, and clear about what it cannot."""
 
-import ast
 import re
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,14 +9,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from common import ROOT
 from common.errors import UserError
 from common.lab import bugs, equality
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
-from course.ddp import buckets, by_hand, distributed_training
+from course.ddp import by_hand, distributed_training
 from course.ddp.classroom import bugs as chapter_bugs
 
 CAP = 0.02  # MiB: a few buckets for a small model
@@ -385,59 +381,3 @@ def test_messages_are_buckets_and_overlap_the_backward_pass():
         assert calls == {"all_reduce": count} and count > 2
         assert sent == 2 * 3 / 4 * size
         assert incomplete == list(range(count - 1, -1, -1))  # each leaves while those behind it are not complete
-
-
-# --- the page that grows the reducer, and its pictures ------------------------------------------------------------
-
-
-def definitions(source: str) -> dict[str, str]:
-    """Every function of a file or cell, also of its classes: its code, without docstring, by name; the last counts."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            if ast.get_docstring(node):
-                node.body = node.body[1:]
-            found[node.name] = ast.dump(node)
-    return found
-
-
-def cells_of_the_page() -> list[str]:
-    notebook = nbformat.read(ROOT / "03_ddp" / "01_ddp.ipynb", as_version=4)
-    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def test_the_reducer_that_grows_on_the_page_is_that_of_by_hand():
-    """Its last versions; __init__, zero_grad and ready grow by calling their earlier selves."""
-    grown = {}
-    for cell in cells_of_the_page():
-        if cell.startswith("MEBIBYTE") or "class Reducer" in cell:
-            grown |= definitions(cell)
-    finished = definitions(Path(by_hand.__file__).read_text())
-    for name in ("assign", "begin", "put", "launch", "average", "finish", "no_sync"):
-        assert grown[name] == finished[name], f"{name} differs between the page and by_hand.py"
-
-
-@pytest.mark.parametrize(
-    "gradients, bucket_bytes, backward, alpha, ends, tail",
-    [
-        ([1, 1, 1], 1, 3.0, 0.0, [3, 5, 7], 4),  # complete after 1, 2 and 3 s; each travels for 2 s
-        ([1, 1, 1], 9, 3.0, 0.0, [9], 6),  # one bucket, which leaves at the end
-        ([1, 1, 4], 1, 6.0, 0.0, [12, 14, 16], 10),  # the large one comes first and holds the others up
-        ([4, 1, 1], 2, 6.0, 1.0, [7, 16], 10),  # the last two together, from 2 to 7 s; then the first, for 9 s
-        ([1, 1], 1, 10.0, 0.5, [7.5, 12.5], 2.5),  # the network waits for the second
-    ],
-)
-def test_simulated_overlap_worked_out_by_hand(gradients, bucket_bytes, backward, alpha, ends, tail):
-    sent = buckets.simulate(gradients, bucket_bytes, backward, alpha, bandwidth=1.0)
-    assert [bucket.end for bucket in sent] == ends
-    assert buckets.exposed(sent, backward) == tail
-
-
-def test_the_sliders_move_the_picture():
-    lab = buckets.BucketLab()
-    before = lab.picture.value
-    lab.controls["bucket_mb"].value = 100
-    after = lab.picture.value
-    assert after != before
-    lab.controls["bucket_mb"].value = 25
-    assert lab.picture.value == before

@@ -39,7 +39,7 @@ test-notebooks: $(INSTALLED)
 	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
 
 lab: $(INSTALLED)
-	jupyter lab
+	jupyter lab 01_intro/01_why_distribute.ipynb
 
 # Run every notebook and store what it puts out.
 notebooks: $(INSTALLED)

@@ -66,7 +66,7 @@ def flipbook(frames: list[Frame], still: int = -1) -> None:
         "image/png": base64.b64encode(pictures[still]).decode(),
         "text/plain": f"<flipbook of {len(frames)} frames>",
     }
-    display(data, metadata={"image/png": {"alt": f"{frames[still].caption} {frames[still].alt}"}}, raw=True)
+    display(data, metadata={"image/png": {"alt": frames[still].alt}}, raw=True)
 
 
 def _bytes(picture: Figure | bytes) -> bytes:

@@ -194,9 +194,7 @@ def stored_alts(cell):
         data = output.get("data", {})
         frames = re.findall(r"<img [^>]*>", data.get("text/html", ""))
         yield from (html.unescape((re.search(r' alt="([^"]*)"', frame) or ["", ""])[1]) for frame in frames)
-        yield from (
-            output.metadata.get(kind, {}).get("alt", "") for kind in data if kind.startswith("image/") and not frames
-        )
+        yield from (output.metadata.get(kind, {}).get("alt", "") for kind in data if kind.startswith("image/"))
 
 
 def alt_text_is_that_of_the_source(notebook, path):
@@ -289,6 +287,16 @@ def explains_between_code(notebook, path):
             yield f"nothing is said between {name(first)} and {name(second)}"
 
 
+def shows_what_it_announces(notebook, path):
+    """Where a code cell was deleted, text follows on text: only a new section may, and not after a colon."""
+    for first, second in zip(notebook.cells, notebook.cells[1:], strict=False):
+        if first.cell_type == second.cell_type == "markdown":
+            if first.source.rstrip().endswith(":"):
+                yield f"{name(first)} ends with a colon, and no code follows"
+            elif not second.source.startswith("#"):
+                yield f"{name(second)} goes on from {name(first)}: is there a cell missing? Else make them one"
+
+
 def has_links_that_lead_somewhere(notebook, path):
     yield from dead_links(prose(notebook), path.parent)
 
@@ -377,6 +385,7 @@ RULES = [
     has_prose,
     promises_its_time,
     explains_between_code,
+    shows_what_it_announces,
     has_links_that_lead_somewhere,
     keeps_the_solutions_to_itself,
     numbers_of_the_prose_are_computed_or_cited,

@@ -53,7 +53,9 @@ class PipelineDDP(PipelineParallel):
         require_for_ddp(self.options.schedule, self.pipeline.size, self.microbatches)
         self.replicas = axis(self.mesh, "data")
         return {
-            n: DistributedDataParallel(stage, process_group=self.replicas.group) if trained(stage) else stage
+            n: DistributedDataParallel(stage, process_group=self.replicas.group, gradient_as_bucket_view=True)
+            if trained(stage)
+            else stage
             for n, stage in modules.items()
         }
 

@@ -18,6 +18,7 @@ import torch
 
 from common.errors import UserError
 
+LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
 KEEP = 2  # if the newest checkpoint proves bad there is one before it
 
 
@@ -49,7 +50,8 @@ class RunDirectory:
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            whole = "a checkpoint could not be written whole, as on a full disk"
+            reason = error.strerror if isinstance(error, OSError) else whole
             raise UserError(
                 f"run directory {self.path}: {reason}; make room or name another with --run-dir "
                 f"(checkpoints written before are whole; --resume goes on from them)"
@@ -69,7 +71,7 @@ class RunDirectory:
 
     def log(self, record: dict) -> None:
         with self.told():
-            self.metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
 
     def records(self) -> list[dict]:

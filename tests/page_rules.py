@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,10 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from helpers import launcher
+from nbformat import read
+from notebook_rules import reading_minutes
 from torch.distributed.run import get_args_parser
 
 from common import ROOT, check
@@ -167,6 +171,29 @@ def default_of(folder: str) -> str | None:
     return re.search(r'start\("(\S+)"\)', file.read_text())[1] if folder in CHAPTERS else None
 
 
+def arguments_exist(page, text):
+    """The chapters, exercises and planted bugs that a command names, and the variables that it gives to make."""
+    for words in commands(text):
+        given = [word for word in words if not word.startswith("-") and not word.isupper()]
+        line = " ".join(words)
+        if given[:1] == ["make"]:
+            for name, _, value in (word.partition("=") for word in given[1:] if "=" in word):
+                if not re.search(rf"^{name} \?=", MAKEFILE, re.MULTILINE):
+                    yield f"{line}: the Makefile knows no {name}"
+                elif name == "CHAPTER" and value not in CHAPTERS:
+                    yield f"{line}: no chapter {value}"
+        elif given[:2] == ["python", "common.check"] and "--submission" not in words:
+            chapter, exercise = (given[2:] + [None, None])[:2]
+            if chapter and chapter not in CHAPTERS:
+                yield f"{line}: no chapter {chapter}"
+            elif chapter and exercise and exercise not in {known.name for known in check.exercises_of(chapter)}:
+                yield f"{line}: no exercise {exercise}"
+        elif given[:1] == ["python"] and given[1:] and Path(given[1]).name == "bugs.py":
+            chapter = next((part for part in (*Path(given[1]).parts, page.parent.name) if part in CHAPTERS), None)
+            known = bugs_of(chapter) if chapter else set().union(*map(bugs_of, CHAPTERS))
+            yield from (f"{line}: no bug {name}" for name in given[2:] if name not in known)
+
+
 # --- files, names, numbers ------------------------------------------------------------------------------------
 
 SUFFIXES = (
@@ -179,6 +206,13 @@ NOT_HERE = {
     "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name",
 }  # fmt: skip
+
+
+@functools.cache
+def bugs_of(chapter: str) -> set[str]:
+    package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
+    bugs = importlib.import_module(f"course.{package}.classroom.bugs")
+    return {*bugs.BUGS, *getattr(bugs, "DROPOUT_BUGS", ())}
 
 
 @functools.cache
@@ -206,7 +240,10 @@ def is_there(page: Path, path: str) -> bool:
 
 
 # Of other programs and libraries, or invented for an example; and what their variables begin with.
-FOREIGN = {"NN_name", "HOST", "OK", "FIX", "INFO", "WARN", "EADDRINUSE", "RendezvousTimeoutError", "core.symlinks"}
+FOREIGN = {
+    "NN_name", "HOST", "OK", "FIX", "INFO", "WARN", "EADDRINUSE", "RendezvousTimeoutError", "core.symlinks", "PHB",
+    "split_dataset_by_node", "StatefulDataLoader", "WithDevice", "NoChunk",
+}  # fmt: skip
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_")
 
 
@@ -216,14 +253,33 @@ def words_of_the_code() -> set[str]:
     return set(re.findall(r"\w+", "\n".join((ROOT / path).read_text() for path in files) + MAKEFILE))
 
 
+@functools.cache
+def words_of_torch() -> set[str]:
+    """Of the parts that notebooks speak about."""
+    folders = [Path(torch.__file__).parent / name for name in ("distributed", "nn", "cuda", "optim", "utils/data")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return set(re.findall(r"\w+", "\n".join(file.read_text(errors="ignore") for file in files)))
+
+
+def words_of_cells(notebook: Path) -> set[str]:
+    cells = json.loads(notebook.read_text())["cells"] if notebook.exists() else []
+    return set(re.findall(r"\w+", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")))
+
+
 def names_exist(page, text):
-    """Identifiers in backticks, such as `make_mesh`, `Strategy.parts()` or `Where(shape, ...)`, occur in the code."""
+    """Identifiers in backticks, such as `make_mesh`, `Strategy.parts()` or `Where(shape, ...)`, occur in the code.
+
+    A notebook may also name what its cells define, and what PyTorch has.
+    """
+    known = words_of_the_code()
+    if page.suffix == ".ipynb":
+        known = known | words_of_cells(page) | words_of_torch()
     for span in spans(text):
         name = re.match(r"([A-Za-z_][\w.]*)(\(.*\))?$", span)
         if not name or name[1] in FOREIGN or name[1].startswith(VARIABLES) or Path(name[1]).suffix in SUFFIXES:
             continue
         is_name = "_" in name[1] or "." in name[1] or re.search(r"[a-z][A-Z]", name[1]) or name[1].isupper()
-        if is_name and any(word not in words_of_the_code() for word in filter(None, name[1].split("."))):
+        if is_name and any(word not in known for word in filter(None, name[1].split("."))):
             yield f"no {name[1]} in the code"
 
 
@@ -245,11 +301,9 @@ def counted(chapter: str | None) -> dict[str, int]:
     if chapter is None:
         return {"chapters": len(CHAPTERS), "strategies": len(STRATEGIES), "schedules": len(SCHEDULES),
                 "ways to load": len(LOADING)}  # fmt: skip
-    package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
-    bugs = importlib.import_module(f"course.{package}.classroom.bugs")
     return {
         "exercises": len(check.exercises_of(chapter)),
-        "bugs": len(bugs.BUGS) + len(getattr(bugs, "DROPOUT_BUGS", ())),
+        "bugs": len(bugs_of(chapter)),
         "notebooks": sum(path.startswith(f"{chapter}/") for path in NOTEBOOKS),
     }
 
@@ -267,8 +321,8 @@ def counts_are_right(page, text):
 
 
 def strategies_are_those_of_the_table(page, text):
-    """The README's table: every strategy, its axes, and which implementations it has."""
-    if page.name != "README.md":
+    """The table in docs/strategies.md: every strategy, its axes, and which implementations it has."""
+    if page.name != "strategies.md":
         return
     titles = ["`--strategy`", "what is divided over the processes", "axes", "PyTorch's", "`--by-hand`"]
     lines = [re.sub(r" +", " ", line) for line in text.splitlines()]
@@ -313,18 +367,54 @@ def lists_what_there_is(page, text):
     yield from (f"does not mention {name}" for name in wanted if name not in text)
 
 
+def sections_exist(page, text):
+    """A notebook numbers its sections without a gap, and names none that it does not have. (Not those of a paper.)"""
+    if page.suffix != ".ipynb":
+        return
+    numbers = [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        yield f"its sections have the numbers {numbers}"
+    for found in re.finditer(r"\bsections? (\d+)(?:(?:,| and| or| to) (\d+))?(?!\.?\d)", text):
+        if not re.search(r"\b(19|20)\d\d\b", text[max(0, found.start() - 60) : found.start()]):
+            missing = [number for number in found.groups() if number and int(number) not in numbers]
+            yield from (f"there is no section {number}" for number in missing)
+
+
 def has_each_heading_once(page, text):
     headings = re.findall(r"^#+ +(.*?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     yield from sorted({f"has {name!r} twice" for name in headings if headings.count(name) > 1})
 
 
-IN_NOTEBOOKS = [make_targets_exist, modules_exist, options_are_the_programs_own, options_exist, commands_can_be_parsed]
-RULES = [
-    *IN_NOTEBOOKS,
+def hours_are_right(page, text):
+    """The README's chapters: hours of reading, and of the time that their exercises allow, to half an hour."""
+    if page.name != "README.md":
+        return
+    for chapter in CHAPTERS:
+        reading = sum(reading_minutes(read(ROOT / path, 4)) for path in NOTEBOOKS if path.startswith(f"{chapter}/"))
+        exercises = (ROOT / chapter / "exercises.py").read_text()
+        allowed = sum(map(int, re.findall(r"up to (\d+) minutes", exercises)))
+        hours = " | ".join(f"{round(minutes / 30) / 2:g} h" for minutes in (reading, allowed))
+        row = next((line for line in text.splitlines() if line.startswith(f"| [{chapter}](")), "")
+        if not row.endswith(f"| {hours} |"):
+            yield f"{chapter}: reading and exercises take {hours}"
+
+
+IN_NOTEBOOKS = [
+    make_targets_exist,
+    modules_exist,
+    options_are_the_programs_own,
+    options_exist,
+    commands_can_be_parsed,
+    arguments_exist,
     paths_exist,
     names_exist,
     counts_are_right,
+    sections_exist,
+]
+RULES = [
+    *IN_NOTEBOOKS,
     strategies_are_those_of_the_table,
     lists_what_there_is,
     has_each_heading_once,
+    hours_are_right,
 ]

@@ -98,7 +98,7 @@ class Reducer:
 
     def begin(self):
         self.missing = [set(bucket) for bucket in self.buckets]  # what the last backward pass has not reached yet
-        self.works = []  # all-reduces under way, one for each bucket launched
+        self.works = []  # all-reduces under way, one for each bucket sent
 
     def ready(self, index, parameter):
         """Autograd calls this in the backward pass, when it has added to the parameter's gradient."""
@@ -106,7 +106,7 @@ class Reducer:
         if not self.synchronise:
             return
         self.put(index, parameter)
-        self.launch()
+        self.send_complete()
 
     def put(self, index, parameter):
         """The parameter's gradient is complete on this rank: see to it that it is in its bucket."""
@@ -115,12 +115,12 @@ class Reducer:
             parameter.grad = self.views[index]
         self.missing[self.bucket_of[index]].remove(index)
 
-    def launch(self):
+    def send_complete(self):
         """Start the all-reduce of complete buckets, in the buckets' order and no other: alike on all ranks."""
         while len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
-            self.works.append(self.average(self.flat[len(self.works)]))
+            self.works.append(self.average_bucket(self.flat[len(self.works)]))
 
-    def average(self, bucket):
+    def average_bucket(self, bucket):
         """Start to replace a bucket by its mean over the ranks; returns what there is to wait for."""
         bucket *= 1 / self.size  # before the sum, as DistributedDataParallel does it: so that both round alike
         return dist.all_reduce(bucket, group=self.group, async_op=True)
@@ -133,12 +133,13 @@ class Reducer:
         late = set().union(*self.missing)
         if late and not self.find_unused:
             require_gradients(self.model, without={self.parameters[index] for index in late})
+        # None again where somebody called zero_grad() of the model or optimizer after an earlier micro-batch
         used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
         for index in late:
             if not used[index]:
                 self.parameters[index].grad = self.views[index].zero_()
             self.put(index, self.parameters[index])
-        self.launch()
+        self.send_complete()
         for work in self.works:
             work.wait()
         if self.find_unused:

@@ -33,7 +33,7 @@ def test_the_reducer_that_grows_on_the_page_is_that_of_by_hand():
         if cell.startswith("MEBIBYTE") or "class Reducer" in cell:
             grown |= definitions(cell)
     finished = definitions(Path(by_hand.__file__).read_text())
-    for name in ("assign", "begin", "put", "launch", "average", "finish", "no_sync"):
+    for name in ("assign", "begin", "put", "send_complete", "average_bucket", "finish", "no_sync"):
         assert grown[name] == finished[name], f"{name} differs between the page and by_hand.py"
 
 

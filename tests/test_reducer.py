@@ -352,17 +352,17 @@ def test_a_mistake_is_refused(name):
 
 def messages() -> tuple[list[dict], int, list[int]]:
     """Collectives of three backward passes, two of them without synchronisation; the buckets that are still
-    incomplete at each launch."""
+    incomplete when each bucket is sent."""
     model, incomplete = gpt(), []
     reducer = by_hand.Reducer(model, world(), bucket_mb=CAP)
-    launch_buckets = reducer.launch
+    send_complete = reducer.send_complete
 
-    def launch_and_note():
+    def send_and_note():
         before = len(reducer.works)
-        launch_buckets()
+        send_complete()
         incomplete.extend([sum(map(bool, reducer.missing))] * (len(reducer.works) - before))
 
-    reducer.launch = launch_and_note
+    reducer.send_complete = send_and_note
     calls = []
     for tokens in own_tokens(steps=2):
         with Ledger() as ledger, reducer.no_sync():

@@ -21,7 +21,7 @@ BUGS = Bugs(
         "too_large": bug(
             right="1 / self.size",
             wrong="1.0",
-            inside="average",
+            inside="average_bucket",
             refused_by="grad_norm",
             why="Gradients are summed over the ranks, not averaged. AdamW's steps do not depend on the scale of the "
             "gradient, so its loss curve looks fine; SGD's learning rate is N times what was asked for.",
@@ -29,7 +29,7 @@ BUGS = Bugs(
         "too_small": bug(
             right="1 / self.size",
             wrong="1 / self.size**2",
-            inside="average",
+            inside="average_bucket",
             refused_by="grad_norm",
             why="Gradients are divided by the number of ranks twice: once would have been done by a loss that was "
             "divided already.",
@@ -44,7 +44,7 @@ BUGS = Bugs(
         "never_reduced": bug(
             right="dist.all_reduce(bucket, group=self.group, async_op=True)",
             wrong="dist.all_reduce(bucket.clone(), group=self.group, async_op=True)",
-            inside="average",
+            inside="average_bucket",
             refused_by="grad_norm",
             why="A copy is reduced, and thrown away. Every rank trains a model of its own on its own slice, and each "
             "loss curve looks fine.",
@@ -59,7 +59,7 @@ BUGS = Bugs(
         "clipped_too_early": bug(
             right="bucket *= 1 / self.size",
             wrong="bucket *= 1 / self.size / bucket.norm().clamp(min=1.0)",
-            inside="average",
+            inside="average_bucket",
             refused_by="grad_norm",
             why="Each rank clips by the norm of its own gradient, which is larger than that of the mean: the mean of "
             "clipped gradients is not the clipped mean.",

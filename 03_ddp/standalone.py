@@ -41,12 +41,16 @@ def train(device):
     ddp = DistributedDataParallel(model)  # starts all ranks from rank 0's weights
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     done = 0
-    if os.path.exists(CHECKPOINT):
+    found = torch.tensor(int(os.path.exists(CHECKPOINT)), device=device)
+    dist.broadcast(found, src=0)  # rank 0 decides for all; a rank that has no such file then fails, and says so
+    if found:
         state = torch.load(CHECKPOINT, map_location=device)  # without it, all ranks would load onto rank 0's GPU
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["epochs"]
 
+    # This model is the same in training and testing. One with dropout or BatchNorm needs model.train() at the beginning
+    # of each epoch, and model.eval() before the test.
     for epoch in range(done, EPOCHS):
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         total = 0.0

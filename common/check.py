@@ -88,9 +88,10 @@ def table(results: list[Verdict], drawings: bool = True) -> str:
     return "\n".join(lines)
 
 
-def notebook(chapter: str) -> None:
-    """Check the chapter's exercises.py as it is on disk now, print the table, and show what there is to see."""
-    results = verdicts(chapter)
+def notebook(chapter: str, *names: str) -> None:
+    """Check the chapter's exercises.py as it is on disk now, print the table, and show what there is to see: of all
+    exercises, or of those named."""
+    results = [result for result in verdicts(chapter) if not names or result.exercise.name in names]
     print(table(results, drawings=False))
     for result in results:
         if result.drawing:

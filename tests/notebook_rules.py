@@ -41,7 +41,7 @@ ASSERTS = {
     "01_intro/02_collectives.ipynb": 3,
     "01_intro/03_cost_and_mistakes.ipynb": 14,
     "02_data_parallel/01_data_parallel.ipynb": 18,
-    "03_ddp/01_ddp.ipynb": 13,
+    "03_ddp/01_ddp.ipynb": 16,
     "03_ddp/02_feeding.ipynb": 13,
     "03_ddp/03_scaling.ipynb": 9,
     "03_ddp/04_training_well.ipynb": 8,

@@ -48,9 +48,42 @@ def test_the_reducer_that_grows_on_the_page_is_that_of_by_hand():
     ],
 )
 def test_simulated_overlap_worked_out_by_hand(gradients, bucket_bytes, backward, alpha, ends, tail):
-    sent = buckets.simulate(gradients, bucket_bytes, backward, alpha, bandwidth=1.0)
+    sent = buckets.simulate(gradients, bucket_bytes, backward, alpha, bandwidth=0.5, ranks=2)
     assert [bucket.end for bucket in sent] == ends
     assert buckets.exposed(sent, backward) == tail
+
+
+def test_more_ranks_send_more():
+    """2 (N - 1) / N times the bytes: 3 s for each on four ranks."""
+    sent = buckets.simulate([2, 2], 2, backward=2.0, alpha=0.0, bandwidth=1.0, ranks=4)
+    assert [bucket.end for bucket in sent] == [4.0, 7.0]
+
+
+def recorded(held, hooked):
+    """Two ranks, each with a pass whose buckets are held back, and one whose are not: of the pair (backward, end)."""
+    return [[(0.0, backward, [[0.1, end]]) for backward, end in (held, hooked)] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "held, hooked, alike",
+    [
+        ((1.0, 1.5), (1.1, 1.2), True),
+        ((1.0, 1.5), (1.3, 1.4), False),  # another program has come between
+        ((1.0, 1.2), (1.1, 1.5), False),  # and here it has slowed down the messages
+    ],
+)
+def test_only_passes_that_can_be_compared_are_drawn(held, hooked, alike):
+    pair = buckets.comparable(recorded(held, hooked), room=1.2)
+    assert (pair is not None) == alike
+    if alike:
+        assert pair["hooks"].backward == 1.1 and pair["hooks"].exposed == pytest.approx(0.1)
+
+
+def test_exposed_is_what_follows_the_slowest_rank():
+    run = buckets.Pass([(0.0, 2.0), (0.5, 3.0)], [(1.0, 2.0), (3.0, 3.5)])
+    assert (run.backward, run.exposed, run.first_leaves) == (3.0, 0.5, 1 / 3)
+    early = buckets.Pass([(0.0, 2.0)], [(1.0, 1.5)])
+    assert early.exposed == 0
 
 
 def test_the_sliders_move_the_picture():

@@ -303,6 +303,18 @@ def test_mistakes_are_refused(tmp_path):
             pytest.fail(f"{mistake}: not refused")
 
 
+def test_a_checkpoint_that_only_rank_0_sees_is_an_error(tmp_path):
+    """Nodes that share no disk: the other ranks must not begin at epoch 0 while rank 0 goes on at its checkpoint."""
+    text = PROGRAMS["03_ddp"].read_text()
+    shared, own = '"checkpoint-ddp.pt"', 'f"checkpoint-{os.environ[\'RANK\']}.pt"'
+    assert text.count(shared) == 1
+    program = tmp_path / "my_program.py"
+    program.write_text(text.replace(shared, own))
+    run([[2, program, tmp_path, 1]], tmp_path)
+    with pytest.raises(AssertionError, match="FileNotFoundError.*checkpoint-1.pt"):
+        run([[2, program, tmp_path, 2]], tmp_path)
+
+
 class Stop(Exception):
     pass
 

@@ -88,6 +88,22 @@ def test_gradients_are_pytorchs_bit_by_bit(nproc, in_place, accumulate):
             assert different[0] == 0
 
 
+def gradients_past_the_wrapper() -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    wrapper = DistributedDataParallel(model)
+    found = []
+    for called in (wrapper, model):
+        model.zero_grad()
+        called(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+        found.append(model.weight.grad.item())
+    return found
+
+
+def test_pytorchs_averages_only_where_its_own_forward_was_called():
+    """What the page warns of: trained through the model itself, each rank silently keeps its own gradient."""
+    assert launch(gradients_past_the_wrapper, 2) == [[1.5, 1.0], [1.5, 2.0]]
+
+
 def test_buckets_are_cut_as_pytorch_cuts_them():
     parameters = list(gpt().parameters())
     for cap in (1, 4096, 20_000, 10**9):

@@ -142,7 +142,8 @@ def test_what_cannot_be_had_is_refused(gpus, monkeypatch, count, selected, devic
 def test_gpus_differ(gpus, monkeypatch, others, seen, differ):
     gpus(*seen)
     monkeypatch.setattr(ranks.socket, "gethostname", lambda: "node")
-    assert gpus_differ(store_with(*others), 2, 3, local_rank=2) is differ
+    got = gpus_differ(store_with(*others), 2, 3, local_rank=2)
+    assert got is differ, f"GPUs of the others: {others}; seen here: {seen}"
 
 
 def test_gpus_differ_waits_for_everybody(gpus, monkeypatch):
@@ -169,7 +170,7 @@ def test_the_gpu_is_that_of_the_local_rank(gpus, monkeypatch, started):
     gpus(4)
     launcher(monkeypatch, rank=3, size=4, local_rank=1, local_size=2)
     with process_group(store=store_with("first A", "first B", "second A")) as group:
-        assert group == Ranks(3, 4, 1, torch.device("cuda:1"))
+        assert group == Ranks(3, 4, 1, torch.device("cuda:1")), f"local rank 1 is on {group.device}"
     assert started.device == "cuda:1"
     assert started.group["backend"] == "cpu:gloo,cuda:nccl"
     assert started.group["device_id"] == torch.device("cuda:1")
@@ -223,7 +224,8 @@ def test_loopback_on_one_node_only(gpus, monkeypatch, started, settings, interfa
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     launcher(monkeypatch, **settings)
     with process_group("cpu", store=dist.HashStore()):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+        assert chosen == interface, "loopback on one node, and no interface named on several"
 
 
 def test_loopback_for_a_single_process_and_where_nobody_chose_another(gpus, monkeypatch, started):
@@ -317,7 +319,7 @@ def nested_check() -> list[str]:
 
 
 def test_the_guard_is_on_where_it_is_asked_for():
-    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2
+    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2, "without and with check=True"
 
 
 def test_the_guard_is_on_in_a_group_of_its_own():
@@ -327,7 +329,7 @@ def test_the_guard_is_on_in_a_group_of_its_own():
 
     for check in (False, True):
         with process_group("cpu", check=check):
-            assert watched(check)
+            assert watched(check), f"check={check}: is the guard there?"
 
 
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
@@ -404,7 +406,7 @@ def votes() -> list[bool]:
 
 
 def test_any_rank():
-    assert launch(votes, 3) == [[True, False, True]] * 3
+    assert launch(votes, 3) == [[True, False, True]] * 3, "is there a vote of one, of none, of all?"
 
 
 def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):

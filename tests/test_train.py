@@ -66,7 +66,8 @@ def test_the_run_directory(tmp_path):
     assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert [record["learning_rate"] for record in records] == pytest.approx([0.0001, 0.0002, 0.0003, 0.0004])
+    rates = [record["learning_rate"] for record in records]
+    assert rates == pytest.approx([0.0001, 0.0002, 0.0003, 0.0004]), "warm-up to 2e-3 in 20 steps"
     assert all(record["tokens_per_second"] == pytest.approx(12 * 16 / record["step_seconds"]) for record in records)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -115,7 +116,7 @@ def test_a_resumed_run_draws_the_random_numbers_that_it_would_have_drawn(tmp_pat
     then = run(4, "parts", resume=True)
     assert len(set(whole[0] + whole[1])) == 8  # another number in every step on every rank
     assert [drawn[:2] for drawn in whole] == first
-    assert [drawn[2:] for drawn in whole] == then
+    assert [drawn[2:] for drawn in whole] == then, "random numbers of each rank after resuming"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -251,4 +252,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     run = RunDirectory(in_folder(tmp_path), world_size=1)
     for step in (5, 10, 100, 1000):
         run.save({"step": step})
-    assert [path.name for path in run.checkpoints()] == ["checkpoint-000100.pt", "checkpoint-001000.pt"]
+    assert [path.name for path in run.checkpoints()] == [
+        "checkpoint-000100.pt",
+        "checkpoint-001000.pt",
+    ], "the newest two"

@@ -122,7 +122,7 @@ MISTAKES = [
     ),
     # --- ledger, guard, wire ---------------------------------------------------------------------------------------
     Mistake(
-        "common/lab/ledger.py", '"all_reduce": 2 * share,', '"all_reduce": share,',
+        "common/lab/wire_bytes.py", '"all_reduce": 2 * share,', '"all_reduce": share,',
         "an all-reduce costs half of what it does",
         "tests/test_ledger.py::test_bytes_on_the_wire",
         "two rounds of an all-reduce",
@@ -223,6 +223,12 @@ MISTAKES = [
         "clocks that are apart are not noticed",
         "tests/test_profiling.py::test_one_call_in_which_clocks_contradict_each_other_is_enough",
         "seconds by which the clocks differ",
+    ),
+    Mistake(
+        "common/lab/flipbook.py", 'alt="{html.escape(frame.alt)}"', 'alt="{html.escape(frame.caption)}"',
+        "frames are described by their captions alone",
+        "tests/test_flipbook.py::test_every_frame_is_there_with_its_words",
+        "nothing has been sent",
     ),
     # --- accelerators that are not there ---------------------------------------------------------------------------
     Mistake(

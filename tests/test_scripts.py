@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import Fork
+from forks import Fork, torchrun
 from helpers import FULL, free_port, metrics
 
 from common import ROOT
@@ -87,18 +87,14 @@ def test_the_missions_commands(folder, start, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
-def test_two_nodes(start, tmp_path):
+def test_two_nodes(tmp_path):
     """The third command, once for each node, both on this machine: ranks 0..3, local ranks 0, 1 on each."""
-    port = free_port()
+    address = ["--nproc_per_node=2", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    options = ["--distributed", *SMALL, f"--run-dir={tmp_path / 'run'}"]
     nodes = [
-        start(
-            ".",
-            f"torchrun --nproc_per_node=2 --nnodes=2 --node_rank={node} --master_addr=127.0.0.1 "
-            f"--master_port={port} distributed_training.py --distributed",
-        )
-        for node in (0, 1)
+        torchrun(*address, f"--node_rank={node}", "distributed_training.py", *options, cwd=ROOT) for node in (0, 1)
     ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = ["".join(node.communicate(timeout=120)) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert json.loads((tmp_path / "run" / "config.json").read_text())["world_size"] == 4
     assert len(losses(tmp_path / "run")) == 2
@@ -124,6 +120,20 @@ SCRIPTS = sorted(ROOT.glob("0*/distributed_training.py"))
 def test_the_diff_between_chapters_is_the_idea(old, new):
     diff = changed_lines(old.read_text(), new.read_text())
     assert 5 <= len(diff) <= 45, f"{len(diff)} changed lines, at most 45:\n" + "\n".join(diff)
+
+
+# The strategy that a chapter's script trains where nobody names one: what the chapter is about.
+DEFAULTS = {
+    ".": "", "01_intro": "single", "02_data_parallel": "dp", "03_ddp": "ddp", "04_model_parallel": "tensor",
+    "05_pipeline": "pipeline", "06_fsdp": "fsdp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_a_script_trains_by_default(folder):
+    last = (ROOT / folder / "distributed_training.py").read_text().splitlines()[-1]
+    name = DEFAULTS[folder]
+    assert last == (f'    start("{name}")' if name else "    start()"), f"{folder} trains another strategy"
 
 
 def test_a_large_diff_would_be_seen():

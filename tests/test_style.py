@@ -39,7 +39,8 @@ def says_how_to_run_it(path, text):
     if path.suffix != ".py" or not re.search(r"^if __name__ ==", text, re.MULTILINE):
         return []
     doc = ast.get_docstring(ast.parse(text), clean=False) or ""
-    command = rf"^ +(?:python|torchrun) .*(?:-m [\w.]*{path.stem}\b|{path.name})"
+    module = path.parent.name if path.stem == "__main__" else path.stem
+    command = rf"^ +(?:python|torchrun) .*(?:-m [\w.]*{module}\b|{path.name})"
     wrong = [] if re.search(command, doc, re.MULTILINE) else ["is run, and its docstring has no command"]
     if path.name == "distributed_training.py" and "torchrun " not in doc:
         wrong.append("has no torchrun command in its docstring")

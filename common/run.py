@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,13 @@ from tqdm import tqdm
 
 from common import data
 from common.config import Config
-from common.errors import UserError
+from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.random_state import random_state, set_random_state
 from common.run_dir import RunDirectory
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
 
 WARM_UP = 20  # steps
-INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 
 
 class Run:
@@ -39,8 +39,8 @@ class Run:
 
     Takes up the newest checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
     SIGTERM it exits with code INTERRUPTED. Raises UserError for a batch that cannot be divided, a precision that the
-    device does not have, a run directory that cannot be written, a loss that is no number, and when another rank has
-    died.
+    device does not have, a resumed run that has all its steps behind it, a run directory that cannot be written, a
+    loss that is no number, and when another rank has died.
     """
 
     def __init__(self, config: Config, strategy: Strategy, task: Task):
@@ -56,6 +56,9 @@ class Run:
     def __enter__(self) -> "Run":
         config = self.config
         self.done = self._resume()
+        if config.resume and self.done >= config.steps:
+            done = f"--resume: {self.folder} has its {self.done} steps behind it, so there is nothing to do"
+            raise UserError(f"{done}; ask for more with --steps {2 * self.done}")
         if self.main_rank:
             path = self.directory.path
             tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {path}")
@@ -152,9 +155,10 @@ class Run:
     def _resume(self) -> int:
         """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
         # Rank 0 knows: after a restart the nodes need not agree on how many there were.
-        box = [self.directory.goes_on if self.main_rank else None]
+        box = [(self.directory.goes_on, str(self.directory.path)) if self.main_rank else None]
         dist.broadcast_object_list(box, src=0)
-        if not box[0]:
+        goes_on, self.folder = box[0]
+        if not goes_on:
             return 0
         state = self.directory.load() if self.main_rank else {}
         self.strategy.load_full_state(state)
@@ -206,16 +210,19 @@ class Run:
             self.directory.finish()
             if self.done < self.config.steps:
                 advice = f"go on with --resume --run-dir {self.directory.path}"
-                tell(f"stopped after step {self.done} with {self.saved}; {advice}")
+                line = f"stopped after step {self.done} with {self.saved}; {advice}"
+                tell(line)
+                repeat_below_torchrun(line)
             else:
                 tell(f"done: {self.directory.path}")
         if self.done < self.config.steps:
             sys.exit(INTERRUPTED)
 
     def _how_to_go_on(self) -> str:
-        if self.directory and not self.directory.checkpoints():
-            return "start again (there is no checkpoint yet)"
-        return f"go on with --resume --run-dir {self.directory.path}" if self.directory else "go on with --resume"
+        resume, again = f"go on with --resume --run-dir {self.folder}", "start again"
+        if not Path(self.folder).exists():  # rank 0 writes, and this may be another node
+            return f"{resume} if there is a checkpoint, else {again}"
+        return resume if list(Path(self.folder).glob("checkpoint-*.pt")) else f"{again} (there is no checkpoint yet)"
 
 
 def tell(text: str) -> None:

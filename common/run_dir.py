@@ -50,7 +50,8 @@ class RunDirectory:
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            whole = "a checkpoint could not be written whole, as on a full disk"
+            reason = error.strerror if isinstance(error, OSError) else whole
             raise UserError(
                 f"run directory {self.path}: {reason}; make room or name another with --run-dir "
                 f"(checkpoints written before are whole; --resume goes on from them)"

@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Fork
+from forks import Fork, ranks_of, torchrun
 from helpers import SMALL, configure, metrics, numbers, train
 
 from common import ROOT
@@ -184,9 +183,7 @@ def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.P
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
     if not nproc:
         return Fork(script, *arguments, cwd=cwd, **options)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*torchrun, script, *arguments], cwd=cwd, text=True, start_new_session=True, **pipes)
+    return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -214,7 +211,7 @@ def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
-    assert "go on with --resume --run-dir run" in errors
+    assert errors.splitlines()[-1].endswith("go on with --resume --run-dir run"), errors
     assert "Traceback" not in errors.split("go on with --resume")[0], errors
     assert "SIGKILL" not in errors, errors
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
@@ -230,13 +227,13 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     process = start("--steps=100000", "--run-dir=run", "--distributed", nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
-    victim = next(p for p in everyone[1:] if p.environ().get("RANK") == "1")
-    victim.kill()
+    ranks_of(process)[1].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "rank      : 1" in errors and "SIGKILL" in errors
     (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
     assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
+    assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
     assert "RuntimeError" not in errors  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     newest = sorted((tmp_path / "run").glob("checkpoint-*.pt"))[-1]

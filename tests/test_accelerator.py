@@ -102,10 +102,10 @@ PLANTED = {
             "hsdp.py",
             "__init__",
             "for unit, reshard in setup.units_of(model).items():",
-            'apply_tensor_parallel(model, mesh["tensor"])\n'
+            'setup.cut_unit(model, model, mesh["tensor"])\n'
             "        for unit, reshard in setup.units_of(model).items():\n            continue",
         ),
-        r"^construction: more than .* bytes .* on gpu:0 at torch_tensor\.py:\d+ apply_tensor_parallel",
+        r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
     "gradients_stay_whole": (
         ("zero2", "by-hand"),

@@ -19,8 +19,11 @@ from helpers import SMALL, configure, metrics, numbers, train
 from common import ROOT
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
+from common.mesh import make_mesh
+from common.ranks import process_group
 from common.run import INTERRUPTED, Run
 from common.run_dir import RunDirectory
+from common.task import make_task
 from course.ddp.loading import WORKERS
 
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
@@ -116,6 +119,47 @@ def test_a_resumed_run_draws_the_random_numbers_that_it_would_have_drawn(tmp_pat
     assert len(set(whole[0] + whole[1])) == 8  # another number in every step on every rank
     assert [drawn[:2] for drawn in whole] == first
     assert [drawn[2:] for drawn in whole] == then, "random numbers of each rank after resuming"
+
+
+def alone(folder, **settings) -> Run:
+    """A run of one process, which is the process group's only one."""
+    config = configure(**TEXT | {"checkpoint_every": 0}, strategy="single", run_dir=folder, **settings)
+    task = make_task(config)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+    return Run(config, strategy, task)
+
+
+def test_the_clock_of_a_step_leaves_nothing_out(tmp_path, monkeypatch):
+    """Agreeing on whether to stop takes time of every step, too; writing a checkpoint does not count."""
+    monkeypatch.setattr(Run, "_somebody_asked_to_stop", lambda run: time.sleep(0.1))
+    monkeypatch.setattr(Run, "_save", lambda run: time.sleep(0.5))
+    with process_group("cpu"), alone(tmp_path / "run", log_every=100) as run:
+        run.config.checkpoint_every = 2
+        for step in run.steps():
+            run.log(step, torch.ones(()), torch.ones(()))
+    first, *others = [record["step_seconds"] for record in metrics(tmp_path / "run")]
+    assert first < 0.1 and others[1] < 0.1 and min(others[0], others[2]) >= 0.1 and max(others) < 0.5
+
+
+class OnAGPU(torch.Tensor):
+    """A number on a device that works while the host goes on. `reads` are the numbers that the host has waited for."""
+
+    device, reads = torch.device("cuda", 0), []
+
+    def __float__(self):
+        self.reads.append(self.as_subclass(torch.Tensor).item())
+        return self.reads[-1]
+
+
+def test_on_a_gpu_the_host_reads_a_step_when_the_next_one_is_queued(tmp_path):
+    seen = []
+    with process_group("cpu"), alone(tmp_path / "run") as run:
+        for step in run.steps():
+            loss, norm = (torch.tensor(float(number)).as_subclass(OnAGPU) for number in (step, 10 + step))
+            run.log(step, loss, norm)
+            seen.append(list(OnAGPU.reads))
+    assert seen == [[], [0, 10], [0, 10, 1, 11], [0, 10, 1, 11, 2, 12]]
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("precision, by_hand", [("bf16", {}), ("fp16", {}), ("fp16", {"by_hand": True})])

@@ -33,7 +33,7 @@ def test_the_promise(tmp_path):
     single = [{"strategy": "single"}, {"strategy": "single", "accumulation_steps": 3}]
     ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulation_steps": 3}]
     text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
-    images = {1: single, 2: ddp, 4: ddp[2:]}  # five million parameters each: enough is enough
+    images = {1: single[:1], 2: ddp[:2], 4: ddp[2:]}  # five million parameters each: enough is enough
     runs = {
         nproc: [
             configure(size=nproc, **settings, **variant, run_dir=tmp_path / f"{settings is IMAGES}-{nproc}-{number}")
@@ -46,7 +46,7 @@ def test_the_promise(tmp_path):
         launch(train, nproc, (todo,), timeout=120)
     for task in ("text", "images"):
         folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
-        assert len(folders) == (15 if task == "text" else 6)
+        assert len(folders) == (15 if task == "text" else 4)
         expected = numbers(folders[0])
         assert len(expected) == 2 * (4 if task == "text" else 2)
         assert expected[0] > 1.5 and len(set(expected)) == len(expected)

@@ -10,10 +10,12 @@ from page_rules import (
     IN_NOTEBOOKS,
     NOTEBOOKS,
     RULES,
+    arguments_exist,
     axes_of,
     commands_can_be_parsed,
     counts_are_right,
     has_each_heading_once,
+    hours_are_right,
     lists_what_there_is,
     make_targets_exist,
     modules_exist,
@@ -21,13 +23,14 @@ from page_rules import (
     options_are_the_programs_own,
     options_exist,
     paths_exist,
+    sections_exist,
     strategies_are_those_of_the_table,
 )
 
 from common import ROOT
 from course.strategies import STRATEGIES
 
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "page.md"
+README, PAGE, TABLE = ROOT / "README.md", ROOT / "docs" / "page.md", ROOT / "docs" / "strategies.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -47,9 +50,10 @@ def test_page(page, rule):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
-def test_what_a_notebook_says_of_commands(path):
+def test_what_a_notebook_says(path):
     cells = json.loads((ROOT / path).read_text())["cells"]
     text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    text = text.partition("\n## References")[0]  # files and names of others
     wrong = [problem for rule in IN_NOTEBOOKS for problem in rule(ROOT / path, text)]
     assert not wrong, "\n".join([path, *wrong])
 
@@ -86,6 +90,15 @@ MISTAKES = {
         ROOT / "06_fsdp" / "x.ipynb",
         "`python distributed_training.py --loading dispatch`",
     ),
+    "chapter": (arguments_exist, PAGE, "`python -m common.check 04_parallel`"),
+    "exercise": (arguments_exist, PAGE, "```\npython -m common.check 01_intro ring_shifts  # one\n```"),
+    "exercise of another chapter": (arguments_exist, PAGE, "`python -m common.check 03_ddp ring_shift`"),
+    "bug": (arguments_exist, ROOT / "03_ddp" / "x.ipynb", "`python classroom/bugs.py stale_chunk --answer`"),
+    "variable of make": (arguments_exist, PAGE, "`make check CHAPTERS=03_ddp`"),
+    "chapter for make": (arguments_exist, PAGE, "`make check CHAPTER=03_dpd`"),
+    "section": (sections_exist, ROOT / "03_ddp" / "x.ipynb", "## 1. One\n\nSee section 2."),
+    "section left out": (sections_exist, ROOT / "03_ddp" / "x.ipynb", "## 1. One\n\n## 3. Three"),
+    "name in a notebook": (names_exist, ROOT / "03_ddp" / "x.ipynb", "It is `DDPByHands`, a `SyncBatchNorm`."),
     "file": (paths_exist, ROOT / "CONTRIBUTING.md", "Add it to `tests/test_training.py`."),
     "file in a block": (paths_exist, ROOT / "CONTRIBUTING.md", "```\npytest tests/test_training.py  # one file\n```"),
     "file of no chapter": (paths_exist, PAGE, "See `proof.py`."),
@@ -99,15 +112,14 @@ MISTAKES = {
 
 
 def table(change: Callable[[str], str] = str) -> str:
-    """A README with a table of strategies that is right but for a change."""
+    """A page with a table of strategies that is right but for a change."""
     lines = ["| `--strategy` | what is divided over the processes | axes | PyTorch's | `--by-hand` |", "|---|---|---|"]
     for name, entry in STRATEGIES.items():
         kinds = entry().implementations
         cells = [f"`{name}`", "", " ".join(f"`{axis}`" for axis in axes_of(name))]
         cells += ["yes" if kind in kinds else "" for kind in ("pytorch", "by-hand")]
         lines.append("| " + " | ".join(cells) + " |")
-    links = " ".join(f"[x]({path})" for path in NOTEBOOKS)
-    return change("\n".join([*lines, "", "| `another` | table |", "|---|---|", "| `x` | y |", "", links]))
+    return change("\n".join([*lines, "", "| `another` | table |", "|---|---|", "| `x` | y |"]))
 
 
 TABLES = {
@@ -117,10 +129,11 @@ TABLES = {
     "axes of tensor": lambda text: text.replace("| `tensor` |  | `tensor` ", "| `tensor` |  | `data` "),
     "one too many": lambda text: text.replace("| `dp` |", "| `dp`, `dpp` |"),
 }
-MISTAKES |= {name: (strategies_are_those_of_the_table, README, table(change)) for name, change in TABLES.items()}
+MISTAKES |= {name: (strategies_are_those_of_the_table, TABLE, table(change)) for name, change in TABLES.items()}
 MISTAKES |= {
-    "no table": (strategies_are_those_of_the_table, README, table(lambda text: text.replace("axes", "axis"))),
-    "no link": (lists_what_there_is, README, table(lambda text: text.replace("01_zero.ipynb", ""))),
+    "no table": (strategies_are_those_of_the_table, TABLE, table(lambda text: text.replace("axes", "axis"))),
+    "no link": (lists_what_there_is, README, README.read_text().replace("](06_fsdp/01_zero.ipynb)", "]")),
+    "hours": (hours_are_right, README, re.sub(r"[\d.]+ h \|\n", "77 h |\n", README.read_text(), count=1)),
     "twice": (has_each_heading_once, PAGE, "### Mesh\n\nA grid.\n\n### Mesh\n\nA net."),
 }
 
@@ -154,6 +167,7 @@ srun --kill-on-bad-exit=1 torchrun --nproc_per_node=gpu distributed_training.py 
 ```
 
 `--kill-on-bad-exit` ends them. `tests/helpers.py`, `helpers.py`, `0*/*.ipynb`, `EADDRINUSE`,
+`python -m common.check 01_intro ring_shift`, `python 03_ddp/classroom/bugs.py NAME`, `make check CHAPTER=03_ddp`,
 `Strategy.parts()`, `make_mesh`, `classroom/bugs.py`, `course/`, `config.json`.
 There are six chapters and eighteen strategies, two of three bugs.
 """
@@ -161,5 +175,5 @@ There are six chapters and eighteen strategies, two of three bugs.
 
 def test_a_good_page_passes():
     assert {rule.__name__: list(rule(PAGE, GOOD)) for rule in RULES if list(rule(PAGE, GOOD))} == {}
-    assert list(strategies_are_those_of_the_table(README, table())) == []
-    assert list(lists_what_there_is(README, table())) == []
+    assert list(strategies_are_those_of_the_table(TABLE, table())) == []
+    assert list(lists_what_there_is(README, README.read_text())) == []

@@ -139,8 +139,8 @@ def buckets(s: Sizes) -> Said:
 
 
 def beside_buckets(s: Sizes, owned: int) -> Said:
-    """In a step's last backward pass, the gradients of the passes before lie beside DDP's buckets, and those that arrive
-    are added to them."""
+    """In a step's last backward pass, the gradients of the passes before lie beside DDP's buckets, and those that
+    arrive are added to them."""
     backward = {"parameters": s.share, "buckets": s.share, "averages": 2 * owned}
     backward |= {"gradients of passes before": s.share, "a gradient": s.largest}
     return buckets(s)[0], [backward, adamw(s.share, s.share, owned)]

@@ -139,7 +139,7 @@ def buckets(s: Sizes) -> Said:
 
 
 def beside_buckets(s: Sizes, owned: int) -> Said:
-    """In a step's last backward pass, the gradients of the passes before lie beside DDP's buckets, and those that arrive
+    """In a step's last backward pass, gradients of the passes before lie beside DDP's buckets, and those that arrive
     are added to them."""
     backward = {"parameters": s.share, "buckets": s.share, "averages": 2 * owned}
     backward |= {"gradients of passes before": s.share, "a gradient": s.largest}

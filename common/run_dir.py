@@ -18,6 +18,7 @@ import torch
 
 from common.errors import UserError
 
+LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
 KEEP = 2  # if the newest checkpoint proves bad there is one before it
 
 
@@ -70,7 +71,7 @@ class RunDirectory:
 
     def log(self, record: dict) -> None:
         with self.told():
-            self.metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
 
     def records(self) -> list[dict]:

@@ -1,6 +1,7 @@
 """Submissions that break, or that set out to break something: text of the file -> points that it earns (of chapter 01's
 first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the course's,
-{PORT} one on which somebody listens."""
+{PORT} one on which
+somebody listens, {TMP} the folder for temporary files."""
 
 SHIFT = """
 import os, sys, signal, subprocess, time, torch, torch.distributed as dist
@@ -24,22 +25,22 @@ def ring_bytes(rank, size, elements, itemsize):
 """
 MEAN, BYTES = "\ndef global_mean(values):\n    ", "\ndef ring_bytes(*a):\n    "
 EVIL = "import os, sys, signal, subprocess, time, shutil, socket, threading, torch, torch.distributed as dist\n"
-EVIL += "assert __file__.startswith('/tmp/submission/')\n"  # nowhere but in the sandbox
+EVIL += "assert __file__.startswith('{TMP}/submission/')\n"  # nowhere but in the sandbox
 
 HOSTILE = {
     # Against the others, and the machine. They earn what they have solved beside it, or nothing if they are ended.
     "deletes_others": (EVIL + "shutil.rmtree('{FOLDER}', ignore_errors=True)\n" + ALL, 4, "^$"),
-    "deletes_all": (EVIL + "shutil.rmtree('/tmp', ignore_errors=True)\n" + ALL, None, ""),
+    "deletes_all": (EVIL + "shutil.rmtree('{TMP}', ignore_errors=True)\n" + ALL, None, ""),
     "writes_to_the_course": (EVIL + "open('{ROOT}/01_intro/exercises.py', 'w').write('')", 0, "Read-only file system"),
-    "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64 are allowed|not finished|died"),
+    "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64 are|of memory|not finished|died"),
     "starts_threads": (SHIFT + MEAN + "[__import__('threading').Thread(target=time.sleep, args=(99,)).start() "
-                       "for _ in range(40)]\n    return values.mean()", 1, "global_mean: "),
+                       "for _ in range(40)]\n    return values.mean()", None, "."),
     "opens_sockets": (EVIL + "socket.create_connection(('127.0.0.1', {PORT}), timeout=2).send(b'hello')", 0, "refused"),
     "looks_up_names": (EVIL + "socket.getaddrinfo('example.org', 80)", 0, "gaierror"),
     "prints_gigabytes": (SHIFT + MEAN + "for _ in range(3000): print('x' * 10**6)\n    return values.mean()",
         1, "15.25"),
     "writes_gigabytes_to_stdout": (SHIFT + MEAN + "while True: os.write(1, b'x' * 10**6)", None, "."),
-    "fills_the_disk": (EVIL + "with open('/tmp/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)", 0, "."),
+    "fills_the_disk": (EVIL + "with open('{TMP}/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)", 0, "."),
     "fills_the_memory": (EVIL + SHIFT + MEAN + "x = [torch.ones(2**28) for _ in range(99)]\n    return values.mean()",
         None, "."),
     "kills_its_parent": (EVIL + "os.kill(os.getppid(), 9)", 0, "."),
@@ -77,8 +78,8 @@ HOSTILE = {
     "a_tensor_of_its_own": (EVIL + "class T(torch.Tensor):\n    pass\n" + MEAN +
         "return torch.zeros(()).as_subclass(T)", 0, "."),
     "no_results_at_all": (EVIL + "import common.lab.launch as l, glob, cloudpickle\n" + BYTES +
-        "for r in glob.glob('/tmp/launch-*'):\n        for n in range(4):\n"
-        "            open(f'{r}/result-{n}', 'wb').write(cloudpickle.dumps({0: [], 1: [], 2: []}))\n"
+        "for r in glob.glob('{TMP}/launch-*'):\n        for n in range(4):\n"
+        "            open(r + '/result-%d' % n, 'wb').write(cloudpickle.dumps({0: [], 1: [], 2: []}))\n"
         "    time.sleep(0.2)\n    os._exit(0)", 0, "."),
     "prints_rows": (EVIL + "print('prints_rows,right,right,right,4,4,', flush=True)\nos.write(1, b'x,4\\n')", 0, "^$"),
     # Broken, without any intention.

@@ -31,6 +31,12 @@ def grade(files: dict[str, Path], capfd, **more) -> dict[str, dict]:
     return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
 
 
+def filled(text: str, folder: Path, port: int) -> str:
+    for name, value in {"FOLDER": folder, "ROOT": ROOT, "PORT": port, "TMP": sandbox.TEMPORARY}.items():
+        text = text.replace("{" + name + "}", str(value))
+    return text
+
+
 @walled
 def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd):
     folder = tmp_path / "class"
@@ -39,8 +45,7 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=lambda: heard.append(server.accept()), daemon=True).start()
         for name in HERE:
-            text = HOSTILE[name][0].replace("{FOLDER}", str(folder)).replace("{ROOT}", str(ROOT))
-            (folder / f"{name}.py").write_text(text.replace("{PORT}", str(server.getsockname()[1])))
+            (folder / f"{name}.py").write_text(filled(HOSTILE[name][0], folder, server.getsockname()[1]))
         for name in ("ann", "zoe"):  # the first and the last
             (folder / f"{name}.py").write_text(ALL)
         before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -74,19 +79,19 @@ import os, pathlib
 root = pathlib.Path({str(ROOT)!r})
 print(sorted(path.name for path in (root / '01_intro' / 'classroom').iterdir()))
 print((root / 'common' / 'check.py').exists(), (root / '.git').is_dir() and os.listdir(root / '.git'))
-print(pathlib.Path({str(outside)!r}).exists(), os.listdir('/tmp/submission'))
-for path in (root / 'x', '/x', '/tmp/submission/x', '/dev/x'):
+print(pathlib.Path({str(outside)!r}).exists(), os.listdir({str(sandbox.INSIDE)!r}))
+for path in (root / 'x', '/x', {str(sandbox.INSIDE / "x")!r}, '/dev/x'):
     try:
         open(path, 'w')
         print('written', path)
     except OSError:
         pass
-open('/tmp/x', 'w')
+open({str(sandbox.TEMPORARY / "x")!r}, 'w')
 """
     command = [*sandbox._bwrap(tmp_path, (tmp_path.parent,)), sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["[]", "True False", "False ['exercises.py']"], done.stderr
-    assert not Path("/tmp/x").exists()
+    assert not (sandbox.TEMPORARY / "x").exists()
 
 
 def test_without_a_sandbox_it_is_said_and_still_graded(tmp_path, capfd, monkeypatch):

@@ -35,7 +35,8 @@ from common.grading.values import Description
 from common.lab.ledger import LedgerEntry
 
 MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
-INSIDE = Path("/tmp/submission")  # where a submission lies in the sandbox
+TEMPORARY = Path(tempfile.gettempdir()).resolve()  # in the sandbox it is empty, but for the submission
+INSIDE = TEMPORARY / "submission"
 MOST_PROCESSES, MOST_MEMORY = 64, 6 * 2**30  # of one submission: processes and threads' owners, bytes
 MOST_ANSWER, MOST_FILES = 2**28, 2**28  # bytes of one answer, and of all files that a submission writes
 
@@ -57,7 +58,7 @@ def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[st
     """The command that runs another in a sandbox. `folder` is the submission's; `hidden` folders look empty."""
     command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     command += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--size", str(MOST_FILES)]
-    command += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", str(MOST_FILES), "--tmpfs", "/tmp"]
+    command += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", str(MOST_FILES), "--tmpfs", str(TEMPORARY)]
     needed = list(dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), ROOT, *_python_paths())))
     secrets = [*ROOT.glob("0*/classroom"), ROOT / ".git"]
     outer = [path for path in (Path.home(), *hidden) if not any(other in path.parents for other in needed)]
@@ -76,7 +77,7 @@ def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[st
             command += ["--ro-bind", "/dev/null", str(path)]
     if folder:
         command += ["--ro-bind", str(folder), str(INSIDE)]
-    return [*command, "--chdir", "/tmp"]
+    return [*command, "--chdir", str(TEMPORARY)]
 
 
 def _python_paths() -> list[Path]:
@@ -99,7 +100,7 @@ class Runner:
     def __enter__(self) -> "Runner":
         self.empty = tempfile.TemporaryDirectory(prefix="submission-", ignore_cleanup_errors=True)
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"OMP_NUM_THREADS": "1", "HOME": "/tmp", MARK: self.mark}
+        environment |= {"OMP_NUM_THREADS": "1", "HOME": str(TEMPORARY), "TMPDIR": str(TEMPORARY), MARK: self.mark}
         command, cwd = [sys.executable, "-c", "from common.grading.sandbox import serve; serve()"], self.empty.name
         if self.walled:
             settings = [word for name, value in environment.items() for word in ("--setenv", name, value)]

@@ -7,7 +7,7 @@ from numbers import Real
 import torch
 
 SHOWN = 12  # elements of a tensor that are shown whole
-KEPT = 4000  # characters of what a function prints in one call, on each rank
+MOST_PRINTED = 4000  # characters of what a function prints in one call, on each rank
 
 
 class Description(str):
@@ -98,7 +98,7 @@ def argument(value) -> str:
 
 
 class Printed(io.TextIOBase):
-    """Takes what a function prints; of more than KEPT characters the beginning."""
+    """Takes what a function prints; of more than MOST_PRINTED characters the beginning."""
 
     def __init__(self):
         self.text, self.cut = "", False
@@ -107,8 +107,8 @@ class Printed(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        self.cut = self.cut or len(self.text) + len(text) > KEPT
-        self.text += text[: KEPT - len(self.text)]
+        self.cut = self.cut or len(self.text) + len(text) > MOST_PRINTED
+        self.text += text[: MOST_PRINTED - len(self.text)]
         return len(text)
 
     def told(self) -> str:

@@ -22,6 +22,7 @@ from common import ROOT, check
 from common.command_line import full_parser, parse
 from common.errors import UserError
 from course.strategies import BY_AXES, STRATEGIES
+from planner.__main__ import parser as planner_parser
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
@@ -93,7 +94,9 @@ def own_options() -> dict[str, set[str]]:
     """The options of the course's programs: of every strategy's script, and of the modules that are started."""
     kinds = [(name, kind.Options) for name, entry in STRATEGIES.items() for kind in entry().implementations.values()]
     scripts = set().union(*(options_of(full_parser(STRATEGIES, *kind)) for kind in kinds))
-    return {"distributed_training.py": scripts, "common.check": help_of(check.main), "common.doctor": set()}
+    plans = set().union(*(options_of(command) for command in planner_parser()[1].values()))
+    own = {"common.check": help_of(check.main), "common.doctor": set(), "planner": plans}
+    return {"distributed_training.py": scripts, **own}
 
 
 def options_are_the_programs_own(page, text):

@@ -32,6 +32,7 @@ from notebook_rules import (
     promises_its_time,
     says_nothing_of_its_machine,
     shows_numbers_not_verdicts,
+    shows_what_it_announces,
     stores_no_warnings,
     was_run_in_order,
 )
@@ -47,6 +48,7 @@ NOTEBOOKS = [
     "03_ddp/01_ddp.ipynb",
     "03_ddp/02_feeding.ipynb",
     "03_ddp/03_scaling.ipynb",
+    "03_ddp/04_training_well.ipynb",
     "04_model_parallel/01_splitting_layers.ipynb",
     "04_model_parallel/02_tensor_parallel.ipynb",
     "04_model_parallel/03_long_contexts.ipynb",
@@ -151,6 +153,18 @@ def outputs(*values):
     return put("outputs", list(values))
 
 
+def without(index, before="Some words.", after="More words."):
+    """A code cell deleted, and the notebook run again."""
+
+    def change(notebook):
+        del notebook.cells[index]
+        notebook.cells[index - 1].source, notebook.cells[index].source = before, after
+        for count, cell in enumerate(code(notebook), start=1):
+            cell.execution_count = count
+
+    return change
+
+
 def printed(text):
     return outputs(new_output("stream", name="stdout", text=text))
 
@@ -206,6 +220,8 @@ MISTAKES = {
     "of another page": (numbers_of_the_prose_are_computed_or_cited, says("[There](page.ipynb) we counted 38 MB.")),
     "long cell": (has_prose, put("source", "print(1)" + "\n" * 40 + "1")),
     "code after code": (explains_between_code, lambda notebook: notebook.cells.pop(4)),
+    "cell deleted": (shows_what_it_announces, without(3)),
+    "cell at the end of a section deleted": (shows_what_it_announces, without(3, "Here it is:", "## Next")),
     "dead link": (has_links_that_lead_somewhere, put("source", "[x](../nowhere.md)", index=4)),
     "term that is not there": (has_links_that_lead_somewhere, put("source", "[x](page.md#reduce)", index=4)),
     "place that is not here": (has_links_that_lead_somewhere, put("source", "[x](#below)", index=4)),

@@ -19,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak bench clean
 
 train: $(INSTALLED)
-	torchrun --nproc_per_node=2 distributed_training.py --distributed
+	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
 
 test: lint test-python test-notebooks
 

@@ -389,6 +389,9 @@ def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
         raise UserError(
             f"--resume: a resumed run keeps its settings, but got {told}; leave that out, or start a new run"
         )
+    if kept.get("lr_schedule") == "cosine" and values.get("steps", kept["steps"]) != kept["steps"]:
+        falls = f"--resume: this run's learning rate falls until its step {kept['steps']}"
+        raise UserError(f"{falls}, so --steps has to stay; leave it out")
     own = {item.name for item in shared()}
     taken = {n: v for n, v in kept.items() if n in known and n not in ANEW and (same_strategy or n in own)}
     taken |= {name: kept[name] for name in identity}

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.grading import classes, sandbox
 from common.grading.classes import Grading, safe
 
-FEW = ["deletes_others", "imports_the_solutions", "looks_into_frames", "opens_sockets", "replaces_the_ledger", "leaves"]
+FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
 HERE = list(HOSTILE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
 

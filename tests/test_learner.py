@@ -108,6 +108,9 @@ def test_progress_is_told_while_ranks_start(tmp_path):
     told = []
     check.verdicts("01_intro", tmp_path / "ring.py", "ring_shift", progress=told.append)
     assert told == [f"starting {size} ranks for 1 exercise" for size in (2, 3, 4)]
+    told.clear()
+    check.verdicts("01_intro", tmp_path / "ring.py", "global_mean", progress=told.append)
+    assert told == ["starting 2 ranks for 1 exercise"]  # not attempted: nothing is left to do
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch, capfd):

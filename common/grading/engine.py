@@ -138,6 +138,8 @@ def grade(
     try:
         for size in SIZES:
             left = len(attempts) - len(verdicts)
+            if not left:
+                break
             progress(f"starting {size} ranks for {left} exercise{'s' * (left > 1)}")
             cases = {n: list(exercise.check(size)) for n, (exercise, _) in enumerate(attempts) if n not in verdicts}
             jobs = {n: (attempts[n][1], [case.arguments for case in of]) for n, of in cases.items() if of}

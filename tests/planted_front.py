@@ -1,5 +1,4 @@
-"""Mistakes to plant in what a learner, an instructor or the person at the terminal meets. tests/planting.py explains the
-fields."""
+"""Mistakes to plant in what a learner or an instructor meets. tests/planting.py explains the fields."""
 
 from planting import Mistake
 

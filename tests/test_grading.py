@@ -4,7 +4,7 @@ said."""
 import pytest
 import torch
 
-from common.grading import engine, patterns
+from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.lab.ledger import LedgerEntry
 

@@ -15,7 +15,7 @@ PEAKS = {
 }  # fmt: skip
 
 
-class Meter:
+class Usage:
     """Of a run on this rank. `__call__(step_seconds)` gives what a step adds to the metrics:
 
     peak_memory_bytes: the most memory that this rank has held so far: on a GPU what PyTorch had allocated there, on the

@@ -27,7 +27,7 @@ from common import data
 from common.config import Config
 from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.learning_rate import learning_rate
-from common.meter import Meter
+from common.meter import Usage
 from common.random_state import random_state, set_random_state
 from common.run_dir import RunDirectory
 from common.sample import sample
@@ -53,7 +53,7 @@ class Run:
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
-        self.meter = Meter(config, strategy.device) if self.main_rank else None
+        self.meter = Usage(config, strategy.device) if self.main_rank else None
         strategy.max_norm = config.max_norm
 
     def __enter__(self) -> "Run":

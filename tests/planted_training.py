@@ -345,6 +345,18 @@ MISTAKES = [
         "as asked for",
     ),
     Mistake(
+        "common/command_line.py", "and (same_strategy or n in own)}", "}",
+        "a run that is resumed with another strategy takes over options of the first",
+        "tests/test_resume.py::test_options_of_another_strategy_are_not_taken_over",
+        "ddp's --recompute is not fsdp's",
+    ),
+    Mistake(
+        "common/command_line.py", '"implementation", "by_hand", "resume")', '"implementation", "resume", "precision")',
+        "a resumed run computes in another precision",
+        "tests/test_resume.py::test_a_resumed_run_takes_its_settings_from_the_run",
+        "precision",
+    ),
+    Mistake(
         "common/command_line.py", "if name in values and values[name] != kept[name]", "if False",
         "a resumed run may change what makes its numbers",
         "tests/test_resume.py::test_a_resumed_run_keeps_what_makes_its_numbers",

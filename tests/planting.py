@@ -130,7 +130,7 @@ def _run_tests(mistake: Mistake | None, text: str, tests: list[str], folder: str
         sys.meta_path.insert(0, Finder(module_name(mistake.file), (ROOT / mistake.file).absolute(), text))
     written = io.StringIO()
     with redirect_stdout(written), redirect_stderr(written):
-        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", f"--basetemp={folder}/tests"]
         code = int(pytest.main([*options, *tests]))
     report.write_text(written.getvalue())
     return code

@@ -25,7 +25,7 @@ MISTAKES = [
         "common/sample.py", "tokens[-context:]", "tokens[:context]",
         "every byte is drawn from the beginning of the text",
         "tests/test_trainer.py::test_a_sample_is_what_the_model_says",
-        "abcd",
+        "abcdef",
     ),
     Mistake(
         "common/grading/values.py", "text[: MOST_PRINTED - len(self.text)]", "text",
@@ -50,7 +50,7 @@ MISTAKES = [
         "__import__('pickle').loads(data)",
         "a submission's answer can run code where it is judged",
         "tests/test_class.py::test_an_answer_that_is_none_is_refused",
-        "what came back is no answer",
+        "reading an answer has run what was in it",
     ),
     Mistake(
         "common/grading/engine.py", "if problem is None and _seal() != seal:", "if False:",

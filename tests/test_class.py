@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -145,10 +146,16 @@ def test_limits(tmp_path, monkeypatch):
     assert Grading([exercise], {}, 0.2).one(tmp_path / "ann.py") == "not finished after 0.2 s"
 
 
-def test_an_answer_that_is_none_is_refused():
-    for answer in (b"", b"nonsense", b"\x80\x04N."):
+class Evil:
+    def __reduce__(self):
+        return print, ("this has run",)
+
+
+def test_an_answer_that_is_none_is_refused(capsys):
+    for answer in (b"", b"nonsense", b"\x80\x04N.", pickle.dumps(("answer", Evil()))):
         with pytest.raises(sandbox.GradingEnded, match="what came back is no answer"):
             sandbox._unpacked(answer, {0: None})
+    assert capsys.readouterr().out == "", "reading an answer has run what was in it"
 
 
 def test_a_submission_that_is_nowhere():

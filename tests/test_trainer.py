@@ -156,6 +156,7 @@ class Alphabet(torch.nn.Module):
 
 def test_a_sample_is_what_the_model_says():
     assert sample(Alphabet(), context=4, length=3, prompt="a") == "abcd"
+    assert sample(Alphabet(), context=2, length=5, prompt="a") == "abcdef"  # more than it can look back to
     assert sample(Alphabet(), context=4, length=2, prompt="y") == "yz·"
     torch.manual_seed(0)
     model = GPT(1, 16, 2, 8)

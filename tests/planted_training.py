@@ -158,7 +158,7 @@ MISTAKES = [
         "--optimizer sgd makes another one",
     ),
     Mistake(
-        "common/task.py", "weight_decay=0.1", "weight_decay=0.0",
+        "common/task.py", "weight_decay=c.weight_decay", "weight_decay=0.0",
         "weights do not decay",
         "tests/test_task.py::test_optimizers",
         "{'weight_decay': 0.0} != {'weight_decay': 0.1}",
@@ -427,7 +427,7 @@ MISTAKES = [
     ),
     # --- the run and its folder ------------------------------------------------------------------------------------
     Mistake(
-        "common/run.py", "(step + 1) / WARM_UP", "step / WARM_UP",
+        "common/learning_rate.py", "(step + 1) / warm_up", "step / warm_up",
         "the first step does nothing",
         "tests/test_train.py::test_the_run_directory",
         "warm-up to 2e-3 in 20 steps",

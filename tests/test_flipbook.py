@@ -66,7 +66,7 @@ def test_every_frame_is_there_with_its_words(shown):
     pictures = [base64.b64decode(image["src"].partition("base64,")[2]) for image in page.all("img")]
     assert [picture[:4] for picture in pictures] == [b"\x89PNG", b"\x89PNG", b"<svg"]
     assert len({*pictures}) == 3 and base64.b64decode(data["image/png"]) == pictures[1]
-    assert metadata == {"image/png": {"alt": 'Step 1 < 2 rank 0 sends "1" & waits'}}
+    assert metadata == {"image/png": {"alt": 'rank 0 sends "1" & waits'}}
     assert not plt.get_fignums()
 
 

@@ -12,6 +12,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
+from common.model import GPT
 from course.fsdp import by_hand_zero23, memory
 from course.strategies import load
 
@@ -175,6 +176,23 @@ def small_gradients(name: str) -> torch.Tensor:
 def test_micro_batches_are_added_up_in_float32(name):
     step = launch(small_gradients, 2, (name,))[0]
     torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
+
+
+def zero2_buckets() -> list[int]:
+    """Bytes of the gradients that each reduce-scatter of a step of ZeRO-2 by hand takes, for 840,960 parameters."""
+    strategy = load("zero2", True)(GPT(4, 128, 4, 16), equality.sgd, make_mesh({"shard": -1}))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with Ledger() as ledger:
+        strategy.step([(tokens, tokens)])
+    return [entry.payload for entry in ledger.entries if entry.operation == "reduce_scatter"]
+
+
+def test_zero2_reduces_bucket_by_bucket():
+    """A bucket ends with the parameter that makes it 1 MiB or more. From the head backwards: one of two blocks' second
+    half and what is between, ..., so three of them; in one bucket all gradients would be whole at once."""
+    for buckets in launch(zero2_buckets, 2):
+        assert len(buckets) >= 3, f"{len(buckets)} bucket(s): nothing is sent before the backward pass is over"
+        assert all(2**20 <= size < 2 * 2**20 for size in buckets[:-1]) and buckets[-1] < 2 * 2**20
 
 
 def test_formulas_of_the_paper():

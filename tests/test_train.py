@@ -19,8 +19,11 @@ from helpers import SMALL, configure, metrics, numbers, train
 from common import ROOT
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
+from common.mesh import make_mesh
+from common.ranks import process_group
 from common.run import INTERRUPTED, Run
 from common.run_dir import RunDirectory
+from common.task import make_task
 from course.ddp.loading import WORKERS
 
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
@@ -65,7 +68,8 @@ def test_the_run_directory(tmp_path):
     assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert [record["learning_rate"] for record in records] == pytest.approx([0.0001, 0.0002, 0.0003, 0.0004])
+    rates = [record["learning_rate"] for record in records]
+    assert rates == pytest.approx([0.0001, 0.0002, 0.0003, 0.0004]), "warm-up to 2e-3 in 20 steps"
     assert all(record["tokens_per_second"] == pytest.approx(12 * 16 / record["step_seconds"]) for record in records)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -114,17 +118,67 @@ def test_a_resumed_run_draws_the_random_numbers_that_it_would_have_drawn(tmp_pat
     then = run(4, "parts", resume=True)
     assert len(set(whole[0] + whole[1])) == 8  # another number in every step on every rank
     assert [drawn[:2] for drawn in whole] == first
-    assert [drawn[2:] for drawn in whole] == then
+    assert [drawn[2:] for drawn in whole] == then, "random numbers of each rank after resuming"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_near(precision, tmp_path):
-    config = configure(size=2, **TEXT, strategy="ddp", precision=precision, run_dir=tmp_path / "half")
+def alone(folder, **settings) -> Run:
+    """A run of one process, which is the process group's only one."""
+    config = configure(**TEXT | {"checkpoint_every": 0}, strategy="single", run_dir=folder, **settings)
+    task = make_task(config)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+    return Run(config, strategy, task)
+
+
+def test_the_clock_of_a_step_leaves_nothing_out(tmp_path, monkeypatch):
+    """Agreeing on whether to stop takes time of every step, too; writing a checkpoint does not count."""
+    now = [0]
+
+    def passes(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Run, "_somebody_asked_to_stop", lambda run: passes(1))
+    monkeypatch.setattr(Run, "_save", lambda run: passes(10))
+    with process_group("cpu"), alone(tmp_path / "run", log_every=100) as run:
+        run.config.checkpoint_every = 2
+        for step in run.steps():
+            passes(0.5)
+            run.log(step, torch.ones(()), torch.ones(()))
+    assert [record["step_seconds"] for record in metrics(tmp_path / "run")] == [0.5, 1.5, 0.5, 1.5]
+
+
+class OnAGPU(torch.Tensor):
+    """A number on a device that works while the host goes on. `reads` are the numbers that the host has waited for."""
+
+    device, reads = torch.device("cuda", 0), []
+
+    def __float__(self):
+        self.reads.append(self.as_subclass(torch.Tensor).item())
+        return self.reads[-1]
+
+
+def test_on_a_gpu_the_host_reads_a_step_when_the_next_one_is_queued(tmp_path):
+    seen = []
+    with process_group("cpu"), alone(tmp_path / "run") as run:
+        for step in run.steps():
+            loss, norm = (torch.tensor(float(number)).as_subclass(OnAGPU) for number in (step, 10 + step))
+            run.log(step, loss, norm)
+            seen.append(list(OnAGPU.reads))
+    assert seen == [[], [0, 10], [0, 10, 1, 11], [0, 10, 1, 11, 2, 12]]
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("precision, by_hand", [("bf16", {}), ("fp16", {}), ("fp16", {"by_hand": True})])
+def test_half_precision_is_near(precision, by_hand, tmp_path):
+    config = configure(size=2, **TEXT, **by_hand, strategy="ddp", precision=precision, run_dir=tmp_path / "half")
     full = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "full")
     launch(train, 2, ([config, full],))
     half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
     assert [r["loss"] for r in half] == pytest.approx([r["loss"] for r in full], rel=2e-2)
     assert [r["loss"] for r in half] != [r["loss"] for r in full]
+    # The norm is that of the gradients, not of those that fp16 scales; None where they overflowed.
+    norms = [(h["grad_norm"], f["grad_norm"]) for h, f in zip(half, full, strict=True) if h["grad_norm"] is not None]
+    assert norms and [h for h, _ in norms] == pytest.approx([f for _, f in norms], rel=5e-2), "gradient norms"
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
@@ -247,4 +301,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     run = RunDirectory(in_folder(tmp_path), world_size=1)
     for step in (5, 10, 100, 1000):
         run.save({"step": step})
-    assert [path.name for path in run.checkpoints()] == ["checkpoint-000100.pt", "checkpoint-001000.pt"]
+    assert [path.name for path in run.checkpoints()] == [
+        "checkpoint-000100.pt",
+        "checkpoint-001000.pt",
+    ], "the newest two"

@@ -1,8 +1,8 @@
 """Pictures to step through: a slider and two buttons in plain HTML, which needs no kernel and no network.
 
 A notebook that was run here, nbconvert's HTML and a built site show one frame at a time. Where scripts are taken out,
-as JupyterLab does in a notebook that somebody else has run, all frames stand one below the other. Viewers without HTML
-show the PNG of one frame.
+as JupyterLab does in a notebook that somebody else has run, the frames stand in a row that can be scrolled. Viewers
+without HTML show the PNG of one frame.
 """
 
 import base64
@@ -41,6 +41,7 @@ for (const book of document.querySelectorAll(".flipbook:not([data-ready])")) {
   back.addEventListener("click", () => show(Number(slider.value) - 1));
   next.addEventListener("click", () => show(Number(slider.value) + 1));
   book.querySelector(".flipbook-controls").style.display = "flex";
+  book.querySelector(".flipbook-frames").style.display = "block";
   show(1);
 }
 """
@@ -65,7 +66,7 @@ def flipbook(frames: list[Frame], still: int = -1) -> None:
         "image/png": base64.b64encode(pictures[still]).decode(),
         "text/plain": f"<flipbook of {len(frames)} frames>",
     }
-    display(data, metadata={"image/png": {"alt": f"{frames[still].caption} {frames[still].alt}"}}, raw=True)
+    display(data, metadata={"image/png": {"alt": frames[still].alt}}, raw=True)
 
 
 def _bytes(picture: Figure | bytes) -> bytes:
@@ -87,18 +88,22 @@ def _page(frames: list[Frame], pictures: list[bytes]) -> str:
         kind = "png" if _is_png(picture) else "svg+xml"
         source = f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
         # The ground is white in a dark theme too: labels are black.
-        shown += f"""<div class="flipbook-frame">
+        shown += f"""<div class="flipbook-frame" style="flex: none; max-width: 100%">
 <p style="margin: 4px 0"><b>{number} of {count}.</b> {html.escape(frame.caption)}</p>
 <img src="{source}" alt="{html.escape(frame.alt)}" style="max-width: 100%; background-color: white">
 </div>
 """
-    # Hidden until the script runs: without it they would do nothing.
+    # Hidden until the script runs: without it they would do nothing. And JupyterLab would take their keys for its own
+    # shortcuts: the arrows move between cells.
+    keys = 'data-lm-suppress-shortcuts="true"'
     controls = f"""<div class="flipbook-controls" style="display: none; align-items: center; max-width: 480px">
-<button type="button" aria-label="previous frame">&#9664;</button>
-<input type="range" min="1" max="{count}" value="1" step="1" aria-label="frame" style="flex: 1">
-<button type="button" aria-label="next frame">&#9654;</button>
+<button type="button" {keys} aria-label="previous frame">&#9664;</button>
+<input type="range" min="1" max="{count}" value="1" {keys} aria-label="frame" style="flex: 1">
+<button type="button" {keys} aria-label="next frame">&#9654;</button>
 </div>
 """
-    return f'<div class="flipbook" role="group" aria-label="flipbook of {count} frames">\n{controls}{shown}</div>\n' + (
-        f"<script>{SCRIPT}</script>"
-    )
+    return f"""<div class="flipbook" role="group" aria-label="flipbook of {count} frames">
+{controls}<div class="flipbook-frames" style="display: flex; gap: 24px; overflow-x: auto">
+{shown}</div>
+</div>
+<script>{SCRIPT}</script>"""

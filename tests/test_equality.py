@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import shlex
 import types
 
 import pytest
@@ -40,7 +41,9 @@ PROOFS = [
 ]
 
 
-@pytest.mark.parametrize("strategy, implementation, nproc, cases", PROOFS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    "strategy, implementation, nproc, cases", PROOFS, ids=[f"{s}-{kind}-{nproc}" for s, kind, nproc, _ in PROOFS]
+)
 def test_equals_one_process(strategy, implementation, nproc, cases):
     proofs = prove(load(strategy, implementation), nproc, cases=cases)
     assert [proof.case for proof in proofs] == cases
@@ -273,3 +276,15 @@ def test_ranks_begin_with_seeds_of_their_own():
     name = "model/embedding.tokens.weight"
     first, second = equality.launch(equality.on_ranks, 2, (Seen, CASES[:1]))
     assert not torch.equal(first[0].state[name], second[0].state[name]), "rank 1 begins with rank 0's weights"
+
+
+def test_a_failure_says_which_case_failed_and_how_to_run_it_again(request):
+    def fail():
+        examine(DDP_BUGS.plant("too_small"), 2, "ddp by hand")
+
+    report = request.config.hook.pytest_runtest_makereport(
+        item=request.node, call=pytest.CallInfo.from_call(fail, "call")
+    )
+    text = report.longreprtext
+    assert "ddp by hand on 2 rank(s), sgd, accumulate 3, tied, clipped: grad_norm of step 1 on rank 0 is " in text
+    assert f"python -m pytest {shlex.quote(request.node.nodeid)}" in text

@@ -13,10 +13,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Fork, ranks_of, torchrun
-from helpers import SMALL, configure, metrics, numbers, train
+from forks import ranks_of, start, wait_for_step
+from helpers import TEXT, configure, metrics, numbers, train
 
-from common import ROOT
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
@@ -26,7 +25,6 @@ from common.run_dir import RunDirectory
 from common.task import make_task
 from course.ddp.loading import WORKERS
 
-TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
 
 
@@ -36,7 +34,7 @@ def test_the_promise(tmp_path):
     single = [{"strategy": "single"}, {"strategy": "single", "accumulation_steps": 3}]
     ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulation_steps": 3}]
     text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
-    images = {1: single, 2: ddp, 4: ddp[2:]}  # five million parameters each: enough is enough
+    images = {1: single[:1], 2: ddp[:2], 4: ddp[2:]}  # five million parameters each: enough is enough
     runs = {
         nproc: [
             configure(size=nproc, **settings, **variant, run_dir=tmp_path / f"{settings is IMAGES}-{nproc}-{number}")
@@ -49,7 +47,7 @@ def test_the_promise(tmp_path):
         launch(train, nproc, (todo,), timeout=120)
     for task in ("text", "images"):
         folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
-        assert len(folders) == (15 if task == "text" else 6)
+        assert len(folders) == (15 if task == "text" else 4)
         expected = numbers(folders[0])
         assert len(expected) == 2 * (4 if task == "text" else 2)
         assert expected[0] > 1.5 and len(set(expected)) == len(expected)
@@ -185,24 +183,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     config = configure(**TEXT | {"optimizer": "sgd", "lr": 1e38}, strategy="single", run_dir=tmp_path / "run")
     with pytest.raises(RankFailed, match=r"the loss is nan at step \d; try a smaller --lr"):
         launch(train, 1, ([config],))
-
-
-def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen | Fork:
-    """Start the front door, under torchrun for nproc > 0, as the leader of a process group of its own."""
-    script = ROOT / "distributed_training.py"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
-    if not nproc:
-        return Fork(script, *arguments, cwd=cwd, **options)
-    return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    end = time.time() + 60
-    while time.time() < end:
-        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} within a minute")
 
 
 def family(process: subprocess.Popen) -> list[psutil.Process]:

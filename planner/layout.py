@@ -134,7 +134,8 @@ class Layout:
         if self.offload:
             stage += " with offload"
         plan = f", {self.schedule}" + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else "")
-        return f"{axes}{stage}{plan if self.pipeline > 1 else ''}, micro-batch {self.micro_batch}, {self.recompute}"
+        plan = plan if self.pipeline > 1 else ""
+        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}"
 
 
 def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) -> Layout:

@@ -12,7 +12,8 @@ import pytest
 def pytest_configure(config):
     """From whichever folder nbval is started."""
     masks = Path(__file__).parent / "tests" / "sanitize.cfg"
-    config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
+    if config.pluginmanager.hasplugin("nbval"):
+        config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
 
 
 @pytest.fixture(scope="session", autouse=True)

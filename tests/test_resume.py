@@ -70,6 +70,13 @@ def test_a_resumed_run_takes_its_settings_from_the_run(begun):
     assert (other.implementation, other.precision, other.steps, other.seed) == ("pytorch", "fp32", 7, 5), "as asked for"
 
 
+def test_options_of_another_strategy_are_not_taken_over(begun):
+    folder = begun(strategy="ddp", recompute="full", loading="dispatch")
+    assert configure(run_dir=folder, resume=True).options.recompute == "full"
+    other = configure(run_dir=folder, resume=True, strategy="fsdp")
+    assert other.options.recompute == "none", "ddp's --recompute is not fsdp's"
+
+
 def test_what_belongs_to_the_machine_is_not_taken_over(begun):
     folder = begun(strategy="ddp")
     kept = json.loads((folder / "config.json").read_text())

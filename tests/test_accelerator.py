@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, SAYS, UNCHECKED, VOCABULARY, WIDTH, Case, Sizes, settings
+from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, UNCHECKED, VOCABULARY, WIDTH, Case, settings, sizes
 from helpers import FULL
 
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
 from common.task import Task
 from course.strategies import STRATEGIES
+from planner.strategies import SAYS
 
 # How often the host waits for the device for each micro-batch; where nothing is said, never.
 WAITS = {
@@ -149,7 +150,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
         extra["devices"] = gpus
     time = CONTEXT if case.strategy in ("context", "ulysses", "sequence") else 1
     examples = getattr(config.options, "microbatches", 1 if time > 1 else case.size)
-    says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](Sizes(case))]
+    says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](sizes(case))]
     says, more = [*says, says[1]], small(config, examples * time)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(data_parallel, "devices_of", lambda mesh: gpus))

@@ -182,3 +182,22 @@ def test_the_planner_starts_without_torch():
     code = "import sys; from planner.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *PLAN.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
+    """What it writes is the GPU "here" of a later command, whose work takes as long as its products say."""
+    monkeypatch.setattr("planner.calibrate.SIDES", (64, 128, 256))
+    monkeypatch.setattr("planner.calibrate.SIZES", (2**12, 2**16, 2**20))
+    file = tmp_path / "here.json"
+    assert "written to" in say(capsys, f"calibrate --out {file} --ranks 2")
+    measured = json.loads(file.read_text())["here"]
+    assert min(measured["peak"] / 1e9, measured["hbm"] / 1e8, measured["link"] / 1e6) > 0.1
+    line = f"estimate --layers 2 --width 64 --heads 4 --vocabulary 256 --gpus 2 --batch-size 8 --constants {file}"
+    found = json.loads(say(capsys, f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32 --json"))
+    assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here"
+
+
+def test_a_plan_has_a_picture(capsys, tmp_path):
+    file = tmp_path / "plan.png"
+    say(capsys, f"{PLAN} --count 2 --plot {file}")
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000

@@ -13,6 +13,7 @@ global:     step, settings, mesh, the optimizer's hyperparameters, the loss scal
 import contextlib
 import pickle
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +155,23 @@ def load(folder: Path, strategy) -> dict:
     return about
 
 
+def whole_tensors(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint whose names begin with `prefix`, without it, on the CPU of this one process.
+    Raises UserError."""
+    reader = Reader(folder)
+    with told(folder, "read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # nobody else is needed
+        saved = reader.read_metadata().state_dict_metadata
+        found = {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            for name, tensor in saved.items()
+            if name.startswith(prefix)
+        }
+        pieces = [piece for name, tensor in found.items() for piece in pieces_of(name, tensor, whole(tensor))]
+        dcp.load({}, storage_reader=reader, planner=LoadPieces(pieces, str(folder)), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
 @contextlib.contextmanager
 def told(folder: Path, done: str):
     """Failures, which DCP brings to all ranks, become one line."""
@@ -163,14 +181,18 @@ def told(folder: Path, done: str):
         if done == "written" and dist.get_rank() == 0:
             shutil.rmtree(manifest.partial(folder), ignore_errors=True)
         rank, (reason, _) = min(error.failures.items())
-        raise in_one_line(reason, folder, done, f"rank {rank}: " if dist.get_world_size() > 1 else "") from error
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        raise in_one_line(reason, folder, done, f"rank {rank}: " if several else "") from error
     except (OSError, pickle.UnpicklingError) as error:
         raise in_one_line(error, folder, done, "") from error
 
 
 def in_one_line(error: BaseException, folder: Path, done: str, who: str) -> BaseException:
-    if isinstance(error, OSError):
-        return UserError(f"{folder} cannot be {done}: {who}{error.strerror}")
-    if isinstance(error, RuntimeError | pickle.UnpicklingError):  # torch.save raises RuntimeError for a full disk
-        return UserError(f"{folder} cannot be {done}: {who}{str(error).splitlines()[0]}")
-    return error
+    """A UserError for what the disk may do to us; other errors as they are."""
+    if not isinstance(error, OSError | RuntimeError | pickle.UnpicklingError):
+        return error
+    # torch.save raises RuntimeError for a full disk
+    reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+    advice = "make room, or name another folder with --run-dir (checkpoints written before are whole; --resume goes on "
+    more = f"; {advice}from them)" if done == "written" else ""
+    return UserError(f"{folder} cannot be {done}: {who}{reason}{more}")

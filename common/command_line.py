@@ -237,7 +237,9 @@ def add(parser: Parser, title: str, items) -> None:
             choices = item.metadata["choices"] or None
             about += f" (default: {item.default})" if item.default != "" else ""
             metavar = None if choices else item.type.__name__.upper().replace("STR", "WORD")
-            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about)
+            metavar = "STEP|FOLDER" if item.metadata["bare"] else metavar
+            more = {"nargs": "?", "const": item.metadata["bare"]} if item.metadata["bare"] else {}
+            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about, **more)
 
 
 def owners(table, option: str) -> list[str]:
@@ -306,6 +308,8 @@ def convert(where: str, value, item):
     """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
     if item.type is bool and isinstance(value, bool):
         return value
+    if item.metadata["bare"] and isinstance(value, bool):
+        return item.metadata["bare"] if value else ""
     if item.type is str and isinstance(value, dict):  # "split-spec: {blocks.1: end}"
         value = ", ".join(f"{key}: {word}" for key, word in value.items())
     try:

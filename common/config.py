@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.mesh import AXES
-from common.options import NoOptions, flag, option
+from common.options import LATEST, NoOptions, flag, option
 from common.ranks import choose, environment
 from common.strategy import StrategyEntry
 
@@ -42,7 +42,10 @@ class Config:
     steps: int = option(250, "optimizer steps", at_least=1)
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
-    resume: bool = option(False, "go on from the newest checkpoint of --run-dir (default: of the newest run)")
+    keep: int = option(2, "newest checkpoints that are kept", at_least=1)
+    resume: str = option(
+        "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)

@@ -17,15 +17,17 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import data
-from common.config import Config
+from common import data, manifest
+from common.config import Config, shared
 from common.errors import UserError
-from common.random_state import random_state, set_random_state
+from common.options import flag
 from common.run_dir import RunDirectory
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
@@ -37,7 +39,7 @@ INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 class Run:
     """Progress, stopping, metrics and checkpoints of one training run; entered on every rank.
 
-    Takes up the newest checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
+    Takes up a checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
     SIGTERM it exits with code INTERRUPTED. Raises UserError for a batch that cannot be divided, a precision that the
     device does not have, a run directory that cannot be written, a loss that is no number, and when another rank has
     died.
@@ -140,28 +142,58 @@ class Run:
                 tell(f"step {done}/{steps}  loss {record['loss']:.4f}  {speed:,.0f} {unit}/s")
 
     def _save(self) -> None:
+        from common import checkpoint  # not at the top: it takes half a second, and not every command gets here
+
         self._write()
-        state = self.strategy.full_state()
-        everybodys = [None] * self.size if self.main_rank else None
-        dist.gather_object(random_state(self.strategy.device), everybodys)
+        config, self.saved = self.config, self.path / manifest.name_of(self.done)
+        about = {
+            "step": self.done,
+            "examples": self.done * config.batch_size,
+            "settings": config.settings(),
+            "strategy": config.strategy,
+            "implementation": config.implementation,
+            "mesh": config.axes,
+        }
         if self.main_rank:
-            self.saved = self.directory.save({"step": self.done, "random": everybodys, **state})
+            self.directory.sync_metrics()
+        checkpoint.save(self.saved, self.strategy, about)
+        if self.main_rank:
+            self.directory.keep_newest()
 
     def _resume(self) -> int:
-        """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
+        """Take up the checkpoint that the run goes on from; the number of steps that it has behind it."""
         # Rank 0 knows: after a restart the nodes need not agree on how many there were.
-        box = [self.directory.goes_on if self.main_rank else None]
+        there = self.directory
+        box = [(there.path, there.checkpoints, there.insists) if self.main_rank else None]
         dist.broadcast_object_list(box, src=0)
-        if not box[0]:
-            return 0
-        state = self.directory.load() if self.main_rank else {}
-        self.strategy.load_full_state(state)
-        box = [(state.get("step"), state.get("random", []))]
-        dist.broadcast_object_list(box, src=0)
-        step, everybodys = box[0]
-        if len(everybodys) == self.size:  # on another number of ranks no state belongs to a rank
-            set_random_state(everybodys[dist.get_rank()], self.strategy.device)
-        if self.main_rank:
+        self.path, candidates, insists = box[0]
+        for folder in candidates:
+            found: list = [None] * self.size
+            dist.all_gather_object(found, manifest.damage(folder, dist.get_rank(), self.size))
+            wrong = next(filter(None, found), None)
+            if wrong is None:
+                return self._take_up(folder)
+            if insists:
+                raise UserError(f"--resume: {wrong}; --resume alone takes the newest checkpoint that is whole")
+            if self.main_rank:
+                tell(f"{wrong}; trying the checkpoint before it")
+        if candidates:
+            raise UserError(f"--resume: no checkpoint in {self.path} is whole; start a new run")
+        return 0
+
+    def _take_up(self, folder: Path) -> int:
+        from common import checkpoint
+
+        about, _ = manifest.read(folder)
+        mine, its = self.config.settings(), about.get("settings", {})
+        for item in [*shared(), *fields(self.config.options)]:
+            if item.metadata["identity"] and item.name in its and its[item.name] != mine[item.name]:
+                raise UserError(
+                    f"--resume: {folder} was trained with {flag(item.name)} {its[item.name]}, and this run has "
+                    f"{mine[item.name]}"
+                )
+        step = checkpoint.load(folder, self.strategy)["step"]
+        if self.main_rank and self.directory.goes_on:
             self.directory.forget_after(step)
         return step
 
@@ -211,7 +243,7 @@ class Run:
             sys.exit(INTERRUPTED)
 
     def _how_to_go_on(self) -> str:
-        if self.directory and not self.directory.checkpoints():
+        if self.directory and not manifest.checkpoints(self.path):
             return "start again (there is no checkpoint yet)"
         return f"go on with --resume --run-dir {self.directory.path}" if self.directory else "go on with --resume"
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import configure, metrics, numbers, train
+from helpers import configure, metrics, numbers, saved, train
 from test_train import TEXT, start, wait_for_step
 
 from common import ROOT
@@ -154,8 +154,8 @@ def test_training_is_bitwise_the_same_and_goes_on_from_anywhere(tmp_path):
     for name in [*LOADING, "parts"]:
         assert numbers(tmp_path / name) == expected, name
     for name in LOADING:
-        saved = [torch.load(tmp_path / n / "checkpoint-000004.pt", weights_only=True)["model"] for n in ("shard", name)]
-        assert all(torch.equal(*pair) for pair in zip(saved[0].values(), saved[1].values(), strict=True)), name
+        one, other = (saved(tmp_path / n / "checkpoint-000004") for n in ("shard", name))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
 
 
 def test_bad_choices_get_one_line(tmp_path, monkeypatch):

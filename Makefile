@@ -33,13 +33,14 @@ test-python: $(INSTALLED)
 	python -m pytest -n 2 tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
-# pytest would take the tests instead.
+# pytest would take the tests instead. tests/sanitize.cfg masks measured numbers before outputs are compared.
 test-notebooks: $(INSTALLED)
 	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
-	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
+	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 \
+		--nbval-sanitize-with tests/sanitize.cfg $(NOTEBOOKS)
 
 lab: $(INSTALLED)
-	jupyter lab
+	jupyter lab 01_intro/01_why_distribute.ipynb
 
 # Run every notebook and store what it puts out.
 notebooks: $(INSTALLED)

@@ -29,10 +29,10 @@ def zigzag(rank, size):
     return rank, 2 * size - 1 - rank
 
 
-def positions(rank, size, time, order):
-    """Where in a sequence of `time` tokens those of a rank stand: [time / size] int64."""
-    chunks = torch.arange(time).unflatten(0, (2 * size, -1))
-    return chunks[list(order(rank, size))].flatten()
+def positions(rank, size, time, order, device=None):
+    """Where in a sequence of `time` tokens those of a rank stand: [time / size] int64, computed on the device."""
+    chunks = torch.arange(time, device=device).chunk(2 * size)
+    return torch.cat([chunks[number] for number in order(rank, size)])
 
 
 def pairs(mine, theirs, causal):
@@ -160,8 +160,7 @@ def ring_attention(q, k, v, group, causal=True, order=zigzag):
 
 def local_tokens(tokens, axis, order=zigzag):
     """Of tokens [batch, time], inputs or targets, those of this rank: [batch, time / axis.size]."""
-    where = positions(axis.rank, axis.size, tokens.shape[1], order)
-    return tokens[:, where.to(tokens.device)]
+    return tokens[:, positions(axis.rank, axis.size, tokens.shape[1], order, tokens.device)]
 
 
 def apply_context_parallel(model, axis, attention=ring_attention, order=zigzag) -> None:
@@ -176,7 +175,7 @@ def apply_context_parallel(model, axis, attention=ring_attention, order=zigzag) 
     require_chunks(model.embedding.positions.num_embeddings, axis.size)
 
     def in_the_whole_sequence(module, args):
-        return positions(axis.rank, axis.size, len(args[0]) * axis.size, order).to(args[0].device)
+        return positions(axis.rank, axis.size, len(args[0]) * axis.size, order, args[0].device)
 
     model.embedding.positions.register_forward_pre_hook(in_the_whole_sequence)
     for block in model.blocks:

@@ -53,12 +53,14 @@ class PipelineDDP(PipelineParallel):
         require_for_ddp(self.options.schedule, self.pipeline.size, self.microbatches)
         self.replicas = axis(self.mesh, "data")
         return {
-            n: DistributedDataParallel(stage, process_group=self.replicas.group) if trained(stage) else stage
+            n: DistributedDataParallel(stage, process_group=self.replicas.group, gradient_as_bucket_view=True)
+            if trained(stage)
+            else stage
             for n, stage in modules.items()
         }
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are: in DDP's buckets
         loss = torch.zeros((), device=self.device)
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             for stage in self.own:

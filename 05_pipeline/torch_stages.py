@@ -62,7 +62,6 @@ class InStages(Strategy):
 
     def from_last_stage(self, loss) -> torch.Tensor:
         """What the last stage's rank has, on every rank of the pipeline."""
-        loss = torch.as_tensor(loss, dtype=torch.float32, device=self.device)
         dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
         return loss
 

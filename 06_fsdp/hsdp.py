@@ -2,11 +2,12 @@
 
 import torch
 import torch.distributed.tensor.parallel as tp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
-from common.recompute import RecomputeOptions
+from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import require_gradients
 from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
@@ -35,12 +36,17 @@ class TensorFSDP(FSDP):
         super().require(config, axes)
         CutsWeights.require(config, axes)
 
-    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
-        # Rank 0's weights, on the CPU: each rank keeps a part of them only. With the axis over all ranks that this
-        # makes, PyTorch sums the gradient's norm in one message instead of one for each dimension, and a warning.
-        setup.materialise(model, torch.device("cpu"), axis(mesh, "shard", "tensor").group)
-        apply_tensor_parallel(model, mesh["tensor"])
-        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        setup.Sharded.__init__(self, mesh, options, precision, max_norm)
+        self.model = recompute_blocks(model, self.options.recompute)
+        # With the axis over all ranks that this makes, PyTorch sums the gradient's norm in one message instead of one
+        # for each dimension, and a warning.
+        everyone = axis(mesh, "shard", "tensor").group
+        for unit, reshard in setup.units_of(model).items():
+            setup.materialise(unit, torch.device("cpu"), everyone)  # rank 0's weights, of which a rank keeps a part
+            apply_tensor_parallel(model, mesh["tensor"], unit)
+            fully_shard(unit, reshard_after_forward=reshard, **self.how)
+        self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
         with tp.loss_parallel():

@@ -84,16 +84,16 @@ class MeshParallel(Strategy):
         split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         broadcast_module(model, self.everyone)  # ranks may have been seeded differently
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
-        if self.tensor.size > 1:
-            apply_tensor_parallel(model, mesh["tensor"])
         how = {"mesh": mesh["data", "shard"], **setup.policies(precision, offload=False)}
         self.stages = None
         if self.pipeline.size > 1:
             self.model = self.cut_into_stages(model, how, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
-            self.model = model.to(self.device)
+            self.model = model
             for unit, reshard in setup.units_of(model).items():
+                if self.tensor.size > 1:
+                    apply_tensor_parallel(model, mesh["tensor"], unit)
                 fully_shard(unit, reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -106,7 +106,9 @@ class MeshParallel(Strategy):
 
     def cut_into_stages(self, model, how, schedule, names):
         options = self.options
-        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names)
+        if self.tensor.size > 1:
+            apply_tensor_parallel(model, self.mesh["tensor"], model)
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():

@@ -24,6 +24,9 @@ import time
 import uuid
 from pathlib import Path
 
+import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+
+# isort: split
 import psutil
 
 from common import ROOT

@@ -8,7 +8,9 @@ would need this file's second half all the same.)
 import argparse
 import difflib
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +26,21 @@ from common.run_dir import claim, new_run_dir, saved_settings
 from common.strategy import StrategyEntry
 
 RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
+# What other programs call an option: for "did you mean".
+ELSEWHERE = {
+    "lr": ("learning_rate",),
+    "steps": ("max_steps", "epochs", "iterations", "num_steps", "max_iters"),
+    "width": ("hidden_size", "d_model", "n_embd", "embedding_size", "dim"),
+    "layers": ("n_layers", "n_layer", "num_layers", "num_hidden_layers", "depth"),
+    "heads": ("n_heads", "n_head", "num_heads", "num_attention_heads"),
+    "context": ("block_size", "sequence_length", "seq_len", "seq_length", "max_length"),
+    "accumulation_steps": ("gradient_accumulation_steps", "grad_accum", "grad_acc_steps"),
+    "batch_size": ("global_batch_size", "bs", "train_batch_size"),
+    "run_dir": ("output_dir", "out_dir", "save_dir", "log_dir"),
+    "precision": ("dtype", "bf16", "fp16", "amp", "mixed_precision"),
+    "microbatches": ("num_microbatches", "micro_batches", "n_microbatches"),
+    "recompute": ("activation_checkpointing", "gradient_checkpointing"),
+}
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
 ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume")
 
@@ -66,6 +83,8 @@ def parse(
     Options = entry.implementations[implementation].Options
 
     parser = full_parser(table, name, Options)
+    if {"-h", "--help"} & {*argv}:
+        parser.epilog = other_options(table, Options)
     given, unknown = parser.parse_known_args(argv)
     given = vars(given)
     if unknown:
@@ -200,25 +219,29 @@ def two_numbers(config: Config, preset: dict, size: int) -> dict[str, int]:
 
 def full_parser(table, name: str, Options) -> Parser:
     """Of all options, those of strategy `name` included."""
-    listed = "strategies: " + ", ".join(table)
     parser = Parser(
-        description="Train a small model; see README.md.",
-        epilog=f"{listed}. Options of another strategy: --strategy NAME --help",
+        usage="%(prog)s [OPTION ...]",
+        description="Train a small model on one process or on many. README.md has examples.",
+        formatter_class=lambda prog: Help(prog, max_help_position=25),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
+    listed = "strategies: " + ", ".join(table)
     group = []
     titles = list(Config.GROUPS.values())
     starts = list(Config.GROUPS)
     for item in shared():
         if item.name in starts and group:
-            add(parser, titles[starts.index(group[0].name)], group)
+            add(parser, titles[starts.index(group[0].name)], group, listed if group[0].name == "strategy" else None)
             group = []
         group.append(item)
     add(parser, titles[-1], group)
     if fields(Options):
         add(parser, f"strategy {name}", fields(Options))
-    parser.add_argument("--config", metavar="FILE.yaml", help="read options from a file; the command line wins")
+    others = parser.add_argument_group("this program")
+    others.add_argument("-h", "--help", action="help", help="show this; with --strategy NAME, that strategy's options")
+    others.add_argument("--config", metavar="FILE.yaml", help="read options from a file; the command line wins")
     parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
     for old, new in RENAMED.items():
         kind = next(item.type for item in shared() if item.name == new)
@@ -226,9 +249,31 @@ def full_parser(table, name: str, Options) -> Parser:
     return parser
 
 
-def add(parser: Parser, title: str, items) -> None:
-    """A group of options to a parser, from fields."""
-    group = parser.add_argument_group(title)
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of what stands at the end, which other_options breaks by itself."""
+
+
+def other_options(table, Options) -> str:
+    """The end of --help: options that other strategies have, with their choices and who has them."""
+    own, found = {item.name for item in fields(Options)}, {}
+    for entry in table.values():
+        for kind in entry().implementations.values():
+            found |= {item.name: item for item in fields(kind.Options) if item.name not in own}
+    lines = ["options of other strategies (--strategy NAME --help says what they do):"]
+    width = min(100, shutil.get_terminal_size().columns - 2)
+    for name, item in found.items():
+        text = f"{', '.join(map(str, item.metadata['choices']))}; " if item.metadata["choices"] else ""
+        holders = list(dict.fromkeys(holder.split(" (")[0] for holder in owners(table, name)))
+        text = f"{flag(name):22} {text}of {', '.join(holders)}"
+        indents = {"initial_indent": "  ", "subsequent_indent": " " * 25}
+        lines.append(textwrap.fill(text, width, break_on_hyphens=False, **indents))
+    return "\n".join(lines)
+
+
+def add(parser: Parser, title: str, items, about: str | None = None) -> None:
+    """A group of options to a parser, from fields; `about` is a line below its title."""
+    about = about and textwrap.fill(about, min(100, shutil.get_terminal_size().columns - 2), break_on_hyphens=False)
+    group = parser.add_argument_group(title, about)
     for item in items:
         about = item.metadata["help"].replace("%", "%%")
         if item.type is bool:
@@ -236,8 +281,12 @@ def add(parser: Parser, title: str, items) -> None:
         else:
             choices = item.metadata["choices"] or None
             about += f" (default: {item.default})" if item.default != "" else ""
-            metavar = None if choices else item.type.__name__.upper().replace("STR", "WORD")
+            metavar = item.type.__name__.upper().replace("STR", "WORD")
             metavar = "STEP|FOLDER" if item.metadata["bare"] else metavar
+            if choices and len(", ".join(choices)) > 40:
+                about = f"{', '.join(choices)}: {about}"
+            elif choices:
+                metavar = None  # which shows them
             more = {"nargs": "?", "const": item.metadata["bare"]} if item.metadata["bare"] else {}
             group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about, **more)
 
@@ -262,6 +311,12 @@ def not_its_own(table, option: str, strategy: str, implementation: str) -> str |
     return f"{flag(option)} is an option of {', '.join(has)}, not of '{strategy}'{by_hand}; leave it out"
 
 
+def meant(name: str, known) -> str | None:
+    """The option that an unknown name most likely means: by what other programs call it, or by its letters."""
+    elsewhere = [option for option, names in ELSEWHERE.items() if name.lower() in names and option in known]
+    return next(iter(elsewhere + difflib.get_close_matches(name, known, n=1)), None)
+
+
 def refuse_unknown(table, word: str, strategy: str, implementation: str, Options) -> None:
     name = word.lstrip("-").split("=")[0].replace("-", "_")
     if not word.startswith("--"):
@@ -270,8 +325,8 @@ def refuse_unknown(table, word: str, strategy: str, implementation: str, Options
     foreign = not_its_own(table, name, strategy, implementation)
     if foreign:
         raise UserError(foreign)
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {flag(nearest[0])}?" if nearest else "--help lists the options"
+    nearest = meant(name, known)
+    hint = f"did you mean {flag(nearest)}?" if nearest else "--help lists the options"
     raise UserError(f"unknown option {word.split('=')[0]}; {hint}")
 
 
@@ -279,8 +334,8 @@ def refuse_key(table, where: str, key: str, spelled: str, strategy: str, impleme
     foreign = not_its_own(table, key, strategy, implementation)
     if foreign:
         raise UserError(f"{where}: {foreign}")
-    nearest = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean '{nearest[0].replace('_', '-')}'?" if nearest else "; --help lists the options"
+    nearest = meant(key, known)
+    hint = f"; did you mean '{nearest.replace('_', '-')}'?" if nearest else "; --help lists the options"
     raise UserError(f"{where}: unknown key '{spelled}'{hint}")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import UserError
+from common.installed import missing
 from common.mesh import AXES
 from common.options import LATEST, NoOptions, flag, option
 from common.ranks import choose, environment
@@ -30,11 +31,11 @@ class Config:
         "task": "the data",
     }
 
-    strategy: str = option("", "which one; see the list below (default: what --mesh names, else the chapter's own)")
+    strategy: str = option("", "one of these (default: what --mesh names, else the chapter's own)")
     implementation: str = option("", "pytorch, by-hand, or another that the strategy has (default: pytorch)")
     by_hand: bool = option(False, "short for --implementation by-hand: built from collectives")
     mesh: str = option("", f"ranks along each axis, as in data=2,tensor=2; axes: {', '.join(AXES)}")
-    mesh_order: str = option("", f"axes from outermost to innermost, whose ranks are neighbours (default: {AXES})")
+    mesh_order: str = option("", "axes from outermost to innermost (default: as above)")
     distributed: bool = option(False, "join the processes that torchrun started")
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
@@ -111,4 +112,8 @@ def check(config: Config) -> None:
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
     choose(config.device, config.backend, local_size)
+    if config.task == "images":
+        lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
+        if lacking:
+            raise UserError(f"--task images: {lacking}")
     config.strategy_class.require(config, config.axes)

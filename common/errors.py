@@ -1,9 +1,15 @@
-"""Errors whose text is meant for the person who typed the command."""
+"""Errors whose text is meant for the person who typed the command, and where it stands: at the end of the screen."""
 
+import json
 import os
+import re
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
+
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 
 
 class UserError(Exception):
@@ -12,13 +18,81 @@ class UserError(Exception):
 
 @contextmanager
 def one_line_errors():
-    """Turn a UserError into one line on stderr and exit code 2: once per node where all ranks have the same error."""
+    """Turn a UserError, and memory that is used up, into one line and exit code 2: once per node where all ranks have
+    the same error. The line goes to stderr; under torchrun it stands at the end of torchrun's own report instead."""
     try:
         yield
-    except UserError as error:
+    except KeyboardInterrupt:
+        print("stopped before the first step", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        line = str(error) if isinstance(error, UserError) else out_of_memory(error)
+        if line is None:
+            raise
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
             # Most likely rank 0 of this node says the same at this moment, and torchrun ends the others as
             # soon as it exits. Whoever is still here afterwards had an error of its own.
             time.sleep(3)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _report(f"error: {line}")
         sys.exit(2)
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """What to do, if memory was used up: that of a GPU, or the host's."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[A-Za-z]+)", str(error))
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    if not isinstance(error, MemoryError) and not any(word in str(error) for word in words):
+        return None
+    how_much = f" (the next piece would have been {asked[1]})" if asked else ""
+    return (
+        f"out of memory{how_much}; try a smaller --batch-size, --context or --width, or more --accumulation-steps, "
+        f"which compute the same batch in smaller parts"
+    )
+
+
+def _report(line: str) -> None:
+    """Put `line` where it will be the last thing to be read.
+
+    Under torchrun that is the file from which torchrun's report takes what it calls the traceback of a rank: what a
+    rank itself writes to stderr stands some forty lines above. With --max-restarts the report comes after the last
+    attempt only, and those before it say their line themselves.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # torchrun puts the earliest failure last. If another process has died, this rank knows it before torchrun
+        # does, but the clock of the report counts whole seconds.
+        about = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+        try:
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": about}}))
+        except OSError:
+            file = None
+    attempts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    )
+    if not file or attempts_left > 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+AFTER = """
+import os, select, sys, time
+torchrun, end = int(sys.argv[1]), time.time() + 60
+try:
+    select.select([os.pidfd_open(torchrun)], [], [], 60)  # readable when it has ended, though nobody has heard of it
+except AttributeError:  # not Linux
+    try:
+        while time.time() < end:
+            os.kill(torchrun, 0)
+            time.sleep(0.05)
+    except OSError:
+        pass
+except OSError:  # it has ended already
+    pass
+sys.stderr.write(sys.argv[2] + "\\n")
+"""
+
+
+def repeat_below_torchrun(line: str) -> None:
+    """Say `line` on stderr once torchrun has ended, below the traceback with which it answers Ctrl-C and SIGTERM."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and os.name == "posix":
+        command = [sys.executable, "-I", "-S", "-c", AFTER, str(os.getppid()), line]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -140,6 +140,16 @@ def let_threads_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def leave_last(store: dist.Store, rank: int, size: int) -> None:
+    """Rank 0 returns when the others have come here. Without torchrun the store is in its process: gone too early, it
+    would take along what the others are about to read, such as that everybody is done."""
+    if store.add("common.ranks/left", 1) == size:
+        store.set("common.ranks/all left", "")
+    if rank == 0:
+        with contextlib.suppress(dist.DistStoreError):  # whoever died after it was done is no longer waited for
+            store.wait(["common.ranks/all left"], datetime.timedelta(seconds=10))
+
+
 @contextmanager
 def process_group(
     device: str = "auto",
@@ -224,6 +234,7 @@ def process_group(
             # little longer than a collective waits, so that the rank that lacks its partner is the one to say so.
             store = dist.distributed_c10d._get_default_store()
             store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout + 2)
+            leave_last(store, rank, size)
         dist.destroy_process_group()
     if orderly_exit:
         raise orderly_exit

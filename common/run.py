@@ -26,14 +26,13 @@ from tqdm import tqdm
 
 from common import data, manifest
 from common.config import Config, shared
-from common.errors import UserError
+from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.options import flag
 from common.run_dir import RunDirectory
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
 
 WARM_UP = 20  # steps
-INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 
 
 class Run:
@@ -41,8 +40,8 @@ class Run:
 
     Takes up a checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
     SIGTERM it exits with code INTERRUPTED. Raises UserError for a batch that cannot be divided, a precision that the
-    device does not have, a run directory that cannot be written, a loss that is no number, and when another rank has
-    died.
+    device does not have, a resumed run that has all its steps behind it, a run directory that cannot be written, a
+    loss that is no number, and when another rank has died.
     """
 
     def __init__(self, config: Config, strategy: Strategy, task: Task):
@@ -58,10 +57,14 @@ class Run:
     def __enter__(self) -> "Run":
         config = self.config
         self.done = self._resume()
+        if config.resume and not self.restarted and self.done >= config.steps:
+            done = f"--resume: {self.path} has its {self.done} steps behind it, so there is nothing to do"
+            raise UserError(f"{done}; ask for more with --steps {2 * self.done}")
         if self.main_rank:
-            path = self.directory.path
-            tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {path}")
-            if self.done and not config.resume:
+            if self.directory.goes_on:
+                self.directory.forget_after(self.done)
+            tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
+            if self.restarted:
                 tell(f"restarted by torchrun: going on after step {self.done}")
             if self.size > 1 and config.entry and config.entry.sizes(config.implementation) == (1,):
                 alike = f"all {self.size} ranks train the same model on the same data"
@@ -164,9 +167,9 @@ class Run:
         """Take up the checkpoint that the run goes on from; the number of steps that it has behind it."""
         # Rank 0 knows: after a restart the nodes need not agree on how many there were.
         there = self.directory
-        box = [(there.path, there.checkpoints, there.insists) if self.main_rank else None]
+        box = [(there.path, there.restarted, there.checkpoints, there.insists) if self.main_rank else None]
         dist.broadcast_object_list(box, src=0)
-        self.path, candidates, insists = box[0]
+        self.path, self.restarted, candidates, insists = box[0]
         for folder in candidates:
             found: list = [None] * self.size
             dist.all_gather_object(found, manifest.damage(folder, dist.get_rank(), self.size))
@@ -192,10 +195,7 @@ class Run:
                     f"--resume: {folder} was trained with {flag(item.name)} {its[item.name]}, and this run has "
                     f"{mine[item.name]}"
                 )
-        step = checkpoint.load(folder, self.strategy)["step"]
-        if self.main_rank and self.directory.goes_on:
-            self.directory.forget_after(step)
-        return step
+        return checkpoint.load(folder, self.strategy)["step"]
 
     def _ask_to_stop(self, signum, frame) -> None:
         self.stop_asked = True
@@ -235,17 +235,18 @@ class Run:
         if self.main_rank:
             self.directory.finish()
             if self.done < self.config.steps:
-                advice = f"go on with --resume --run-dir {self.directory.path}"
-                tell(f"stopped after step {self.done} with {self.saved}; {advice}")
+                advice = f"go on with --resume --run-dir {self.path}"
+                line = f"stopped after step {self.done} with {self.saved}; {advice}"
+                tell(line)
+                repeat_below_torchrun(line)
             else:
-                tell(f"done: {self.directory.path}")
+                tell(f"done: {self.path}")
         if self.done < self.config.steps:
             sys.exit(INTERRUPTED)
 
     def _how_to_go_on(self) -> str:
-        if self.directory and not manifest.checkpoints(self.path):
-            return "start again (there is no checkpoint yet)"
-        return f"go on with --resume --run-dir {self.directory.path}" if self.directory else "go on with --resume"
+        resume, again = f"go on with --resume --run-dir {self.path}", "start again"
+        return resume if manifest.checkpoints(self.path) else f"{again} (there is no checkpoint yet)"
 
 
 def tell(text: str) -> None:

@@ -28,6 +28,7 @@ class RunDirectory:
     """Of rank 0.
 
     goes_on:     a run that was begun in this folder goes on
+    restarted:   because torchrun has started its ranks again
     checkpoints: those that it may go on from, the best first
     insists:     the user named the one
     """
@@ -38,9 +39,9 @@ class RunDirectory:
         writes there."""
         self.path, self.keep = Path(config.run_dir), config.keep
         newest_first = manifest.checkpoints(self.path)[::-1]
-        restarted = restarts(self.path) and bool(newest_first)
-        self.goes_on = restarted or resumes_in_place(config.resume, self.path)
-        self.insists = not restarted and config.resume not in ("", LATEST)
+        self.restarted = restarts(self.path) and bool(newest_first)
+        self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
+        self.insists = not self.restarted and config.resume not in ("", LATEST)
         self.checkpoints = [named(config.resume, self.path)] if self.insists else newest_first if self.goes_on else []
         with self.told():
             self.path.mkdir(parents=True, exist_ok=True)

@@ -50,11 +50,22 @@ class Task:
 
 
 def make_task(config: Config) -> Task:
+    """Raises UserError where the data is not there, or is less than one batch."""
+    task = Task(make_dataset(config), config)
+    if config.batch_size > task.dataset.size:
+        raise UserError(
+            f"--batch-size {config.batch_size} is more than the {task.dataset.size} examples of the data; "
+            f"make it {task.dataset.size} or less"
+        )
+    return task
+
+
+def make_dataset(config: Config) -> data.Text | data.Images:
     if config.task == "text":
-        return Task(data.Text(config.context), config)
+        return data.Text(config.context)
     if config.dataset == "digits":
-        return Task(data.digits(), config)
-    return Task(data.torchvision_images(config.dataset, config.data_dir, config.download), config)
+        return data.digits()
+    return data.torchvision_images(config.dataset, config.data_dir, config.download)
 
 
 def check_batch(config: Config, strategy: Strategy) -> None:

@@ -1,5 +1,6 @@
 """How a script starts: read the command line, then call the main function of the strategy's chapter."""
 
+import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common.command_line import parse
 from common.errors import UserError, one_line_errors
 from course.strategies import BY_AXES, STRATEGIES

@@ -16,7 +16,7 @@ from course.strategies import STRATEGIES
 WIDTH, HEADS, CONTEXT, VOCABULARY = 4096, 8, 16, 256  # so wide that activations of a few tokens are next to nothing
 EXPERTS = 16
 MESHES = {  # of the strategies that have no mesh of their own
-    ("mesh", "pytorch", 4): "pipeline=2,tensor=2",
+    ("mesh", "pytorch", 4): "shard=2,tensor=2",
     ("mesh", "pytorch", 8): "pipeline=2,shard=2,tensor=2",
     ("mesh", "by-hand", 4): "shard=2,tensor=2",
     ("mesh", "by-hand", 8): "pipeline=2,data=2,tensor=2",
@@ -130,10 +130,6 @@ def buckets(s: Sizes) -> Said:
     return [{"parameters": s.share, "buckets": s.share}], [adamw(s.share, s.share, s.share)]
 
 
-def buckets_and_gradients(s: Sizes) -> Said:
-    return buckets(s)[0], [adamw(s.share, s.share, s.share, buckets=s.share)]
-
-
 def replicas(s: Sizes, by_hand: bool) -> Said:
     """On the first device, at the end of a backward pass: the gradient of its own replica, and the sums, which are then
     added to the gradients. By hand, all copies of one parameter's arrive together; else one after the other."""
@@ -194,10 +190,10 @@ def zero2_pytorch(s: Sizes) -> Said:
 
 
 def fsdp_pytorch(s: Sizes) -> Said:
-    """In the backward pass: two units gathered, the gradient of one, and that of one as it is sent. Where there are
-    replicas, units' shards of it are kept until the backward pass ends."""
+    """In the backward pass: two units gathered, the gradient of one, and that of one as it is sent. Where the
+    mesh has two axes, units' shards of it are kept until the backward pass ends."""
     backward = {"two units": 2 * s.unit, "a unit's gradient": s.unit, "one that is sent": s.unit}
-    if s.axes.get("data", 1) > 1:
+    if "data" in s.axes or s.case.strategy == "mesh":  # which is given two axes always, one of size 1 here
         backward["shards that are sent"] = (s.layers - 2) * s.unit // s.n
     shard = s.share // s.n
     return sharding(s), [shards(s) | backward, adamw(shard, shard, shard)]
@@ -213,7 +209,9 @@ def fsdp(s: Sizes) -> Said:
 
 
 def tensor_fsdp(s: Sizes) -> Said:
-    return [sharding(s)[0] | {"a weight and its parts": 2 * s.largest}], fsdp_pytorch(s)[1]
+    """A unit's weights are cut one by one; then the unit is sharded, before the next one is moved."""
+    cutting = {"shards of units before": (s.share - s.unit) // s.n, "a unit": s.unit}
+    return [*sharding(s), cutting | {"a weight and its parts": 2 * s.largest}], fsdp_pytorch(s)[1]
 
 
 def stages_fsdp(s: Sizes) -> Said:
@@ -225,6 +223,10 @@ def stages_fsdp(s: Sizes) -> Said:
     backward = {"parameters": shard, "averages": 2 * shard, "the stage": s.share}
     backward |= {"its gradients": s.share, "a gradient": s.largest // s.t}
     return construction, [backward, adamw(shard, shard, shard)]
+
+
+def mesh_pytorch(s: Sizes) -> Said:
+    return stages_fsdp(s) if "pipeline" in s.axes else tensor_fsdp(s)
 
 
 def mesh_by_hand(s: Sizes) -> Said:
@@ -247,7 +249,7 @@ SAYS = {
     ("expert", "by-hand"): experts,
     ("pipeline", "pytorch"): plain,
     ("pipeline", "by-hand"): plain,
-    ("pipeline+ddp", "pytorch"): buckets_and_gradients,
+    ("pipeline+ddp", "pytorch"): buckets,
     ("pipeline+ddp", "by-hand"): plain,
     ("pipeline+fsdp", "pytorch"): stages_fsdp,
     ("zero1", "pytorch"): zero1_pytorch,
@@ -259,6 +261,6 @@ SAYS = {
     ("hsdp", "pytorch"): fsdp_pytorch,
     ("hsdp", "by-hand"): fsdp,
     ("tensor+fsdp", "pytorch"): tensor_fsdp,
-    ("mesh", "pytorch"): stages_fsdp,
+    ("mesh", "pytorch"): mesh_pytorch,
     ("mesh", "by-hand"): mesh_by_hand,
 }

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from helpers import launcher
+from nbformat import read
+from notebook_rules import reading_minutes
 from torch.distributed.run import get_args_parser
 
 from common import ROOT, check
@@ -264,8 +266,8 @@ def counts_are_right(page, text):
 
 
 def strategies_are_those_of_the_table(page, text):
-    """The README's table: every strategy, its axes, and which implementations it has."""
-    if page.name != "README.md":
+    """The table in docs/strategies.md: every strategy, its axes, and which implementations it has."""
+    if page.name != "strategies.md":
         return
     titles = ["`--strategy`", "what is divided over the processes", "axes", "PyTorch's", "`--by-hand`"]
     lines = [re.sub(r" +", " ", line) for line in text.splitlines()]
@@ -315,6 +317,20 @@ def has_each_heading_once(page, text):
     yield from sorted({f"has {name!r} twice" for name in headings if headings.count(name) > 1})
 
 
+def hours_are_right(page, text):
+    """The README's chapters: hours of reading, and of the time that their exercises allow, to half an hour."""
+    if page.name != "README.md":
+        return
+    for chapter in CHAPTERS:
+        reading = sum(reading_minutes(read(ROOT / path, 4)) for path in NOTEBOOKS if path.startswith(f"{chapter}/"))
+        exercises = (ROOT / chapter / "exercises.py").read_text()
+        allowed = sum(map(int, re.findall(r"up to (\d+) minutes", exercises)))
+        hours = " | ".join(f"{round(minutes / 30) / 2:g} h" for minutes in (reading, allowed))
+        row = next((line for line in text.splitlines() if line.startswith(f"| [{chapter}](")), "")
+        if not row.endswith(f"| {hours} |"):
+            yield f"{chapter}: reading and exercises take {hours}"
+
+
 IN_NOTEBOOKS = [make_targets_exist, modules_exist, options_are_the_programs_own, options_exist, commands_can_be_parsed]
 RULES = [
     *IN_NOTEBOOKS,
@@ -324,4 +340,5 @@ RULES = [
     strategies_are_those_of_the_table,
     lists_what_there_is,
     has_each_heading_once,
+    hours_are_right,
 ]

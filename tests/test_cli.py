@@ -120,13 +120,14 @@ def test_bad_command_line(line, monkeypatch):
 
 BAD_YAML = {
     "batch_sise: 3": r"unknown key 'batch_sise'; did you mean 'batch-size'\?",
-    "learning-rate: 3": r"unknown key 'learning-rate'; --help lists the options",
+    "learning-rate: 3": r"unknown key 'learning-rate'; did you mean 'lr'\?",
     "schedule: gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
     "steps: 2.5": r"steps: expected a whole number, got 2.5",
     "lr: fast": r"lr: expected a number, got 'fast'",
     "distributed: 1": r"distributed: expected true or false, got 1",
     "steps:": r"steps: expected a whole number, got None",
     "optimizer: adam": r"optimizer: expected one of sgd, adamw, got 'adam'",
+    "model: 3": r"unknown key 'model'; --help lists the options",
     "- steps": r"expected lines like",
     "steps: [": r"not YAML",
 }

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Fork
+from helpers import free_port
 
 from common import ranks
 from common.errors import UserError
@@ -362,6 +364,38 @@ def test_the_group_ends_in_order_after_sys_exit_but_not_after_an_error():
             raise ValueError("over")
     assert dist.is_initialized()  # other ranks might be waiting in a collective
     dist.destroy_process_group()
+
+
+LATE = """
+import os, time
+from common import ranks
+
+class Late:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def wait(self, keys):
+        time.sleep(0.5)
+        self.store.wait(keys)
+
+if os.environ["RANK"] == "1":
+    barrier = ranks.store_barrier
+    ranks.store_barrier = lambda store, *args, **options: barrier(Late(store), *args, **options)
+with ranks.process_group("cpu"):
+    pass
+"""
+
+
+def test_the_rank_that_keeps_the_store_leaves_last(tmp_path):
+    """Without torchrun the store is in the process of rank 0. Gone too early, it takes along what the others read."""
+    script, port = tmp_path / "late.py", free_port()
+    script.write_text(LATE)
+    processes = [Fork(script, cwd=tmp_path, rank=(rank, 2, port)) for rank in range(2)]
+    written = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], written
 
 
 def votes() -> list[bool]:

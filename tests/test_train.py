@@ -173,7 +173,7 @@ def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
-    assert "go on with --resume --run-dir run" in errors
+    assert errors.splitlines()[-1].endswith("go on with --resume --run-dir run"), errors
     assert "Traceback" not in errors.split("go on with --resume")[0], errors
     assert "SIGKILL" not in errors, errors
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
@@ -196,6 +196,7 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     assert "rank      : 1" in errors and "SIGKILL" in errors
     (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
     assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
+    assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
     assert "RuntimeError" not in errors  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     newest = manifest.checkpoints(tmp_path / "run")[-1]

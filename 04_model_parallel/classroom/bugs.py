@@ -249,7 +249,7 @@ BUGS = Bugs(
             "wrong tokens. All shapes fit, and the loss of the first step is right.",
         ),
         "positions_from_zero": context(
-            right="positions(axis.rank, axis.size, len(args[0]) * axis.size, order)",
+            right="positions(axis.rank, axis.size, len(args[0]) * axis.size, order, args[0].device)",
             wrong="torch.arange(len(args[0]))",
             inside="apply_context_parallel",
             refused_by="loss",

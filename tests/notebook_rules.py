@@ -1,0 +1,373 @@
+"""What every notebook keeps to: rules from a notebook and its path to what is wrong.
+
+tests/test_notebooks.py applies them, and shows that each refuses a planted mistake.
+"""
+
+import ast
+import itertools
+import re
+
+import nbformat
+from links import dead_links
+
+# What pages still owe, to be paid when they are rewritten. Entries become fewer, and none is added: a page that has
+# paid must leave the list.
+OVERLONG = {"03_ddp/01_ddp.ipynb"}  # over 90 minutes of reading: to be split
+UNCOMPARED = {"03_ddp/01_ddp.ipynb": {"c14": "the largest differences that the harness finds, by the last digit"}}
+UNPROVED = {"03_ddp/01_ddp.ipynb": {"3.3", "25"}}  # numbers of the prose that no cell prints, and nobody is cited for
+VERDICTS = {  # how often an output is a bare True or False
+    "01_intro/01_why_distribute.ipynb": 18,
+    "01_intro/02_collectives.ipynb": 9,
+    "01_intro/03_cost_and_mistakes.ipynb": 8,
+    "02_data_parallel/01_data_parallel.ipynb": 14,
+    "03_ddp/01_ddp.ipynb": 39,
+    "03_ddp/02_feeding.ipynb": 18,
+    "03_ddp/03_scaling.ipynb": 5,
+    "04_model_parallel/01_splitting_layers.ipynb": 11,
+    "04_model_parallel/02_tensor_parallel.ipynb": 18,
+    "04_model_parallel/03_long_contexts.ipynb": 21,
+    "04_model_parallel/04_experts.ipynb": 25,
+    "05_pipeline/01_pipelines.ipynb": 13,
+    "05_pipeline/02_schedule_lab.ipynb": 1,
+    "05_pipeline/03_pytorch_and_hybrids.ipynb": 28,
+    "06_fsdp/01_zero.ipynb": 31,
+    "06_fsdp/02_fully_shard.ipynb": 15,
+    "06_fsdp/03_fitting_in.ipynb": 14,
+}
+
+# How many statements of each page assert something. Where one goes, this number has to go down in sight of a reviewer.
+ASSERTS = {
+    "01_intro/01_why_distribute.ipynb": 10,
+    "01_intro/02_collectives.ipynb": 2,
+    "01_intro/03_cost_and_mistakes.ipynb": 14,
+    "02_data_parallel/01_data_parallel.ipynb": 18,
+    "03_ddp/01_ddp.ipynb": 9,
+    "03_ddp/02_feeding.ipynb": 13,
+    "03_ddp/03_scaling.ipynb": 9,
+    "04_model_parallel/01_splitting_layers.ipynb": 6,
+    "04_model_parallel/02_tensor_parallel.ipynb": 2,
+    "04_model_parallel/03_long_contexts.ipynb": 12,
+    "04_model_parallel/04_experts.ipynb": 5,
+    "05_pipeline/01_pipelines.ipynb": 7,
+    "05_pipeline/02_schedule_lab.ipynb": 9,
+    "05_pipeline/03_pytorch_and_hybrids.ipynb": 8,
+    "06_fsdp/01_zero.ipynb": 4,
+    "06_fsdp/02_fully_shard.ipynb": 4,
+    "06_fsdp/03_fitting_in.ipynb": 5,
+}
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def markdown(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+
+
+def prose(notebook):
+    return "\n".join(cell.source for cell in markdown(notebook))
+
+
+def name(cell):
+    return f"cell {cell.id}"
+
+
+def tags(cell):
+    return cell.metadata.get("tags", [])
+
+
+def key(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+def output_texts(cell):
+    for output in cell.outputs:
+        yield output.get("text", "")
+        yield "\n".join(output.get("traceback", []))
+        yield from (data for kind, data in output.get("data", {}).items() if kind == "text/plain")
+
+
+# --- what it stores -------------------------------------------------------------------------------------------
+
+
+def is_valid(notebook, path):
+    try:
+        nbformat.validate(notebook)
+    except nbformat.ValidationError as error:
+        yield str(error).splitlines()[0]
+    kernel = notebook.metadata.get("kernelspec", {}).get("name")
+    if kernel != "python3":
+        yield f"the kernel is {kernel}, not python3"
+
+
+def was_run_in_order(notebook, path):
+    # nbval runs a cell without a count, and compares nothing.
+    counts = [cell.execution_count for cell in code(notebook)]
+    if counts != list(range(1, len(counts) + 1)) or not counts:
+        yield f"execution counts are {counts}: run it top to bottom (make notebooks)"
+
+
+def has_no_unmeant_error(notebook, path):
+    for cell in code(notebook):
+        meant = "raises-exception" in tags(cell)
+        # nbval lets such a cell pass when it does not raise; so must nothing that expects a rank to fail.
+        if (meant or "except RankFailed" in cell.source) and "raise AssertionError" not in cell.source:
+            yield f"{name(cell)} expects a failure, and has no `else: raise AssertionError` for when there is none"
+        if not meant and any(output.output_type == "error" for output in cell.outputs):
+            yield f"{name(cell)} stores an error"
+
+
+def is_compared(notebook, path):
+    """Cells whose output is not compared are those of the list, each with its reason."""
+    allowed = UNCOMPARED.get(key(path), {})
+    for cell in code(notebook):
+        ways_out = [tag for tag in tags(cell) if "nbval" in tag.lower()]
+        ways_out += re.findall(r"#\s*((?:NBVAL|PYTEST_VALIDATE)_\w+)", cell.source)
+        if ways_out and cell.id not in allowed:
+            yield f"{name(cell)} has {ways_out[0]}: write ~ before what is measured (tests/sanitize.cfg), and compare"
+    present = {cell.id for cell in code(notebook) if "nbval-ignore-output" in tags(cell)}
+    yield from (f"cell {cell} is compared by now: take it out of UNCOMPARED" for cell in allowed.keys() - present)
+
+
+def stores_no_warnings(notebook, path):
+    for cell in code(notebook):
+        for output in cell.outputs:
+            if output.get("name") == "stderr":
+                yield f"{name(cell)} stores text on stderr: {output.text[:80]!r}"
+
+
+def says_nothing_of_its_machine(notebook, path):
+    for cell in code(notebook):
+        for text in output_texts(cell):
+            found = re.search(r"(?<![\w.:/])(?:/[\w.+-]+){2,}|\b[A-Z]:\\\w+|\bfile://", text)
+            if found:
+                yield f"{name(cell)} stores the path {found[0]}"
+
+
+def shows_numbers_not_verdicts(notebook, path):
+    """The result from which one learns is a number beside what was expected, not True: at most as many as are owed."""
+    count, owed = len(verdicts(notebook)), VERDICTS.get(key(path), 0)
+    if count > owed:
+        which = sorted({cell for cell, _ in verdicts(notebook)})
+        yield f"{count} outputs are a bare True or False, {owed} were: print the number and what it should be ({which})"
+    elif count < owed:
+        yield f"{count} outputs are a bare True or False: write {count} into VERDICTS" + ", or nothing" * (count == 0)
+
+
+def verdicts(notebook):
+    """Each True or False in an output, with its cell; not those of printed code, such as `async_op=True`."""
+    found = r"(?<![=\w.])(?<!= )(?<!_\()(?:True|False)\b"
+    outputs = [(cell.id, text) for cell in code(notebook) for text in output_texts(cell)]
+    return [(cell, word) for cell, text in outputs for word in re.findall(found, text)]
+
+
+def keeps_its_asserts(notebook, path):
+    count = sum(isinstance(node, ast.Assert) for cell in code(notebook) for node in ast.walk(parsed(cell.source)))
+    count += sum(cell.source.count("raise AssertionError") for cell in code(notebook))
+    if count != ASSERTS.get(key(path), 0):
+        yield f"{count} statements assert something, and there were {ASSERTS.get(key(path), 0)}: see ASSERTS"
+
+
+def parsed(source):
+    """A cell without IPython's own lines."""
+    return ast.parse("\n".join(line for line in source.splitlines() if not re.match(r"\s*[%!]", line)))
+
+
+# --- pictures -------------------------------------------------------------------------------------------------
+
+
+def pictures_have_alt_text(notebook, path):
+    for cell in code(notebook):
+        for output in cell.outputs:
+            for kind in output.get("data", {}):
+                alt = output.metadata.get(kind, {}).get("alt", "")
+                if kind.startswith("image/") and len(alt.split()) < 5:
+                    yield f"{name(cell)} shows a picture with {alt!r} for alt text: say what it shows"
+    for alt, target in re.findall(r"!\[(.*?)\]\((.*?)\)", prose(notebook)):
+        if len(alt.split()) < 5:
+            yield f"the picture {target} has {alt!r} for alt text: say what it shows"
+
+
+def alt_text_is_that_of_the_source(notebook, path):
+    """nbval does not compare metadata: a stored alt text may be that of another picture, or of an older cell."""
+    helpers = {}  # function of an earlier cell -> patterns of alt texts in it
+    for cell in code(notebook):
+        stored = [output.metadata.get("image/png", {}).get("alt", "") for output in cell.outputs
+                  if "image/png" in output.get("data", {})]  # fmt: skip
+        inline, defined = alt_patterns(cell.source)
+        helpers |= defined
+        called = [pattern for function, patterns in helpers.items() if f"{function}(" in cell.source
+                  for pattern in patterns]  # fmt: skip
+        for alt in stored:
+            if len(alt.split()) >= 5 and not any(re.fullmatch(pattern, alt, re.DOTALL) for pattern in inline + called):
+                yield f"{name(cell)} stores the alt text {alt[:80]!r}, which is not that of its source: run it again"
+        unused = [pattern for pattern in inline if not any(re.fullmatch(pattern, alt, re.DOTALL) for alt in stored)]
+        yield from (f"{name(cell)} has no picture with the alt text {pattern[:80]!r}" for pattern in unused)
+
+
+def alt_patterns(source):
+    """Regular expressions for the values of `alt=` in a cell: those that it shows itself, and those of functions."""
+    tree = parsed(source)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return (
+        list(itertools.chain(*(alts(node) for node in tree.body if node not in functions))),
+        {function.name: alts(function) for function in functions if alts(function)},
+    )
+
+
+def alts(tree):
+    """Of show(figure, alt) and of anything(alt=...)."""
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "alt"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
+    return [as_pattern(value) for value in found + [call.args[1] for call in calls if is_show(call.func)]]
+
+
+def is_show(function):
+    return getattr(function, "attr", getattr(function, "id", "")) == "show"
+
+
+def as_pattern(node):
+    if isinstance(node, ast.Constant):
+        return re.escape(node.value)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts) or ".+"
+
+
+# --- prose ----------------------------------------------------------------------------------------------------
+
+
+def has_prose(notebook, path):
+    if words(notebook) < 2000:
+        yield f"{words(notebook)} words; agreed are 2,000 at least"
+    for cell in code(notebook):
+        lines = len(cell.source.splitlines())
+        if lines > 40:
+            yield f"{name(cell)} has {lines} lines; agreed are 40"
+
+
+def words(notebook):
+    text = re.sub(r"```.*?```|\$\$.*?\$\$|\]\(.*?\)|<.*?>", " ", prose(notebook), flags=re.DOTALL)
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+def promises_its_time(notebook, path):
+    """Reading takes a minute for 150 words or 8 lines of code; over 90 minutes is two pages."""
+    if key(path) in OVERLONG:
+        if reading_minutes(notebook) <= 90:
+            yield "it is short enough by now: take it out of OVERLONG"
+        return
+    minutes = 5 * round(reading_minutes(notebook) / 5)
+    promise = re.search(r"^\*\*Time:\*\* (\d+) minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE)
+    if not promise:
+        yield 'the first cell has no line "**Time:** N minutes. **You need:** ..."'
+    elif int(promise[1]) != minutes:
+        yield f"it promises {promise[1]} minutes, and reading it takes {minutes} ({reading_minutes(notebook):.1f})"
+    if reading_minutes(notebook) > 90:
+        yield f"reading it takes {reading_minutes(notebook):.0f} minutes; over 90 is two pages"
+
+
+def reading_minutes(notebook):
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", prose(notebook), re.DOTALL | re.MULTILINE)
+    lines = [line for text in [*blocks, *(cell.source for cell in code(notebook))] for line in text.splitlines()]
+    return words(notebook) / 150 + sum(line.strip() != "" for line in lines) / 8
+
+
+def explains_between_code(notebook, path):
+    for first, second in zip(notebook.cells, notebook.cells[1:], strict=False):
+        if first.cell_type == second.cell_type == "code":
+            yield f"nothing is said between {name(first)} and {name(second)}"
+
+
+def has_links_that_lead_somewhere(notebook, path):
+    yield from dead_links(prose(notebook), path.parent)
+
+
+def keeps_the_solutions_to_itself(notebook, path):
+    for cell in code(notebook):
+        if re.search(r"\bsolutions\b", cell.source):
+            yield f"{name(cell)} uses the solutions, which an instructor may leave out"
+
+
+# --- numbers in prose -----------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w.,^_/#:-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w^]|[.,]\d|:\d)")
+# "section 3.1", "torch 2.13", "chapters 03 and 04": places and versions, not quantities.
+PLACE = re.compile(
+    r"\b(?:sections?|tables?|figures?|chapters?|notebooks?|exercises?|versions?|torch|PyTorch|CUDA|NCCL|Python)"
+    r"(?: [\d, ]+(?:and|to|or))?\W*$",
+    re.IGNORECASE,
+)
+CITED = re.compile(r"https?:|\b(?:19|20)\d\d\b|\[\d+\](?!\()")  # by a link, as "(Kaplan et al. 2020)", or as "[2]"
+
+
+def numbers_of_the_prose_are_computed_or_cited(notebook, path):
+    """A number of two digits or more is in some cell's code or output, rounded at most, or its sentence cites.
+
+    Where the sentence links to another notebook, that one's numbers count as well.
+    """
+    known, owed, missing = numbers_of_the_code(notebook), UNPROVED.get(key(path), set()), set()
+    for cell, word, percent, sentence in numbers_of_the_prose(notebook):
+        others = [path.parent / other for other in re.findall(r"\]\(([^)#:]+\.ipynb)", sentence)]
+        there = [numbers_of_the_code(nbformat.read(other, as_version=4)) for other in others if other.exists()]
+        if not is_among(known.union(*there), word, percent):
+            missing.add(word)
+            if word not in owed:
+                yield f"{name(cell)} says {word}, which no cell prints, and which is not cited: {sentence[:150]}"
+    yield from (f"{word} is proved by now: take it out of UNPROVED" for word in owed - missing)
+
+
+def numbers_of_the_code(notebook):
+    texts = [text for cell in code(notebook) for text in (cell.source, *output_texts(cell))]
+    found = re.findall(r"\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?", "\n".join(texts))
+    return {float(number.replace(",", "").replace("_", "")) for number in found}
+
+
+def numbers_of_the_prose(notebook):
+    heading = ""
+    for cell in markdown(notebook):
+        text = re.sub(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]+\$|<[^>]*>", " ", cell.source, flags=re.DOTALL)
+        text = re.sub(r"^\*\*Time:\*\* \d+", "", text, flags=re.MULTILINE)
+        for paragraph in re.split(r"\n\s*\n|\n(?=\* |\d+\. |\||#)", text):
+            heading = paragraph if paragraph.startswith("#") else heading
+            if paragraph == heading or re.search("Exercises|References", heading.partition("\n")[0]):
+                continue
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z*(\[])", paragraph):
+                if CITED.search(sentence):
+                    continue
+                bare = re.sub(r"\]\([^)]*\)", " ", sentence)
+                for number in NUMBER.finditer(bare):
+                    percent = bool(re.match(r"\s*(?:%|percent)", bare[number.end() :]))
+                    digits = len(re.sub(r"\D", "", number[0]).strip("0"))
+                    if not PLACE.search(bare[: number.start()]) and (digits > 1 or re.search(r"[.,]", number[0])):
+                        yield cell, number[0], percent, " ".join(sentence.split())
+
+
+def is_among(known, word, percent):
+    """Whether some number is `word` when rounded to as many digits, perhaps in thousands, millions or as a share."""
+    value, decimals = float(word.replace(",", "")), len(word.partition(".")[2])
+    for number, scale in itertools.product(known, (1, 100) if percent else (1, 1e-3, 1e3, 1e-6, 1e6, 1e-9, 1e9)):
+        rounds = decimals or scale != 1 or number != int(number)  # a whole number is not rounded to another
+        if abs(number * scale - value) <= (0.5 * 10**-decimals if rounds else 0) + 1e-9 * value:
+            return True
+    return False
+
+
+RULES = [
+    is_valid,
+    was_run_in_order,
+    has_no_unmeant_error,
+    is_compared,
+    stores_no_warnings,
+    says_nothing_of_its_machine,
+    shows_numbers_not_verdicts,
+    keeps_its_asserts,
+    pictures_have_alt_text,
+    alt_text_is_that_of_the_source,
+    has_prose,
+    promises_its_time,
+    explains_between_code,
+    has_links_that_lead_somewhere,
+    keeps_the_solutions_to_itself,
+    numbers_of_the_prose_are_computed_or_cited,
+]

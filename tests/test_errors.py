@@ -1,0 +1,241 @@
+"""The last line on the screen says what is wrong and what to do: errors of use, alone and under torchrun."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Fork
+from helpers import LAUNCHER, configure, free_port, launcher
+
+from common import ROOT, errors
+from common.errors import UserError, one_line_errors, out_of_memory
+from common.installed import missing
+from common.task import make_task
+from course.strategies import STRATEGIES
+
+SCRIPT = ROOT / "distributed_training.py"
+SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12"]
+
+
+def ended(process: Fork, code: int = 2) -> str:
+    """What it said on stderr."""
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == code, said
+    assert out == ""
+    return said
+
+
+def reported(file: Path) -> dict:
+    return json.loads(file.read_text())["message"]
+
+
+# --- under torchrun -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def error_file(tmp_path, monkeypatch):
+    for name in (*LAUNCHER, "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    return tmp_path / "error.json"
+
+
+def fails_with(error: Exception) -> int:
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise error
+    return end.value.code
+
+
+def test_torchruns_report_carries_the_line(error_file, capfd):
+    assert fails_with(UserError("too many")) == 2
+    assert reported(error_file)["extraInfo"]["py_callstack"] == "error: too many"
+    assert capfd.readouterr().err == ""  # once: torchrun will say it
+
+
+def test_without_torchrun_and_between_its_attempts_it_stands_on_stderr(error_file, capfd, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert fails_with(UserError("not yet")) == 2
+    assert capfd.readouterr().err == "error: not yet\n" and error_file.exists()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/proc/nowhere/error.json")
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
+    assert fails_with(UserError("no file")) == 2
+    assert capfd.readouterr().err == "error: no file\n"
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert fails_with(UserError("alone")) == 2
+    assert capfd.readouterr().err == "error: alone\n"
+
+
+def test_torchrun_ends_with_the_line(tmp_path):
+    """The real one: a batch of 7 on two ranks."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    done = subprocess.run(
+        [*command, SCRIPT, "--distributed", *SMALL, "--batch-size=7", "--run-dir=run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=180, env=environment | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    *_, last, border = done.stderr.splitlines()
+    assert set(border) == {"="}
+    assert last.strip().startswith("traceback : error: --batch-size 7 does not divide by 2 data-parallel rank(s)")
+    assert last.endswith("the nearest that does is 8")
+    assert done.stderr.count("--batch-size 7 does not divide") == 1
+
+
+def test_advice_is_repeated_when_torchrun_has_ended(tmp_path):
+    """`parent` stands for torchrun: it writes after the rank has, and the advice comes below."""
+    rank = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common.errors import repeat_below_torchrun as say\n"
+    rank += "say('go on with --resume')"
+    parent = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {rank!r}])\ntime.sleep(0.3)\n"
+    parent += "print('Traceback of torchrun', file=sys.stderr)"
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    run = {"capture_output": True, "text": True, "timeout": 60}
+    assert subprocess.run([sys.executable, "-c", parent], env=environment, **run).stderr.splitlines() == [
+        "Traceback of torchrun",
+        "go on with --resume",
+    ]
+    environment.pop("TORCHELASTIC_ERROR_FILE")
+    assert subprocess.run([sys.executable, "-c", parent], env=environment, **run).stderr == "Traceback of torchrun\n"
+
+
+# --- memory, data, packages -----------------------------------------------------------------------------------
+
+ALLOCATORS = {  # what they say
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 6553600000 bytes. Error code 12": "6553600000 b",
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB": "20.00 MiB",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes.": "64 bytes",
+}
+
+
+@pytest.mark.parametrize("said", ALLOCATORS)
+def test_memory_that_is_used_up(said, capfd, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert fails_with(RuntimeError(said)) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: out of memory (the next piece would have been {ALLOCATORS[said]}")
+    assert "try a smaller --batch-size" in line
+
+
+def test_what_is_no_lack_of_memory_keeps_its_traceback():
+    assert out_of_memory(MemoryError()).startswith("out of memory; try")
+    assert out_of_memory(RuntimeError("shapes do not fit")) is None
+    with pytest.raises(RuntimeError, match="shapes do not fit"), one_line_errors():
+        raise RuntimeError("shapes do not fit")
+
+
+def test_torch_still_says_so():
+    """The words of its allocator, which out_of_memory knows them by."""
+    with pytest.raises(UserError, match="^out of memory"):
+        try:
+            torch.empty(2**60)
+        except RuntimeError as error:
+            raise UserError(out_of_memory(error)) from None
+
+
+def test_a_batch_larger_than_the_data(tmp_path):
+    config = configure(task="images", batch_size=1798, run_dir=tmp_path / "run")
+    with pytest.raises(UserError, match="^--batch-size 1798 is more than the 1797 examples of the data; make it 1797"):
+        make_task(config)
+    assert make_task(configure(task="images", batch_size=1797, run_dir=tmp_path / "run")).dataset.size == 1797
+
+
+def without(*names: str):
+    """Called in a process: its Python lacks these packages from now on."""
+    find = importlib.util.find_spec
+
+    def hide():
+        importlib.util.find_spec = lambda name, *more: None if name in names else find(name, *more)
+        for module in ("common.installed", "course.start"):  # as if nothing had been imported
+            sys.modules.pop(module, None)
+
+    return hide
+
+
+@pytest.mark.parametrize("package", ["torch", "matplotlib"])
+@pytest.mark.parametrize("program", ["distributed_training.py", "common/check.py"])
+def test_a_package_that_is_missing_is_named_before_anything_starts(program, package, tmp_path):
+    process = Fork(ROOT / program, "--steps=1", "--run-dir=run", cwd=tmp_path, preexec_fn=without(package))
+    (line,) = ended(process).splitlines()
+    assert line.startswith(f"error: {sys.executable} has no package {package}; ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_need_torchvision(tmp_path):
+    process = Fork(SCRIPT, "--task=images", "--run-dir=run", cwd=tmp_path, preexec_fn=without("torchvision"))
+    (line,) = ended(process).splitlines()
+    assert line.startswith("error: --task images: ") and "has no package torchvision; " in line
+    process = Fork(SCRIPT, *SMALL, "--steps=1", cwd=tmp_path, preexec_fn=without("torchvision"))
+    assert process.wait(timeout=120) == 0
+
+
+def test_the_advice_is_for_the_virtual_environment_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.installed.ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    assert missing(("no_such_package",)).split("; ")[1].startswith("make a virtual environment: python3 -m venv")
+    (tmp_path / ".venv").mkdir()
+    told = missing(("torch", "no_such_package"))
+    assert told.split("; ")[1] == f"activate the virtual environment first: source {tmp_path}/.venv/bin/activate"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert missing(("no_such_package",)).split("; ")[1].startswith("pip install -r requirements.txt")
+    assert missing() is None
+
+
+# --- resume, interrupt ----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_that_has_nothing_to_do(tmp_path):
+    assert Fork(SCRIPT, *SMALL, "--steps=2", "--run-dir=run", cwd=tmp_path).wait(timeout=120) == 0
+    said = ended(Fork(SCRIPT, "--resume", "--run-dir=run", cwd=tmp_path))
+    told = "error: --resume: run has its 2 steps behind it, so there is nothing to do; ask for more with --steps 4"
+    assert said.splitlines()[-1] == told
+
+
+def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise KeyboardInterrupt
+    assert end.value.code == errors.INTERRUPTED and capfd.readouterr().err == "stopped before the first step\n"
+
+
+# --- options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("learning-rate", "lr"), ("epochs", "steps"), ("gradient_accumulation_steps", "accumulation-steps"),
+     ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir")],
+)  # fmt: skip
+def test_names_of_other_programs_are_understood(given, meant, tmp_path):
+    with pytest.raises(UserError, match=rf"unknown option --{given}; did you mean --{meant}\?"):
+        configure(f"--{given}=1")
+    file = tmp_path / "x.yaml"
+    file.write_text(f"{given}: 1")
+    with pytest.raises(UserError, match=f"unknown key '{given}'; did you mean '{meant}'"):
+        configure(f"--config={file}")
+
+
+def help_text(line: str, capsys, monkeypatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit), launcher():
+        configure(f"{line} --help")
+    return capsys.readouterr().out
+
+
+def test_help_fits_a_screen_per_group_and_lists_strategies_and_schedules(capsys, monkeypatch):
+    for strategy in STRATEGIES:
+        by_hand = "pytorch" not in STRATEGIES[strategy]().implementations
+        text = help_text(f"--strategy {strategy}" + by_hand * " --by-hand", capsys, monkeypatch)
+        groups = text.split(":\n  ")
+        assert len(groups) >= 5 and max(len(group.splitlines()) for group in groups) <= 24, strategy
+        assert max(map(len, text.splitlines())) <= 80
+        assert all(f" {name}" in text for name in STRATEGIES)
+        flat = " ".join(text.replace("{", " ").replace(",", ", ").split())
+        assert "gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zbv, dualpipev" in flat

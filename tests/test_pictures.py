@@ -1,0 +1,39 @@
+"""The README's pictures: those that the script draws, and small enough for a first screen."""
+
+import runpy
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common import ROOT
+
+KEPT = ROOT / "docs" / "pictures"
+PICTURES = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+
+
+def test_the_animation_is_what_the_simulator_says(tmp_path):
+    frames = PICTURES["schedules"]()
+    PICTURES["save"](frames, tmp_path / "schedules.gif")
+    with Image.open(KEPT / "schedules.gif") as kept, Image.open(tmp_path / "schedules.gif") as new:
+        assert (kept.n_frames, kept.size) == (new.n_frames, new.size) == (34, frames[0].size)
+        for number in (0, 17, 33):
+            kept.seek(number)
+            new.seek(number)
+            grey = [np.asarray(image.convert("L").resize((80, 60)), dtype=int) for image in (kept, new)]
+            assert (abs(grey[0] - grey[1]) > 40).sum() < 80, number  # fonts and versions of Pillow may differ a bit
+
+
+def test_they_are_small_and_shown_with_what_they_say():
+    readme = (ROOT / "README.md").read_text()
+    for path in KEPT.iterdir():
+        assert path.stat().st_size < 1_000_000
+        assert f"](docs/pictures/{path.name})" in readme
+    for number in ("33 units of time", "idle for 27%", "25.5", "idle for 6%", "6e-06"):  # as they are drawn
+        assert number in readme.replace("\n", " ")
+
+
+def test_losses_that_part_are_seen():
+    fig = PICTURES["losses"]({"one": [4.0, 2.0], "two": [4.0, 2.2]})
+    assert fig.axes[0].get_title(loc="left") == "largest relative difference at any step: 1e-01"
+    assert [line.get_linewidth() for line in fig.axes[0].lines] == pytest.approx([5, 2])

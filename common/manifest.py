@@ -75,9 +75,9 @@ def read(folder: Path) -> tuple[dict, dict[str, list]]:
     """What a checkpoint's manifest says: (about, files). Raises UserError where there is none, or a damaged one."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
-        expected = content.pop("checksum")
-        if expected != f"{zlib.crc32(json.dumps(content).encode()):08x}":
+        text = path.read_text()
+        content = json.loads(text)
+        if text != seal(content["about"], content["files"]):
             raise ValueError
         return content["about"], content["files"]
     except FileNotFoundError:

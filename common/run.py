@@ -195,8 +195,8 @@ class Run:
                     f"--resume: {folder} was trained with {flag(item.name)} {its[item.name]}, and this run has "
                     f"{mine[item.name]}"
                 )
-        # Some things differ between a first step and the next: DDP, for one, arranges its buckets anew after it, and then
-        # adds in another order. So this process does its first step now, and all that came of it is overwritten.
+        # A first step differs from the next: DDP, for one, arranges its buckets anew after it, and then adds in another
+        # order. So this process does its first step now, and all that comes of it is overwritten.
         self.strategy.step(self.task.micro_batches(0, self.strategy))
         return checkpoint.load(folder, self.strategy)["step"]
 

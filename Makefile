@@ -33,11 +33,10 @@ test-python: $(INSTALLED)
 	python -m pytest -n 2 tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
-# pytest would take the tests instead. tests/sanitize.cfg masks measured numbers before outputs are compared.
+# pytest would take the tests instead. conftest.py has measured numbers masked before outputs are compared.
 test-notebooks: $(INSTALLED)
 	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
-	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 \
-		--nbval-sanitize-with tests/sanitize.cfg $(NOTEBOOKS)
+	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
 
 lab: $(INSTALLED)
 	jupyter lab 01_intro/01_why_distribute.ipynb

@@ -1,7 +1,15 @@
-"""When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. And what
-the tests start on few cores runs as ranks of the course do."""
+"""When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. Measured
+numbers are masked before outputs are compared. And what the tests start on few cores runs as ranks of the course do."""
+
+from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config):
+    """From whichever folder nbval is started."""
+    masks = Path(__file__).parent / "tests" / "sanitize.cfg"
+    config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
 
 
 @pytest.fixture(scope="session", autouse=True)

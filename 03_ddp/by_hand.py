@@ -45,11 +45,12 @@ class DDPByHand(DataParallel):
             loss += part.detach()
         self.reducer.finish()
         # Not before finish(), which may still send buckets: all ranks must call collectives in the same order.
-        dist.all_reduce(loss, group=self.group)
+        total = dist.all_reduce(loss, group=self.group, async_op=True)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        total.wait()
         return loss / self.data_size, grad_norm
 
 

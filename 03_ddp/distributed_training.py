@@ -33,7 +33,7 @@ class DDP(DataParallel):
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are: in DDP's buckets
+        self.optimizer.zero_grad()
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             self.last_backward.begin()
@@ -45,11 +45,12 @@ class DDP(DataParallel):
                 self.scaler.scale(part).backward()
             loss += part.detach()
         self.last_backward.require_all()
-        dist.all_reduce(loss, group=self.group)
+        total = dist.all_reduce(loss, group=self.group, async_op=True)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        total.wait()
         return loss / self.data_size, grad_norm
 
 

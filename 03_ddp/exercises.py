@@ -21,7 +21,7 @@ Dots say how difficult an exercise is and how important its idea is for the late
 import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
-# --- notebook 01: the reducer ---------------------------------------------------------------------------------
+# --- notebooks 01 and 04: the reducer, and training with it ---------------------------------------------------
 
 
 def average_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -39,21 +39,21 @@ class DataParallel(Strategy):
 
 
 class LastBackward:
-    """Which trainable parameters of a model a step's last backward pass has reached.
+    """Which trainable parameters of a model in DistributedDataParallel a step's last backward pass has reached.
 
-    DistributedDataParallel averages in that pass. A gradient that an earlier one left, and this one does not add to,
-    stays this rank's own, without a word.
+    It averages gradients in that pass, and then `grad` is a part of one of its buckets (gradient_as_bucket_view=True).
+    A gradient that an earlier pass left, and this one does not add to, stays where it is, and this rank's own, without
+    a word.
     """
 
     def __init__(self, model):
-        self.model, self.reached = model, set()
-        self.trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-        for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(self.reached.add)
+        self.model = model
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def begin(self) -> None:
-        self.reached.clear()
+        self.before = [parameter.grad for parameter in self.trained]
 
     def require_all(self) -> None:
-        """Raise UserError where it has left some out."""
-        require_gradients(self.model, without=self.trained - self.reached)
+        """Raise UserError where it has left some out. Gradients were None when the step began."""
+        pairs = zip(self.trained, self.before, strict=True)
+        require_gradients(self.model, without={parameter for parameter, grad in pairs if parameter.grad is grad})

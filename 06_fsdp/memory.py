@@ -9,23 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of a parameter trained with AdamW: itself, its gradient, and what the optimizer keeps: two moments in float32 and, in
-# mixed precision, the parameter in float32 (Rajbhandari et al. 2020, section 3.1). There, the gradient has 2 bytes; the
-# stages by hand of this chapter add up ranks and micro-batches in float32, as Megatron-LM does and fully_shard here.
-BYTES = {"float32": (4, 4, 8), "mixed": (2, 2, 12), "mixed, float32 gradients": (2, 4, 12)}
-STATE_KINDS = ("parameters", "gradients", "optimizer")
-SHARDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "fsdp": STATE_KINDS}  # what is cut
-
-
-def formula(strategy: str, parameters: int, ranks: int, precision: str = "float32") -> dict[str, float]:
-    """Bytes that a rank keeps with AdamW, by kind. `precision` is one of BYTES.
-
-    In mixed precision 16P in all with "ddp"; "zero1": 4P + 12P/N; "zero2": 2P + 14P/N; "fsdp": 16P/N (Rajbhandari et
-    al. 2020, section 5). With gradients in float32 18P; 6P + 12P/N; 2P + 16P/N; 18P/N. In float32 throughout 16P;
-    8P + 8P/N; 4P + 12P/N; 16P/N.
-    """
-    sizes = dict(zip(STATE_KINDS, BYTES[precision], strict=True))
-    return {kind: size * parameters / (ranks if kind in SHARDED[strategy] else 1) for kind, size in sizes.items()}
+from course.fsdp.formulas import STATE_KINDS, formula  # noqa: F401 (read as memory.formula on the pages)
 
 
 def storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -38,7 +38,7 @@ class Zero1(Strategy):
         self.optimizer = ZeroRedundancyOptimizer(model.parameters(), make_optimizer, process_group=self.group)
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad(set_to_none=False)  # gradients stay in DDP's buckets
+        self.optimizer.zero_grad()
         loss = 0.0
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             self.last_backward.begin()
@@ -50,11 +50,12 @@ class Zero1(Strategy):
                 self.scaler.scale(part).backward()
             loss += part.detach()
         self.last_backward.require_all()
-        dist.all_reduce(loss, group=self.group)
+        total = dist.all_reduce(loss, group=self.group, async_op=True)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        total.wait()
         return loss / self.data_size, grad_norm
 
     def parts(self):

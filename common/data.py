@@ -33,10 +33,11 @@ class Text:
             raise UserError(
                 f"{folder} holds {len(text)} bytes of *.py files, fewer than one context of {context} bytes"
             )
+        self.windows = self.tokens.unfold(0, context + 1, context)  # [size, context + 1], without copying anything
 
     def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Example numbers [n] -> inputs and targets, both [n, context] int64; the target is the next byte."""
-        windows = self.tokens[indices[:, None] * self.context + torch.arange(self.context + 1)].long()
+        windows = self.windows[indices].long()
         return windows[:, :-1], windows[:, 1:]
 
     def record(self, index: int) -> bytes:

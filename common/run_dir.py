@@ -23,6 +23,8 @@ from common.errors import UserError
 from common.lock import Lock
 from common.options import LATEST
 
+LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
+
 
 class RunDirectory:
     """Of rank 0.
@@ -87,7 +89,7 @@ class RunDirectory:
 
     def log(self, record: dict) -> None:
         with self.told():
-            self.metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
 
     def records(self) -> list[dict]:

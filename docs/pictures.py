@@ -1,4 +1,6 @@
-"""The pictures of README.md, from the course's own runs: `python docs/pictures.py` writes both to docs/pictures/.
+"""The pictures of README.md, from the course's own runs, written to docs/pictures/.
+
+    python docs/pictures.py
 
 schedules.gif  three schedules of one training step on four ranks, as the simulator of chapter 05 times them
 losses.png     the losses of four real runs, each on four ranks and spread in another way; takes some minutes

@@ -1,8 +1,8 @@
 """Scripts as processes that are forked from this one, which has imported what they import: that is three seconds of
-processor time, where the script itself takes a tenth of one.
+processor time, where the script itself takes a tenth of one. And torchrun, with its ranks, in the same way.
 
-What a fork cannot show, tests/test_imports.py shows with processes of their own: that a script imports all that it
-needs, and each file once.
+What a fork cannot show, tests/test_imports.py and tests/test_scripts.py show with processes of their own: that a script
+imports all that it needs, and each file once, and that torchrun starts it.
 """
 
 import os
@@ -16,9 +16,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import LAUNCHER
+import psutil
+import torch.distributed.run
+from helpers import FULL, LAUNCHER
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from common.lab.launch import _ready_to_fork
+
+HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
 
 class Fork:
@@ -26,45 +31,58 @@ class Fork:
 
     rank:       (its number, how many there are, port at which they meet): what torchrun would tell it of one node
     preexec_fn: called in the process before the program
+    env:        its whole environment, by default this process's without what a launcher sets
+    files:      what it writes to stdout and stderr goes there; None: to where this process writes
     """
 
     def __init__(
         self,
-        program: Path,
+        program: Path | Callable,
         *arguments: str,
         cwd: Path,
         rank: tuple[int, int, int] | None = None,
         preexec_fn: Callable = lambda: None,
+        env: dict[str, str] | None = None,
+        files: bool = True,
     ):
-        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)] if files else []
         self.returncode: int | None = None
         with _ready_to_fork():
             self.pid = os.fork()
             if self.pid == 0:
                 code = 1
                 try:
-                    code = self._run(Path(program).resolve(), arguments, cwd, rank, preexec_fn)
+                    code = self._run(program, [*map(str, arguments)], cwd, rank, preexec_fn, env)
                 finally:
                     os._exit(code)
 
-    def _run(self, program: Path, arguments, cwd, rank, preexec_fn) -> int:
+    def _run(self, program: Path | Callable, arguments, cwd, rank, preexec_fn, env) -> int:
         """The exit code of the program."""
         os.setsid()
-        for number, (name, file) in enumerate(zip(("stdout", "stderr"), self.files, strict=True), start=1):
+        for number, (name, file) in enumerate(zip(("stdout", "stderr"), self.files, strict=False), start=1):
             os.dup2(file.fileno(), number)
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(cwd)
-        for name in LAUNCHER:
-            os.environ.pop(name, None)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        else:
+            for name in LAUNCHER:
+                os.environ.pop(name, None)
         if rank is not None:
             number, size, port = rank
             os.environ |= dict(zip(LAUNCHER, map(str, (number, size, number, size, "127.0.0.1", port)), strict=True))
-        sys.argv = [str(program), *map(str, arguments)]
-        sys.path[0] = str(program.parent)  # as Python does for a script
         try:
             preexec_fn()
+            if callable(program):
+                program(arguments)
+                return 0
+            program = Path(program).resolve()
+            sys.argv = [str(program), *arguments]
+            sys.path[0] = str(program.parent)  # as Python does for a script
             runpy.run_path(str(program), run_name="__main__")
             return 0
         except SystemExit as leaving:
@@ -79,16 +97,18 @@ class Fork:
     def wait(self, timeout: float) -> int:
         """The exit code, negative for a signal. Raises subprocess.TimeoutExpired, after it has killed the process."""
         deadline = time.monotonic() + timeout
-        while self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+        while self.poll() is None:
+            if time.monotonic() > deadline:
                 os.killpg(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 raise subprocess.TimeoutExpired(str(self.pid), timeout, *map(self._text, self.files))
-            else:
-                time.sleep(0.01)
+            time.sleep(0.01)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
@@ -100,3 +120,28 @@ class Fork:
     def _text(file) -> str:
         file.seek(0)
         return file.read()
+
+
+def torchrun(*arguments: str, cwd: Path, **options) -> Fork | subprocess.Popen:
+    """`torchrun ARGUMENTS`, and its ranks, as forks; with FULL=1 as processes of their own."""
+    if not FULL:
+        return Fork(_torchrun, *arguments, cwd=cwd, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, text=True, start_new_session=True, **pipes, **options)
+
+
+def _torchrun(arguments: list[str]) -> None:
+    """torchrun's own main function, which starts ranks as it would start processes: `python -u SCRIPT ARGUMENTS`."""
+
+    def fork(handler: SubprocessHandler, command: tuple[str, ...], env: dict[str, str]) -> Fork:
+        assert command[:2] == (sys.executable, "-u") and not handler._stdout and not handler._stderr
+        return Fork(*command[2:], cwd=Path.cwd(), env=env, files=False)
+
+    SubprocessHandler._popen = fork
+    torch.distributed.run.main(arguments)
+
+
+def ranks_of(process: Fork | subprocess.Popen) -> list[psutil.Process]:
+    """The ranks below a torchrun, in order: it starts one after the other."""
+    return sorted(psutil.Process(process.pid).children(), key=lambda rank: (rank.create_time(), rank.pid))

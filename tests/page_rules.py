@@ -4,167 +4,36 @@ Each is a function from a page and its text to what is wrong. tests/test_docs.py
 refuses a planted mistake.
 """
 
-import argparse
-import contextlib
 import functools
-import importlib.util
-import io
 import itertools
-import os
+import json
 import re
-import shlex
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from helpers import launcher
+import torch
+from command_rules import (
+    CHAPTERS,
+    MAKEFILE,
+    arguments_exist,
+    bugs_of,
+    code,
+    commands_can_be_parsed,
+    make_targets_exist,
+    modules_exist,
+    options_are_the_programs_own,
+    options_exist,
+    spans,
+)
 from nbformat import read
 from notebook_rules import reading_minutes
-from torch.distributed.run import get_args_parser
 
 from common import ROOT, check
-from common.command_line import full_parser, parse
-from common.errors import UserError
 from course.ddp.loading import LOADING
 from course.pipeline.schedules import SCHEDULES
-from course.strategies import BY_AXES, STRATEGIES
+from course.strategies import STRATEGIES
 
-MAKEFILE = (ROOT / "Makefile").read_text()
-CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
 NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("0*/*.ipynb"))
-
-
-def spans(text: str) -> list[str]:
-    """What stands in backticks, outside of fenced blocks, on one line each."""
-    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", outside)]
-
-
-def code(text: str) -> list[str]:
-    """The lines of code of a page: in backticks, and those of fenced blocks with their continuations."""
-    lines = []
-    for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.DOTALL):
-        lines += re.sub(r" *\\\n\s*", " ", block).splitlines()
-    return lines + spans(text)
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """The words of each line of code that is a command, without comments; a variable in quotes is some word."""
-    for line in code(text):
-        for part in re.split(r"&&|;|\|", re.sub(r'"\$\w+"', "variable", line)):
-            with contextlib.suppress(ValueError):  # an apostrophe: not a command
-                words = [word for word in shlex.split(part, comments=True) if not word.startswith("$")]
-                while words and re.match(r"\w+=", words[0]):
-                    words.pop(0)
-                yield words
-
-
-# --- commands -------------------------------------------------------------------------------------------------
-
-
-def make_targets_exist(page, text):
-    targets = re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE)
-    for words in commands(text):
-        if words[:1] == ["make"]:
-            yield from (f"make {w}: no such target" for w in words[1:] if "=" not in w and w not in targets)
-
-
-def modules_exist(page, text):
-    for words in commands(text):
-        for flag, name in zip(words, words[1:], strict=False):
-            if flag == "-m" and words[0].startswith("python") and not is_module(name):
-                yield f"python -m {name}: no such module"
-
-
-def is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def help_of(main: Callable) -> set[str]:
-    """The options in the --help of a program."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        main(["--help"])
-    return set(re.findall(r"--[\w-]+", said.getvalue()))
-
-
-def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    return {option for action in parser._actions for option in action.option_strings}
-
-
-TORCHRUN = options_of(get_args_parser())
-
-
-@functools.cache
-def own_options() -> dict[str, set[str]]:
-    """The options of the course's programs: of every strategy's script, and of the modules that are started."""
-    kinds = [(name, kind.Options) for name, entry in STRATEGIES.items() for kind in entry().implementations.values()]
-    scripts = set().union(*(options_of(full_parser(STRATEGIES, *kind)) for kind in kinds))
-    return {"distributed_training.py": scripts, "common.check": help_of(check.main), "common.doctor": set()}
-
-
-def options_are_the_programs_own(page, text):
-    """Of torchrun, of the scripts and of `python -m common...`: in a command, each program's own."""
-    for words in commands(text):
-        for part, known in parts(words):
-            for option in (word.split("=")[0] for word in part if word.startswith("--")):
-                if option not in known:
-                    yield f"{' '.join(words)}: no option {option}"
-
-
-def parts(words: list[str]) -> Iterator[tuple[list[str], set[str]]]:
-    """The words after each program of a command that is ours or torchrun, and the options that it has."""
-    ours = [number for number, word in enumerate(words) if Path(word).name in own_options()]
-    if "torchrun" in words:
-        begin = words.index("torchrun") + 1
-        yield words[begin : ours[0] if ours else None], TORCHRUN
-    if ours and words[0].startswith(("python", "torchrun", "srun")):
-        yield words[ours[0] + 1 :], own_options()[Path(words[ours[0]]).name]
-
-
-def options_exist(page, text):
-    """Words like --option in backticks: of the course, of torchrun, or of another program that the page starts."""
-    others = {"--nbval", "--answer"}  # of pytest, and of a chapter's bugs.py
-    for line in code(text):
-        words = line.split()
-        ours = [word for part, _ in parts(words) for word in part]
-        if not line.startswith("--"):
-            others |= {word.split("=")[0] for word in words if word.startswith("--") and word not in ours}
-    known = others.union(TORCHRUN, *own_options().values())
-    for span in spans(text):
-        if span.startswith("--"):
-            yield from (f"no option {option}" for option in re.findall(r"(?<!\S)--[\w-]+", span) if option not in known)
-
-
-def commands_can_be_parsed(page, text):
-    """Whole commands, as the script would read them on one of that many ranks."""
-    for words in commands(text):
-        script = next((word for word in words if Path(word).name == "distributed_training.py"), None)
-        if not words or words[0] not in ("python", "torchrun", "srun") or script is None or "--help" in words:
-            continue
-        place = words.index(script)
-        before, options = " ".join(words[:place]), words[place + 1 :]
-        if {"--resume", "--device", "--backend"} & {*options} or any(word.isupper() for word in options):
-            continue  # wants a run or hardware that is not here, or stands for many commands
-        numbers = {name: int(found) for name, found in re.findall(r"--(n\w+)=(\d+)", before.replace("=gpu", "=4"))}
-        size = numbers.get("nproc_per_node", 1) * numbers.get("nnodes", 2 if "--nnodes" in before else 1)
-        home = Path(script).parent if Path(script).parent.name else page.parent
-        with launcher(0, size):
-            os.environ |= {"RANK": "0"} if "torchrun" in words else {}
-            try:
-                parse(STRATEGIES, default_of(home.name), options, BY_AXES)
-            except UserError as error:
-                yield f"{' '.join(words)}: {error}"
-
-
-def default_of(folder: str) -> str | None:
-    """The strategy that a chapter's script trains if none is named."""
-    file = ROOT / folder / "distributed_training.py"
-    return re.search(r'start\("(\S+)"\)', file.read_text())[1] if folder in CHAPTERS else None
-
 
 # --- files, names, numbers ------------------------------------------------------------------------------------
 
@@ -206,7 +75,10 @@ def is_there(page: Path, path: str) -> bool:
 
 
 # Of other programs and libraries, or invented for an example; and what their variables begin with.
-FOREIGN = {"NN_name", "HOST", "OK", "FIX", "INFO", "WARN", "EADDRINUSE", "RendezvousTimeoutError", "core.symlinks"}
+FOREIGN = {
+    "NN_name", "HOST", "OK", "FIX", "INFO", "WARN", "EADDRINUSE", "RendezvousTimeoutError", "core.symlinks", "PHB",
+    "split_dataset_by_node", "StatefulDataLoader", "WithDevice", "NoChunk",
+}  # fmt: skip
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_")
 
 
@@ -216,14 +88,33 @@ def words_of_the_code() -> set[str]:
     return set(re.findall(r"\w+", "\n".join((ROOT / path).read_text() for path in files) + MAKEFILE))
 
 
+@functools.cache
+def words_of_torch() -> set[str]:
+    """Of the parts that notebooks speak about."""
+    folders = [Path(torch.__file__).parent / name for name in ("distributed", "nn", "cuda", "optim", "utils/data")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return set(re.findall(r"\w+", "\n".join(file.read_text(errors="ignore") for file in files)))
+
+
+def words_of_cells(notebook: Path) -> set[str]:
+    cells = json.loads(notebook.read_text())["cells"] if notebook.exists() else []
+    return set(re.findall(r"\w+", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")))
+
+
 def names_exist(page, text):
-    """Identifiers in backticks, such as `make_mesh`, `Strategy.parts()` or `Where(shape, ...)`, occur in the code."""
+    """Identifiers in backticks, such as `make_mesh`, `Strategy.parts()` or `Where(shape, ...)`, occur in the code.
+
+    A notebook may also name what its cells define, and what PyTorch has.
+    """
+    known = words_of_the_code()
+    if page.suffix == ".ipynb":
+        known = known | words_of_cells(page) | words_of_torch()
     for span in spans(text):
         name = re.match(r"([A-Za-z_][\w.]*)(\(.*\))?$", span)
         if not name or name[1] in FOREIGN or name[1].startswith(VARIABLES) or Path(name[1]).suffix in SUFFIXES:
             continue
         is_name = "_" in name[1] or "." in name[1] or re.search(r"[a-z][A-Z]", name[1]) or name[1].isupper()
-        if is_name and any(word not in words_of_the_code() for word in filter(None, name[1].split("."))):
+        if is_name and any(word not in known for word in filter(None, name[1].split("."))):
             yield f"no {name[1]} in the code"
 
 
@@ -245,11 +136,9 @@ def counted(chapter: str | None) -> dict[str, int]:
     if chapter is None:
         return {"chapters": len(CHAPTERS), "strategies": len(STRATEGIES), "schedules": len(SCHEDULES),
                 "ways to load": len(LOADING)}  # fmt: skip
-    package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
-    bugs = importlib.import_module(f"course.{package}.classroom.bugs")
     return {
         "exercises": len(check.exercises_of(chapter)),
-        "bugs": len(bugs.BUGS) + len(getattr(bugs, "DROPOUT_BUGS", ())),
+        "bugs": len(bugs_of(chapter)),
         "notebooks": sum(path.startswith(f"{chapter}/") for path in NOTEBOOKS),
     }
 
@@ -313,6 +202,19 @@ def lists_what_there_is(page, text):
     yield from (f"does not mention {name}" for name in wanted if name not in text)
 
 
+def sections_exist(page, text):
+    """A notebook numbers its sections without a gap, and names none that it does not have. (Not those of a paper.)"""
+    if page.suffix != ".ipynb":
+        return
+    numbers = [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        yield f"its sections have the numbers {numbers}"
+    for found in re.finditer(r"\bsections? (\d+)(?:(?:,| and| or| to) (\d+))?(?!\.?\d)", text):
+        if not re.search(r"\b(19|20)\d\d\b", text[max(0, found.start() - 60) : found.start()]):
+            missing = [number for number in found.groups() if number and int(number) not in numbers]
+            yield from (f"there is no section {number}" for number in missing)
+
+
 def has_each_heading_once(page, text):
     headings = re.findall(r"^#+ +(.*?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     yield from sorted({f"has {name!r} twice" for name in headings if headings.count(name) > 1})
@@ -332,12 +234,20 @@ def hours_are_right(page, text):
             yield f"{chapter}: reading and exercises take {hours}"
 
 
-IN_NOTEBOOKS = [make_targets_exist, modules_exist, options_are_the_programs_own, options_exist, commands_can_be_parsed]
-RULES = [
-    *IN_NOTEBOOKS,
+IN_NOTEBOOKS = [
+    make_targets_exist,
+    modules_exist,
+    options_are_the_programs_own,
+    options_exist,
+    commands_can_be_parsed,
+    arguments_exist,
     paths_exist,
     names_exist,
     counts_are_right,
+    sections_exist,
+]
+RULES = [
+    *IN_NOTEBOOKS,
     strategies_are_those_of_the_table,
     lists_what_there_is,
     has_each_heading_once,

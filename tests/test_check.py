@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from forks import Fork
 
 from common import check
 from common.errors import UserError
@@ -50,7 +51,10 @@ def test_solutions_are_right(chapter, capfd):
 
 
 @pytest.mark.parametrize("chapter", check.chapters())
-def test_wrong_answers_are_refused_for_the_right_reason(chapter):
+def test_wrong_answers_are_refused_for_the_right_reason(chapter, monkeypatch):
+    patience = f"no answer for {grading.PATIENCE:g} s"
+    monkeypatch.setattr(grading, "PATIENCE", 3.0)  # seconds, of which a deadlock takes as many
+    monkeypatch.setattr(grading, "CALL_LIMIT", 6.0)
     table = grading.load(ANSWERS[chapter]).WRONG
     exercises = {exercise.name: exercise for exercise in check.exercises_of(chapter)}
     assert table.keys() == exercises.keys()
@@ -63,6 +67,7 @@ def test_wrong_answers_are_refused_for_the_right_reason(chapter):
         verdicts = grading.grade([(exercise, name) for exercise, name, _ in rows], ANSWERS[chapter])
         for (_, name, reason), verdict in zip(rows, verdicts, strict=True):
             said = f"{verdict.status} {verdict.where}: expected {verdict.expected}, got {verdict.got}"
+            said = said.replace("no answer for 3 s", patience)
             if verdict.status != "wrong" or reason not in said:
                 mistaken.append(f"{name}: {said}")
     assert not mistaken, "\n".join(mistaken)
@@ -78,13 +83,17 @@ def test_stub_is_headed_as_the_table_says(chapter, exercise):
 
 @pytest.mark.parametrize("chapter", check.chapters())
 def test_planted_bugs_are_shown_in_any_folder(chapter, tmp_path):
-    def command(*arguments):
-        file = str(check.ROOT / chapter / "classroom" / "bugs.py")
-        result = subprocess.run([sys.executable, file, *arguments], cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
+    file = check.ROOT / chapter / "classroom" / "bugs.py"
 
-    names = command().split()
+    def command(*arguments):
+        process = Fork(file, *arguments, cwd=tmp_path)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        return output
+
+    listed = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    names = listed.stdout.split()
     bug = BUGS[chapter][names[0]]
     assert set(BUGS[chapter]) <= set(names) and len(names) >= 8
     code, answer = command(names[0]), command(names[0], "--answer")
@@ -167,7 +176,7 @@ def test_file_that_does_not_load(tmp_path, text, reason):
 
 
 def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(grading, "CALL_LIMIT", 5.0)  # seconds
+    monkeypatch.setattr(grading, "CALL_LIMIT", 3.0)  # seconds
     write(
         tmp_path,
         bad=RING_SHIFT
@@ -186,7 +195,7 @@ def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, 
     }
     assert {verdict.status for verdict in got.values()} == {"wrong"}
     assert got["global_mean"].got == "the process of rank 1 died with exit code 7"
-    assert got["ring_bytes"].got.startswith("no end after 5 s, line ")
+    assert got["ring_bytes"].got.startswith("no end after 3 s, line ")
     assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
     assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")
     assert got["tree_broadcast"].got.startswith("NotImplementedError: in part, line ")
@@ -308,6 +317,7 @@ def test_bad_usage_gets_one_line(arguments, message, monkeypatch):
 
 
 def test_bad_usage_exits_with_2():
-    done = subprocess.run([sys.executable, "-m", "common.check", "nowhere"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"error: no chapter 'nowhere'[^\n]*01_intro[^\n]*\n", done.stderr)
+    process = Fork(check.ROOT / "common" / "check.py", "nowhere", cwd=check.ROOT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and output == ""
+    assert re.fullmatch(r"error: no chapter 'nowhere'[^\n]*01_intro[^\n]*\n", errors)

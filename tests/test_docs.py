@@ -10,6 +10,7 @@ from page_rules import (
     IN_NOTEBOOKS,
     NOTEBOOKS,
     RULES,
+    arguments_exist,
     axes_of,
     commands_can_be_parsed,
     counts_are_right,
@@ -22,6 +23,7 @@ from page_rules import (
     options_are_the_programs_own,
     options_exist,
     paths_exist,
+    sections_exist,
     strategies_are_those_of_the_table,
 )
 
@@ -48,9 +50,10 @@ def test_page(page, rule):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
-def test_what_a_notebook_says_of_commands(path):
+def test_what_a_notebook_says(path):
     cells = json.loads((ROOT / path).read_text())["cells"]
     text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    text = text.partition("\n## References")[0]  # files and names of others
     wrong = [problem for rule in IN_NOTEBOOKS for problem in rule(ROOT / path, text)]
     assert not wrong, "\n".join([path, *wrong])
 
@@ -87,6 +90,15 @@ MISTAKES = {
         ROOT / "06_fsdp" / "x.ipynb",
         "`python distributed_training.py --loading dispatch`",
     ),
+    "chapter": (arguments_exist, PAGE, "`python -m common.check 04_parallel`"),
+    "exercise": (arguments_exist, PAGE, "```\npython -m common.check 01_intro ring_shifts  # one\n```"),
+    "exercise of another chapter": (arguments_exist, PAGE, "`python -m common.check 03_ddp ring_shift`"),
+    "bug": (arguments_exist, ROOT / "03_ddp" / "x.ipynb", "`python classroom/bugs.py stale_chunk --answer`"),
+    "variable of make": (arguments_exist, PAGE, "`make check CHAPTERS=03_ddp`"),
+    "chapter for make": (arguments_exist, PAGE, "`make check CHAPTER=03_dpd`"),
+    "section": (sections_exist, ROOT / "03_ddp" / "x.ipynb", "## 1. One\n\nSee section 2."),
+    "section left out": (sections_exist, ROOT / "03_ddp" / "x.ipynb", "## 1. One\n\n## 3. Three"),
+    "name in a notebook": (names_exist, ROOT / "03_ddp" / "x.ipynb", "It is `DDPByHands`, a `SyncBatchNorm`."),
     "file": (paths_exist, ROOT / "CONTRIBUTING.md", "Add it to `tests/test_training.py`."),
     "file in a block": (paths_exist, ROOT / "CONTRIBUTING.md", "```\npytest tests/test_training.py  # one file\n```"),
     "file of no chapter": (paths_exist, PAGE, "See `proof.py`."),
@@ -155,6 +167,7 @@ srun --kill-on-bad-exit=1 torchrun --nproc_per_node=gpu distributed_training.py 
 ```
 
 `--kill-on-bad-exit` ends them. `tests/helpers.py`, `helpers.py`, `0*/*.ipynb`, `EADDRINUSE`,
+`python -m common.check 01_intro ring_shift`, `python 03_ddp/classroom/bugs.py NAME`, `make check CHAPTER=03_ddp`,
 `Strategy.parts()`, `make_mesh`, `classroom/bugs.py`, `course/`, `config.json`.
 There are six chapters and eighteen strategies, two of three bugs.
 """

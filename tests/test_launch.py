@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import running
 
+from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch
 
 
@@ -30,8 +31,8 @@ def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     assert capfd.readouterr().out == "".join(f"[rank {rank}] hello from {rank}\n" for rank in range(nproc))
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_functions_of_a_notebook(start_method):
+@pytest.mark.parametrize("start_method, nproc", [("fork", 2), ("spawn", 1)])
+def test_functions_of_a_notebook(start_method, nproc):
     """What a cell defines belongs to no file: closures, lambdas, and results whose class only the cell knows."""
 
     class Answer:
@@ -39,8 +40,8 @@ def test_functions_of_a_notebook(start_method):
             self.value = value
 
     factor = 3
-    answers = launch(lambda: Answer(factor * dist.get_rank()), 2, start_method=start_method)
-    assert [answer.value for answer in answers] == [0, 3]
+    answers = launch(lambda: Answer(factor * (dist.get_rank() + 1)), nproc, start_method=start_method)
+    assert [answer.value for answer in answers] == [3, 6][:nproc]
 
 
 def test_tensors_come_back_and_cross_the_ranks():
@@ -142,8 +143,9 @@ def exit_without_a_word():
 
 
 def never_end():
+    """Rank 0 computes, rank 1 waits."""
     while True:
-        pass
+        time.sleep(0.01 * dist.get_rank())
 
 
 FAILURES = {
@@ -170,7 +172,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("fn", FAILURES, ids=lambda fn: fn.__name__)
-def test_failures_name_rank_place_and_cause(fn):
+def test_failures_name_rank_place_and_cause(fn, monkeypatch):
+    if fn is never_end:
+        monkeypatch.setattr(launching, "LEEWAY", 0.7)  # of a core's time
     rank, pattern = FAILURES[fn]
     before = running()
     with pytest.raises(RankFailed) as failure:

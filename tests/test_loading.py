@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forks import ranks_of, torchrun
 from helpers import configure, metrics, numbers, saved, train
 from test_train import TEXT, start, wait_for_step
 
@@ -179,21 +180,16 @@ def test_bad_choices_get_one_line(tmp_path, monkeypatch):
         check_batch(configure(batch_size=11, accumulation_steps=2), strategy)
 
 
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    """The processes below the ranks, which are below torchrun."""
-    return [child for rank in process.children() for child in rank.children()]
-
-
 def test_workers_end_with_a_rank_that_is_killed(tmp_path):
     """(For Ctrl-C see tests/test_train.py.)"""
     process = start(
         "--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers", nproc=2, cwd=tmp_path
     )
     wait_for_step(tmp_path / "run", 3)
-    ranks = psutil.Process(process.pid).children()
-    workers = workers_of(psutil.Process(process.pid))
+    ranks = ranks_of(process)
+    workers = [child for rank in ranks for child in rank.children()]
     assert len(ranks) == 2 and len(workers) == 2 * loading.WORKERS
-    next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
+    ranks[1].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "SIGKILL" in errors, errors
     assert psutil.wait_procs([*ranks, *workers], timeout=20)[1] == []
@@ -241,17 +237,14 @@ def test_torchrun_restarts_a_run_after_a_rank_was_killed(tmp_path):
     """It goes on from the newest checkpoint, to the losses of a run that nobody disturbed."""
     settings = TEXT | {"steps": 100, "checkpoint_every": 20, "loading": "shard-stream-workers"}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    process = subprocess.Popen(
-        [sys.executable, *command, str(ROOT / "distributed_training.py"), "--distributed", "--run-dir=run", *options],
+    process = torchrun(
+        *("--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "distributed_training.py"),
+        *("--distributed", "--run-dir=run", *options),
         cwd=tmp_path,
-        text=True,
-        stderr=subprocess.PIPE,
         env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
-        start_new_session=True,
     )
     wait_for_step(tmp_path / "run", 21)
-    next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1").kill()
+    ranks_of(process)[1].kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "restarted by torchrun: going on after step" in errors, errors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FULL
+from helpers import FULL, do_not_draw
 from pipelines import batch, deep, mesh_of, small
 from torch import nn
 
@@ -50,8 +50,12 @@ def runs(ranks: int) -> list[tuple]:
 
 
 def cases(ranks: int, stages_per_rank: int) -> list[equality.Case]:
-    make_model = deep if ranks * stages_per_rank > 4 else equality.tied
-    return [equality.Case(make_model, equality.sgd, 1, 0.3), equality.Case(make_model, equality.adamw, 1, 100.0)]
+    # At 0.3, parts of the deep one hardly move in two steps.
+    make_model, max_norm = (deep, 0.6) if ranks * stages_per_rank > 4 else (equality.tied, 0.3)
+    return [
+        equality.Case(make_model, equality.sgd, 1, max_norm, steps=2),
+        equality.Case(make_model, equality.adamw, 1, 100.0, steps=2),
+    ]
 
 
 def train_all(trained, strategy_class):
@@ -92,7 +96,7 @@ def test_every_schedule_of_pytorch_equals_one_process(nproc):
     prove_all(trained, nproc, torchs.PipelineParallel)
 
 
-FROZEN = [equality.Case(make, equality.sgd, 3, 100.0) for make in (first_layers_frozen, equality.frozen)]
+FROZEN = [equality.Case(make, equality.sgd, 3, 100.0, steps=2) for make in (first_layers_frozen, equality.frozen)]
 
 
 def test_frozen_layers_accumulation_and_recomputation():
@@ -168,31 +172,40 @@ def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
 # Replicas
 
 
-def reductions(strategy_class, accumulate):
-    """What one step of a grid of 2 x 2 sends between replicas: calls, and bytes of gradients."""
-    strategy = strategy_class(equality.tied(), equality.sgd, mesh_of(strategy_class))
-    strategy.step([batch(4)] * accumulate)
-    with Ledger() as ledger:
-        strategy.step([batch(4)] * accumulate)
-    large = [entry.payload for entry in ledger.entries if entry.operation == "all_reduce" and entry.payload > 100]
-    return ledger.calls, large, sum(p.nbytes for p in strategy.model.parameters()), strategy.data_rank
+REPLICATED = (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP)
+
+
+def reductions():
+    """What one step of a grid of 2 x 2 sends between replicas, by class and accumulation: calls, bytes of gradients."""
+    found = {}
+    for strategy_class in REPLICATED:
+        strategy = strategy_class(equality.tied(), equality.sgd, mesh_of(strategy_class))
+        strategy.step([batch(4)])
+        own = sum(p.nbytes for p in strategy.model.parameters())
+        for accumulate in (1, 3):
+            with Ledger() as ledger:
+                strategy.step([batch(4)] * accumulate)
+            large = [e.payload for e in ledger.entries if e.operation == "all_reduce" and e.payload > 100]
+            found[strategy_class, accumulate] = ledger.calls, large, own, strategy.data_rank
+    return found
 
 
 def test_gradients_are_reduced_once_in_a_step_however_many_passes_it_has():
     """The large all-reduces: one over the replicas, one for the tied weight. With fully_shard, one reduce-scatter."""
     tied = 64 * 16 * 4
-    for accumulate in (1, 3):
-        for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP):
-            loss = 4 if strategy_class is hybrid.PipelineDDPByHand else 0  # in the same message by hand
-            for rank, (_, large, own, place) in enumerate(launch(reductions, 4, (strategy_class, accumulate))):
-                assert sorted(large) == sorted([own + loss, tied]) and place == rank % 2  # pipelines are outermost
-        results = launch(reductions, 4, (hybrid.PipelineFSDP, accumulate))
-        assert [calls["reduce_scatter"] for calls, *_ in results] == [1] * 4
-        assert [place for *_, place in results] == [0, 1, 0, 1]
+    for rank, found in enumerate(launch(reductions, 4)):
+        assert len(found) == 6
+        for (strategy_class, _), (calls, large, own, place) in found.items():
+            assert place == rank % 2  # pipelines are outermost
+            if strategy_class is hybrid.PipelineFSDP:
+                assert calls["reduce_scatter"] == 1
+            else:
+                loss = 4 if strategy_class is hybrid.PipelineDDPByHand else 0  # in the same message by hand
+                assert sorted(large) == sorted([own + loss, tied])
 
 
 def test_replicas_of_every_schedule_equal_one_process():
-    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
+    for strategy_class in REPLICATED:
         names = list(schedules.SCHEDULES)
         if strategy_class is hybrid.PipelineDDP:
             names = ["1f1b"]
@@ -204,21 +217,24 @@ def test_replicas_of_every_schedule_equal_one_process():
 
 def test_which_axis_is_outside_changes_nothing():
     """Replicas far apart instead of neighbours: groups come from the mesh alone."""
-    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
-        outer = next(iter(strategy_class.preset))
 
-        def both(strategy_class=strategy_class, outer=outer):
-            results = []
+    def both():
+        results = []
+        for strategy_class in REPLICATED:
+            outer = next(iter(strategy_class.preset))
+            pair = []
             for axes in ({outer: 2, "pipeline": 2}, {"pipeline": 2, outer: 2}):
                 torch.manual_seed(4)
                 strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes))
                 inputs, targets = batch(16)
                 own = slice(strategy.data_rank * 8, strategy.data_rank * 8 + 8)
-                steps = [strategy.step([(inputs[own], targets[own])]) for _ in range(3)]
-                results.append((steps, strategy.data_rank, dist.get_process_group_ranks(strategy.pipeline.group)))
-            return results
+                steps = [strategy.step([(inputs[own], targets[own])]) for _ in range(2)]
+                pair.append((steps, strategy.data_rank, dist.get_process_group_ranks(strategy.pipeline.group)))
+            results.append(pair)
+        return results
 
-        for rank, ((one, place, row), (other, other_place, column)) in enumerate(launch(both, 4)):
+    for rank, results in enumerate(launch(both, 4)):
+        for (one, place, row), (other, other_place, column) in results:
             assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5)
             assert (place, other_place) == (rank // 2, rank % 2)
             assert (row, column) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
@@ -231,6 +247,7 @@ TEXT = "--layers 4 --width 32 --heads 4 --context 16 --batch-size 8 --checkpoint
 
 def train(lines):
     """Each run as the command line would start it, in this process group."""
+    do_not_draw()
     for line in lines:
         config = command_line.parse(STRATEGIES, argv=f"{TEXT} {line} --distributed".split())
         task, mesh = make_task(config), make_mesh(config.axes)
@@ -251,7 +268,7 @@ def test_half_precision_and_resumed_with_another_schedule(tmp_path):
         return f"--run-dir {tmp_path / folder} --steps {steps} {more}"
 
     halves = [
-        run(f"{precision}-{number}", 4, f"--strategy pipeline --precision {precision} {how}")
+        run(f"{precision}-{number}", 2, f"--strategy pipeline --precision {precision} {how}")
         for precision in ("bf16", "fp16")
         for number, how in enumerate(["--by-hand --schedule zbv --recompute full", "--schedule 1f1b"])
     ]
@@ -264,4 +281,4 @@ def test_half_precision_and_resumed_with_another_schedule(tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(expected, rel=3e-5)
     for half in halves:
         got = losses(Path(half.split()[1]))
-        assert got == pytest.approx(expected[:4], rel=0.01) and got != expected[:4]
+        assert got == pytest.approx(expected[:2], rel=0.01) and got != expected[:2]

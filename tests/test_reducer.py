@@ -376,8 +376,8 @@ def messages() -> tuple[list[dict], int, list[int]]:
 
 
 def test_messages_are_buckets_and_overlap_the_backward_pass():
-    for (*local, (calls, sent, size)), buckets, incomplete in launch(messages, 4):
+    for (*local, (calls, sent, size)), count, incomplete in launch(messages, 4):
         assert local == [{}, {}]
-        assert calls == {"all_reduce": buckets} and buckets > 2
+        assert calls == {"all_reduce": count} and count > 2
         assert sent == 2 * 3 / 4 * size
-        assert incomplete == list(range(buckets - 1, -1, -1))  # each leaves while those behind it are not complete
+        assert incomplete == list(range(count - 1, -1, -1))  # each leaves while those behind it are not complete

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import Fork
+from forks import Fork, torchrun
 from helpers import FULL, free_port, metrics
 
 from common import ROOT
@@ -87,18 +87,14 @@ def test_the_missions_commands(folder, start, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
-def test_two_nodes(start, tmp_path):
+def test_two_nodes(tmp_path):
     """The third command, once for each node, both on this machine: ranks 0..3, local ranks 0, 1 on each."""
-    port = free_port()
+    address = ["--nproc_per_node=2", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    options = ["--distributed", *SMALL, f"--run-dir={tmp_path / 'run'}"]
     nodes = [
-        start(
-            ".",
-            f"torchrun --nproc_per_node=2 --nnodes=2 --node_rank={node} --master_addr=127.0.0.1 "
-            f"--master_port={port} distributed_training.py --distributed",
-        )
-        for node in (0, 1)
+        torchrun(*address, f"--node_rank={node}", "distributed_training.py", *options, cwd=ROOT) for node in (0, 1)
     ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = ["".join(node.communicate(timeout=120)) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert json.loads((tmp_path / "run" / "config.json").read_text())["world_size"] == 4
     assert len(losses(tmp_path / "run")) == 2

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FULL
+from forks import Fork, torchrun
+from helpers import FULL, LAUNCHER
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -149,13 +150,25 @@ def run(jobs: list[list], folder: Path, orderly: int = 0) -> None:
     """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0."""
     (folder / "driver.py").write_text(DRIVER)
     jobs = [[nproc, *map(str, job)] for nproc, *job in jobs]
-    command = [sys.executable, str(folder / "driver.py"), json.dumps(jobs), str(orderly)]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = [folder / "driver.py", json.dumps(jobs), str(orderly)]
+    # A fork has no end of an interpreter of its own.
+    start(arguments, folder, fork=not orderly)
+
+
+def start(arguments: list, folder: Path, fork: bool) -> str:
+    """What `python ARGUMENTS` writes to stdout, as a fork of this process, or as one of its own; it must succeed."""
+    if fork:
+        process = Fork(*arguments, cwd=folder, env=environment())
+    else:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment(), **pipes)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, output + errors
+    return output
 
 
 def environment() -> dict:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
 
 
 def test_one_for_each_chapter():
@@ -193,16 +206,18 @@ def test_an_import_of_the_course_would_be_seen(line):
     assert not imports(f"import torch\n\n\ndef f():\n    {line}\n") <= {"torch"}
 
 
+# The one without a model, and the one with the most imports; with FULL=1 all.
+ALONE = list(PROGRAMS) if FULL else [HELLO, "06_fsdp"]
+
+
 @pytest.mark.parametrize("chapter", PROGRAMS)
 def test_plain_python(chapter, tmp_path):
-    """As a program of its own, so with no imports but its own; started from elsewhere."""
-    command = [sys.executable, PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Started from elsewhere; as a program of its own, so with no imports but its own, where it is in ALONE."""
+    output = start([PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])], tmp_path, fork=chapter not in ALONE)
     if chapter == HELLO:
-        assert re.search(r"^rank 0 of 1: .*, cpu, gloo\nrank 0: 1 \+ ... \+ 1 is 1, expected 1\n$", done.stdout)
+        assert re.search(r"^rank 0 of 1: .*, cpu, gloo\nrank 0: 1 \+ ... \+ 1 is 1, expected 1\n$", output)
     else:
-        check(tmp_path, done.stdout, chapter, epochs=1)
+        check(tmp_path, output, chapter, epochs=1)
 
 
 def test_ranks(tmp_path):
@@ -216,7 +231,7 @@ def test_ranks(tmp_path):
         copy.parent.mkdir(parents=True)
         shutil.copy(program, copy)
         jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate([2, 4, 1], start=1)]
-    run(jobs, tmp_path, orderly=4)
+    run(jobs, tmp_path, orderly=4 if FULL else 2)
     for chapter in PROGRAMS:
         by_rank = outputs(tmp_path / chapter)
         launches = by_rank[:2], by_rank[2:6], by_rank[6:]
@@ -236,14 +251,14 @@ def test_ranks(tmp_path):
 
 @pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != ONE_PROCESS] if FULL else [HELLO])
 def test_torchrun(chapter, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", PROGRAMS[chapter]]
-    command += [] if chapter == HELLO else ["1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["--standalone", "--nproc_per_node=2", PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])]
+    process = torchrun(*command, cwd=tmp_path, env=environment())
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
     if chapter == HELLO:
-        assert sorted(re.findall(r"rank (\d): 1 \+ ... \+ 2 is 3, expected 3", done.stdout)) == ["0", "1"]
+        assert sorted(re.findall(r"rank (\d): 1 \+ ... \+ 2 is 3, expected 3", output)) == ["0", "1"]
     else:
-        check(tmp_path, done.stdout, chapter, epochs=1)
+        check(tmp_path, output, chapter, epochs=1)
 
 
 SAME_ORDER = ("        sampler.set_epoch(epoch)", "        #")

@@ -25,7 +25,8 @@ def has_no_stub(path, text):
 
 
 def is_finished(path, text):
-    return [f"has a {word}" for word in re.findall(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b", text)]
+    words = re.findall(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b|^<{7} |^>{7} ", text, re.MULTILINE)
+    return [f"has a {word}" for word in words]
 
 
 def fits_a_head(path, text):
@@ -39,7 +40,8 @@ def says_how_to_run_it(path, text):
     if path.suffix != ".py" or not re.search(r"^if __name__ ==", text, re.MULTILINE):
         return []
     doc = ast.get_docstring(ast.parse(text), clean=False) or ""
-    command = rf"^ +(?:python|torchrun) .*(?:-m [\w.]*{path.stem}\b|{path.name})"
+    module = path.parent.name if path.stem == "__main__" else path.stem
+    command = rf"^ +(?:python|torchrun) .*(?:-m [\w.]*{module}\b|{path.name})"
     wrong = [] if re.search(command, doc, re.MULTILINE) else ["is run, and its docstring has no command"]
     if path.name == "distributed_training.py" and "torchrun " not in doc:
         wrong.append("has no torchrun command in its docstring")
@@ -76,6 +78,7 @@ MISTAKES = {  # in pieces, so that this file does not name what it refuses
     "registry": (names_no_machine, "a.txt", "--index-url https://pypi" + ".org/simple"),
     "stub": (has_no_stub, "a.py", f"def f():\n    {STUB}"),
     "to do": (is_finished, "a.py", "# TO" + "DO: mend this"),
+    "a merge": (is_finished, "a.md", "one\n" + ">" * 7 + " main\n"),
     "long": (fits_a_head, "a.py", "x = 1\n" * 401),
     "no docstring": (says_how_to_run_it, "a.py", "x = 1" + MAIN),
     "no command": (says_how_to_run_it, "a.py", '"""Start a.py."""' + MAIN),

@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Fork
+from forks import Fork, ranks_of, torchrun
 from helpers import SMALL, configure, metrics, numbers, train
 
 from common import ROOT, manifest
@@ -143,9 +142,7 @@ def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.P
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
     if not nproc:
         return Fork(script, *arguments, cwd=cwd, **options)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*torchrun, script, *arguments], cwd=cwd, text=True, start_new_session=True, **pipes)
+    return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -189,8 +186,7 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     process = start("--steps=100000", "--run-dir=run", "--distributed", nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
-    victim = next(p for p in everyone[1:] if p.environ().get("RANK") == "1")
-    victim.kill()
+    ranks_of(process)[1].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "rank      : 1" in errors and "SIGKILL" in errors

@@ -112,8 +112,8 @@ BUGS = Bugs(
             why="All ranks read the first slice of each batch: N times the work, for one rank's gradient.",
         ),
         "alone_on_rank_0": bug(
-            right="dist.all_reduce(loss, group=self.group)",
-            wrong="dist.all_reduce(loss, group=self.group)\n        if self.data_rank == 0:\n"
+            right="total = dist.all_reduce(loss, group=self.group, async_op=True)",
+            wrong="total = dist.all_reduce(loss, group=self.group, async_op=True)\n        if self.data_rank == 0:\n"
             "            dist.reduce(loss, group=self.group, group_dst=0)",
             refused_by="timeout",
             why="Rank 0 wants a number for its log, and asks for it alone; but a collective needs all ranks: rank 0 "

@@ -28,7 +28,7 @@ def mean(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(same).sum(0) / len(ranks) for same in zip(*ranks, strict=True)]
 
 
-# --- notebook 01: the reducer ---------------------------------------------------------------------------------
+# --- notebooks 01 and 04: the reducer, and training with it ---------------------------------------------------
 
 
 def average_gradients(size):

@@ -68,12 +68,14 @@ class Case:
     """One way to train. `max_norm` 0.3 clips every step of the models here, 100 none.
 
     make_model: from the class of GPT that the strategy trains, its `model_class`
+    steps:      optimizer steps
     """
 
     make_model: Callable[[type], nn.Module]
     make_optimizer: Callable
     accumulate: int
     max_norm: float
+    steps: int = STEPS
 
     def __str__(self):
         clipped = "clipped" if self.max_norm < 1 else "unclipped"
@@ -92,14 +94,15 @@ ALL_CASES = [
         (sgd, adamw), (1, 3), (tied, frozen), (0.3, 100.0)
     )
 ]
-# Six of these sixteen, in which every two levels of any two factors meet.
+# Six of these sixteen, in which every two levels of any two factors meet. Two steps show what one leaves behind for the
+# next, three that it goes on (DDP makes its buckets anew after the first).
 COVERING = [
-    Case(tied, sgd, 1, 0.3),
-    Case(tied, adamw, 3, 100.0),
-    Case(frozen, sgd, 3, 100.0),
-    Case(frozen, adamw, 1, 0.3),
-    Case(tied, adamw, 1, 100.0),
-    Case(frozen, sgd, 3, 0.3),
+    Case(tied, sgd, 1, 0.3, steps=3),
+    Case(tied, adamw, 3, 100.0, steps=2),
+    Case(frozen, sgd, 3, 100.0, steps=2),
+    Case(frozen, adamw, 1, 0.3, steps=3),
+    Case(tied, adamw, 1, 100.0, steps=3),
+    Case(frozen, sgd, 3, 0.3, steps=2),
 ]
 
 
@@ -178,7 +181,7 @@ def on_one_process(case: Case, model_class: type) -> Outcome:
     model = case.make_model(model_class)
     optimizer = case.make_optimizer(model.parameters())
     losses, grad_norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         inputs, targets = Batches().batch(data.global_batch(SEED, step, BATCH, Batches.size))
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
@@ -211,7 +214,7 @@ def on_ranks(strategy_class, cases: list[Case], axes: dict[str, int] | None = No
         model = case.make_model(model_class_of(strategy_class))
         strategy = strategy_class(model, case.make_optimizer, mesh, options, max_norm=case.max_norm)
         losses, grad_norms = [], []
-        for step in range(STEPS):
+        for step in range(case.steps):
             indices = data.global_batch(SEED, step, BATCH, Batches.size)
             place = (strategy.data_rank, strategy.data_size)
             loss, norm = strategy.step(data.micro_batches(Batches(), indices, *place, case.accumulate, "cpu"))
@@ -242,7 +245,7 @@ def flatten(state: dict) -> dict[str, torch.Tensor]:
 
 def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -> Proof:
     """The outcomes of a case on all ranks against the reference. Raises NotEqual with the first that differs."""
-    for step in range(STEPS):
+    for step in range(case.steps):
         for what, numbers in (("loss", "losses"), ("grad_norm", "grad_norms")):
             expected = getattr(reference, numbers)[step]
             for rank, outcome in enumerate(outcomes):

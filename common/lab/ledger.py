@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.lab.wire_bytes import wire_bytes
+
 # c10d operator -> (name in torch.distributed, index of the argument that holds the full payload). gloo knows them all.
 OPERATORS = {
     "allreduce_": ("all_reduce", 0),
@@ -73,20 +75,6 @@ BATCH = "batch_p2p_ops"  # functional: several of the last two in one call
 
 # Operators of the two namespaces that send nothing.
 SILENT = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")
-
-
-def wire_bytes(operation: str, payload: float, size: int) -> float:
-    """Bytes that each of `size` ranks sends for a collective over a full payload of `payload` bytes.
-
-    `payload` is the whole buffer: the vector of an all-reduce, broadcast or reduce, the *gathered* result of an
-    all-gather or gather, the *unreduced* input of a reduce-scatter, everything one rank hands in to an
-    all-to-all. Rooted operations are charged to the average rank: of a scatter, where the root alone sends, every rank
-    is charged 1/size. Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    share = (size - 1) / size
-    factor = {"all_reduce": 2 * share, "scatter": share / size, "gather": share / size, "send": 1.0, "recv": 0.0}
-    factor |= {"barrier": 0.0, "monitored_barrier": 0.0}
-    return payload * factor.get(operation, share)
 
 
 @dataclass(frozen=True)

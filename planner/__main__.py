@@ -1,0 +1,239 @@
+"""The planner's commands.
+
+    python -m planner plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096
+    python -m planner estimate --model llama-3-8b --gpu h100-80gb --gpus 8 --mesh shard=8 --zero-stage 3 --batch-size 16
+"""
+
+import argparse
+import difflib
+import json
+import sys
+
+from common.axes import parse_axes, resolve
+from common.errors import UserError, one_line_errors
+from planner import constants, hardware, models
+from planner.estimate import estimate
+from planner.hardware import cluster
+from planner.layout import PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout
+from planner.names import lookup
+from planner.output import explain, one_layout, table
+
+SCHEDULE_ALIASES = {"interleaved-1f1b": "interleaved", "interleaved1f1b": "interleaved", "afab": "gpipe",
+                    "zb-v": "zbv", "zero-bubble": "zb-h1", "dualpipe": "dualpipev"}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors are one line, with the nearest option."""
+
+    def error(self, message):
+        if message.startswith("unrecognized arguments: "):
+            wrong = message.split(": ", 1)[1].split()[0]
+            near = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
+            message = f"unknown option '{wrong}'" + (f"; did you mean '{near[0]}'?" if near else "; see --help")
+        elif "invalid choice" in message and "argument command" in message:
+            wrong = message.split("invalid choice: ")[1].split("'")[1]
+            near = difflib.get_close_matches(wrong, COMMANDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
+            message = f"unknown command '{wrong}'; {hint}"
+        raise UserError(message)
+
+
+def yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"expected yes or no, not '{text}'")
+    return text == "yes"
+
+
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    main = Parser(prog="python -m planner", description=__doc__, allow_abbrev=False,
+                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    commands = main.add_subparsers(dest="command", required=True, metavar="command")
+    subs = {name: commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+            for name, help_ in COMMANDS.items()}  # fmt: skip
+    for name in ("plan", "estimate"):
+        add = subs[name].add_argument
+        add("--model", help="a name (python -m planner models); what follows changes its shape, or gives one")
+        for what in ("layers", "width", "heads", "kv-heads", "mlp-width", "vocabulary", "experts", "top-k",
+                     "expert-width", "shared-experts", "head-width"):  # fmt: skip
+            add(f"--{what}", type=int)
+        add("--mlp", help="gelu (two matrices; biases, learned positions and a tied head, as GPT-2) or swiglu (three)")
+        add("--gpu", required=True, help="python -m planner hardware lists them")
+        add("--gpus", type=int, required=True)
+        add("--gpus-per-node", type=int, help="in one NVLink domain; by default as usual with this GPU")
+        add("--network", help="between nodes; by default as usual with this GPU")
+        add("--adapters", type=int, help="network adapters of a node")
+        add("--batch-size", type=int, required=True, help="sequences of a step, of all GPUs together")
+        add("--sequence", type=int, default=2048, help="tokens of a sequence")
+        add("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
+        add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
+        add("--constants", help="a file that calibrate wrote")
+        add("--explain", action="store_true", help="every number as a formula with its values and source")
+        add("--json", action="store_true")
+    add = subs["plan"].add_argument
+    add("--count", type=int, default=5, help="layouts to print")
+    add("--plot", metavar="FILE.png", help="a picture of the best layouts: memory and time by parts")
+    add = subs["estimate"].add_argument
+    add("--mesh", default="", help="such as data=2,shard=4,pipeline=2,context=1,tensor=4")
+    add("--zero-stage", type=int, help="0 to 3; by default 3 where the mesh has an axis 'shard'")
+    add("--micro-batch", type=int, default=1, help="sequences that a rank computes at once")
+    add("--schedule", default="1f1b")
+    add("--stages-per-rank", type=int, default=1)
+    add("--recompute", default="none", help=", ".join(RECOMPUTE))
+    add("--offload", action="store_true", help="gradients and optimizer state in the host's memory")
+    add("--sequence-parallel", type=yes, default=True, metavar="yes|no", help="with tensor parallelism; by default yes")
+    add("--flash", type=yes, default=True, metavar="yes|no", help="attention that keeps no scores; by default yes")
+    add("--fused", type=yes, default=True, metavar="yes|no", help="torch.compile or fused kernels; by default yes")
+    add("--fused-loss", type=yes, default=False, metavar="yes|no", help="the loss compiled too; by default no")
+    add("--dropout", type=yes, default=False, metavar="yes|no", help="after attention and MLP; by default no")
+    add("--async-tensor", type=yes, default=False, metavar="yes|no", help="messages beside products; by default no")
+    add("--overlap-gradients", type=yes, default=True, metavar="yes|no", help="reduced during the backward pass")
+    add = subs["scoreboard"].add_argument
+    add("--runs", action="store_true", help="every run as well")
+    add("--refit", action="store_true", help="fit the constants again, and store them: takes minutes")
+    add("--json", action="store_true")
+    add = subs["calibrate"].add_argument
+    add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
+    add("--ranks", type=int, default=2, help="of the collectives that are timed")
+    for name in ("models", "hardware"):
+        subs[name].add_argument("--json", action="store_true")
+    return main, subs
+
+
+COMMANDS = {
+    "plan": "the fastest layouts that fit",
+    "estimate": "memory and time of one layout",
+    "scoreboard": "how good the planner is: published runs, each predicted without its own source",
+    "calibrate": "measure this machine, and write constants for it",
+    "models": "shapes that have a name",
+    "hardware": "GPUs and networks that have a name",
+}
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    main, subs = parser()
+    args, rest = main.parse_known_args(argv)
+    if rest:
+        subs[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def model_of(args: argparse.Namespace) -> models.Model:
+    names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary", "experts", "top_k", "expert_width",
+             "shared_experts", "head_width", "mlp")  # fmt: skip
+    given = {name: getattr(args, name) for name in names}
+    if args.model is None and (args.mlp or "gelu") == "gelu":
+        given |= {"bias": "all", "positions": args.sequence, "tied": True}
+    if given["experts"] and not given["expert_width"]:
+        given["expert_width"] = given["mlp_width"] or 4 * (given["width"] or 0)
+    return models.custom(models.find(args.model) if args.model else None, **given)
+
+
+def cluster_of(args: argparse.Namespace) -> hardware.Cluster:
+    if args.constants and constants.load(args.constants) and (here := hardware.here(args.constants)):
+        hardware.GPUS["here"] = here
+    return cluster(args.gpu, args.gpus, args.gpus_per_node, args.network, args.adapters)
+
+
+def precision_of(args: argparse.Namespace) -> str:
+    name = PRECISION_ALIASES.get(args.precision, args.precision)
+    lookup(name, PRECISIONS, "precision")
+    return name
+
+
+def run_estimate(args: argparse.Namespace) -> None:
+    model, gpus = model_of(args), cluster_of(args)
+    mesh = resolve(parse_axes(args.mesh), gpus.gpus) if args.mesh else {"data": gpus.gpus}
+    stage = args.zero_stage if args.zero_stage is not None else 3 if mesh.get("shard", 1) > 1 else 0
+    layout = make_layout(
+        model, gpus, mesh, batch_size=args.batch_size, micro_batch=args.micro_batch, sequence=args.sequence,
+        zero_stage=stage, schedule=SCHEDULE_ALIASES.get(args.schedule.lower(), args.schedule.lower()),
+        stages_per_rank=args.stages_per_rank, recompute=args.recompute, precision=precision_of(args),
+        offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
+        fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
+        overlap_gradients=args.overlap_gradients,
+    )  # fmt: skip
+    found = estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=1))
+        return
+    print(one_layout(found))
+    if args.explain:
+        print("\n" + explain(found))
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    from planner.search import plan
+
+    if args.count < 1:
+        raise UserError(f"--count must be at least 1, not {args.count}")
+    chosen = plan(
+        model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
+        args.count, constants.load(args.constants),
+    )  # fmt: skip
+    if args.plot:
+        from planner.plot import picture
+
+        picture([choice.estimate for choice in chosen], args.plot)
+    if args.json:
+        print(json.dumps([choice.as_dict() for choice in chosen], indent=1))
+        return
+    print(table(chosen))
+    if args.explain:
+        print("\n" + explain(chosen[0].estimate))
+
+
+def run_scoreboard(args: argparse.Namespace) -> None:
+    from planner import scoreboard
+
+    if args.refit:
+        fitted, left_out = scoreboard.refit()
+        constants.save(fitted, left_out=left_out)
+    lines = scoreboard.leave_one_out()
+    found = scoreboard.scores(lines)
+    print(json.dumps(found, indent=1) if args.json else scoreboard.text(found, lines if args.runs else None))
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    from planner.calibrate import calibrate
+
+    print(calibrate(args.out, args.ranks))
+
+
+def run_models(args: argparse.Namespace) -> None:
+    if args.json:
+        found = [vars(model) | {"parameters": model.parameters} for model in models.MODELS.values()]
+        print(json.dumps(found, indent=1))
+        return
+    for model in models.MODELS.values():
+        active = f" ({model.active_parameters / 1e9:.1f} active)" if model.experts else ""
+        shape = f"{model.layers:4} layers, width {model.width:6,}, {model.heads:3} heads"
+        print(f"{model.name:16} {model.parameters / 1e9:8.2f} billion{active:14} {shape}   {model.source}")
+
+
+def run_hardware(args: argparse.Namespace) -> None:
+    if args.json:
+        networks = {name: {"bytes_per_second": rate, "source": source} for name, (rate, source) in (
+            hardware.NETWORKS.items())}  # fmt: skip
+        print(json.dumps({"gpus": [vars(gpu) for gpu in hardware.GPUS.values()], "networks": networks}, indent=1))
+        return
+    for gpu in hardware.GPUS.values():
+        print(
+            f"{gpu.name:12} {gpu.peak / 1e12:7,.1f} TFLOP/s  {gpu.memory / 2**30:6.1f} GiB  {gpu.hbm / 1e12:5.2f} TB/s "
+            f"{gpu.link / 1e9:5,.0f} GB/s to {gpu.gpus_per_node} in a node   {gpu.source}"
+        )
+    for name, (rate, source) in hardware.NETWORKS.items():
+        print(f"{name:16} {rate / 1e9:6.2f} GB/s per adapter   {source}")
+
+
+RUN = {"plan": run_plan, "estimate": run_estimate, "scoreboard": run_scoreboard, "calibrate": run_calibrate,
+       "models": run_models, "hardware": run_hardware}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors():
+        args = read(sys.argv[1:] if argv is None else argv)
+        RUN[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

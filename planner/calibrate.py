@@ -1,0 +1,107 @@
+"""Measure this machine: matrix products, the memory, and collectives; and write constants and a GPU called "here".
+
+On the CPU with gloo, or on GPUs with NCCL where there are any.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from common.errors import UserError
+
+SIDES = (256, 512, 1024)  # of square matrices, on the CPU; 16 times as large on a GPU
+SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of messages
+
+
+def best_of(work, times: int = 5) -> float:
+    """Seconds of the fastest of several runs, after one that warms up."""
+    import torch
+
+    def wait():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    work(), wait()
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work(), wait()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def products(device, dtype) -> tuple[float, float]:
+    """(FLOP/s of large products, seconds before a product begins), by chapter 01's fit of time against operations."""
+    import torch
+
+    from course.intro.costs import fit
+
+    sides = [side * (16 if device.type == "cuda" else 1) for side in SIDES]
+    operations, seconds = [], []
+    for side in sides:
+        a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+        operations.append(2 * side**3)
+        seconds.append(best_of(lambda a=a, b=b: a @ b))
+    start, per_operation = fit(operations, seconds)
+    return 1 / per_operation, max(0.0, start)
+
+
+def memory_rate(device) -> float:
+    """Bytes per second of element-wise work, read and written."""
+    import torch
+
+    tensor = torch.ones(2**24 if device.type == "cpu" else 2**28, device=device)
+    return 2 * 4 * tensor.numel() / best_of(lambda: tensor.mul_(1.0))
+
+
+def messages(group_size: int) -> list[float]:
+    """On each rank: seconds of an all-reduce of each of SIZES."""
+    import torch
+    import torch.distributed as dist
+
+    seconds = []
+    for size in SIZES:
+        tensor = torch.ones(size // 4)
+        dist.barrier()
+        seconds.append(best_of(lambda tensor=tensor: dist.all_reduce(tensor)))
+    return seconds
+
+
+def links(ranks: int) -> tuple[float, float]:
+    """(seconds per message, bytes per second) between processes of this machine, from all-reduces in a ring."""
+    from common.lab.launch import launch
+    from common.lab.wire_bytes import wire_bytes
+    from course.intro.costs import fit, steps
+
+    seconds = [max(times) for times in zip(*launch(messages, ranks, (ranks,), timeout=120), strict=True)]
+    alpha, beta = fit([wire_bytes("all_reduce", size, ranks) for size in SIZES], seconds)
+    return max(1e-9, alpha / steps("all_reduce", ranks)), 1 / beta
+
+
+def measure(ranks: int) -> dict[str, float]:
+    """The machine's numbers, by their names in planner/hardware.py and planner/constants.py."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    peak, kernel = products(device, dtype)
+    alpha, link = links(ranks) if ranks > 1 else (1e-5, 1e9)
+    return {"peak": peak, "kernel": kernel, "hbm": memory_rate(device), "alpha_link": alpha, "link": link}
+
+
+def calibrate(path: Path | str, ranks: int) -> str:
+    """Measure, and write a file for `--constants`; the text says what was found. Raises UserError."""
+    if ranks < 1:
+        raise UserError(f"--ranks must be at least 1, not {ranks}")
+    found = measure(ranks)
+    constants = {
+        "matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": found["kernel"], "alpha_link": found["alpha_link"],
+        "source": "measured on this machine by calibrate",
+    }  # fmt: skip
+    Path(path).write_text(json.dumps({"constants": constants, "here": found}, indent=1) + "\n")
+    return (
+        f"products     {found['peak'] / 1e9:,.1f} GFLOP/s, {found['kernel'] * 1e6:,.0f} us before each begins\n"
+        f"memory       {found['hbm'] / 1e9:,.1f} GB/s\n"
+        f"messages     {found['alpha_link'] * 1e6:,.0f} us each, {found['link'] / 1e9:,.2f} GB/s, with {ranks} ranks\n"
+        f"written to {path}: use --gpu here --constants {path}"
+    )

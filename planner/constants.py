@@ -1,0 +1,107 @@
+"""What can be reached of data sheets: the planner's few constants, and where each comes from.
+
+Those marked "fitted" come from `python -m planner scoreboard --refit`, which fits them on all published sources
+together. What the scoreboard prints as errors are those of constants fitted without the source that is predicted.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+
+from common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Numbers without unit, but for the three times, which are in seconds.
+
+    matmul:      share of a GPU's best measured rate of products that the products of a training reach    (fitted)
+    passes:      how often what a layer keeps crosses the memory in a forward pass; twice as often backward (fitted)
+    eager:       how much more of it does where no compiler fuses                                            (fitted)
+    attention:   factor on the GPU's share of the peak for fused attention                                   (fitted)
+    fp8:         how much faster products are in 8 bit, conversions included                                 (fitted)
+    link:        share of the links' bandwidth inside a node that a ring reaches (stas00/ml-engineering: 0.78 on
+                 A100, 0.82 on H200 without NVLS)
+    network:     share of the adapters' bandwidth between nodes                                              (fitted)
+    kept:        share of a message that stays hidden while it overlaps with work (Galvatron's profiles: products
+                 take 1.126 of their time beside messages)
+    memory_rate: share of a data sheet's memory bandwidth that element-wise kernels and optimizers reach
+    async_kept:  of a message of asynchronous tensor parallelism, the share that its product hides           (fitted)
+    ring:        how much longer attention takes under context parallelism, times 1 - 1/ranks: 0 were all ranks' work
+                 equal and steps of the ring as efficient as one product; 1 if the last rank attends to all keys while
+                 the first waits. Before it is fitted, the middle of both                                     (fitted)
+    kernel:      seconds before a product begins to compute
+    alpha_link, alpha_network: seconds per message inside a node (from 32 KiB on 8 H200: 40 microseconds for an
+                 all-reduce of 14 steps), and between nodes
+    allocator:   peak memory that the allocator reserves, of what is needed: at least and at most          (fitted)
+    loss_copies: float32 tensors as large as the logits, at the loss: log-softmax, its gradient and that of the logits,
+                 and the 16-bit logits count half. parallel_loss_copies: with DTensor's parallel loss, whose backward
+                 pass has log-softmax, its exponential, a mask of the gradient, their sum and its product (torch
+                 2.x, distributed/tensor/parallel/loss.py). With fused_loss one and the 16-bit ones
+    """
+
+    matmul: float = 0.9
+    passes: float = 2.0
+    eager: float = 1.5
+    attention: float = 1.0
+    fp8: float = 1.4
+    link: float = 0.8
+    network: float = 0.7
+    kept: float = 0.89
+    async_kept: float = 0.5
+    ring: float = 0.5
+    memory_rate: float = 0.85
+    kernel: float = 4e-6
+    alpha_link: float = 2.9e-6
+    alpha_network: float = 8e-6
+    allocator_low: float = 1.0
+    allocator: float = 1.05
+    allocator_high: float = 1.15
+    loss_copies: float = 3.5
+    parallel_loss_copies: float = 5.0
+    step_low: float = 0.85
+    step_high: float = 1.2
+    source: str = "prior"
+
+
+PRIOR = Constants()
+FITTED = ("matmul", "passes", "eager", "attention", "fp8", "network", "async_kept", "ring")
+STORED = Path(__file__).parent / "constants.json"
+
+
+def _read(path: Path, what: str) -> dict:
+    if not path.exists():
+        raise UserError(f"--constants {path}: there is no such file; write one with `python -m planner calibrate`")
+    try:
+        return json.loads(path.read_text())[what]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"--constants {path}: not a file that calibrate wrote ({type(error).__name__})") from error
+
+
+@lru_cache
+def load(path: Path | str | None = None) -> Constants:
+    """The constants of a file that `scoreboard --refit` or `calibrate` wrote; by default the stored ones."""
+    path = Path(path or STORED)
+    found = _read(path, "constants")
+    known = {field.name for field in fields(Constants)}
+    if unknown := sorted(set(found) - known):
+        raise UserError(f"--constants {path}: unknown constant '{unknown[0]}'")
+    return replace(PRIOR, **found)
+
+
+def load_left_out() -> dict[str, Constants]:
+    """Published source -> the constants that were fitted on all others."""
+    return {source: replace(PRIOR, **found) for source, found in _read(STORED, "left_out").items()}
+
+
+def save(constants: Constants, path: Path | str = STORED, left_out: dict[str, Constants] | None = None) -> None:
+    """Write what load and load_left_out read, to four digits."""
+    def rounded(found: Constants) -> dict:
+        return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(
+            found).items()}  # fmt: skip
+
+    written = {"constants": rounded(constants)}
+    if left_out:
+        written["left_out"] = {source: rounded(found) for source, found in left_out.items()}
+    Path(path).write_text(json.dumps(written, indent=1) + "\n")

@@ -1,0 +1,65 @@
+"""Each number of an estimate as a formula, with the values put in, and where it comes from."""
+
+from planner.estimate import GIB, Estimate
+from planner.memory import layer_memory
+from planner.stages import held, shares
+
+
+def lines(found: Estimate) -> list[str]:
+    model, layout, cluster, c = found.model, found.layout, found.cluster, found.constants
+    gpu = cluster.gpu
+    layers, embedding, head = shares(model, layout)[found.memory.rank]
+    stored = held(layout)[found.memory.rank]
+    own = " and ".join(word for word, has in (("the embedding", embedding), ("the head", head)) if has)
+    out = [
+        f"parameters      {model.parameters:,}  ({model.name}: {model.source})",
+        f"readers         data x shard x expert = {layout.size('data')} x {layout.size('shard')} x "
+        f"{layout.size('expert')} = {layout.readers}",
+        f"micro-batches   {layout.batch_size} / ({layout.readers} x {layout.micro_batch}) = {layout.micro_batches}",
+        f"memory          largest on rank {found.memory.rank} of the pipeline, with {layers} layers"
+        f"{' and ' + own if own else ''}, in the phase '{found.memory.phase}':",
+    ]
+    says = {
+        "parameters": f"recipe '{layout.recipe}', stage {layout.zero_stage} over {layout.shards} ranks: chapter 06's "
+        "formula (Rajbhandari et al. 2020, section 5)",
+        "gradients": "the same formula",
+        "optimizer": "the same formula",
+        "activations": f"{stored} micro-batches held (chapter 05's simulator) x {layers // layout.stages_per_rank} "
+        f"layers x {layer_memory(model, layout) / GIB:.3f} GiB, recomputation '{layout.kept}' (Korthikanti et al. "
+        "2022, table 2, by parts)",
+        "gathered": "16-bit parameters that stage 3 has whole: two units, or a pipeline's whole stage",
+        "unsharded gradients": "of one unit, or of a pipeline's stage until its last micro-batch",
+        "logits and loss": f"{layout.tokens:,.0f} tokens x {model.vocabulary:,} / {layout.tensor} x 4 bytes, several "
+        "times (planner/constants.py, loss_copies)",
+        "a layer computed again": f"{layer_memory(model, layout, 'none') / GIB:.2f} GiB without recomputation, less "
+        "what was kept",
+    }
+    for name, size in found.memory.parts.items():
+        out.append(f"  {size / GIB:9.2f} GiB  {name}{': ' + says[name] if name in says else ''}")
+    out += [
+        f"  {found.memory.needed / GIB:9.2f} GiB  needed; x {c.allocator:.2f} ({c.allocator_low:.2f} to "
+        f"{c.allocator_high:.2f}) for the allocator = {found.memory.expected / GIB:.2f} GiB ({c.source})",
+        f"step            {found.seconds:.3f} s, on the rank that has most to do:",
+    ]
+    rate = gpu.peak * gpu.achievable * c.matmul
+    parts = {
+        "work": f"products at {gpu.peak / 1e12:,.0f} TFLOP/s x {gpu.achievable:.2f} (best measured) x {c.matmul:.2f} "
+        f"(fitted) = {rate / 1e12:,.0f} TFLOP/s, and bytes over {gpu.hbm / 1e12:.2f} TB/s x {c.memory_rate:.2f}",
+        "messages in layers": "of tensor, context and expert parallelism, over the links that their groups cross "
+        "(chapter 01: steps x alpha + bytes / bandwidth)",
+        "bubble": f"{layout.schedule}, {layout.pipeline} ranks, {layout.micro_batches} micro-batches (chapter 05's "
+        "simulator)",
+        "messages of state": "gradients and parameters that no work hides",
+        "optimizer": "bytes of AdamW's state through the memory"
+        + (", here the host's, and gradients and parameters over PCIe" if layout.offload else ""),
+    }
+    out += [f"  {seconds:9.3f} s    {name}: {parts[name]}" for name, seconds in found.step.parts.items() if seconds]
+    flops = model.flops(layout.sequence)
+    out += [
+        f"MFU             {flops / 1e9:,.1f} GFLOP per token (6 per parameter of a product, 12 layers x width x "
+        f"sequence for attention: Chowdhery et al. 2022, appendix B) x {found.tokens_per_second:,.0f} tokens/s / "
+        f"{cluster.gpus} GPUs / {gpu.peak / 1e12:,.0f} TFLOP/s = {found.mfu:.1%}",
+        f"GPU             {gpu.name}: {gpu.source}",
+        f"network         {cluster.name}: {cluster.adapters} x {cluster.network / 1e9:g} GB/s per node",
+    ]
+    return out

@@ -1,0 +1,111 @@
+"""How long one layer takes: its products, attention, element-wise work, and the messages inside of it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from course.fsdp.formulas import layer_bytes, score_bytes
+from planner.constants import Constants
+from planner.hardware import GPU
+from planner.layout import PRECISIONS, Layout
+from planner.models import Model
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of the forward pass of a layer on one micro-batch, by what it does; backward: of the backward pass."""
+
+    products: float
+    core: float
+    elementwise: float
+    backward_products: float
+    backward_core: float
+    backward_elementwise: float
+
+    @property
+    def forward(self) -> float:
+        return self.products + self.core + self.elementwise
+
+    @property
+    def backward(self) -> float:
+        return self.backward_products + self.backward_core + self.backward_elementwise
+
+
+def rate(gpu: GPU, precision: str, constants: Constants) -> float:
+    """FLOP/s of large products."""
+    if precision == "float32":
+        return gpu.peak / 2 * gpu.achievable * constants.matmul  # TF32 has half of 16-bit's peak
+    fast = constants.fp8 if precision == "fp8-mixed" and gpu.peak_fp8 else 1.0
+    return gpu.peak * gpu.achievable * constants.matmul * fast
+
+
+def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: Constants) -> float:
+    """Seconds of [m, k] x [k, n]: arithmetic at the rate of large products, its three matrices once through the memory,
+    and the start of the kernel. So small and thin products are less efficient, as they are."""
+    itemsize = PRECISIONS[precision][0]
+    moved = itemsize * (m * k + k * n + m * n) / (gpu.hbm * constants.memory_rate)
+    return 2 * m * k * n / rate(gpu, precision, constants) + moved + constants.kernel
+
+
+@lru_cache(maxsize=50_000)
+def work(
+    model: Model, gpu: GPU, tokens: float, sequence: int, tensor: int, cut: bool, flash: bool, dropout: bool,
+    fused: bool, precision: str, experts: int, context_factor: float, moe: bool, constants: Constants,
+) -> Work:  # fmt: skip
+    """Of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`."""
+    h, itemsize = model.width, PRECISIONS[precision][0]
+
+    def timed(k, n, m=tokens, count=1):
+        forward = product(m, k, n, gpu, precision, constants)
+        # for the input [m, n] x [n, k], and for the weight [k, m] x [m, n]
+        backward = product(m, n, k, gpu, precision, constants) + product(k, m, n, gpu, precision, constants)
+        return count * forward, count * backward
+
+    scale = model.attention_parameters / (2 * h * (model.query + model.key))
+    pairs = [timed(h, (model.query + 2 * model.key) / tensor * scale), timed(model.query / tensor * scale, h)]
+    ups = model.matrices - 1
+    if moe:
+        rows = tokens * model.top_k / experts
+        width = model.expert_width / tensor
+        pairs += [timed(h, ups * width, rows, experts), timed(width, h, rows, experts)]
+        if shared := model.shared_experts * model.expert_width / tensor:
+            pairs += [timed(h, ups * shared), timed(shared, h)]
+        mlp_width = (model.top_k + model.shared_experts) * model.expert_width
+    else:
+        pairs += [timed(h, ups * model.hidden / tensor), timed(model.hidden / tensor, h)]
+        mlp_width = model.hidden
+    flops = 4 * tokens * sequence * model.query / tensor * context_factor
+    if flash:  # only the half under the diagonal; the backward pass computes the scores again: 5 products for 2
+        core = flops / 2 / (gpu.peak * gpu.attention * constants.attention)
+        backward_core = 2.5 * core
+    else:
+        core = flops / (gpu.peak * gpu.achievable * constants.matmul * 0.6)
+        backward_core = 2 * core
+    gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
+    kept = layer_bytes(h, model.query, model.key, mlp_width, gated, dropout, "none", tensor, cut, itemsize) * tokens
+    if not flash:
+        kept += score_bytes(model.heads, sequence, dropout, tensor, itemsize) * tokens
+    once = constants.passes * (1 if fused else constants.eager) * kept / (gpu.hbm * constants.memory_rate)
+    forward, backward = (sum(times) for times in zip(*pairs, strict=True))
+    return Work(forward, core, once, backward, backward_core, 2 * once)
+
+
+def again(layout: Layout, one: Work) -> float:
+    """Seconds that the backward pass of a layer computes its forward pass again."""
+    return {
+        "none": 0.0,
+        "attention": one.core + (0 if layout.flash else one.elementwise / 3),
+        "operators": one.products / 2 + one.elementwise,
+        "products": one.elementwise + one.core,
+        "every-second": one.forward / 2,
+        "full": one.forward,
+    }[layout.kept]
+
+
+def of_layer(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> Work:
+    """Work of one layer on one micro-batch under a layout, recomputation not among it."""
+    factor = 1 + constants.ring * (1 - 1 / layout.context)
+    return work(
+        model, gpu, layout.tokens, layout.sequence, layout.tensor, layout.sequence_parallel, layout.flash,
+        layout.dropout, layout.fused, layout.precision, model.experts // layout.size("expert") if moe else 0, factor,
+        moe, constants,
+    )  # fmt: skip

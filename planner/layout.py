@@ -1,0 +1,194 @@
+"""A layout: which ranks divide what, in which order they work, and what they keep. With all checks of its numbers."""
+
+import math
+from dataclasses import dataclass, field
+
+from common.axes import AXES
+from common.errors import UserError
+from course.pipeline import schedules
+from planner.hardware import Cluster
+from planner.models import Model
+from planner.names import lookup
+
+RECOMPUTE = ("none", "selective", "attention", "operators", "products", "every-second", "full")
+STAGES = ("ddp", "zero1", "zero2", "fsdp")  # as chapter 06's formula names them, by ZeRO's stage
+# Name -> bytes of (the computed type, one value of a message of gradients); the state is `recipe`'s.
+PRECISIONS = {"float32": (4, 4), "bf16-mixed": (2, 4), "fp16-mixed": (2, 2), "fp8-mixed": (2, 4), "bf16": (2, 2),
+              "bf16-12": (2, 2), "bf16-mixed-16": (2, 2)}  # fmt: skip
+PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "mixed": "bf16-mixed", "fp16": "fp16-mixed",
+                     "fp8": "fp8-mixed", "bf16_mixed": "bf16-mixed"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a training is spread over GPUs.
+
+    mesh:        size of each of the six axes of common/mesh.py
+    zero_stage:  0 (DDP) to 3 (FSDP): what ranks along "shard" divide; ranks along "context" hold parts of it as well
+    batch_size:  sequences of a step, of all ranks; micro_batch: sequences that a rank computes at once
+    recompute:   "none"; "attention" (Korthikanti et al. 2022, section 5); "operators" (torchtitan's selective: all but
+                 attention and every second product again); "products" (this course's: all but matrix products);
+                 "every-second" (every second layer); "full". "selective" is "operators" under stage 3, else "attention"
+    sequence_parallel: ranks along "tensor" cut norms and the residual stream along the sequence
+    flash:       attention's matrix of scores is not stored
+    dropout:     after attention and MLP
+    fused:       element-wise work between products runs in fused kernels (torch.compile, or by hand)
+    fused_loss:  logits and their gradient share memory
+    overlap_gradients: gradients are reduced during the backward pass
+    async_tensor: messages of tensor parallelism overlap with its products
+    offload:     optimizer state and gradients in the host's memory, updated there
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    batch_size: int
+    micro_batch: int = 1
+    sequence: int = 2048
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    recompute: str = "none"
+    precision: str = "bf16-mixed"
+    offload: bool = False
+    sequence_parallel: bool = True
+    flash: bool = True
+    dropout: bool = False
+    fused: bool = True
+    fused_loss: bool = False
+    overlap_gradients: bool = True
+    async_tensor: bool = False
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def size(self, axis: str) -> int:
+        return dict(self.mesh).get(axis, 1)
+
+    @property
+    def tensor(self) -> int:
+        return self.size("tensor")
+
+    @property
+    def pipeline(self) -> int:
+        return self.size("pipeline")
+
+    @property
+    def context(self) -> int:
+        return self.size("context")
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different sequences."""
+        return self.size("data") * self.size("shard") * self.size("expert")
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch_size // (self.readers * self.micro_batch)
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch, on one rank along "context"."""
+        return self.micro_batch * self.sequence / self.context
+
+    @property
+    def kept(self) -> str:
+        """`recompute` with "selective" said exactly."""
+        return {"selective": "operators" if self.zero_stage == 3 else "attention"}.get(self.recompute, self.recompute)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the state of what all of them use is divided, experts aside."""
+        return self.size("shard") * self.context * self.size("expert") if self.zero_stage else 1
+
+    @property
+    def recipe(self) -> str:
+        """The key in chapter 06's BYTES. fully_shard keeps float32 shards, and gathers them in 16 bit."""
+        if self.precision in ("bf16", "float32"):
+            return self.precision
+        if self.precision == "bf16-12":
+            return "bf16, float32 moments"
+        if self.zero_stage == 3:
+            return "float32"
+        named = {"fp16-mixed": "mixed, two gradients", "bf16-mixed-16": "mixed"}
+        return named.get(self.precision, "mixed, float32 gradients")
+
+    def describe(self) -> str:
+        """A short line: axes larger than one, stage, what is computed again."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh if size > 1) or "one GPU"
+        stage = f", ZeRO-{self.zero_stage}" if self.zero_stage else ""
+        if self.offload:
+            stage += " with offload"
+        plan = f", {self.schedule}" + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else "")
+        return f"{axes}{stage}{plan if self.pipeline > 1 else ''}, micro-batch {self.micro_batch}, {self.recompute}"
+
+
+def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) -> Layout:
+    """The layout, checked against the model and the cluster. Raises UserError for what cannot work.
+
+    mesh: axes and sizes; axes that are not named have size 1
+    """
+    notes = list(fields.pop("notes", ()))
+    mesh = {axis: mesh.get(axis, 1) for axis in AXES}
+    stage = fields.get("zero_stage", 0)
+    if not 0 <= stage <= 3:
+        raise UserError(f"--zero-stage must be 0, 1, 2 or 3, not {stage}")
+    if stage and mesh["shard"] == 1 and mesh["context"] == 1 and mesh["data"] > 1:
+        mesh["shard"], mesh["data"] = mesh["data"], 1
+        notes.append(f"ZeRO-{stage} divides state along 'shard': data={mesh['shard']} is taken for it")
+    fields["precision"] = PRECISION_ALIASES.get(fields.get("precision"), fields.get("precision", "bf16-mixed"))
+    lookup(fields["precision"], PRECISIONS, "precision")
+    lookup(fields.get("recompute", "none"), dict.fromkeys(RECOMPUTE), "kind of recomputation")
+    lookup(fields.get("schedule", "1f1b"), schedules.SCHEDULES, "schedule")
+    if fields.get("schedule", "1f1b") == "1f1b" and fields.get("stages_per_rank", 1) > 1:
+        fields["schedule"] = "interleaved"
+        notes.append(f"1f1b with {fields['stages_per_rank']} stages per rank is the schedule 'interleaved'")
+    layout = Layout(mesh=tuple(mesh.items()), **fields, notes=tuple(notes))
+    check(model, cluster, layout)
+    return layout
+
+
+def check(model: Model, cluster: Cluster, layout: Layout) -> None:
+    text = ",".join(f"{axis}={size}" for axis, size in layout.mesh if size > 1) or "of one rank"
+    world = math.prod(size for _, size in layout.mesh)
+    if world != cluster.gpus:
+        raise UserError(f"--mesh {text} is {world} GPU(s), and --gpus is {cluster.gpus}; make them equal")
+    for what, number in (("heads", model.heads), ("mlp-width", model.hidden), ("vocabulary", model.vocabulary)):
+        if number % layout.tensor and (what != "vocabulary" or layout.tensor > number):
+            raise UserError(f"tensor={layout.tensor} does not divide --{what} {number}; take a divisor of it")
+    if layout.size("expert") > 1 and not model.experts:
+        raise UserError(f"expert={layout.size('expert')}: model '{model.name}' has no experts; take data or shard")
+    if model.experts and model.experts % layout.size("expert"):
+        raise UserError(f"expert={layout.size('expert')} does not divide the model's {model.experts} experts")
+    if layout.stages > model.layers:
+        raise UserError(
+            f"{layout.stages} stages (pipeline={layout.pipeline}, {layout.stages_per_rank} per rank) are more than "
+            f"{model.layers} layers; take fewer"
+        )
+    for what, number in (("batch-size", layout.batch_size), ("micro-batch", layout.micro_batch),
+                         ("sequence", layout.sequence), ("stages-per-rank", layout.stages_per_rank)):  # fmt: skip
+        if number < 1:
+            raise UserError(f"--{what} must be at least 1, not {number}")
+    if layout.sequence % (layout.context * (layout.tensor if layout.sequence_parallel else 1)):
+        raise UserError(f"context={layout.context} and tensor={layout.tensor} do not divide --sequence "
+                        f"{layout.sequence}")  # fmt: skip
+    if layout.batch_size % (layout.readers * layout.micro_batch):
+        least = layout.readers * layout.micro_batch
+        raise UserError(
+            f"--batch-size {layout.batch_size} does not divide into {layout.readers} readers (data, shard, expert) "
+            f"with micro-batches of {layout.micro_batch}; take a multiple of {least}"
+        )
+    if layout.pipeline > 1:
+        stages = None if schedules.SCHEDULES[layout.schedule].stages_per_rank == layout.stages_per_rank else (
+            layout.stages_per_rank)
+        schedules.build(layout.schedule, layout.pipeline, rounds(layout), stages)
+
+
+def rounds(layout: Layout) -> int:
+    """So many micro-batches are enough to see a schedule's steady state; all where there are fewer, or where a
+    schedule deals them out in rounds that would not be equal."""
+    enough = 3 * layout.pipeline
+    if layout.micro_batches <= enough:
+        return layout.micro_batches
+    uneven = schedules.SCHEDULES[layout.schedule].rounds and layout.micro_batches % layout.pipeline
+    return layout.micro_batches if uneven else enough

@@ -1,0 +1,165 @@
+"""How many bytes a GPU needs: the largest of a step's phases, for each rank of the pipeline.
+
+State by chapter 06's formula, activations by its formula of a layer, stored micro-batches from chapter 05's simulator.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from course.fsdp.formulas import BYTES, STATE_KINDS, formula, layer_bytes, score_bytes
+from planner import stages
+from planner.constants import Constants
+from planner.layout import PRECISIONS, STAGES, Layout
+from planner.models import Model
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU that needs most. `parts` are those that are alive at its peak, which is in `phase`.
+
+    needed: their sum; low, expected, high: what the allocator reserves for it
+    """
+
+    parts: dict[str, float]
+    phase: str
+    rank: int
+    needed: float
+    low: float
+    expected: float
+    high: float
+    host: float = 0.0
+
+
+@lru_cache(maxsize=20_000)
+def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dropout: bool, fused: bool, cut: bool,
+           itemsize: int) -> float:  # fmt: skip
+    """Bytes per token that a layer keeps, on average over dense layers and mixtures."""
+    gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
+    if kept == "every-second":
+        both = [_layer(model, tensor, sequence, how, flash, dropout, fused, cut, itemsize) for how in ("none", "full")]
+        return sum(both) / 2
+
+    def keeps(mlp_width):
+        args = (model.width, model.query, model.key, mlp_width, gated, dropout, kept, tensor, cut, itemsize)
+        found = layer_bytes(*args)
+        if kept != "full" and model.moe_layers and mlp_width != model.hidden:
+            found += 2 * itemsize * model.top_k * model.width / tensor  # tokens at experts, as they come and go back
+        return found
+
+    dense, moe = model.layers - model.moe_layers, model.moe_layers
+    total = dense * keeps(model.hidden) if dense else 0
+    total += moe * keeps((model.top_k + model.shared_experts) * model.expert_width) if moe else 0
+    scores = score_bytes(model.heads, sequence, dropout, tensor, itemsize) if not flash and kept == "none" else 0
+    return total / model.layers + scores
+
+
+def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float:
+    """Bytes that one layer keeps of one micro-batch, on one GPU."""
+    itemsize = PRECISIONS[layout.precision][0]
+    per_token = _layer(
+        model, layout.tensor, layout.sequence, kept or layout.kept, layout.flash, layout.dropout, layout.fused,
+        layout.sequence_parallel, itemsize,
+    )  # fmt: skip
+    return per_token * layout.tokens
+
+
+def parameters_of(model: Model, layout: Layout, layers: int, embedding: bool, head: bool) -> tuple[float, float]:
+    """(parameters that all of an expert group use, experts') on a GPU of the pipeline's rank that has these layers."""
+    cut = (model.layer_parameters - model.uncut_parameters) / layout.tensor + model.uncut_parameters
+    dense = layers * cut
+    if embedding:
+        dense += model.embedding_parameters / layout.tensor + model.positions * model.width
+    if head:
+        dense += model.width * (2 if model.bias != "none" else 1)
+        if not (model.tied and embedding):
+            dense += model.embedding_parameters / layout.tensor
+    experts = model.expert_parameters / model.layers * layers / layout.size("expert") / layout.tensor
+    return dense, experts
+
+
+def state(model: Model, layout: Layout, dense: float, experts: float) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state between steps, by chapter 06's formula."""
+    stage = STAGES[layout.zero_stage]
+    found = formula(stage, dense, layout.shards, layout.recipe)
+    over = layout.size("shard") * layout.context if layout.zero_stage else 1  # experts are not copied along "expert"
+    for kind, size in formula(stage, experts, over, layout.recipe).items():
+        found[kind] += size
+    return found
+
+
+def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
+    """The rank of the pipeline that needs most. Ranks that are alike are looked at once."""
+    seen, worst = set(), None
+    held = stages.held(layout)
+    for rank, share in enumerate(stages.shares(model, layout)):
+        key = (share, held[rank])
+        if key not in seen:
+            seen.add(key)
+            found = on_rank(model, layout, constants, rank, share, held[rank])
+            worst = found if worst is None or found.needed > worst.needed else worst
+    return worst
+
+
+def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share: tuple, held: int) -> Memory:
+    layers, embedding, head = share
+    dense, experts = parameters_of(model, layout, *share)
+    kept = state(model, layout, dense, experts)
+    host = 0.0
+    if layout.offload:
+        there = ("parameters", "gradients", "optimizer")[0 if layout.zero_stage == 3 and layout.shards > 1 else 1 :]
+        host = sum(kept.pop(kind) for kind in there)  # fully_shard keeps its shards there as well
+    itemsize, message = PRECISIONS[layout.precision]
+    per_layer = layer_memory(model, layout)
+    chunk = layers / layout.stages_per_rank
+    kept["activations"] = held * chunk * per_layer
+    rest = layout.tensor if layout.sequence_parallel else 1
+    stream = layout.tokens * model.width * itemsize / rest  # the residual stream at one place
+    phases = {}
+    layer_unit, _ = parameters_of(model, layout, 1, False, False)
+    unit = max(layer_unit, parameters_of(model, layout, 0, embedding, False)[0] if embedding else 0,
+               parameters_of(model, layout, 0, False, head)[0] if head else 0)  # fmt: skip
+    if layout.zero_stage == 3:
+        if layout.pipeline > 1 and layout.shards > 1:
+            # Gathered from a stage's first micro-batch to its last, and gradients are added up unsharded meanwhile.
+            kept["gathered"] = itemsize * (dense + experts)
+            kept["unsharded gradients"] = message * (dense + experts)
+        elif layout.shards > 1:
+            kept["gathered"] = 2 * itemsize * unit
+            kept["unsharded gradients"] = (itemsize + message) * unit
+        elif itemsize < BYTES[layout.recipe][0]:
+            kept["16-bit copies"] = itemsize * (dense + experts)  # of what is float32 in the optimizer
+    elif layout.zero_stage == 2 and layout.shards > 1:
+        kept["buckets of gradients"] = 2 * message * unit
+    # The backward pass of a layer: what it did not keep is computed again, and gradients of its largest tensors.
+    again = layer_memory(model, layout, "none") - per_layer if layout.kept != "none" else 0.0
+    widest = max(model.hidden if not model.experts else (model.top_k + model.shared_experts) * model.expert_width,
+                 2 * model.query)  # fmt: skip
+    gradients = itemsize * layout.tokens * 2 * widest / layout.tensor + 2 * stream
+    phases["backward"] = {"a layer computed again": max(0.0, again), "gradients of activations": gradients}
+    if layout.tensor > 1 and layout.sequence_parallel:  # inputs of attention and MLP whole again, and one's gradient
+        phases["backward"]["gathered activations"] = 3 * layout.tokens * model.width * itemsize
+    if layout.pipeline > 1:
+        # PyTorch's stages have a buffer for what comes in, forward and backward, of each micro-batch (torch 2.x,
+        # distributed/pipelining/stage.py); others one of each direction on its way and one in use.
+        kept["messages"] = stream * (2 * layout.micro_batches if layout.zero_stage == 3 else 4)
+    if head:
+        logits = layout.tokens * model.vocabulary / layout.tensor * 4
+        copies = constants.loss_copies
+        if layout.tensor > 1 and layout.zero_stage == 3:
+            copies = constants.parallel_loss_copies
+        copies = 1.5 if layout.fused_loss else copies
+        in_flight = kept["activations"]
+        if layout.pipeline > 1 and layout.schedule == "1f1b":
+            in_flight = min(in_flight, chunk * per_layer)
+        phases["loss"] = {"logits and loss": copies * logits, "activations": in_flight}
+    phases["optimizer step"] = {"activations": 0.0}
+    peaks = {name: sum((kept | parts).values()) for name, parts in phases.items()}
+    phase = max(peaks, key=peaks.get)
+    parts = {name: size for name, size in (kept | phases[phase]).items() if size}
+    needed = sum(parts.values())
+    low, expected, high = (needed * factor for factor in (
+        constants.allocator_low, constants.allocator, constants.allocator_high))  # fmt: skip
+    return Memory(parts, phase, rank, needed, low, expected, high, host)
+
+
+__all__ = ["STATE_KINDS", "Memory", "estimate", "layer_memory", "on_rank", "parameters_of", "state"]

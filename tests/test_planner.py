@@ -1,0 +1,183 @@
+"""The planner's commands: what they print, what they find, and one line for what cannot be."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from common import ROOT
+from planner import models, search
+from planner.__main__ import main
+from planner.estimate import estimate
+from planner.hardware import GPUS, NETWORKS, cluster
+from planner.layout import make_layout
+
+EXACT = (
+    "estimate --layers 32 --width 4096 --heads 32 --kv-heads 8 --mlp-width 14336 --mlp swiglu --vocabulary 128256 "
+    "--sequence 8192 --gpu h100-80gb --gpus 64 --gpus-per-node 8 --mesh data=2,shard=4,pipeline=2,context=1,tensor=4 "
+    "--zero-stage 3 --batch-size 512 --micro-batch 1 --schedule 1f1b --stages-per-rank 1 --precision bf16-mixed --json"
+)
+KEYS = {
+    "memory_gib", "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second", "model_tflops_per_gpu",
+    "mfu", "bubble", "exposed_communication_seconds", "binding",
+}  # fmt: skip
+
+
+def say(capsys, line: str):
+    main(line.split())
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
+def test_estimate_has_the_keys(capsys, recompute, precision):
+    line = EXACT.replace("bf16-mixed", precision) + f" --recompute {recompute}"
+    found = json.loads(say(capsys, line))
+    assert found.keys() >= KEYS and found["parameters"] == 8_030_261_248
+    assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
+    tokens = 512 * 8192
+    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"])
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 989) and 0 < found["mfu"] < 1
+    flops = models.find("llama-3-8b").flops(8192) * tokens / found["step_seconds"] / 64
+    assert found["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+
+
+def test_a_name_stands_for_its_shape(capsys):
+    """The model of the line above by its name."""
+    shape = json.loads(say(capsys, EXACT))
+    name = "estimate --model llama-3.1-8b " + EXACT[EXACT.index("--sequence") :]
+    assert {**json.loads(say(capsys, name)), "model": "given"} == shape
+
+
+def test_recomputation_and_stages_move_what_they_should(capsys):
+    def found(**changes):
+        line = EXACT
+        for before, after in changes.values():
+            assert before in line
+            line = line.replace(before, after)
+        return json.loads(say(capsys, line))
+
+    base = found()
+    full = found(recompute=("--json", "--json --recompute full"))
+    assert full["memory_gib"] < base["memory_gib"] and full["step_seconds"] > 1.2 * base["step_seconds"]
+    ddp = found(stage=("--zero-stage 3", "--zero-stage 0"))
+    assert ddp["memory_gib"] > base["memory_gib"] and ddp["sent_bytes_per_gpu"].keys() >= {"data", "tensor"}
+    interleaved = found(schedule=("--stages-per-rank 1", "--stages-per-rank 2"))
+    assert interleaved["bubble"] < base["bubble"] and "interleaved" in interleaved["notes"][0]
+
+
+def test_the_layout_outside_of_what_was_checked_is_named(capsys):
+    line = "estimate --model mixtral-8x7b --gpu b200 --gpus 8 --mesh expert=8 --zero-stage 0 --batch-size 64"
+    out = say(capsys, line + " --sequence 4096")
+    assert "not checked against any published run: mixtures of experts" in out and "GPU b200" in out
+    assert "not checked" not in say(capsys, EXACT.replace(" --json", ""))
+
+
+PLAN = "plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096"
+
+
+def test_plan_prints_layouts_the_best_first(capsys):
+    out = say(capsys, PLAN + " --explain --count 3")
+    assert "llama-7b: 6.74 billion parameters; 8 x h100-80gb" in out and "lost: " in out
+    assert "Rajbhandari et al. 2020" in out and "needed; x" in out
+    found = json.loads(say(capsys, PLAN + " --json"))
+    assert [one["step_seconds"] for one in found] == sorted(one["step_seconds"] for one in found)
+    assert all(one.keys() >= KEYS | {"nearest_alternative"} for one in found)
+    assert all(math.prod(one["mesh"].values()) == 8 for one in found)
+    assert all(one["memory_gib"] <= one["memory_limit_gib"] for one in found)
+
+
+def test_less_memory_gives_a_layout_that_needs_less(capsys):
+    at = {gib: json.loads(say(capsys, f"{PLAN} --json --count 1 --max-memory-gb {gib}"))[0] for gib in (79, 40, 24)}
+    assert at[79]["step_seconds"] <= at[40]["step_seconds"] <= at[24]["step_seconds"]
+    assert all(one["memory_gib"] <= gib for gib, one in at.items())
+
+
+def test_a_plan_is_what_estimate_says_of_its_layout(capsys):
+    best = json.loads(say(capsys, PLAN + " --json --count 1"))[0]
+    mesh = ",".join(f"{axis}={size}" for axis, size in best["mesh"].items())
+    line = f"estimate {PLAN[5:]} --json --mesh {mesh} --zero-stage {best['zero_stage']} --recompute {best['recompute']}"
+    again = json.loads(say(capsys, f"{line} --micro-batch {best['micro_batch']}"))
+    assert again == {key: value for key, value in best.items() if key != "nearest_alternative"}
+
+
+def test_a_plan_of_few_layouts_is_the_best_of_all(capsys):
+    """Every layout of 4 GPUs estimated in full: none that fits is faster than the plan's."""
+    model, gpus = models.find("gpt2-xl"), cluster("a100-40gb", 4)
+    every = [estimate(model, gpus, one) for one in search.layouts(model, gpus, 32, 1024, "bf16-mixed")]
+    fits = [one.seconds for one in every if one.memory.expected <= gpus.gpu.memory]
+    best = search.plan(model, gpus, 32, 1024)[0].estimate.seconds
+    assert len(every) > 100 and best == pytest.approx(min(fits), rel=1e-3)
+
+
+def test_every_layout_of_a_search_is_one_that_estimate_takes():
+    model, gpus = models.find("mixtral-8x7b"), cluster("h100-80gb", 16)
+    for layout in list(search.layouts(model, gpus, 64, 4096, "bf16-mixed"))[::17]:
+        fields = {name: value for name, value in vars(layout).items() if name not in ("mesh", "notes")}
+        assert make_layout(model, gpus, dict(layout.mesh), **fields) == layout
+
+
+def test_the_search_of_16384_gpus_is_narrow_enough():
+    """Layouts that are estimated for Llama 3 405B. A thousand take a tenth to a fifth of a second."""
+    model, gpus = models.find("llama-3-405b"), cluster("h100-80gb", 16384)
+    number = sum(1 for _ in search.layouts(model, gpus, 2048, 8192, "bf16-mixed"))
+    assert 1000 < number < 12_000
+
+
+ESTIMATE = "estimate --model llama-7b --gpus 8 --gpu a100-80gb --batch-size 64"
+WRONG = {
+    "pln --gpus 8": "unknown command 'pln'; did you mean 'plan'?",
+    "plan --model lama-7b --gpus 8 --gpu h100 --batch-size 8": "unknown model 'lama-7b'; did you mean 'llama-7b'?",
+    "plan --model llama-7b --gpus 8 --gpu h10 --batch-size 8": "unknown GPU 'h10'; did you mean 'h100'?",
+    PLAN + " --max-memory 10": "unknown option '--max-memory'; did you mean '--max-memory-gb'?",
+    PLAN + " --max-memory-gb -1": "--max-memory-gb must be more than 0, not -1",
+    PLAN + " --max-memory-gb 0.1": "llama-7b does not fit 8 x 0.1 GiB: the smallest layout needs ",
+    PLAN + " --count 0": "--count must be at least 1, not 0",
+    PLAN + " --precision bf17": "unknown precision 'bf17'; did you mean 'bf16'?",
+    PLAN + " --constants nowhere.json": "--constants nowhere.json: there is no such file",
+    PLAN.replace("--gpus 8", "--gpus 12"): "--gpus 12 are no whole number of nodes of 8; change --gpus or",
+    PLAN.replace("--gpus 8", "--gpus 0"): "--gpus must be at least 1, not 0",
+    "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7 --sequence 99":
+        "--batch-size 7 does not divide over 8 GPUs",
+    PLAN.replace("512", "many"): "argument --batch-size: invalid int value: 'many'",
+    f"{ESTIMATE} --mesh tensor=3,data=2": "--mesh tensor=3,data=2 is 6 rank(s), and 8 are started",
+    f"{ESTIMATE} --mesh tensr=8": "--mesh tensr=8: no axis 'tensr'; did you mean 'tensor'?",
+    f"{ESTIMATE.replace('8 --gpu', '6 --gpu')} --mesh tensor=6": "tensor=6 does not divide --heads 32",
+    f"{ESTIMATE} --mesh expert=8": "expert=8: model 'llama-7b' has no experts",
+    f"{ESTIMATE} --mesh pipeline=8 --stages-per-rank 5": "40 stages (pipeline=8, 5 per rank) are more than 32 layers",
+    f"{ESTIMATE} --mesh data=8 --micro-batch 3": "--batch-size 64 does not divide into 8 readers",
+    f"{ESTIMATE} --mesh data=8 --recompute ful": "unknown kind of recomputation 'ful'; did you mean 'full'?",
+    f"{ESTIMATE} --mesh pipeline=8 --schedule 1f1c": "unknown schedule '1f1c'; did you mean '1f1b'?",
+    f"{ESTIMATE} --zero-stage 4": "--zero-stage must be 0, 1, 2 or 3, not 4",
+    f"{ESTIMATE} --network infinband": "unknown network 'infinband'; did you mean 'infiniband-",
+    "estimate --layers 2 --gpus 1 --gpu cpu --batch-size 8": "the model lacks --width --heads --vocabulary; give them",
+    f"{ESTIMATE} --width 100": "--width 100 does not divide into --heads 32",
+    f"{ESTIMATE} --kv-heads 5": "--kv-heads 5 does not divide --heads 32",
+    f"{ESTIMATE} --mlp relu": "--mlp 'relu' is unknown; take gelu",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_cannot_be_gets_one_line(capsys, line):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.out == ""
+    assert captured.err.startswith("error: " + WRONG[line]) and len(captured.err.splitlines()) == 1, captured.err
+
+
+def test_what_has_a_name_is_listed_with_its_source(capsys):
+    out = say(capsys, "models")
+    assert all(name in out for name in models.MODELS) and all(one.source in out for one in models.MODELS.values())
+    out = say(capsys, "hardware")
+    assert all(name in out for name in [*GPUS, *NETWORKS]) and all(gpu.source in out for gpu in GPUS.values())
+    assert len(json.loads(say(capsys, "models --json"))) == len(models.MODELS)
+
+
+def test_the_planner_starts_without_torch():
+    """It takes seconds to import, and nothing here needs it."""
+    code = "import sys; from planner.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *PLAN.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr

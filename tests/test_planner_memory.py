@@ -1,0 +1,142 @@
+"""What the planner says of memory: ZeRO's table cell by cell, published formulas of activations, known models."""
+
+import pytest
+import torch
+
+from common.model import GPT
+from course.fsdp.formulas import layer_bytes, score_bytes
+from planner import memory, models, published, stages
+from planner.constants import PRIOR
+from planner.hardware import cluster
+from planner.layout import Layout, make_layout
+
+ZERO = published.rows("zero_table1_model_state_memory.csv")
+
+
+def layout(stage=0, precision="bf16-mixed-16", batch_size=1, **sizes):
+    return Layout(tuple(sizes.items()), batch_size, zero_stage=stage, precision=precision)
+
+
+@pytest.mark.parametrize("row", ZERO, ids=lambda row: f"{row['model']}-{row['dp']}-{row['stage'].split()[0]}")
+def test_zeros_table_cell_by_cell(row):
+    """Within one unit of the last digit that the paper prints: it rounds some cells, and cuts others off."""
+    stage = ("Pos", "Pos+g", "Pos+g+p").index(row["stage"].split()[0]) + 1
+    printed = row["paper_GB"]
+    unit = 10.0 ** -len(printed.partition(".")[2])
+    kept = memory.state(models.find("gpt2"), layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
+    assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit
+
+
+def test_zeros_table_is_whole():
+    assert len(ZERO) == 54 and len({(row["model"], row["dp"], row["stage"]) for row in ZERO}) == 54
+
+
+def test_recipes_have_their_bytes():
+    """Bytes of a parameter, by precision and stage, as Megatron-LM's README and ZeRO's section 3.1 have them."""
+    sizes = {
+        (0, "float32"): 16, (0, "bf16-mixed"): 18, (0, "fp16-mixed"): 20, (0, "bf16-mixed-16"): 16, (0, "bf16"): 8,
+        (0, "bf16-12"): 12, (3, "bf16-mixed"): 16,
+    }  # fmt: skip
+    for (stage, precision), size in sizes.items():
+        assert sum(memory.state(models.find("gpt2"), layout(stage, precision), 1, 0).values()) == size, precision
+
+
+GPT3 = {"a": 96, "h": 12288, "s": 2048}  # of 175 billion parameters: Korthikanti et al. 2022, table 3
+
+
+@pytest.mark.parametrize(
+    "tensor, cut, recompute, formula",
+    [  # bytes per token and unit of width: their table 2, with t = 8
+        (1, False, "none", lambda a, h, s: 34 + 5 * a * s / h),
+        (8, False, "none", lambda a, h, s: 10 + 24 / 8 + 5 * a * s / (8 * h)),
+        (8, True, "none", lambda a, h, s: 34 / 8 + 5 * a * s / (8 * h)),
+        (8, False, "attention", lambda a, h, s: 10 + 24 / 8),
+        (8, True, "attention", lambda a, h, s: 34 / 8),
+        (8, False, "full", lambda a, h, s: 2),
+    ],
+)
+def test_activations_are_korthikantis(tensor, cut, recompute, formula):
+    a, h, s = GPT3.values()
+    model = models.Model("gpt", 1, h, a, 51200)
+    one = Layout(
+        (("tensor", tensor),), 3, micro_batch=3, sequence=s, recompute=recompute, sequence_parallel=cut, flash=False,
+        dropout=True,
+    )  # fmt: skip
+    assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s))
+
+
+def test_their_figure_of_the_share_of_the_scores():
+    """Their section 5: for GPT-3 and MT-NLG the scores are 5as/h = 80 and 64 beside 34, so that leaving them out saves
+    70% and 65%."""
+    for heads, width, ratio, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
+        scores, rest = score_bytes(heads, 2048), layer_bytes(width, width, width, 4 * width, dropout=True)
+        assert scores / width == ratio and scores / (scores + rest) == pytest.approx(saved, abs=0.006)
+
+
+PARAMETERS = {  # as their sources print them, in billions
+    "gpt2": 0.124, "gpt2-xl": 1.558, "llama-7b": 6.738, "llama-2-70b": 68.977, "llama-3-8b": 8.030,
+    "llama-3-70b": 70.554, "llama-3-405b": 405.85, "mistral-7b": 7.242, "mixtral-8x7b": 46.70, "qwen2.5-7b": 7.616,
+    "deepseek-v3": 671.03, "opt-6.7b": 6.658, "pythia-6.9b": 6.857, "megatron-530b": 529.6, "megatron-1t": 1008.0,
+    "t5-11b": 11.307, "bert-large": 0.335,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_of_known_models(name):
+    assert models.find(name).parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=4e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_of_the_courses_gpt(tied):
+    with torch.device("meta"):
+        model = GPT(3, 64, 4, 32, tied=tied)
+    shape = models.custom(models.course_gpt(3, 64, 4, 32), tied=tied)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_megatrons_parameters_are_those_of_its_table():
+    for run in published.megatron():
+        printed = float(run.model.name.split()[1][:-1])
+        assert run.model.parameters / 1e9 == pytest.approx(printed, abs=0.06)
+
+
+def test_shares_of_ranks_add_up():
+    """Over stages and ranks along "tensor", parameters are the model's; some are on each of the latter."""
+    model = models.find("llama-3-8b")
+    for mesh in ({"pipeline": 4}, {"pipeline": 2, "tensor": 4}, {"pipeline": 3}):
+        one = Layout(tuple(mesh.items()), 8)
+        found = sum(sum(memory.parameters_of(model, one, *share)) for share in stages.shares(model, one))
+        whole = model.layers * model.uncut_parameters + model.width
+        assert (found - whole) * one.tensor + whole == pytest.approx(model.parameters, rel=1e-9)
+
+
+def test_a_step_has_its_peak_in_a_phase_and_not_the_sum_of_all():
+    """The logits of the last stage and the recomputed layer of the others are not alive at the same time."""
+    gpus = cluster("a100-80gb", 8)
+    model = models.find("gpt3-6.7b")
+    whole = make_layout(model, gpus, {"data": 8}, batch_size=8, recompute="full")
+    found = memory.estimate(model, whole, PRIOR)
+    assert ("logits and loss" in found.parts) != ("a layer computed again" in found.parts)
+    assert found.needed == sum(found.parts.values())
+
+
+def test_stored_micro_batches_are_the_simulators():
+    model, gpus = models.find("llama-7b"), cluster("h100-80gb", 8)
+    peaks = {}
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        one = make_layout(
+            model, gpus, {"pipeline": 8}, batch_size=32, sequence=512, schedule=schedule, stages_per_rank=chunks
+        )
+        peaks[schedule] = stages.held(one)
+        parts = memory.on_rank(model, one, PRIOR, 1, stages.shares(model, one)[1], peaks[schedule][1]).parts
+        per_chunk = 4 // chunks * memory.layer_memory(model, one)
+        assert parts["activations"] == pytest.approx(peaks[schedule][1] * per_chunk)
+    assert peaks["interleaved"][0] == 8 + 2 * 7 + 1  # Narayanan et al. 2021, section 2.2: more by (p - 1) / (p v)
+    assert peaks["1f1b"] == tuple(range(8, 0, -1))
+    assert peaks["gpipe"] == (32,) * 8
+
+
+def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
+    for run in published.torchtitan():
+        needed = memory.estimate(run.model, run.layout, PRIOR).needed
+        assert (needed > run.cluster.gpu.memory) is run.out_of_memory, run.name

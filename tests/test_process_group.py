@@ -1,0 +1,157 @@
+"""A process group from its beginning to its end: within another, with the guard, after an exit, after an error."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from forks import Fork
+from helpers import free_port
+
+from common.lab.guard import CollectiveMismatch
+from common.lab.launch import RankFailed, launch
+from common.ranks import Ranks, process_group
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+def nested() -> tuple:
+    """A script's main, run inside of a launch; the launch's group has to outlive it."""
+    outer, found = dist.group.WORLD, []
+    for _ in range(2):
+        with process_group("auto", "auto") as group:
+            assert dist.group.WORLD is outer
+            found.append(group)
+    number = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(number)
+    return found, number.item(), dist.group.WORLD is outer, torch.get_num_threads()
+
+
+def test_within_a_launch_it_is_the_launchs_group():
+    for rank, (found, total, same, threads) in enumerate(launch(nested, 2)):
+        assert found == [Ranks(rank, 2, rank, torch.device("cpu"))] * 2
+        assert total == 1.0 and same and threads == 1
+
+
+def nested_check() -> list[str]:
+    said = []
+    for check in (False, True):
+        try:
+            with process_group(check=check):
+                dist.all_reduce(torch.ones(2, 3) if dist.get_rank() else torch.ones(3, 2))  # gloo says nothing
+            said.append("nothing")
+        except CollectiveMismatch:
+            said.append("mismatch")
+    return said
+
+
+def test_the_guard_is_on_where_it_is_asked_for():
+    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2
+
+
+def test_the_guard_is_on_in_a_group_of_its_own():
+    def watched(check):
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        return [type(mode).__name__ for mode in modes] == (["CheckCollectives"] if check else [])
+
+    for check in (False, True):
+        with process_group("cpu", check=check):
+            assert watched(check)
+
+
+@pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
+def test_within_a_launch_there_is_no_gpu(option):
+    def work():
+        with process_group(**option):
+            pass
+
+    with pytest.raises(RankFailed, match="UserError: --.*: there is a process group already, and it is on the CPU"):
+        launch(work, 2, timeout=5)
+
+
+def test_a_group_of_one_begins_and_ends_without_a_port(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with process_group("cpu") as group:
+            assert group == Ranks(0, 1, 0, torch.device("cpu")) == Ranks.here()
+            assert group.any(True) is True and group.any(False) is False
+            assert torch.get_num_threads() == 2
+        assert not dist.is_initialized()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_group_ends_in_order_after_sys_exit_but_not_after_an_error():
+    with pytest.raises(SystemExit) as leaving:
+        with process_group("cpu"):
+            sys.exit(130)
+    assert leaving.value.code == 130 and not dist.is_initialized()
+    with pytest.raises(ValueError, match="over"):
+        with process_group("cpu"):
+            raise ValueError("over")
+    assert dist.is_initialized()  # other ranks might be waiting in a collective
+    dist.destroy_process_group()
+
+
+LATE = """
+import os, time
+from common import ranks
+
+class Late:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def wait(self, keys):
+        time.sleep(0.5)
+        self.store.wait(keys)
+
+if os.environ["RANK"] == "1":
+    barrier = ranks.store_barrier
+    ranks.store_barrier = lambda store, *args, **options: barrier(Late(store), *args, **options)
+with ranks.process_group("cpu"):
+    pass
+"""
+
+
+def test_the_rank_that_keeps_the_store_leaves_last(tmp_path):
+    """Without torchrun the store is in the process of rank 0. Gone too early, it takes along what the others read."""
+    script, port = tmp_path / "late.py", free_port()
+    script.write_text(LATE)
+    processes = [Fork(script, cwd=tmp_path, rank=(rank, 2, port)) for rank in range(2)]
+    written = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], written
+
+
+def votes() -> list[bool]:
+    here = Ranks.here()
+    return [here.any(dist.get_rank() == 1), here.any(False), here.any(True)]
+
+
+def test_any_rank():
+    assert launch(votes, 3) == [[True, False, True]] * 3
+
+
+def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert Ranks.here().device == torch.device("cuda:1")
+
+
+def test_nothing_imports_dtensor_that_does_not_use_it():
+    """It takes most of a second, in each rank of every run."""
+    modules = ["common.ranks", "common.run", "common.lab.ledger", "common.lab.guard", "common.lab.launch"]
+    slow = ("torch.distributed.tensor", "torch._dynamo", "matplotlib")
+    code = (
+        f"import importlib, sys\nfor module in {[*modules, 'common.state']}:\n    importlib.import_module(module)\n"
+        f"    print(module, [name for name in {slow} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [f"{module} []" for module in [*modules, "common.state"]]

@@ -10,6 +10,7 @@ global:     step, settings, mesh, the optimizer's hyperparameters, the loss scal
             (the position in the data and the learning rate follow from the step)
 """
 
+import concurrent.futures
 import contextlib
 import pickle
 import shutil
@@ -115,21 +116,40 @@ def pieces_of_random_numbers(device: torch.device) -> list[Piece]:
     return [p for n, state in states for p in pieces_of(f"random.{dist.get_rank()}.{n}", state, whole(state))]
 
 
-def save(folder: Path, strategy, about: dict) -> None:
-    """Write a checkpoint of a strategy to `folder`. Collective.
+class Saver:
+    """Saves the checkpoints of a run: at once, or in the background. Then what is to be saved is copied, and a thread
+    writes the copy while training goes on. Its messages have a process group of their own, so that they never meet
+    those of training. Making one is collective then, as are `save` and `wait`.
 
-    about: what else a run wants to find in it again, as JSON has it
-
-    Raises UserError on all ranks, whichever had it; then there is no such checkpoint, and nothing is left of it.
+    Both raise UserError on all ranks, whichever had it; then there is no such checkpoint, and nothing is left of it. In
+    the background, `save` raises what went wrong with the checkpoint before.
     """
-    pieces = pieces_to_save(strategy.parts(), strategy.optimizer_state()) + pieces_of_random_numbers(strategy.device)
-    about = about | {"world_size": dist.get_world_size(), **strategy.global_state()}
-    with told(folder, "written"):
-        dcp.save(
-            {piece.key: piece.tensor for piece in pieces},
-            storage_writer=Writer(folder, about),
-            planner=SavePieces(pieces, dist.get_world_size()),
-        )
+
+    def __init__(self, background: bool = False):
+        self.group = dist.new_group(backend="gloo") if background else None
+        self.under_way: tuple[Path, concurrent.futures.Future] | None = None
+
+    def save(self, folder: Path, strategy, about: dict) -> None:
+        """Write a checkpoint of a strategy to `folder`; `about` is what else a run wants to find in it again, as JSON
+        has it."""
+        self.wait()
+        size, device = dist.get_world_size(), strategy.device
+        pieces = pieces_to_save(strategy.parts(), strategy.optimizer_state()) + pieces_of_random_numbers(device)
+        about = about | {"world_size": size, **strategy.global_state()}
+        tensors, how = {piece.key: piece.tensor for piece in pieces}, {"planner": SavePieces(pieces, size)}
+        with told(folder, "written"):
+            if self.group is None:
+                dcp.save(tensors, storage_writer=Writer(folder, about), **how)
+            else:  # the writer copies the tensors to the CPU before async_save returns
+                future = dcp.async_save(tensors, storage_writer=Writer(folder, about), process_group=self.group, **how)
+                self.under_way = folder, future
+
+    def wait(self) -> None:
+        """Until a checkpoint that is being written is in its place."""
+        if self.under_way:
+            (folder, future), self.under_way = self.under_way, None
+            with told(folder, "written"):
+                future.result()
 
 
 def load(folder: Path, strategy) -> dict:

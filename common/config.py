@@ -44,6 +44,7 @@ class Config:
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
     keep: int = option(2, "newest checkpoints that are kept", at_least=1)
+    async_checkpoint: bool = option(False, "write checkpoints while training goes on, from a copy in host memory")
     resume: str = option(
         "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
     )

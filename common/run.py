@@ -55,8 +55,10 @@ class Run:
         self.loaders = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
+        from common.checkpoint import Saver  # not at the top: it takes half a second, and not every command gets here
+
         config = self.config
-        self.done = self._resume()
+        self.done, self.saver = self._resume(), Saver(config.async_checkpoint)
         if config.resume and not self.restarted and self.done >= config.steps:
             done = f"--resume: {self.path} has its {self.done} steps behind it, so there is nothing to do"
             raise UserError(f"{done}; ask for more with --steps {2 * self.done}")
@@ -145,8 +147,6 @@ class Run:
                 tell(f"step {done}/{steps}  loss {record['loss']:.4f}  {speed:,.0f} {unit}/s")
 
     def _save(self) -> None:
-        from common import checkpoint  # not at the top: it takes half a second, and not every command gets here
-
         self._write()
         config, self.saved = self.config, self.path / manifest.name_of(self.done)
         about = {
@@ -159,7 +159,7 @@ class Run:
         }
         if self.main_rank:
             self.directory.sync_metrics()
-        checkpoint.save(self.saved, self.strategy, about)
+        self.saver.save(self.saved, self.strategy, about)
         if self.main_rank:
             self.directory.keep_newest()
 
@@ -235,7 +235,9 @@ class Run:
             return
         if self.vote is not None:
             self.vote[1].wait()
+        self.saver.wait()
         if self.main_rank:
+            self.directory.keep_newest()
             self.directory.finish()
             if self.done < self.config.steps:
                 advice = f"go on with --resume --run-dir {self.path}"

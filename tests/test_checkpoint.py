@@ -2,14 +2,16 @@
 
 import copy
 import math
+import threading
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, configure
+from helpers import SMALL, configure, saved
 
-from common.checkpoint import load, save
+from common import manifest
+from common.checkpoint import Saver, Writer, load
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
@@ -85,7 +87,7 @@ def one_step_each(jobs: list[tuple]) -> list[tuple[dict, dict, float, float]]:
         before = copy.deepcopy(equality.flatten(strategy.full_state()))
         loss, grad_norm = strategy.step(task.micro_batches(step, strategy))
         if end:
-            save(end, strategy, {"step": step + 1})
+            Saver().save(end, strategy, {"step": step + 1})
         outcomes.append((before, equality.flatten(strategy.full_state()), float(loss), float(grad_norm)))
     return outcomes
 
@@ -124,3 +126,30 @@ def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp
         assert there[2:] == pytest.approx(then[2:], rel=allowed) and back[2:] == pytest.approx(last[2:], rel=allowed), (
             who
         )
+
+
+def saved_in_the_background(config, folder: Path) -> tuple[list[str], dict, dict]:
+    """Save while a step is done; what there was in the folder before and after, and the states before and after."""
+    task = make_task(config)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes, "cpu"))
+    strategy.step(task.micro_batches(0, strategy))
+    before = copy.deepcopy(equality.flatten(strategy.full_state()))
+    stepped, write_data = threading.Event(), Writer.write_data
+    Writer.write_data = lambda *args: stepped.wait(60) and write_data(*args)
+    saver = Saver(background=True)
+    saver.save(folder / manifest.name_of(1), strategy, {"step": 1})
+    strategy.step(task.micro_batches(1, strategy))
+    there = [path.name for path in manifest.checkpoints(folder)]
+    stepped.set()
+    saver.wait()
+    return there, before, equality.flatten(strategy.full_state())
+
+
+def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
+    config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
+    there, before, after = launch(saved_in_the_background, 2, (config, tmp_path))[0]
+    assert there == [] and manifest.damage(tmp_path / "checkpoint-000001") == ""
+    kept = saved(tmp_path / "checkpoint-000001")
+    key = "model.head.norm.weight"
+    assert torch.equal(kept[key], before["model/head.norm.weight"])
+    assert not torch.equal(kept[key], after["model/head.norm.weight"])

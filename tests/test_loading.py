@@ -14,7 +14,7 @@ from forks import ranks_of, torchrun
 from helpers import configure, metrics, numbers, saved, train
 from test_train import TEXT, start, wait_for_step
 
-from common import ROOT
+from common import ROOT, manifest
 from common.data import Plan, Text
 from common.errors import UserError
 from common.lab.equality import NotEqual
@@ -265,7 +265,7 @@ def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
     second = attempt("none_ab", 1)  # the first died before its first checkpoint: from the beginning
     assert second.path == first.path and not second.goes_on and second.records() == []
     second.log({"step": 1})
-    second.save({"step": 1})
+    (second.path / manifest.name_of(1)).mkdir()
     third = attempt("none_ab", 2)
     assert third.path == first.path and third.goes_on and third.records() == [{"step": 1}]
     other = attempt("none_cd", 1)

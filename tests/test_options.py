@@ -86,7 +86,7 @@ VARIANTS = {
     "precision": {"precision": "bf16", "steps": 1},
     "accumulation_steps": {"accumulation_steps": 3, "steps": 1},
     # of which each shows in something else
-    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True},
+    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True, "async_checkpoint": True},
 }
 
 

@@ -74,8 +74,6 @@ class Writer(FileSystemWriter):
             file.write(manifest.seal(self.about, files))
         for path in (self.path / manifest.MANIFEST, self.path):
             manifest.sync(path)
-        if self.folder.exists():
-            manifest.remove(self.folder)
         self.path.rename(self.folder)
         manifest.sync(self.folder.parent)
 

@@ -61,7 +61,8 @@ class InStages(Strategy):
         return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)
 
     def from_last_stage(self, loss) -> torch.Tensor:
-        """What the last stage's rank has, on every rank of the pipeline."""
+        """What the last stage's rank has, on every rank of the pipeline. Elsewhere `loss` may be a plain 0."""
+        loss = loss if isinstance(loss, torch.Tensor) else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
         return loss
 

@@ -25,7 +25,6 @@ from common.state import local_of
 from common.strategy import Strategy
 from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
-from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
@@ -93,7 +92,7 @@ class MeshParallel(Strategy):
             self.model = model
             for unit, reshard in setup.units_of(model).items():
                 if self.tensor.size > 1:
-                    apply_tensor_parallel(model, mesh["tensor"], unit)
+                    setup.cut_unit(model, unit, mesh["tensor"])
                 fully_shard(unit, reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -108,7 +107,7 @@ class MeshParallel(Strategy):
         options = self.options
         self.stages = split.own_stages(model, schedule, self.pipeline, names)
         if self.tensor.size > 1:
-            apply_tensor_parallel(model, self.mesh["tensor"], model)
+            setup.cut_unit(model, model, self.mesh["tensor"])
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():

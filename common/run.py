@@ -82,8 +82,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop."""
         config, every = self.config, self.config.checkpoint_every
+        self.begin = time.perf_counter()  # a step lasts from one log to the next, but for writing checkpoints
         while self.done < config.steps:
-            self.begin = time.perf_counter()
             yield self.done
             if self.logged != self.done + 1:
                 raise RuntimeError(f"step {self.done} was not logged: call run.log in every step")
@@ -91,6 +91,7 @@ class Run:
             stopping = self._somebody_asked_to_stop()
             if stopping or self.done == config.steps or (every and self.done % every == 0):
                 self._save()
+                self.begin = time.perf_counter()
             if stopping:
                 break
 
@@ -115,7 +116,8 @@ class Run:
         self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
         if loss.device.type == "cpu":
             self._read()  # there is nothing to wait for
-        self.waiting["step_seconds"] = time.perf_counter() - self.begin
+        now = time.perf_counter()
+        self.waiting["step_seconds"], self.begin = now - self.begin, now
         if loss.device.type == "cpu":
             self._write()
 

@@ -138,6 +138,18 @@ def buckets(s: Sizes) -> Said:
     return [{"parameters": s.share, "buckets": s.share}], [adamw(s.share, s.share, s.share)]
 
 
+def beside_buckets(s: Sizes, owned: int) -> Said:
+    """In a step's last backward pass, the gradients of the passes before lie beside DDP's buckets, and those that
+    arrive are added to them."""
+    backward = {"parameters": s.share, "buckets": s.share, "averages": 2 * owned}
+    backward |= {"gradients of passes before": s.share, "a gradient": s.largest}
+    return buckets(s)[0], [backward, adamw(s.share, s.share, owned)]
+
+
+def ddp_pytorch(s: Sizes) -> Said:
+    return beside_buckets(s, s.share)
+
+
 def replicas(s: Sizes, by_hand: bool) -> Said:
     """On the first device, at the end of a backward pass: the gradient of its own replica, and the sums, which are then
     added to the gradients. By hand, all copies of one parameter's arrive together; else one after the other."""
@@ -170,7 +182,7 @@ def zero1_pytorch(s: Sizes) -> Said:
     dealt = [0] * s.n
     for size in sorted(s.parameters, reverse=True):
         dealt[dealt.index(min(dealt))] += size
-    return buckets(s)[0], [adamw(s.whole, s.whole, dealt[s.case.rank])]
+    return beside_buckets(s, dealt[s.case.rank])
 
 
 def zero2(s: Sizes) -> Said:
@@ -245,7 +257,7 @@ SAYS = {
     ("single", "pytorch"): plain,
     ("dp", "pytorch"): functools.partial(replicas, by_hand=False),
     ("dp", "by-hand"): functools.partial(replicas, by_hand=True),
-    ("ddp", "pytorch"): buckets,
+    ("ddp", "pytorch"): ddp_pytorch,
     ("ddp", "by-hand"): buckets,
     ("model", "pytorch"): plain,
     ("model", "by-hand"): plain,

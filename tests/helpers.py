@@ -19,6 +19,7 @@ from course.strategies import BY_AXES, STRATEGIES
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FULL = bool(os.environ.get("FULL"))  # make test-all: every case, and every script in a process of its own
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
+TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}  # a run of it
 
 
 @contextmanager

@@ -102,10 +102,10 @@ PLANTED = {
             "hsdp.py",
             "__init__",
             "for unit, reshard in setup.units_of(model).items():",
-            'apply_tensor_parallel(model, mesh["tensor"])\n'
+            'setup.cut_unit(model, model, mesh["tensor"])\n'
             "        for unit, reshard in setup.units_of(model).items():\n            continue",
         ),
-        r"^construction: more than .* bytes .* on gpu:0 at torch_tensor\.py:\d+ apply_tensor_parallel",
+        r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
     "gradients_stay_whole": (
         ("zero2", "by-hand"),
@@ -176,7 +176,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
 @pytest.fixture(scope="module")
 def elsewhere():
     """Calls a function in one process for all of these tests, since they change PyTorch for good."""
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("fork")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
         yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
 
@@ -236,7 +236,7 @@ def test_each_kind_of_wait_is_counted(elsewhere):
 
 
 def test_bytes_are_those_of_living_storages(elsewhere):
-    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360]
+    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360], "bytes alive"
 
 
 def test_every_strategy_is_examined():

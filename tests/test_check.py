@@ -124,8 +124,9 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
         tmp_path,
         half=RING_SHIFT + "def global_mean(values):\n    print('mean', len(values))\n    return values.mean()\n",
     )
-    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1
+    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1, "the exit code where something is wrong"
     output = capfd.readouterr().out
+    assert "ring_shift " in output, "a file is taken for one of the chapter whose exercises it defines"
     assert re.search(r"ring_shift +●○○○○ +right +1 of 1\n", output)
     assert re.search(r"global_mean +●○○○○ +wrong +0 of 1\n", output)
     assert "[rank 1] mean 3\n" in output  # a learner may look at values by printing them

@@ -31,7 +31,9 @@ def test_boxes_have_the_elements_of_every_interval():
                 numbers[tuple(slice(a, a + n) for a, n in zip(offset, box, strict=True))].reshape(-1)
                 for offset, box in found
             ]
-            assert torch.cat([numbers.new_empty(0), *inside]).tolist() == list(range(start, stop))
+            assert torch.cat([numbers.new_empty(0), *inside]).tolist() == list(range(start, stop)), (
+                "elements of the interval"
+            )
 
 
 def test_pieces_are_memory_of_the_part():

@@ -93,6 +93,8 @@ BAD = {
     "--batch-size -4": r"--batch-size must be at least 1, got -4",
     "--accumulation-steps 0": r"--accumulation-steps must be at least 1, got 0",
     "--seed -1": r"--seed must be at least 0",
+    "--seed 2147483648": r"--seed must be at most 2147483647, got 2147483648",
+    "--lr inf": r"--lr must be a positive number",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",
     "--stride 3": r"unknown option --stride; --help lists the options",
@@ -142,7 +144,8 @@ def test_bad_yaml(text):
 
 def test_yaml_is_read_and_the_command_line_wins():
     config = parse(argv=[*yaml("batch-size: 8\nlr: 1e-4\nby_hand: true\nsteps: 7\nstrategy: ddp"), "--steps", "9"])
-    assert (config.batch_size, config.lr, config.by_hand, config.steps) == (8, 1e-4, True, 9)
+    assert (config.batch_size, config.lr, config.by_hand) == (8, 1e-4, True)
+    assert config.steps == 9, "the command line wins over the file's 7"
 
 
 def test_defaults():
@@ -229,7 +232,7 @@ def test_only_rank_0_claims_the_run_directory(monkeypatch):
     for name, value in (TWO_RANKS | {"RANK": "1", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     parse(argv=["--distributed", "--run-dir", "mine"])
-    assert not Path("mine").exists()
+    assert not Path("mine").exists(), "rank 1 has made the run's folder"
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:

@@ -133,6 +133,23 @@ def test_torchvision_can_be_used():
     assert doctor.examine(doctor.check_torchvision)[0] == "OK"
 
 
+def test_names_of_missing_operators_are_declared(import_beside, monkeypatch):
+    """As beside a build of torch that does not fit: torchvision imports once the names of both operators are there."""
+
+    class Library:
+        def __init__(self, *where):
+            assert where == ("torchvision", "FRAGMENT")
+
+        def define(self, schema):
+            torch.library.declared.append(schema.partition("(")[0])
+
+    monkeypatch.setattr(torch.library, "declared", [], raising=False)
+    monkeypatch.setattr(torch.library, "Library", Library)
+    missing = "raise RuntimeError('operator torchvision::nms does not exist')"
+    module = import_beside(f"import torch\nif torch.library.declared != ['nms', 'qnms']:\n    {missing}\n")
+    assert module.torchvision is sys.modules["torchvision"]
+
+
 def test_torchvision_that_imports_is_left_alone(import_beside):
     assert not hasattr(import_beside(""), "_library")
 
@@ -175,6 +192,8 @@ def test_disk(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 10**9, 10**6)))
         assert "1 MB are free" in fix(doctor.check_disk)
+        patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8)))
+        assert "100 MB are free in" in fix(doctor.check_disk), "a run wants 200"
     tmp_path.joinpath("runs").touch()  # a file where the folder should be
     assert "cannot be written" in fix(doctor.check_disk)
 

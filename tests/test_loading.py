@@ -10,9 +10,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import ranks_of, torchrun
-from helpers import configure, metrics, numbers, saved, train
-from test_train import TEXT, start, wait_for_step
+from forks import ranks_of, start, torchrun, wait_for_step
+from helpers import TEXT, configure, metrics, numbers, saved, train
 
 from common import ROOT, manifest
 from common.data import Plan, Text

@@ -139,8 +139,9 @@ WRONG = {
     PLAN + " --constants nowhere.json": "--constants nowhere.json: there is no such file",
     PLAN.replace("--gpus 8", "--gpus 12"): "--gpus 12 are no whole number of nodes of 8; change --gpus or",
     PLAN.replace("--gpus 8", "--gpus 0"): "--gpus must be at least 1, not 0",
-    "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7 --sequence 99":
-        "--batch-size 7 does not divide over 8 GPUs",
+    "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7 --sequence 99": (
+        "--batch-size 7 does not divide over 8 GPUs"
+    ),
     PLAN.replace("512", "many"): "argument --batch-size: invalid int value: 'many'",
     f"{ESTIMATE} --mesh tensor=3,data=2": "--mesh tensor=3,data=2 is 6 rank(s), and 8 are started",
     f"{ESTIMATE} --mesh tensr=8": "--mesh tensr=8: no axis 'tensr'; did you mean 'tensor'?",

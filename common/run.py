@@ -27,12 +27,13 @@ from tqdm import tqdm
 from common import data, manifest
 from common.config import Config, shared
 from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
+from common.learning_rate import learning_rate
+from common.meter import Usage
 from common.options import flag
 from common.run_dir import RunDirectory
+from common.sample import sample
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
-
-WARM_UP = 20  # steps
 
 
 class Run:
@@ -53,6 +54,8 @@ class Run:
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
+        self.meter = Usage(config, strategy.device) if self.main_rank else None
+        strategy.max_norm = config.max_norm
 
     def __enter__(self) -> "Run":
         from common.checkpoint import Saver  # not at the top: it takes half a second, and not every command gets here
@@ -102,8 +105,8 @@ class Run:
         return self.loaders.enter_context(contextlib.closing(batches))
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant: a function of the step alone, so that a resumed run may be made longer."""
-        return self.config.lr * min(1.0, (step + 1) / WARM_UP)
+        """Of step `step`, counted from 0."""
+        return learning_rate(self.config, step)
 
     def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Note what a step gave.
@@ -142,7 +145,7 @@ class Run:
         if self.main_rank:
             unit, done, steps = self.task.dataset.unit, record["step"], self.config.steps
             speed = self.per_step / record["step_seconds"]
-            self.directory.log({**record, f"{unit}_per_second": speed})
+            self.directory.log({**record, f"{unit}_per_second": speed, **self.meter(record["step_seconds"])})
             self.bar.update()
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
             if done % self.config.log_every == 0 or done == steps:
@@ -238,6 +241,8 @@ class Run:
         if self.vote is not None:
             self.vote[1].wait()
         self.saver.wait()
+        if self.config.sample and self.done == self.config.steps:
+            self._show_sample()
         if self.main_rank:
             self.directory.keep_newest()
             self.directory.finish()
@@ -251,8 +256,20 @@ class Run:
         if self.done < self.config.steps:
             sys.exit(INTERRUPTED)
 
+    def _show_sample(self) -> None:
+        """What the model wrote before training and writes now. Collective."""
+        state = self.strategy.full_state()
+        if self.main_rank:
+            model = self.task.make_model()
+            for when in ("before", "after"):
+                text = sample(model, self.config.context, self.config.sample)
+                tell(f"--- what the model writes {when} training:\n{text}")
+                model.load_state_dict(state["model"])
+
     def _how_to_go_on(self) -> str:
         resume, again = f"go on with --resume --run-dir {self.path}", "start again"
+        if not Path(self.path).exists():  # rank 0 makes it, and this may be another node
+            return f"{resume} if there is a checkpoint, else {again}"
         return resume if manifest.checkpoints(self.path) else f"{again} (there is no checkpoint yet)"
 
 

@@ -282,20 +282,20 @@ MISTAKES = [
         "one is missing",
     ),
     Mistake(
-        "common/grading/engine.py", "if (expected.dtype, expected.shape) != (got.dtype, got.shape):",
+        "common/grading/values.py", "if (expected.dtype, expected.shape) != (got.dtype, got.shape):",
         "if expected.shape != got.shape:",
         "a result of another type is accepted, or ends the check",
         "tests/test_grading.py::test_what_is_different_is_told",
         "Long did not match Float",
     ),
     Mistake(
-        "common/grading/engine.py", "rtol=1e-5, atol=0,", "rtol=1e-5, atol=1e-3,",
+        "common/grading/values.py", "rtol=1e-5, atol=0,", "rtol=1e-5, atol=1e-3,",
         "small numbers are taken for zero",
         "tests/test_grading.py::test_what_is_different_is_told",
         "is taken for tensor([0.])",
     ),
     Mistake(
-        "common/grading/engine.py", "same = len(expected) == len(got) and number is None", "same = number is None",
+        "common/grading/values.py", "same = len(expected) == len(got) and number is None", "same = number is None",
         "a list that is too short is accepted",
         "tests/test_grading.py::test_what_is_different_is_told",
         "[1] is taken for [1, 2]",

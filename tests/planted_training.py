@@ -26,7 +26,7 @@ MISTAKES = [
         "common/data.py", "self.tokens.unfold(0,", "self.tokens[1:].unfold(0,",
         "the first byte is never read",
         "tests/test_data.py::test_text_is_read_from_its_files_in_the_order_of_their_names_window_by_window",
-        "inputs",
+        "out of bounds",
     ),
     Mistake(
         "common/data.py", "return windows[:, :-1], windows[:, 1:]", "return windows[:, 1:], windows[:, :-1]",
@@ -158,7 +158,7 @@ MISTAKES = [
         "--optimizer sgd makes another one",
     ),
     Mistake(
-        "common/task.py", "weight_decay=0.1", "weight_decay=0.0",
+        "common/task.py", "weight_decay=c.weight_decay", "weight_decay=0.0",
         "weights do not decay",
         "tests/test_task.py::test_optimizers",
         "{'weight_decay': 0.0} != {'weight_decay': 0.1}",
@@ -345,6 +345,18 @@ MISTAKES = [
         "as asked for",
     ),
     Mistake(
+        "common/command_line.py", "and (same_strategy or n in own)}", "}",
+        "a run that is resumed with another strategy takes over options of the first",
+        "tests/test_resume.py::test_options_of_another_strategy_are_not_taken_over",
+        "ddp's --recompute is not fsdp's",
+    ),
+    Mistake(
+        "common/command_line.py", '"implementation", "by_hand", "resume")', '"implementation", "resume", "precision")',
+        "a resumed run computes in another precision",
+        "tests/test_resume.py::test_a_resumed_run_takes_its_settings_from_the_run",
+        "precision",
+    ),
+    Mistake(
         "common/command_line.py", "if name in values and values[name] != kept[name]", "if False",
         "a resumed run may change what makes its numbers",
         "tests/test_resume.py::test_a_resumed_run_keeps_what_makes_its_numbers",
@@ -415,7 +427,7 @@ MISTAKES = [
     ),
     # --- the run and its folder ------------------------------------------------------------------------------------
     Mistake(
-        "common/run.py", "(step + 1) / WARM_UP", "step / WARM_UP",
+        "common/learning_rate.py", "(step + 1) / warm_up", "step / warm_up",
         "the first step does nothing",
         "tests/test_train.py::test_the_run_directory",
         "warm-up to 2e-3 in 20 steps",

@@ -18,10 +18,20 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
+# What takes long to import is imported once, here.
+import IPython.display  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
 import pytest
+import sklearn.datasets  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
+import torch.profiler  # noqa: F401
 
 from common import ROOT
 from common.lab.launch import _ready_to_fork
+from common.vision import torchvision  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,9 @@ def _run_tests(mistake: Mistake | None, text: str, tests: list[str], folder: str
         sys.meta_path.insert(0, Finder(module_name(mistake.file), (ROOT / mistake.file).absolute(), text))
     written = io.StringIO()
     with redirect_stdout(written), redirect_stderr(written):
-        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        # not the conftest.py of the root, which wants a plugin of notebooks
+        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--confcutdir=tests"]
+        options += [f"--basetemp={folder}/tests"]
         code = int(pytest.main([*options, *tests]))
     report.write_text(written.getvalue())
     return code

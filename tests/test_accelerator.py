@@ -41,7 +41,7 @@ FP16 = {
 # Functions that send tensors of the CPU, and why; only in construction.
 FROM_CPU = {
     "broadcast_module": "the model is on the CPU until a rank has cut its own part out of it",
-    "change": "so it is in tensor+fsdp, whose weights fsdp_setup.materialise sends",
+    "change": "so is a unit, whose weights fsdp_setup.materialise sends, where it is cut and then sharded",
     "same_on_all_ranks": "names and shapes of the parameters, as objects",
 }
 
@@ -154,7 +154,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(data_parallel, "devices_of", lambda mesh: gpus))
         mesh, watch = stack.enter_context(pretend(config.axes, rank, size, devices, (1, time, WIDTH)))
-        with torch.device("meta" if chapter == "06_fsdp" and rank > 0 else "cpu"):
+        with torch.device("meta" if cls.from_meta and rank > 0 else "cpu"):
             model = cls.make_model(config)
         phases = [watch.begin("construction", says[0] | {"single numbers": 1024})]
         strategy = cls(model, Task(None, config).make_optimizer, mesh, config.options, precision, **extra)

@@ -97,6 +97,13 @@ BAD = {
     "--lr inf": r"--lr must be a positive number",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",
+    "--max-norm 0": r"--max-norm must be a positive number, or inf for no clipping; got 0.0",
+    "--beta2 1": r"--beta2 must be at least 0 and less than 1, got 1.0",
+    "--weight-decay -1": r"--weight-decay must be at least 0, got -1.0",
+    "--optimizer sgd --weight-decay 0.2": r"--weight-decay belongs to --optimizer adamw; leave one of them out",
+    "--warmup-steps -1": r"--warmup-steps must be at least 0",
+    "--lr-schedule linear": r"argument --lr-schedule: invalid choice: 'linear'",
+    "--sample 9 --task images": r"--sample is for --task text; leave it out",
     "--stride 3": r"unknown option --stride; --help lists the options",
     "--batch-sise 3": r"unknown option --batch-sise; did you mean --batch-size\?",
     "ddp": r"unrecognized argument: ddp",
@@ -164,7 +171,7 @@ def test_help_lists_the_options_of_a_strategy_in_groups(strategy, capsys):
         own = list(kind.Options.__dataclass_fields__)
         for name in [item.name for item in shared()] + own:
             assert f"--{name.replace('_', '-')} " in shown or f"--{name.replace('_', '-')}\n" in shown, name
-        titles = ["how training is spread over the ranks", "the run", "the model and its optimizer", "the data"]
+        titles = ["how training is spread over the ranks", "the run", "the model", "the optimizer", "the data"]
         for title in titles + ([f"strategy {strategy}"] if own else []):
             assert f"\n{title}:\n" in shown
         assert "strategies: single, dp, ddp" in " ".join(shown.split())

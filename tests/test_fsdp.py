@@ -13,7 +13,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT
-from course.fsdp import by_hand_zero23, memory
+from course.fsdp import by_hand_zero23, fsdp_setup, memory
 from course.strategies import load
 
 VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
@@ -176,6 +176,29 @@ def small_gradients(name: str) -> torch.Tensor:
 def test_micro_batches_are_added_up_in_float32(name):
     step = launch(small_gradients, 2, (name,))[0]
     torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
+
+
+def test_what_fully_shard_is_told():
+    """Gradients are summed over the ranks in float32, whatever the forward pass computes in."""
+    for precision, dtype in (("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        (found,) = fsdp_setup.policies(precision, offload=False).items()
+        assert found[0] == "mp_policy" and found[1].param_dtype == dtype
+        assert found[1].reduce_dtype == torch.float32, (
+            f"--precision {precision}: the type in which gradients are summed"
+        )
+    offload = fsdp_setup.policies("fp32", offload=True)["offload_policy"]
+    assert type(offload).__name__ == "CPUOffloadPolicy"
+
+
+def test_units_and_which_of_them_are_freed_after_their_forward_pass():
+    """All but what the forward pass ends with, with which the backward pass begins; a tied weight is the root's."""
+    for model, expected in (
+        (equality.frozen(), {"embedding": True, "blocks.0": True, "blocks.1": True, "head": False, "": False}),
+        (equality.tied(), {"blocks.0": True, "blocks.1": True, "": False}),
+    ):
+        names = {module: name for name, module in model.named_modules()}
+        units = {names[unit]: freed for unit, freed in fsdp_setup.units_of(model).items()}
+        assert units == expected and list(units) == list(expected), "units, and whether they are freed"
 
 
 def zero2_buckets() -> list[int]:

@@ -4,7 +4,7 @@ said."""
 import pytest
 import torch
 
-from common.grading import engine, patterns
+from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.lab.ledger import LedgerEntry
 
@@ -108,7 +108,7 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("expected", "got", "told"), DIFFERENCES)
 def test_what_is_different_is_told(expected, got, told):
-    found = engine._difference(expected, got)
+    found = values.difference(expected, got)
     if told is None:
         assert found is None
     else:
@@ -121,7 +121,7 @@ EXERCISE = Exercise("sum", 3, "easy", lambda size: [], "a hint")
 
 def judged(ranks, pattern=lambda entries: None, expected=(5, 5)):
     case = ExerciseCase("the case", [(), ()], list(expected), pattern)
-    return engine._judge(EXERCISE, 2, [case], ranks)
+    return engine._judge(EXERCISE, 2, [case], ranks, "f")
 
 
 def returned(value=5, entries=(), changed=False) -> list[CallOutcome]:

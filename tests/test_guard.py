@@ -381,8 +381,7 @@ def test_a_correct_program_is_left_alone():
 
 
 def leftovers():
-    store = dist.distributed_c10d._get_default_store()
-    keys = []
+    store, keys = dist.distributed_c10d._get_default_store(), []
     for steps in (5, 50):
         with CheckCollectives():
             for step in range(steps):

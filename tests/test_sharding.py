@@ -231,7 +231,8 @@ def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
     for numbers, _ in found[1:]:
         torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)
     none, selective, full = (peak for _, peak in found)
-    assert none > 1.2 * selective and selective > 1.2 * full
+    peaks = f"activations with --recompute none {none:,}, selective {selective:,}, full {full:,} bytes"
+    assert none > 1.2 * selective and selective > 1.2 * full, f"{peaks}: each should be a fifth more than the next"
 
 
 @pytest.mark.parametrize("name, by_hand", [("fsdp", False), ("fsdp", True), ("zero2", True), ("zero1", True)])
@@ -244,7 +245,7 @@ def test_recomputation_drops_the_same_elements(name, by_hand):
 
 def test_offloading_changes_nothing():
     (offloaded, _), (expected, _) = launch(trained, 2, ("fsdp", False, [{"offload": True}, {}]))[0]
-    assert torch.equal(offloaded, expected)
+    assert torch.equal(offloaded, expected), f"losses and norms {offloaded.tolist()}, without {expected.tolist()}"
 
 
 def test_offloading_without_enough_memory(monkeypatch):

@@ -32,9 +32,9 @@ def is_finished(path, text):
 
 
 def fits_a_head(path, text):
-    """400 lines; more only for solutions.py, a list of short answers that nobody reads as one piece."""
-    lines = len(text.splitlines())
-    too_long = path.suffix == ".py" and path.name != "solutions.py" and lines > 400
+    """400 lines; more only for lists that nobody reads as one piece: short answers, planted mistakes."""
+    lines, listed = len(text.splitlines()), path.name == "solutions.py" or path.name.startswith("planted_")
+    too_long = path.suffix == ".py" and not listed and lines > 400
     return [f"has {lines} lines; agreed are 400"] if too_long else []
 
 

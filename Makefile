@@ -16,7 +16,7 @@ NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak bench clean
+.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak soak-faults bench clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -56,6 +56,10 @@ check: $(INSTALLED)
 
 soak: $(INSTALLED)
 	python tests/soak.py
+
+# Kill, stop and starve runs at random moments, and compare what comes out with undisturbed runs.
+soak-faults: $(INSTALLED)
+	python tests/soak_faults.py
 
 bench: $(INSTALLED)
 	python tests/bench.py

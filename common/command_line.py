@@ -267,12 +267,14 @@ def add(parser: Parser, title: str, items, about: str | None = None) -> None:
         else:
             choices = item.metadata["choices"] or None
             about += f" (default: {item.default})" if item.default != "" else ""
-            metavar = item.type.__name__.upper().replace("STR", "WORD")
+            bare = item.metadata["bare"]
+            metavar = "STEP|FOLDER" if bare else item.type.__name__.upper().replace("STR", "WORD")
             if choices and len(", ".join(choices)) > 40:
                 about = f"{', '.join(choices)}: {about}"
             elif choices:
                 metavar = None  # which shows them
-            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about)
+            more = {"nargs": "?", "const": bare} if bare else {}
+            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about, **more)
 
 
 def owners(table, option: str) -> list[str]:
@@ -339,8 +341,8 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
 
 def convert(where: str, value, item):
     """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
-    if item.type is bool and isinstance(value, bool):
-        return value
+    if isinstance(value, bool) and (item.type is bool or item.metadata["bare"]):
+        return value if item.type is bool else item.metadata["bare"] * value
     if item.type is str and isinstance(value, dict):  # "split-spec: {blocks.1: end}"
         value = ", ".join(f"{key}: {word}" for key, word in value.items())
     try:

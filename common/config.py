@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import UserError
 from common.installed import missing
 from common.mesh import AXES
-from common.options import NoOptions, flag, option
+from common.options import LATEST, NoOptions, flag, option
 from common.ranks import choose, environment
 from common.strategy import StrategyEntry
 
@@ -44,7 +44,11 @@ class Config:
     steps: int = option(250, "optimizer steps", at_least=1)
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
-    resume: bool = option(False, "go on from the newest checkpoint of --run-dir (default: of the newest run)")
+    keep: int = option(2, "newest checkpoints that are kept", at_least=1)
+    async_checkpoint: bool = option(False, "write checkpoints while training goes on, from a copy in host memory")
+    resume: str = option(
+        "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
     sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)

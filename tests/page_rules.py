@@ -43,7 +43,9 @@ SUFFIXES = (
 )  # fmt: skip
 # What a run leaves, what a reader makes, and what belongs to the machine.
 NOT_HERE = {
-    "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250.pt", "train.sbatch", "grades.csv", "options.yaml",
+    "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250/", "checkpoint-000150/",
+    ".checkpoint-000150.partial/", "manifest.json", "train.sbatch", "grades.csv",
+    "options.yaml",
     "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name", "doctor-report.txt", "shared/run", "../NN_name", "tokens/s", "network/benchmarks",
     "galvatron/profile_hardware/hardware_configs",

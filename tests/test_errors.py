@@ -195,13 +195,13 @@ def test_the_advice_is_for_the_virtual_environment_there_is(tmp_path, monkeypatc
 
 def test_advice_after_a_lost_rank_is_true(tmp_path):
     def advice(folder: Path) -> str:
-        return Run._how_to_go_on(SimpleNamespace(folder=str(folder)))
+        return Run._how_to_go_on(SimpleNamespace(path=folder))
 
     run = tmp_path / "run"
     assert advice(run) == f"go on with --resume --run-dir {run} if there is a checkpoint, else start again"
     run.mkdir()
     assert advice(run) == "start again (there is no checkpoint yet)"
-    (run / "checkpoint-000006.pt").touch()
+    (run / "checkpoint-000006").mkdir()
     assert advice(run) == f"go on with --resume --run-dir {run}"
 
 

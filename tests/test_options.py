@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import SMALL, configure, do_not_draw, numbers
 
+from common import manifest
 from common.config import shared
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
@@ -85,7 +86,7 @@ VARIANTS = {
     "precision": {"precision": "bf16", "steps": 1},
     "accumulation_steps": {"accumulation_steps": 3, "steps": 1},
     # of which each shows in something else
-    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True},
+    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True, "async_checkpoint": True},
 }
 
 
@@ -124,12 +125,14 @@ def shape_of(run, seen):
 
 
 def test_the_models_options_and_the_datas(tmp_path):
-    line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 3 --checkpoint-every 2 --log-every 1"
+    line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 5 --checkpoint-every 2 --log-every 1"
     config = configure(line, strategy="single", run_dir=tmp_path / "run")
-    ((seen,),) = launch(observe, 1, ([config], [shape_of]))
+    three = configure(f"{line} --keep 3", strategy="single", run_dir=tmp_path / "three")
+    ((seen, _),) = launch(observe, 1, ([config, three], [shape_of] * 2))
     assert seen["looked"] == (3, (8, 48), 6)
-    assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2]
-    assert sorted(path.name[11:17] for path in (tmp_path / "run").glob("*.pt")) == ["000002", "000003"]
+    assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2, 3, 4]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [4, 5]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "three")] == [2, 4, 5]
 
 
 def test_two_seeds_give_other_weights_and_other_data(tmp_path):
@@ -287,5 +290,5 @@ def test_every_option_is_tested():
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
         "run_dir", "task", "dataset", "data_dir", "download",
     }  # fmt: skip
-    here = {"steps", "checkpoint_every", "log_every", "layers", "width", "heads", "context", "batch_size"}
+    here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
     assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}

@@ -11,6 +11,8 @@ import pytest
 import torch
 from helpers import SMALL, configure, metrics, train
 
+from common import manifest
+from common.checkpoint import Writer
 from common.config import Config, shared
 from common.errors import UserError, one_line_errors
 from common.lab.launch import RankFailed, _ready_to_fork, launch
@@ -35,7 +37,7 @@ def begun(tmp_path, monkeypatch):
     def begin(name="runs/begun", **settings) -> Path:
         folder = Path(name)
         config = configure(run_dir=folder, **settings)
-        (folder / "checkpoint-000001.pt").touch()
+        (folder / "checkpoint-000001").mkdir()
         facts = {"config": config.settings(), "strategy": config.strategy}
         (folder / "config.json").write_text(json.dumps(facts))
         return folder
@@ -112,38 +114,38 @@ def test_the_newest_checkpoint_is_resumed(tmp_path):
     """Of those after steps 2 and 3."""
     folder = tmp_path / "run"
     assert launch(steps_begun, 1, (configure(run_dir=folder, steps=3, **TINY),)) == [[0]]
-    assert len(list(folder.glob("checkpoint-*.pt"))) == 2
+    assert [manifest.step_of(path) for path in manifest.checkpoints(folder)] == [2, 3]
     assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[3]], "steps done before"
     assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
 
 
 def killed_while_it_writes(config, after: int) -> int:
-    """Train, in a process of its own, until half of the checkpoint of step `after` is written; then SIGKILL. Returns
-    the exit code, negative for a signal."""
-    save = torch.save
+    """Train, in a process of its own, until the tensors of the checkpoint of step `after` are written; then SIGKILL.
+    Returns the exit code, negative for a signal."""
+    write_data = Writer.write_data
 
-    def half(state, file, *args, **kwargs):
-        save(state, file, *args, **kwargs)
-        if isinstance(state, dict) and state.get("step") == after:
-            os.truncate(file, os.path.getsize(file) // 2)
+    def half(writer, plan, planner):
+        written = write_data(writer, plan, planner)
+        if writer.about["step"] == after:
             os.kill(os.getpid(), signal.SIGKILL)
+        return written
 
     with _ready_to_fork():
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):
-                torch.save = half
+                Writer.write_data = half
                 train([config])
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_kill_inside_of_torch_save_leaves_the_checkpoint_before(tmp_path):
-    """The file that is being written is neither the newest checkpoint nor taken for one."""
+def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(tmp_path):
+    """The folder that is being written is neither the newest checkpoint nor taken for one."""
     folder = tmp_path / "run"
     assert killed_while_it_writes(configure(run_dir=folder, steps=3, **TINY), after=3) == -signal.SIGKILL
-    there = sorted(folder.glob("checkpoint-*.pt"))
-    assert [path.name for path in there] == ["checkpoint-000001.pt", "checkpoint-000002.pt"], "whole ones only"
+    there = [path.name for path in manifest.checkpoints(folder)]
+    assert there == ["checkpoint-000001", "checkpoint-000002"], "whole ones only"
     assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[2]]
     assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
 
@@ -176,7 +178,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_pa
     except RankFailed as failed:
         pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
     assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"
-    assert torch.load(tmp_path / "run" / "checkpoint-000003.pt", weights_only=True)["step"] == 3
+    assert manifest.read(tmp_path / "run" / "checkpoint-000003")[0]["step"] == 3
 
 
 @pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from forks import ranks_of, start, wait_for_step
 from helpers import TEXT, configure, metrics, numbers, train
 
+from common import manifest
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
@@ -59,8 +61,10 @@ def test_the_run_directory(tmp_path):
     config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
     launch(train, 2, ([config], True))
     folder = tmp_path / "run"
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["checkpoint-000002.pt", "checkpoint-000004.pt", "config.json", "loss.png", "metrics.jsonl"]
+    names = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    assert names == ["checkpoint-000002", "checkpoint-000004", "config.json", "loss.png", "metrics.jsonl"]
+    names = sorted(path.name for path in (folder / "checkpoint-000004").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
     facts = json.loads((folder / "config.json").read_text())
     assert facts["config"] == config.settings()
     assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
@@ -82,7 +86,7 @@ def test_resume_elsewhere_and_differently(tmp_path):
     then = configure(**TEXT | {"steps": 5}, strategy="single", accumulation_steps=3, run_dir=parts, resume=True)
     launch(train, 1, ([then],))
     # A checkpoint that is older than the metrics: the steps after it are done again, and stand there once.
-    (parts / "checkpoint-000005.pt").unlink()
+    shutil.rmtree(parts / "checkpoint-000005")
     last = configure(size=2, **TEXT | {"steps": 6}, strategy="ddp", by_hand=True, run_dir=parts, resume=True)
     launch(train, 2, ([last],))
     assert [record["step"] for record in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
@@ -206,7 +210,7 @@ def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
     assert "SIGKILL" not in errors, errors
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     done = metrics(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / "run" / f"checkpoint-{done:06d}.pt").exists() and (tmp_path / "run" / "loss.png").exists()
+    assert (tmp_path / "run" / f"checkpoint-{done:06d}").exists() and (tmp_path / "run" / "loss.png").exists()
     again = start("--resume", "--strategy=single", f"--steps={done + 1}", "--run-dir=run", cwd=tmp_path)
     _, errors = again.communicate(timeout=60)
     assert again.returncode == 0, errors
@@ -226,15 +230,21 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
     assert "RuntimeError" not in errors  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
-    newest = sorted((tmp_path / "run").glob("checkpoint-*.pt"))[-1]
-    assert torch.load(newest, weights_only=True)["step"] >= 2
+    newest = manifest.checkpoints(tmp_path / "run")[-1]
+    assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""
+
+
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """What there is of checkpoints, those that are being written included."""
+    found = [path for path in folder.glob("*checkpoint-*/*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
     """The first checkpoints fit, then there is no room: as on a full disk, writing fails, here at a size limit."""
     config = configure(**TEXT, strategy="single", run_dir=tmp_path / "run")
     launch(train, 1, ([config],))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("checkpoint-*.pt")}
+    before = checkpoint_files(tmp_path / "run")
     process = start(
         "--resume",
         "--steps=8",
@@ -245,9 +255,10 @@ def test_a_full_disk_loses_nothing(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2, errors
     line = errors.splitlines()[-1]
-    assert line.startswith("error: run directory run: ") and "--resume goes on from them" in line, errors
+    assert line.startswith("error: run/checkpoint-000006 cannot be written: "), errors
+    assert "--resume goes on from them" in line, errors
     assert "Traceback" not in errors
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.pt*")} == before
+    assert checkpoint_files(tmp_path / "run") == before
     process = start("--resume", "--steps=6", "--run-dir=run", cwd=tmp_path)
     assert process.wait(timeout=60) == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
@@ -267,21 +278,9 @@ def test_metrics_on_a_full_disk(tmp_path):
         run.log({"step": 1})
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    run = RunDirectory(in_folder(tmp_path), world_size=1)
-    path = run.save({"step": 1, "model": {}})
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(
-        UserError, match="checkpoint-000001.pt cannot be read .*; remove it to go on from the one before"
-    ):
-        run.load()
-
-
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    run = RunDirectory(in_folder(tmp_path), world_size=1)
     for step in (5, 10, 100, 1000):
-        run.save({"step": step})
-    assert [path.name for path in run.checkpoints()] == [
-        "checkpoint-000100.pt",
-        "checkpoint-001000.pt",
-    ], "the newest two"
+        (tmp_path / manifest.name_of(step)).mkdir()
+    RunDirectory(in_folder(tmp_path), world_size=1).keep_newest()
+    there = [path.name for path in manifest.checkpoints(tmp_path)]
+    assert there == ["checkpoint-000100", "checkpoint-001000"], "the newest two"

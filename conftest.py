@@ -1,6 +1,9 @@
 """When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. Measured
-numbers are masked before outputs are compared. And what the tests start on few cores runs as ranks of the course do."""
+numbers are masked before outputs are compared. A test that fails says how to run it again. And what the tests start on
+few cores runs as ranks of the course do."""
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ import pytest
 def pytest_configure(config):
     """From whichever folder nbval is started."""
     masks = Path(__file__).parent / "tests" / "sanitize.cfg"
-    config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
+    if config.pluginmanager.hasplugin("nbval"):
+        config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,9 +24,15 @@ def threads_finish():
     let_threads_finish()
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and hasattr(report.longrepr, "addsection"):
+        full = "FULL=1 " if os.environ.get("FULL") else ""
+        report.longrepr.addsection("run this case again", f"{full}python -m pytest {shlex.quote(item.nodeid)}")
     if item.path.suffix == ".ipynb" and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
         item.parent.failed = item.name
+    return report
 
 
 def pytest_runtest_setup(item):

@@ -42,8 +42,8 @@ class LastBackward:
     """Which trainable parameters of a model in DistributedDataParallel a step's last backward pass has reached.
 
     It averages gradients in that pass, and then `grad` is a part of one of its buckets (gradient_as_bucket_view=True).
-    A gradient that an earlier pass left, and this one does not add to, stays where it is, and this rank's own, without
-    a word.
+    Meanwhile the gradients of earlier passes lie beside the buckets, 4 bytes more for each parameter. One that an
+    earlier pass left, and this one does not add to, stays there, and is this rank's own, without a word.
     """
 
     def __init__(self, model):
@@ -55,5 +55,5 @@ class LastBackward:
 
     def require_all(self) -> None:
         """Raise UserError where it has left some out. Gradients were None when the step began."""
-        pairs = zip(self.trained, self.before, strict=True)
+        pairs, self.before = zip(self.trained, self.before, strict=True), None  # the optimizer wants their memory
         require_gradients(self.model, without={parameter for parameter, grad in pairs if parameter.grad is grad})

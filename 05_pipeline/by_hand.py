@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.collectives import all_reduce_together, global_norm
 from common.mesh import axis
 from common.model import cross_entropy
 from common.strategy import Strategy
@@ -45,13 +45,11 @@ class PipelineByHand(Strategy):
             self.device.type, enabled=precision == "fp16", process_group=self.pipeline.group
         )
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
-        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
         everyone = axis(mesh, "pipeline", "data").group
-        broadcast_module(model, everyone)  # ranks may have been seeded differently
         self.microbatches, self.schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(self.schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
-        self.stages = split.own_stages(model, self.schedule, self.pipeline, names, self.device)
+        self.stages = split.own_stages(model, self.schedule, self.pipeline, names, self.device, everyone=everyone)
         self.model = self.stages.model
         self.executor = self.make_executor(self.wrap_stages(self.stages.modules))
         self.optimizer = make_optimizer(self.model.parameters())

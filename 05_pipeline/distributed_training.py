@@ -6,7 +6,6 @@ PyTorch's schedules say which stage computes what when, and send activations and
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
-import torch
 import torch.distributed.pipelining as pp
 
 from common.mesh import make_mesh
@@ -46,8 +45,7 @@ class PipelineParallel(InStages):
         """Once through the pipeline with one of `batches` equal parts of the batch whose mean we want."""
         self.divisor, losses = self.microbatches * batches, []
         self.schedule.step(*self.for_first_stage(inputs), target=targets, losses=losses, return_outputs=False)
-        total = sum((loss.detach() for loss in losses), start=torch.zeros((), device=self.device))  # 0 elsewhere
-        return total / self.scaler.get_scale()
+        return sum(loss.detach() for loss in losses) / self.scaler.get_scale()
 
 
 def main(config):

@@ -60,7 +60,7 @@ class PipelineDDP(PipelineParallel):
         }
 
     def step(self, micro_batches):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # micro-batches add up in DDP's buckets, in place
         loss = torch.zeros((), device=self.device)
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
             for stage in self.own:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.collectives import broadcast_module
 from common.errors import UserError
 from common.model import cross_entropy
 from course.model_parallel.by_hand_layers import TIED, count, cut, layers_of
@@ -75,16 +76,21 @@ class OwnStages:
         return [replace(p, name=TIED[0], aliases=TIED[1:]) if p.name in TIED else p for p in parts]
 
 
-def own_stages(model, schedule, pipeline, spec="auto", device=None, context=contextlib.nullcontext) -> OwnStages:
+def own_stages(
+    model, schedule, pipeline, spec="auto", device=None, context=contextlib.nullcontext, everyone=None
+) -> OwnStages:
     """Cut a GPT into the stages of a schedule, and keep this rank's alone; only those are moved to the device.
 
-    model:    on the CPU or meta device, equal on all ranks. Its layers may have been cut by tensor parallelism
+    model:    on the CPU, equal on all ranks, where its layers may have been cut by tensor parallelism; or, with
+              `everyone`, as each rank of that group made it, and perhaps on the meta device
     schedule: without messages (schedules.py), for the ranks of the pipeline
     pipeline: the Axis of ranks that share the model
     spec:     as for stages_of, or the names that it gave. Several pipelines have to be cut alike: let stages_of measure
               over all of their ranks, before tensor parallelism cuts layers
     device:   by default the CPU
     context:  in which stages will compute, for measuring them
+    everyone: a process group, from whose rank 0 all weights are taken, layer by layer; so a rank that was given a model
+              without memory never has more of it than its stages and one layer
 
     Collective where embedding and output layer share a weight and where time is measured. Raises UserError.
     """
@@ -106,8 +112,18 @@ def own_stages(model, schedule, pipeline, spec="auto", device=None, context=cont
         ends = [dist.get_global_rank(pipeline.group, rank_of[end]) for end in (0, -1)]
         embedding_group = dist.new_group(ends, use_local_synchronization=True)  # made by these two alone
     here = {number: stage for number, stage in enumerate(names) if rank_of[number] == pipeline.rank}
-    for name in layers.keys() - {name for stage in here.values() for name in stage}:
-        model.set_submodule(name, nn.Identity())
+    own, words = {name for stage in here.values() for name in stage}, None
+    for name in list(layers):
+        if everyone is not None:
+            move(layers[name], torch.device("cpu"))
+            if tied and name == "embedding":
+                words = layers[name].tokens.weight
+            elif tied and name == "head":
+                layers[name].out.weight = words
+            broadcast_module(layers[name], everyone)  # ranks may have been seeded differently
+        if name not in own:
+            model.set_submodule(name, nn.Identity())
+            del layers[name]
     move(model, device)
     modules = {number: nn.Sequential(*(layers[name] for name in stage)) for number, stage in here.items()}
     return OwnStages(model, modules, names, rank_of, first, last, width, dtype, embedding_group)

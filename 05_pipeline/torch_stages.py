@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import broadcast_module, global_norm
+from common.collectives import global_norm
 from common.mesh import axis
 from common.model import cross_entropy
 from common.strategy import Strategy
@@ -36,12 +36,10 @@ class InStages(Strategy):
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=everyone)
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
-        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
-        broadcast_module(model, everyone)  # ranks may have been seeded differently
         self.microbatches, schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
-        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, self.device, everyone=everyone)
         self.model, recompute = self.stages.model, self.options.recompute == "full"
         modules = {n: InContext(layers, self.autocast, recompute) for n, layers in self.stages.modules.items()}
         self.modules = self.wrap_stages(modules)
@@ -61,7 +59,8 @@ class InStages(Strategy):
         return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)
 
     def from_last_stage(self, loss) -> torch.Tensor:
-        """What the last stage's rank has, on every rank of the pipeline."""
+        """What the last stage's rank has, on every rank of the pipeline. Elsewhere `loss` may be a plain 0."""
+        loss = loss if isinstance(loss, torch.Tensor) else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
         return loss
 

@@ -1,19 +1,25 @@
 """What fully_shard is told, and how parameters get to where it shards them."""
 
+from fnmatch import fnmatch
+
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel as tp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 
 from common.errors import UserError
 from common.mesh import axis
+from common.model import Attention
 from common.ranks import environment
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
 from course.fsdp import memory
 from course.fsdp.options import Budget
+from course.model_parallel.torch_tensor import PLAN
 
 
 def policies(precision: str, offload: bool) -> dict:
@@ -95,6 +101,25 @@ def materialise(unit: nn.Module, device: torch.device, group: dist.ProcessGroup)
         return there
 
     change_tensors(unit, change)
+
+
+def cut_unit(model: nn.Module, unit: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the weights of a unit of a GPT over the ranks of a mesh of one dimension, as apply_tensor_parallel (chapter
+    04) cuts those of a whole model: so that each unit can be sharded before the next one is moved to the device. What
+    has been cut with another unit stays as it is. Only fully_shard may come after it, which leaves each rank the
+    gradient of its own words. Collective."""
+    todo = {module for module in unit.modules() if not any(isinstance(p, DTensor) for p in module.parameters())}
+    names = [name for name, module in model.named_modules() if module in todo]
+    plan = {name: style for name in names for pattern, style in PLAN.items() if fnmatch(name, pattern)}
+    ends = [model.get_submodule(name) for name in ("embedding.tokens", "head.out") if name in plan]
+    tied = len(ends) == 2 and ends[0].weight is ends[1].weight
+    tp.parallelize_module(model, mesh, plan)
+    if tied:
+        ends[1].weight = ends[0].weight
+    for module in todo:
+        if isinstance(module, Attention):
+            module.heads //= mesh.size()
+    distribute_module(unit, mesh)  # norms, biases, positions: whole on every rank
 
 
 def average(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

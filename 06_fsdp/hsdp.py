@@ -13,7 +13,6 @@ from course.fsdp import fsdp_setup as setup
 from course.fsdp.distributed_training import FSDP
 from course.fsdp.options import Offload
 from course.model_parallel.by_hand_tensor import CutsWeights
-from course.model_parallel.torch_tensor import apply_tensor_parallel
 
 
 class HSDP(FSDP):
@@ -44,7 +43,7 @@ class TensorFSDP(FSDP):
         everyone = axis(mesh, "shard", "tensor").group
         for unit, reshard in setup.units_of(model).items():
             setup.materialise(unit, torch.device("cpu"), everyone)  # rank 0's weights, of which a rank keeps a part
-            apply_tensor_parallel(model, mesh["tensor"], unit)
+            setup.cut_unit(model, unit, mesh["tensor"])
             fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
-from common.collectives import broadcast_module, global_norm
+from common.collectives import global_norm
 from common.errors import UserError
 from common.mesh import AXES, axis, in_order, make_mesh
 from common.model import VOCABULARY, cross_entropy
@@ -25,7 +25,6 @@ from common.state import local_of
 from common.strategy import Strategy
 from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
-from course.model_parallel.torch_tensor import apply_tensor_parallel
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
@@ -81,8 +80,6 @@ class MeshParallel(Strategy):
         enabled = precision == "fp16"
         self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.everyone)
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
-        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
-        broadcast_module(model, self.everyone)  # ranks may have been seeded differently
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         how = {"mesh": mesh["data", "shard"], **setup.policies(precision, offload=False)}
         self.stages = None
@@ -92,8 +89,9 @@ class MeshParallel(Strategy):
             recompute_blocks(model, self.options.recompute)
             self.model = model
             for unit, reshard in setup.units_of(model).items():
+                setup.materialise(unit, torch.device("cpu"), self.everyone)  # rank 0's weights
                 if self.tensor.size > 1:
-                    apply_tensor_parallel(model, mesh["tensor"], unit)
+                    setup.cut_unit(model, unit, mesh["tensor"])
                 fully_shard(unit, reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -106,9 +104,9 @@ class MeshParallel(Strategy):
 
     def cut_into_stages(self, model, how, schedule, names):
         options = self.options
-        self.stages = split.own_stages(model, schedule, self.pipeline, names)
+        self.stages = split.own_stages(model, schedule, self.pipeline, names, everyone=self.everyone)
         if self.tensor.size > 1:
-            apply_tensor_parallel(model, self.mesh["tensor"], model)
+            setup.cut_unit(model, model, self.mesh["tensor"])
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():

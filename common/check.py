@@ -1,39 +1,32 @@
 """Check the exercises of a chapter.
 
-    python -m common.check 01_intro                    your exercises.py, as a table
-    python -m common.check 01_intro ring_shift         one exercise of it
-    python -m common.check --submission FILE           another file in its place
+    python -m common.check                             your exercises.py, as a table; which chapter, it sees
+    python -m common.check 01_intro ring_shift         one exercise of a chapter
+    python -m common.check --watch                     one exercise after the other, checked whenever you save
+    python -m common.check ring_shift --hint           a hint, and with --hint 2 the next
+    python -m common.check --submission FILE           another file in place of exercises.py
     python -m common.check --submission FILE_OR_FOLDER --csv    grade a class: a row for each submission
 
-In a notebook: `check.notebook(CHAPTER)`. Exit code: 0 if all is right, 1 if not, 2 if the command is wrong; with
---csv 0 once every submission has its row.
+In a notebook: `check.notebook(CHAPTER)`, and `check.hint(EXERCISE)`. Exit code: 0 if all is right, 1 if not, 2 if the
+command is wrong; with --csv 0 once every submission has its row.
 """
 
 import argparse
-import contextlib
-import csv
+import difflib
 import importlib
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
-
-# isort: split
-import psutil
-
 from common import ROOT
 from common.errors import UserError, one_line_errors
+from common.grading import classes
 from common.grading.engine import Exercise, Verdict, grade
-
-MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
+from common.grading.feedback import bar, explained, stages, table
 
 
 def chapters() -> list[str]:
@@ -44,55 +37,62 @@ def chapters() -> list[str]:
 def exercises_of(chapter: str) -> list[Exercise]:
     """A chapter's table. Raises UserError for a chapter that has none."""
     if chapter not in chapters():
-        raise UserError(f"no chapter {chapter!r} with exercises; there is {', '.join(chapters())}")
+        raise UserError(f"no chapter {chapter!r} with exercises; {meant(chapter, chapters())}")
     # The one import by a computed name: which chapter it is, the user says. Its name is that of the link in course/.
     package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
     return importlib.import_module(f"course.{package}.classroom.grading").EXERCISES
 
 
-def verdicts(chapter: str, file: Path | None = None, only: str | None = None) -> list[Verdict]:
-    """Judge the chapter's own exercises.py, or `file` in its place: all exercises, or the one named `only`."""
+def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
+    """All exercises of a chapter, or the one named `only`. Raises UserError where there is none of that name."""
     exercises = exercises_of(chapter)
     chosen = [exercise for exercise in exercises if only in (None, exercise.name)]
     if not chosen:
-        names = ", ".join(exercise.name for exercise in exercises)
-        raise UserError(f"no exercise {only!r} in {chapter}; there is {names}")
-    return grade([(exercise, exercise.name) for exercise in chosen], file or ROOT / chapter / "exercises.py")
+        raise UserError(f"no exercise {only!r} in {chapter}; {meant(only, [exercise.name for exercise in exercises])}")
+    return chosen
 
 
-def table(results: list[Verdict], drawings: bool = True) -> str:
-    """The verdicts as text: a line for each exercise, and below them what is wrong and a hint; with `drawings` also
-    what the answer does, drawn in text where the exercise has a drawing."""
-    width = max(len(result.exercise.name) for result in results)
-    lines = [f"{'exercise':{width}}  difficulty  {'status':13}  points"]
-    for result in results:
-        points = f"{result.points:>2} of {result.exercise.points}"
-        lines.append(f"{result.exercise.name:{width}}  {result.exercise.difficulty:10}  {result.status:13}  {points}")
-    total, possible = sum(result.points for result in results), sum(result.exercise.points for result in results)
-    lines.append(f"{'total':{width}}  {'':10}  {'':13}  {total:>2} of {possible}")
-    if results[0].status == "not graded":
-        return "\n".join([*lines, "", f"the file could not be used: {results[0].got}"])
-    for result in results:
-        if result.status == "wrong":
-            lines += ["", f"{result.exercise.name}: {result.where}"]
-            lines += [
-                f"  expected  {result.expected}",
-                f"  got       {result.got}",
-                f"  hint      {result.exercise.hint}",
-            ]
-            if drawings and result.drawing:
-                lines += ["", *(f"  {line}" for line in result.drawing.text.splitlines())]
-    following = next((result.exercise for result in results if result.status == "not attempted"), None)
-    if following:
-        lines += ["", f"next: {following.name} {following.difficulty}"]
-    return "\n".join(lines)
+def meant(name: str, known: list[str]) -> str:
+    """What there is, and what comes nearest to a name that is not there."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"there is {', '.join(known)}"
+
+
+def minutes_of(chapter: str) -> dict[str, str]:
+    """How many minutes each exercise allows, as the chapter's exercises.py says."""
+    text = (ROOT / chapter / "exercises.py").read_text(errors="replace")
+    found = [re.match(r"(\w+).*?up to (\d+) minutes", part, re.DOTALL) for part in re.split(r"^def ", text, flags=re.M)]
+    return {match[1]: match[2] for match in found if match}
+
+
+def verdicts(
+    chapter: str, file: Path | None = None, only: str | None = None, progress: Callable = lambda text: None
+) -> list[Verdict]:
+    """Judge the chapter's own exercises.py, or `file` in its place: all exercises, or the one named `only`."""
+    attempts = [(exercise, exercise.name) for exercise in chosen_from(chapter, only)]
+    return grade(attempts, file or ROOT / chapter / "exercises.py", progress=progress)
+
+
+# --- what a learner reads -------------------------------------------------------------------------------------
+
+
+def hint(name: str, stage: int = 1, chapter: str | None = None) -> None:
+    """Print the hint of an exercise up to a stage. Raises UserError for a name or a stage that is not there."""
+    (exercise,) = chosen_from(chapter or chapter_with(name), name)
+    there = stages(exercise)
+    if not 1 <= stage <= len(there):
+        raise UserError(f"--hint {stage}: the hint of {name} has {len(there)} stage(s)")
+    for number, text in enumerate(there[:stage], start=1):
+        print(f"hint {number} of {len(there)}: {text}")
+    if stage < len(there):
+        print(f"more: python -m common.check {name} --hint {stage + 1}")
 
 
 def notebook(chapter: str, *names: str) -> None:
     """Check the chapter's exercises.py as it is on disk now, print the table, and show what there is to see: of all
     exercises, or of those named."""
     results = [result for result in verdicts(chapter) if not names or result.exercise.name in names]
-    print(table(results, drawings=False))
+    print(table(results, drawings=False, minutes=minutes_of(chapter)))
     for result in results:
         if result.drawing:
             from common.lab.plotting import show  # imports matplotlib, which a terminal can do without
@@ -100,29 +100,75 @@ def notebook(chapter: str, *names: str) -> None:
             show(result.drawing.figure(), result.drawing.alt)
 
 
-# --- a class --------------------------------------------------------------------------------------------------
+# --- watching -------------------------------------------------------------------------------------------------
 
 
-def submissions(path: Path) -> dict[str, Path]:
-    """Name -> file. A file is one submission; in a folder each *.py is one, and each subfolder with its
-    exercises.py (which may be missing: then the row says so). Raises UserError if there is none."""
-    if path.is_file():
-        return {path.name: path}
-    if not path.is_dir():
-        raise UserError(f"--submission {path}: no such file or folder")
-    found = {}
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith((".", "_")):
-            continue
-        if entry.is_dir():
-            found[entry.name] = entry / "exercises.py"
-        elif entry.suffix == ".py":
-            found[entry.name] = entry
+def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | None = None) -> None:
+    """Check one exercise after the other, and the one that is not right again whenever `file` is saved.
+
+    wait(file, before): returns when the file is no longer as it was at `before`, its time of change; raises
+    KeyboardInterrupt to end
+    """
+    wait = wait or until_saved
+    exercises, right = chosen_from(chapter, only), set()
+    while True:
+        before = file.stat().st_mtime_ns
+        for exercise in exercises:
+            if exercise.name in right:
+                continue
+            (result,) = verdicts(chapter, file, exercise.name, progress=tell)
+            tell("")
+            if result.status != "right":
+                break
+            right.add(exercise.name)
+            print(f"{bar(len(right), len(exercises))}  {exercise.name} is right", flush=True)
         else:
-            print(f"note: {entry.name} is neither a .py file nor a folder, so it is not graded", file=sys.stderr)
-    if not found:
-        raise UserError(f"--submission {path}: no .py file and no subfolder in it")
-    return found
+            results = [v for exercise in exercises for v in verdicts(chapter, file, exercise.name)]
+            right = {result.exercise.name for result in results if result.status == "right"}
+            if len(right) == len(exercises):  # an edit may have broken what was right before
+                print(f"all right: {sum(exercise.points for exercise in exercises)} points")
+                return
+            continue
+        said = explained(result) if result.status == "wrong" else [f"{exercise.name}: {result.got or result.status}"]
+        allowed = minutes_of(chapter).get(exercise.name, "?")
+        head = f"{bar(len(right), len(exercises))}  now {exercise.name} {exercise.difficulty}, up to {allowed} minutes"
+        print("\n".join(["", head, *said, f"(waiting until you save {file.name}; Ctrl-C ends)"]), flush=True)
+        wait(file, before)
+
+
+def until_saved(file: Path, before: int) -> None:
+    while not file.exists() or file.stat().st_mtime_ns == before:
+        time.sleep(0.2)
+
+
+def tell(text: str) -> None:
+    """A line of progress on a terminal, which the next one takes the place of."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- which chapter --------------------------------------------------------------------------------------------
+
+
+def chapter_here() -> str:
+    """The chapter of the current folder; elsewhere the one whose exercises.py was saved last."""
+    here = Path.cwd().resolve()
+    inside = [chapter for chapter in chapters() if (ROOT / chapter) in (here, *here.parents)]
+    if inside:
+        return inside[0]
+    latest = max(chapters(), key=lambda chapter: (ROOT / chapter / "exercises.py").stat().st_mtime)
+    print(f"{latest}: its exercises.py was saved last (name another chapter to check that)", file=sys.stderr)
+    return latest
+
+
+def chapter_with(exercise: str) -> str:
+    """The chapter that has an exercise of this name. Raises UserError where none has."""
+    names = {item.name: chapter for chapter in chapters() for item in exercises_of(chapter)}
+    if exercise not in names:
+        nearest = difflib.get_close_matches(exercise, [*chapters(), *names], n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise UserError(f"no chapter and no exercise {exercise!r}; {hint}chapters: {', '.join(chapters())}")
+    return names[exercise]
 
 
 def chapter_of(files: list[Path]) -> str:
@@ -130,98 +176,6 @@ def chapter_of(files: list[Path]) -> str:
     text = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
     defined = set(re.findall(r"^def (\w+)", text, re.MULTILINE))
     return max(chapters(), key=lambda chapter: len(defined & {exercise.name for exercise in exercises_of(chapter)}))
-
-
-def grade_class(chapter: str, files: dict[str, Path], time_limit: float) -> None:
-    """Print a CSV row for each submission, as soon as it is graded."""
-    exercises = exercises_of(chapter)
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["submission", *(exercise.name for exercise in exercises), "points", "note"])
-    for name, file in files.items():
-        report = grade_apart(chapter, file, time_limit) if file.is_file() else "no exercises.py in this folder"
-        if isinstance(report, str):
-            row = [*(["not graded"] * len(exercises)), 0, report]
-        else:
-            row = [*report["statuses"], report["points"], report["note"]]
-        writer.writerow([name, *row])
-        sys.stdout.flush()
-
-
-def grade_apart(chapter: str, file: Path, time_limit: float) -> dict | str:
-    """Grade one submission in a process of its own, and leave none of its processes behind.
-
-    Returns the report of `_grade_into`, or the reason why there is none. The report travels in a file of its
-    own: whatever the submission prints goes nowhere.
-    """
-    with tempfile.TemporaryDirectory(prefix="submission-", ignore_cleanup_errors=True) as folder:
-        report, errors = Path(folder, "report.json"), Path(folder, "errors")
-        mark = uuid.uuid4().hex
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder, MARK: mark}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ beside somebody's submission
-        with errors.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "import sys; from common.check import _grade_into; _grade_into(*sys.argv[1:])"]
-                + [chapter, str(file.resolve()), str(report)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                env=environment,
-                cwd=folder,  # what a submission writes beside itself disappears with the folder
-                start_new_session=True,
-            )
-        try:
-            process.wait(time_limit)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {time_limit:g} s"
-        finally:
-            _kill(process, mark)
-        if report.exists():
-            return json.loads(report.read_text())
-        said = errors.read_text(errors="replace").strip().splitlines()
-        return f"grading ended with exit code {process.returncode}" + (f": {said[-1]}" if said else "")
-
-
-def _kill(process: subprocess.Popen, mark: str) -> None:
-    """End the process group at one blow, then whoever left it but still bears the mark; return when all are gone."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while (others := _marked(mark)) and time.monotonic() < deadline:
-        for other in others:
-            with contextlib.suppress(psutil.Error):
-                other.kill()
-        time.sleep(0.02)
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # already gone, or somebody else's
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
-
-
-def _grade_into(chapter: str, file: str, report: str) -> None:
-    """What the process of one submission does: write the statuses, the points and a note."""
-    results = verdicts(chapter, Path(file))
-    notes = [
-        f"{result.exercise.name}: {result.where}: expected {result.expected}, got {result.got}"
-        for result in results
-        if result.status == "wrong"
-    ]
-    if results[0].status == "not graded":
-        notes = [results[0].got]
-    content = {
-        "statuses": [result.status for result in results],
-        "points": sum(result.points for result in results),
-        "note": " ".join(" | ".join(notes).split()),  # on one line
-    }
-    Path(report).write_text(json.dumps(content))
 
 
 # --- command line ---------------------------------------------------------------------------------------------
@@ -234,13 +188,16 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     parser = _Parser("python -m common.check", description="Check the exercises of a chapter, or grade a class.")
-    parser.add_argument("chapter", nargs="?", help=f"one of: {', '.join(chapters())}")
-    parser.add_argument("exercise", nargs="?", help="check this one only")
+    parser.add_argument("chapter", nargs="?", help=f"one of: {', '.join(chapters())} (default: that of this folder)")
+    parser.add_argument("exercise", nargs="?", help="check this one only; its chapter can then be left out")
+    parser.add_argument("--watch", action="store_true", help="one exercise after the other, whenever you save")
+    parser.add_argument("--hint", type=int, nargs="?", const=1, metavar="STAGE", help="a hint on an exercise")
     parser.add_argument(
         "--submission", type=Path, metavar="FILE_OR_FOLDER",
         help="an exercises.py, or a folder of many; the chapter can then be left out",
     )  # fmt: skip
     parser.add_argument("--csv", action="store_true", help="a row for each submission, each in a process of its own")
+    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="with --csv: a page of feedback for each")
     parser.add_argument(
         "--time-limit", type=float, default=120.0, metavar="SECONDS",
         help="for each submission, with --csv (default 120)",
@@ -248,24 +205,45 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.csv and options.submission is None:
         raise UserError("--csv grades submissions: add --submission FILE_OR_FOLDER")
-    if options.csv and options.exercise:
-        raise UserError("--csv grades whole submissions: leave out the exercise")
-    if options.chapter is None and options.submission is None:
-        raise UserError(f"name a chapter: python -m common.check CHAPTER, one of {', '.join(chapters())}")
-    files = submissions(options.submission) if options.submission else {}
-    chapter = Path(options.chapter).name if options.chapter else chapter_of(list(files.values()))
+    if options.csv and (options.exercise or options.watch):
+        raise UserError("--csv grades whole submissions: leave out the exercise, and --watch")
+    if options.pages and not options.csv:
+        raise UserError("--pages belongs to --csv: add it, with --submission FOLDER")
+    only = options.exercise
+    files = classes.submissions(options.submission) if options.submission else {}
+    chapter = Path(options.chapter).name if options.chapter else None
+    if chapter is None:
+        chapter = chapter_of(list(files.values())) if files else chapter_here()
+    elif chapter not in chapters() and only is None and not chapter[0].isdigit():
+        chapter, only = chapter_with(chapter), chapter
     if options.csv:
-        grade_class(chapter, files, options.time_limit)
+        grade = classes.Grading(exercises_of(chapter), minutes_of(chapter), options.time_limit, options.pages)
+        grade.all(files)
+        return 0
+    if options.hint is not None:
+        if only is None:
+            raise UserError("--hint: name an exercise, as in python -m common.check ring_shift --hint")
+        hint(only, options.hint, chapter)
         return 0
     if options.submission and options.submission.is_dir():
         raise UserError("a folder of submissions is graded with --csv")
-    results = verdicts(chapter, options.submission and options.submission.resolve(), options.exercise)
-    print(table(results))
+    file = options.submission.resolve() if options.submission else ROOT / chapter / "exercises.py"
+    try:
+        if options.watch:
+            watch(chapter, file, only)
+            return 0
+        results = verdicts(chapter, file, only, progress=tell)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 1
+    tell("")
+    print(table(results, minutes=minutes_of(chapter)))
     return 0 if all(result.status == "right" for result in results) else 1
 
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that has no dots
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with one_line_errors():
         sys.exit(main())

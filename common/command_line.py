@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from common.config import Config, check, shared
+from common.did_you_mean import meant
 from common.errors import UserError
 from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
 from common.options import flag
@@ -26,21 +27,6 @@ from common.run_dir import claim, new_run_dir, saved_settings
 from common.strategy import StrategyEntry
 
 RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
-# What other programs call an option: for "did you mean".
-ELSEWHERE = {
-    "lr": ("learning_rate",),
-    "steps": ("max_steps", "epochs", "iterations", "num_steps", "max_iters"),
-    "width": ("hidden_size", "d_model", "n_embd", "embedding_size", "dim"),
-    "layers": ("n_layers", "n_layer", "num_layers", "num_hidden_layers", "depth"),
-    "heads": ("n_heads", "n_head", "num_heads", "num_attention_heads"),
-    "context": ("block_size", "sequence_length", "seq_len", "seq_length", "max_length"),
-    "accumulation_steps": ("gradient_accumulation_steps", "grad_accum", "grad_acc_steps"),
-    "batch_size": ("global_batch_size", "bs", "train_batch_size"),
-    "run_dir": ("output_dir", "out_dir", "save_dir", "log_dir"),
-    "precision": ("dtype", "bf16", "fp16", "amp", "mixed_precision"),
-    "microbatches": ("num_microbatches", "micro_batches", "n_microbatches"),
-    "recompute": ("activation_checkpointing", "gradient_checkpointing"),
-}
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
 ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume")
 
@@ -281,12 +267,14 @@ def add(parser: Parser, title: str, items, about: str | None = None) -> None:
         else:
             choices = item.metadata["choices"] or None
             about += f" (default: {item.default})" if item.default != "" else ""
-            metavar = item.type.__name__.upper().replace("STR", "WORD")
+            bare = item.metadata["bare"]
+            metavar = "STEP|FOLDER" if bare else item.type.__name__.upper().replace("STR", "WORD")
             if choices and len(", ".join(choices)) > 40:
                 about = f"{', '.join(choices)}: {about}"
             elif choices:
                 metavar = None  # which shows them
-            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about)
+            more = {"nargs": "?", "const": bare} if bare else {}
+            group.add_argument(flag(item.name), type=item.type, choices=choices, metavar=metavar, help=about, **more)
 
 
 def owners(table, option: str) -> list[str]:
@@ -307,12 +295,6 @@ def not_its_own(table, option: str, strategy: str, implementation: str) -> str |
         return None
     by_hand = " by hand" if implementation == "by-hand" else ""
     return f"{flag(option)} is an option of {', '.join(has)}, not of '{strategy}'{by_hand}; leave it out"
-
-
-def meant(name: str, known) -> str | None:
-    """The option that an unknown name most likely means: by what other programs call it, or by its letters."""
-    elsewhere = [option for option, names in ELSEWHERE.items() if name.lower() in names and option in known]
-    return next(iter(elsewhere + difflib.get_close_matches(name, known, n=1)), None)
 
 
 def refuse_unknown(table, word: str, strategy: str, implementation: str, Options) -> None:
@@ -359,8 +341,8 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
 
 def convert(where: str, value, item):
     """YAML reads 1e-3 as text and 1 as an integer; give an option the type that it has on the command line."""
-    if item.type is bool and isinstance(value, bool):
-        return value
+    if isinstance(value, bool) and (item.type is bool or item.metadata["bare"]):
+        return value if item.type is bool else item.metadata["bare"] * value
     if item.type is str and isinstance(value, dict):  # "split-spec: {blocks.1: end}"
         value = ", ".join(f"{key}: {word}" for key, word in value.items())
     try:
@@ -389,6 +371,9 @@ def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
         raise UserError(
             f"--resume: a resumed run keeps its settings, but got {told}; leave that out, or start a new run"
         )
+    if kept.get("lr_schedule") == "cosine" and values.get("steps", kept["steps"]) != kept["steps"]:
+        falls = f"--resume: this run's learning rate falls until its step {kept['steps']}"
+        raise UserError(f"{falls}, so --steps has to stay; leave it out")
     own = {item.name for item in shared()}
     taken = {n: v for n, v in kept.items() if n in known and n not in ANEW and (same_strategy or n in own)}
     taken |= {name: kept[name] for name in identity}

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import UserError
 from common.installed import missing
 from common.mesh import AXES
-from common.options import NoOptions, flag, option
+from common.options import LATEST, NoOptions, flag, option
 from common.ranks import choose, environment
 from common.strategy import StrategyEntry
 
@@ -27,7 +27,8 @@ class Config:
     GROUPS = {  # the first option of each group of --help
         "strategy": "how training is spread over the ranks",
         "steps": "the run",
-        "layers": "the model and its optimizer",
+        "layers": "the model",
+        "optimizer": "the optimizer",
         "task": "the data",
     }
 
@@ -43,15 +44,28 @@ class Config:
     steps: int = option(250, "optimizer steps", at_least=1)
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
-    resume: bool = option(False, "go on from the newest checkpoint of --run-dir (default: of the newest run)")
+    keep: int = option(2, "newest checkpoints that are kept", at_least=1)
+    async_checkpoint: bool = option(False, "write checkpoints while training goes on, from a copy in host memory")
+    resume: str = option(
+        "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
+    sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
     heads: int = option(4, "the GPT's attention heads; they divide the width", identity=True, at_least=1)
     precision: str = option("fp32", "of the forward pass", ("fp32", "bf16", "fp16"))
-    optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)
-    lr: float = option(2e-3, "learning rate, reached after a linear warm-up of 20 steps", identity=True)
     seed: int = option(0, "of the initial weights and of the order of the data", identity=True, at_least=0)
+    optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)
+    lr: float = option(2e-3, "learning rate, reached after a linear warm-up", identity=True)
+    warmup_steps: int = option(20, "steps of the warm-up", identity=True, at_least=0)
+    lr_schedule: str = option(
+        "constant", "after the warm-up; cosine: down to a tenth at --steps", ("constant", "cosine"), identity=True
+    )
+    weight_decay: float = option(0.1, "of adamw: a step takes this x lr of a weight away", identity=True, at_least=0)
+    beta1: float = option(0.9, "of adamw: how slowly the mean of gradients changes", identity=True, at_least=0)
+    beta2: float = option(0.95, "of adamw: the same, of squared gradients", identity=True, at_least=0)
+    max_norm: float = option(1.0, "the gradient's 2-norm is clipped to this; inf: not at all", identity=True)
     task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
     dataset: str = option(
@@ -106,6 +120,17 @@ def check(config: Config) -> None:
         raise UserError(f"--seed must be at most {2**31 - 1}, got {config.seed}")
     if not 0 < config.lr < float("inf"):
         raise UserError(f"--lr must be a positive number, got {config.lr}")
+    if not config.max_norm > 0:
+        raise UserError(f"--max-norm must be a positive number, or inf for no clipping; got {config.max_norm}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"--{name} must be at least 0 and less than 1, got {getattr(config, name)}")
+    for item in shared():
+        changed = item.name in ("weight_decay", "beta1", "beta2") and getattr(config, item.name) != item.default
+        if changed and config.optimizer == "sgd":
+            raise UserError(f"{flag(item.name)} belongs to --optimizer adamw; leave one of them out")
+    if config.sample and config.task != "text":
+        raise UserError("--sample is for --task text; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
     choose(config.device, config.backend, local_size)

@@ -1,14 +1,20 @@
 """Is this machine ready for the course?
 
     python -m common.doctor
+    python -m common.doctor --report
 
-prints a line per check, OK or FIX with what to do, and exits with 0 when there is nothing to fix, else with 1.
+prints a line per check, OK or FIX with what to do, and exits with 0 when there is nothing to fix, else with 1. With
+--report it also writes these lines, the versions, the machine and the last run into doctor-report.txt, without names
+and paths: what a bug report begins with.
 It is for installations that are broken: whatever may be missing is imported inside the check that needs it.
 """
 
+import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
+import platform
 import re
 import shutil
 import socket
@@ -29,6 +35,8 @@ def check_python():
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < (3, 10):  # noqa: UP036  this file runs where the course cannot
         raise Fix(f"{version} is too old: make a virtual environment with Python 3.10 or newer")
+    if (ROOT / ".venv").exists() and sys.prefix == sys.base_prefix:
+        raise Fix(f"{sys.executable} is not that of the virtual environment: source {ROOT / '.venv'}/bin/activate")
     return f"{version}, {sys.executable}"
 
 
@@ -72,6 +80,16 @@ def check_common():
     if Path(found).resolve().parent != ROOT / "common":
         raise Fix(f"comes from {Path(found).parent}, another checkout: pip install -e {ROOT}")
     return "installed from this checkout"
+
+
+def check_links():
+    broken = sorted(link.name for link in (ROOT / "course").iterdir() if link.suffix == "" and link.is_file())
+    if broken:
+        raise Fix(
+            f"course/{broken[0]} is a text file, where it should be a link: "
+            f"git config core.symlinks true, then git checkout -- course"
+        )
+    return "course/ has its links"
 
 
 def check_torchvision():
@@ -161,6 +179,24 @@ def check_cores():
     return f"{cores}; OMP_NUM_THREADS={threads}"
 
 
+def check_memory():
+    import psutil
+
+    free = psutil.virtual_memory().available / 1e9
+    if free < 2:
+        raise Fix(f"{free:.1f} GB are free, and two ranks with a notebook want 2: close what you do not need")
+    return f"{free:,.1f} GB free"
+
+
+def check_sandbox():
+    from common.grading.sandbox import available
+
+    missing = available()
+    if missing:
+        return f"none, for {missing}; only who grades a class needs one: apt install bubblewrap"
+    return "bubblewrap: submissions of a class are graded in it"
+
+
 def check_gpus():
     import torch
     import torch.distributed as dist
@@ -245,9 +281,11 @@ CHECKS = [
     check_python,
     check_packages,
     check_common,
+    check_links,
     check_torchvision,
     check_jupyter,
     check_cores,
+    check_memory,
     check_disk,
     check_gpus,
     check_loopback,
@@ -255,6 +293,7 @@ CHECKS = [
     check_port,
     check_store,
     check_gloo,
+    check_sandbox,
 ]
 
 
@@ -270,15 +309,67 @@ def examine(check):
         return "FIX", f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def main():
+# --- a report -------------------------------------------------------------------------------------------------
+
+
+def report(lines):
+    """What a bug report begins with: the checks, versions, machine and last run, without names and paths."""
+    versions = []
+    for name in sorted(pinned((ROOT / "requirements.txt").read_text())):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} is missing")
+    machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+    parts = {"checks": lines, "machine": [machine, platform.python_implementation()], "versions": versions}
+    parts["last run"] = last_run()
+    text = "\n\n".join(f"## {title}\n" + "\n".join(content) for title, content in parts.items())
+    return anonymous(f"# Report of python -m common.doctor\n\n{text}\n")
+
+
+def last_run():
+    """Settings and last metrics of the newest run under runs/, in lines."""
+    found = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        return ["none under runs/"]
+    try:
+        facts = json.loads(found[-1].read_text())
+        lines = [f"{key}: {value}" for key, value in facts.items() if key not in ("config", "launch")]
+        lines += [f"  {key}: {value}" for key, value in facts["config"].items() if not key.endswith("_dir")]
+        metrics = (found[-1].parent / "metrics.jsonl").read_text().splitlines()
+        return [*lines, f"last of {len(metrics)} steps: {metrics[-1] if metrics else 'none'}"]
+    except (OSError, ValueError, KeyError) as error:
+        return [f"cannot be read: {type(error).__name__}"]
+
+
+def anonymous(text):
+    """Without the names of the user and the machine, addresses, and paths."""
+    text = text.replace(str(ROOT), "COURSE").replace(str(Path.home()), "HOME")
+    text = re.sub(r"(?<![\w/])/(?:[^\s/:,;()'\"]+/)+[^\s/:,;()'\"]*", "PATH", text)
+    text = re.sub(r"\b(?!127\.)\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", text)
+    names = {socket.gethostname(), socket.getfqdn(), socket.gethostname().split(".")[0]} - {"localhost"}
+    names |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME")}
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}\b", "NAME", text)
+    return text
+
+
+def main(arguments=None):
     """Print a line per check; return how many have something to fix."""
-    to_fix = 0
+    parser = argparse.ArgumentParser("python -m common.doctor", description="Is this machine ready for the course?")
+    parser.add_argument("--report", action="store_true", help="also write doctor-report.txt, without names and paths")
+    options = parser.parse_args(arguments)
+    to_fix, lines = 0, []
     for check in CHECKS:
         verdict, text = examine(check)
         to_fix += verdict == "FIX"
         name = check.__name__[len("check_") :].replace("_", " ")
-        print(f"{verdict:<4} {name:<12}{text}", flush=True)
+        lines.append(f"{verdict:<4} {name:<12}{text}")
+        print(lines[-1], flush=True)
     print(f"{to_fix} to fix" if to_fix else "all OK")
+    if options.report:
+        Path("doctor-report.txt").write_text(report(lines))
+        print("written: doctor-report.txt; read it before you send it")
     return to_fix
 
 

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass, field
 
+LATEST = "latest"  # what --resume means without a value
 
-def option(default, help: str, choices: tuple = (), identity: bool = False, at_least=None):
+
+def option(default, help: str, choices: tuple = (), identity: bool = False, at_least=None, bare: str = ""):
     """A dataclass field that is an option: `batch_size: int = option(32, "examples")` is --batch-size on the command
     line and batch-size in a YAML file.
 
     choices:  the values that are allowed; () for all
     identity: it defines the numbers of a run, so a resumed run has to keep it
     at_least: the smallest number that is allowed
+    bare:     what it means where it is given without a value, as --resume may be
     """
-    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least}
+    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least, "bare": bare}
     return field(default=default, metadata=about)
 
 

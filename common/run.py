@@ -17,27 +17,29 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import data
-from common.config import Config
+from common import data, manifest
+from common.config import Config, shared
 from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
-from common.random_state import random_state, set_random_state
+from common.learning_rate import learning_rate
+from common.meter import Usage
+from common.options import flag
 from common.run_dir import RunDirectory
+from common.sample import sample
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
-
-WARM_UP = 20  # steps
 
 
 class Run:
     """Progress, stopping, metrics and checkpoints of one training run; entered on every rank.
 
-    Takes up the newest checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
+    Takes up a checkpoint where the run goes on. Leaving it normally closes the run directory; after Ctrl-C or
     SIGTERM it exits with code INTERRUPTED. Raises UserError for a batch that cannot be divided, a precision that the
     device does not have, a resumed run that has all its steps behind it, a run directory that cannot be written, a
     loss that is no number, and when another rank has died.
@@ -52,17 +54,22 @@ class Run:
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
+        self.meter = Usage(config, strategy.device) if self.main_rank else None
+        strategy.max_norm = config.max_norm
 
     def __enter__(self) -> "Run":
+        from common.checkpoint import Saver  # not at the top: it takes half a second, and not every command gets here
+
         config = self.config
-        self.done = self._resume()
-        if config.resume and self.done >= config.steps:
-            done = f"--resume: {self.folder} has its {self.done} steps behind it, so there is nothing to do"
+        self.done, self.saver = self._resume(), Saver(config.async_checkpoint)
+        if config.resume and not self.restarted and self.done >= config.steps:
+            done = f"--resume: {self.path} has its {self.done} steps behind it, so there is nothing to do"
             raise UserError(f"{done}; ask for more with --steps {2 * self.done}")
         if self.main_rank:
-            path = self.directory.path
-            tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {path}")
-            if self.done and not config.resume:
+            if self.directory.goes_on:
+                self.directory.forget_after(self.done)
+            tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
+            if self.restarted:
                 tell(f"restarted by torchrun: going on after step {self.done}")
             if self.size > 1 and config.entry and config.entry.sizes(config.implementation) == (1,):
                 alike = f"all {self.size} ranks train the same model on the same data"
@@ -78,8 +85,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop."""
         config, every = self.config, self.config.checkpoint_every
+        self.begin = time.perf_counter()  # a step lasts from one log to the next, but for writing checkpoints
         while self.done < config.steps:
-            self.begin = time.perf_counter()
             yield self.done
             if self.logged != self.done + 1:
                 raise RuntimeError(f"step {self.done} was not logged: call run.log in every step")
@@ -87,6 +94,7 @@ class Run:
             stopping = self._somebody_asked_to_stop()
             if stopping or self.done == config.steps or (every and self.done % every == 0):
                 self._save()
+                self.begin = time.perf_counter()
             if stopping:
                 break
 
@@ -97,8 +105,8 @@ class Run:
         return self.loaders.enter_context(contextlib.closing(batches))
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then constant: a function of the step alone, so that a resumed run may be made longer."""
-        return self.config.lr * min(1.0, (step + 1) / WARM_UP)
+        """Of step `step`, counted from 0."""
+        return learning_rate(self.config, step)
 
     def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Note what a step gave.
@@ -111,7 +119,8 @@ class Run:
         self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
         if loss.device.type == "cpu":
             self._read()  # there is nothing to wait for
-        self.waiting["step_seconds"] = time.perf_counter() - self.begin
+        now = time.perf_counter()
+        self.waiting["step_seconds"], self.begin = now - self.begin, now
         if loss.device.type == "cpu":
             self._write()
 
@@ -136,7 +145,7 @@ class Run:
         if self.main_rank:
             unit, done, steps = self.task.dataset.unit, record["step"], self.config.steps
             speed = self.per_step / record["step_seconds"]
-            self.directory.log({**record, f"{unit}_per_second": speed})
+            self.directory.log({**record, f"{unit}_per_second": speed, **self.meter(record["step_seconds"])})
             self.bar.update()
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
             if done % self.config.log_every == 0 or done == steps:
@@ -144,30 +153,57 @@ class Run:
 
     def _save(self) -> None:
         self._write()
-        state = self.strategy.full_state()
-        everybodys = [None] * self.size if self.main_rank else None
-        dist.gather_object(random_state(self.strategy.device), everybodys)
+        config, self.saved = self.config, self.path / manifest.name_of(self.done)
+        about = {
+            "step": self.done,
+            "examples": self.done * config.batch_size,
+            "settings": config.settings(),
+            "strategy": config.strategy,
+            "implementation": config.implementation,
+            "mesh": config.axes,
+        }
         if self.main_rank:
-            self.saved = self.directory.save({"step": self.done, "random": everybodys, **state})
+            self.directory.sync_metrics()
+        self.saver.save(self.saved, self.strategy, about)
+        if self.main_rank:
+            self.directory.keep_newest()
 
     def _resume(self) -> int:
-        """Take up the newest checkpoint, which rank 0 reads; the number of steps that it has behind it."""
+        """Take up the checkpoint that the run goes on from; the number of steps that it has behind it."""
         # Rank 0 knows: after a restart the nodes need not agree on how many there were.
-        box = [(self.directory.goes_on, str(self.directory.path)) if self.main_rank else None]
+        there = self.directory
+        box = [(there.path, there.restarted, there.checkpoints, there.insists) if self.main_rank else None]
         dist.broadcast_object_list(box, src=0)
-        goes_on, self.folder = box[0]
-        if not goes_on:
-            return 0
-        state = self.directory.load() if self.main_rank else {}
-        self.strategy.load_full_state(state)
-        box = [(state.get("step"), state.get("random", []))]
-        dist.broadcast_object_list(box, src=0)
-        step, everybodys = box[0]
-        if len(everybodys) == self.size:  # on another number of ranks no state belongs to a rank
-            set_random_state(everybodys[dist.get_rank()], self.strategy.device)
-        if self.main_rank:
-            self.directory.forget_after(step)
-        return step
+        self.path, self.restarted, candidates, insists = box[0]
+        for folder in candidates:
+            found: list = [None] * self.size
+            dist.all_gather_object(found, manifest.damage(folder, dist.get_rank(), self.size))
+            wrong = next(filter(None, found), None)
+            if wrong is None:
+                return self._take_up(folder)
+            if insists:
+                raise UserError(f"--resume: {wrong}; --resume alone takes the newest checkpoint that is whole")
+            if self.main_rank:
+                tell(f"{wrong}; trying the checkpoint before it")
+        if candidates:
+            raise UserError(f"--resume: no checkpoint in {self.path} is whole; start a new run")
+        return 0
+
+    def _take_up(self, folder: Path) -> int:
+        from common import checkpoint
+
+        about, _ = manifest.read(folder)
+        mine, its = self.config.settings(), about.get("settings", {})
+        for item in [*shared(), *fields(self.config.options)]:
+            if item.metadata["identity"] and item.name in its and its[item.name] != mine[item.name]:
+                raise UserError(
+                    f"--resume: {folder} was trained with {flag(item.name)} {its[item.name]}, and this run has "
+                    f"{mine[item.name]}"
+                )
+        # A first step differs from the next: DDP, for one, arranges its buckets anew after it, and then adds in another
+        # order. So this process does its first step now, and all that comes of it is overwritten.
+        self.strategy.step(self.task.micro_batches(0, self.strategy))
+        return checkpoint.load(folder, self.strategy)["step"]
 
     def _ask_to_stop(self, signum, frame) -> None:
         self.stop_asked = True
@@ -204,23 +240,37 @@ class Run:
             return
         if self.vote is not None:
             self.vote[1].wait()
+        self.saver.wait()
+        if self.config.sample and self.done == self.config.steps:
+            self._show_sample()
         if self.main_rank:
+            self.directory.keep_newest()
             self.directory.finish()
             if self.done < self.config.steps:
-                advice = f"go on with --resume --run-dir {self.directory.path}"
+                advice = f"go on with --resume --run-dir {self.path}"
                 line = f"stopped after step {self.done} with {self.saved}; {advice}"
                 tell(line)
                 repeat_below_torchrun(line)
             else:
-                tell(f"done: {self.directory.path}")
+                tell(f"done: {self.path}")
         if self.done < self.config.steps:
             sys.exit(INTERRUPTED)
 
+    def _show_sample(self) -> None:
+        """What the model wrote before training and writes now. Collective."""
+        state = self.strategy.full_state()
+        if self.main_rank:
+            model = self.task.make_model()
+            for when in ("before", "after"):
+                text = sample(model, self.config.context, self.config.sample)
+                tell(f"--- what the model writes {when} training:\n{text}")
+                model.load_state_dict(state["model"])
+
     def _how_to_go_on(self) -> str:
-        resume, again = f"go on with --resume --run-dir {self.folder}", "start again"
-        if not Path(self.folder).exists():  # rank 0 writes, and this may be another node
+        resume, again = f"go on with --resume --run-dir {self.path}", "start again"
+        if not Path(self.path).exists():  # rank 0 makes it, and this may be another node
             return f"{resume} if there is a checkpoint, else {again}"
-        return resume if list(Path(self.folder).glob("checkpoint-*.pt")) else f"{again} (there is no checkpoint yet)"
+        return resume if manifest.checkpoints(self.path) else f"{again} (there is no checkpoint yet)"
 
 
 def tell(text: str) -> None:

@@ -1,35 +1,55 @@
-"""The run directory: configuration, metrics, checkpoints, loss curve. Only rank 0 writes.
+"""The run directory: configuration, metrics, checkpoints, loss curve. Rank 0 writes all but checkpoints.
 
 config.json          every setting, with the strategy, the world size and the versions
 metrics.jsonl        one JSON object per optimizer step, flushed at each
-checkpoint-000150.pt the full state after 150 steps; the newest two are kept
+checkpoint-000150/   the state after 150 steps, in pieces (common/manifest.py); the newest are kept
 loss.png             the loss curve
+.lock                locked by rank 0 while it writes here
 """
 
 import contextlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from common import manifest
 from common.errors import UserError
+from common.lock import Lock
+from common.options import LATEST
 
 LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
-KEEP = 2  # if the newest checkpoint proves bad there is one before it
 
 
 class RunDirectory:
+    """Of rank 0.
+
+    goes_on:     a run that was begun in this folder goes on
+    restarted:   because torchrun has started its ranks again
+    checkpoints: those that it may go on from, the best first
+    insists:     the user named the one
+    """
+
     def __init__(self, config, world_size: int):
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
-        of a run that has a checkpoint already. Raises UserError where it cannot be written."""
-        self.path = Path(config.run_dir)
-        self.goes_on = config.resume or (restarts(self.path) and bool(self.checkpoints()))
+        of a run that has a checkpoint already. Raises UserError where it cannot be written, and where a living run
+        writes there."""
+        self.path, self.keep = Path(config.run_dir), config.keep
+        newest_first = manifest.checkpoints(self.path)[::-1]
+        self.restarted = restarts(self.path) and bool(newest_first)
+        self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
+        self.insists = not self.restarted and config.resume not in ("", LATEST)
+        self.checkpoints = [named(config.resume, self.path)] if self.insists else newest_first if self.goes_on else []
         with self.told():
             self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = Lock(self.path)
+            for left in manifest.unfinished(self.path):
+                shutil.rmtree(left)
             facts = {
                 "config": config.settings(),
                 "strategy": config.strategy,
@@ -49,11 +69,9 @@ class RunDirectory:
         """Failures of the disk become one line."""
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            whole = "a checkpoint could not be written whole, as on a full disk"
-            reason = error.strerror if isinstance(error, OSError) else whole
+        except OSError as error:
             raise UserError(
-                f"run directory {self.path}: {reason}; make room or name another with --run-dir "
+                f"run directory {self.path}: {error.strerror}; make room or name another with --run-dir "
                 f"(checkpoints written before are whole; --resume goes on from them)"
             ) from error
 
@@ -80,7 +98,7 @@ class RunDirectory:
         return [json.loads(line) for line in lines]
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of steps after `step`, which a resumed run is about to do again."""
+        """Drop metrics and checkpoints of steps after `step`, which a resumed run is about to do again."""
         kept = []
         for line in (self.path / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):  # a last line cut off by a full disk
@@ -89,29 +107,20 @@ class RunDirectory:
             self.metrics.close()
             self._replace("metrics.jsonl", lambda path: path.write_text("".join(line + "\n" for line in kept)))
             self.metrics = open(self.path / "metrics.jsonl", "a")
+            for later in manifest.checkpoints(self.path):
+                if manifest.step_of(later) > step:
+                    manifest.remove(later)
 
-    def save(self, state: dict) -> Path:
-        """Write a checkpoint of `state`, which has "step"; remove all but the newest ones."""
-        path = self.path / f"checkpoint-{state['step']:06d}.pt"
+    def sync_metrics(self) -> None:
+        """Before a checkpoint is written: whoever goes on from it wants the metrics before it."""
         with self.told():
-            self._replace(path.name, lambda beside: torch.save(state, beside))
-            for old in self.checkpoints()[:-KEEP]:
-                old.unlink()
-        return path
+            os.fsync(self.metrics.fileno())
 
-    def checkpoints(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.path.glob("checkpoint-*.pt"))
-
-    def load(self) -> dict:
-        """The newest checkpoint. Raises UserError where it cannot be read."""
-        path = self.checkpoints()[-1]
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises what pickle, zip and the system raise
-            raise UserError(
-                f"--resume: {path} cannot be read ({type(error).__name__}); remove it to go on from the one before"
-            ) from error
+    def keep_newest(self) -> None:
+        """Remove all but the newest checkpoints."""
+        with self.told():
+            for old in manifest.checkpoints(self.path)[: -self.keep]:
+                manifest.remove(old)
 
     def finish(self) -> None:
         """Close the metrics and draw the loss curve."""
@@ -120,6 +129,7 @@ class RunDirectory:
             records = self.records()
             if records:
                 self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))
+        self.lock.release()
 
 
 def loss_curve(records: list[dict]):
@@ -132,14 +142,46 @@ def loss_curve(records: list[dict]):
     return fig
 
 
+def resumes_in_place(resume: str, run: Path) -> bool:
+    """Is `resume`, the value of --resume, a checkpoint of the run in folder `run`?"""
+    return bool(resume) and (is_step(resume) or Path(resume).resolve().parent == run.resolve())
+
+
+def is_step(resume: str) -> bool:
+    """Does --resume name a checkpoint of the run directory, and not any folder?"""
+    return resume == LATEST or resume.isdecimal()
+
+
+def named(resume: str, run: Path) -> Path:
+    """The checkpoint that --resume names, by its step or its folder."""
+    return run / manifest.name_of(int(resume)) if resume.isdecimal() else Path(resume)
+
+
 def saved_settings(values: dict) -> dict:
     """The settings of the run that `values` ask to resume, with "run_dir". Raises UserError where there is none."""
+    resume = values["resume"]
+    if not is_step(resume):
+        if not Path(resume).is_dir():
+            raise UserError(f"--resume {resume}: no such folder; give a step or the folder of a checkpoint")
+        about, _ = manifest.read(Path(resume))
+        if "settings" not in about:
+            raise UserError(f"--resume: {resume} is no checkpoint of a run of this course")
+        return about["settings"] | {"run_dir": values.get("run_dir") or str(Path(resume).parent)}
     runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     folder = Path(values["run_dir"]) if values.get("run_dir") else runs[-1].parent if runs else None
     if folder is None:
         raise UserError("--resume: there is no run under runs/; name its folder with --run-dir")
-    if not (folder / "config.json").exists() or not list(folder.glob("checkpoint-*.pt")):
+    found = manifest.checkpoints(folder)
+    if not found and list(folder.glob("checkpoint-*.pt")):
+        raise UserError(
+            f"--resume: the checkpoints in {folder} are single files, as earlier versions of this course wrote them; "
+            f"this version reads folders only, so start a new run"
+        )
+    if not (folder / "config.json").exists() or not found:
         raise UserError(f"--resume: no checkpoint in {folder}; leave --resume out to start there")
+    if resume != LATEST and named(resume, folder) not in found:
+        there = ", ".join(str(manifest.step_of(path)) for path in found)
+        raise UserError(f"--resume {resume}: {folder} has no checkpoint of that step; it has {there}")
     return json.loads((folder / "config.json").read_text())["config"] | {"run_dir": str(folder)}
 
 
@@ -169,12 +211,13 @@ def new_run_dir(config) -> str:
     return str(Path("runs", f"{name}-{taken + 1}" if taken else name))
 
 
-def claim(folder: Path, resume: bool) -> None:
+def claim(folder: Path, resume: str) -> None:
     """Raise UserError unless a run can be written to `folder`."""
-    if (folder / "metrics.jsonl").exists() and not resume and not restarts(folder):
+    if (folder / "metrics.jsonl").exists() and not resumes_in_place(resume, folder) and not restarts(folder):
         raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        Lock(folder).release()
     except OSError as error:
         raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}; name another folder") from error

@@ -91,13 +91,12 @@ class Strategy:
         """On rank 0, model and optimizer as one process would hold them, by parameter name, on the CPU; {} on the
         other ranks. Collective."""
         parts = self.parts()
-        full = states.gather(parts, self.optimizer_state())
+        full, shared = states.gather(parts, self.optimizer_state()), self.global_state()
         trained = list(dict.fromkeys(full["state"])) or [part.name for part in parts if part.owner is not None]
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         if torch.distributed.get_rank() > 0:
             return {}
-        optimizer = {"state": full["state"], "param_groups": [group | {"params": trained}]}
-        return {"model": full["model"], "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        optimizer = {"state": full["state"], "param_groups": [shared["optimizer"] | {"params": trained}]}
+        return {"model": full["model"], "optimizer": optimizer, "scaler": shared["scaler"]}
 
     def load_full_state(self, state: dict) -> None:
         """Take up a state that `full_state` of any strategy gave, on any mesh. Collective; only rank 0's `state`
@@ -107,11 +106,22 @@ class Strategy:
         box = [state and (state["optimizer"]["param_groups"], state["scaler"])]
         torch.distributed.broadcast_object_list(box, src=0)
         groups, scaler = box[0]
-        for group in self.optimizer.param_groups:
-            group.update({key: value for key, value in groups[0].items() if key != "params"})
-        if scaler:
-            self.scaler.load_state_dict(scaler)
+        self.load_global_state({"optimizer": groups[0], "scaler": scaler})
         self.after_loading()
+
+    def global_state(self) -> dict:
+        """What all ranks have alike beside tensors: the optimizer's hyperparameters and the state of loss scaling."""
+        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        return {"optimizer": group, "scaler": self.scaler.state_dict()}
+
+    def load_global_state(self, state: dict) -> None:
+        """Take up what `global_state` of any strategy gave; JSON may have made lists of its tuples."""
+        for group in self.optimizer.param_groups:
+            for key, value in state["optimizer"].items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
 
     def after_loading(self) -> None:
         """What a strategy does when its parts have been written, such as gathering what it keeps whole."""

@@ -36,7 +36,8 @@ class Task:
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:
         if self.config.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.config.lr, momentum=0.9)
-        return torch.optim.AdamW(parameters, lr=self.config.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        c = self.config
+        return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
 
     def micro_batches(self, step: int, strategy: Strategy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What this rank reads in step `step`, counted from 0."""

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import sys
@@ -230,10 +231,12 @@ RUN = {"plan": run_plan, "estimate": run_estimate, "scoreboard": run_scoreboard,
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors():
+    with one_line_errors(), contextlib.suppress(BrokenPipeError):  # of `| head`, which has read enough
         args = read(sys.argv[1:] if argv is None else argv)
         RUN[args.command](args)
 
 
 if __name__ == "__main__":
     main()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()

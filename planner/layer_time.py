@@ -33,7 +33,8 @@ class Work:
 def rate(gpu: GPU, precision: str, constants: Constants) -> float:
     """FLOP/s of large products."""
     if precision == "float32":
-        return gpu.peak / 2 * gpu.achievable * constants.matmul  # TF32 has half of 16-bit's peak
+        half = 1 if gpu.name in ("cpu", "here") else 2  # TF32 has half of 16-bit's peak; a CPU's is that of float32
+        return gpu.peak / half * gpu.achievable * constants.matmul
     fast = constants.fp8 if precision == "fp8-mixed" and gpu.peak_fp8 else 1.0
     return gpu.peak * gpu.achievable * constants.matmul * fast
 

@@ -37,6 +37,8 @@ class Layout:
     overlap_gradients: gradients are reduced during the backward pass
     async_tensor: messages of tensor parallelism overlap with its products
     offload:     optimizer state and gradients in the host's memory, updated there
+    shard_context: ranks along "context" divide the state as well, as under torchtitan and Megatron-LM; in this course
+                 they copy it
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -56,6 +58,7 @@ class Layout:
     fused_loss: bool = False
     overlap_gradients: bool = True
     async_tensor: bool = False
+    shard_context: bool = True
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def size(self, axis: str) -> int:
@@ -99,7 +102,18 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks over which the state of what all of them use is divided, experts aside."""
-        return self.size("shard") * self.context * self.size("expert") if self.zero_stage else 1
+        context = self.context if self.shard_context else 1
+        return self.size("shard") * context * self.size("expert") if self.zero_stage else 1
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Axes along which gradients are summed by an all-reduce, and their sizes; several that are one group count as
+        "data"."""
+        if self.zero_stage:
+            found = {"data": self.size("data"), "context": 1 if self.shard_context else self.context}
+        else:
+            found = {"data": self.readers * self.context}
+        return {axis: size for axis, size in found.items() if size > 1}
 
     @property
     def recipe(self) -> str:
@@ -120,7 +134,8 @@ class Layout:
         if self.offload:
             stage += " with offload"
         plan = f", {self.schedule}" + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else "")
-        return f"{axes}{stage}{plan if self.pipeline > 1 else ''}, micro-batch {self.micro_batch}, {self.recompute}"
+        plan = plan if self.pipeline > 1 else ""
+        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}"
 
 
 def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) -> Layout:

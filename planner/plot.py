@@ -4,19 +4,18 @@ from planner.estimate import GIB, Estimate
 
 
 def picture(found: list[Estimate], path: str) -> None:
-    """Write a picture of these layouts: on the left what memory is for, on the right what time goes into."""
+    """Write a picture of these layouts: above what memory is for, below what time goes into."""
     import matplotlib.pyplot as plt
 
     from common.lab.plotting import PALETTE
 
-    fig, (left, right) = plt.subplots(1, 2, figsize=(13, 1.6 + 0.7 * len(found)), layout="constrained")
+    fig, axes = plt.subplots(2, 1, figsize=(13, 3 + 1.1 * len(found)), layout="constrained")
     labels = [f"{number}. {one.layout.describe()}" for number, one in enumerate(found, 1)]
     memory = [{name: size / GIB for name, size in one.memory.parts.items()} for one in found]
-    sides = (
-        (left, memory, "memory (GiB)", "{:.0f}"),
-        (right, [one.step.parts for one in found], "step (seconds)", "{:.2f}"),
-    )
-    for ax, parts, title, form in sides:
+    limit = found[0].cluster.gpu.memory / GIB
+    times = [one.step.parts for one in found]
+    sides = ((memory, "memory per GPU (GiB)", "{:.0f}"), (times, "step (seconds)", "{:.2f}"))
+    for ax, (parts, title, form) in zip(axes, sides, strict=True):
         names = list(dict.fromkeys(name for one in parts for name in one))
         ends = [0.0] * len(found)
         for number, name in enumerate(names):
@@ -26,13 +25,13 @@ def picture(found: list[Estimate], path: str) -> None:
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
         for row, end in enumerate(ends):
             ax.text(end, row, " " + form.format(end), va="center")
-        ax.set(xlabel=title, yticks=range(len(found)), xlim=(0, 1.15 * max(ends)))
-        ax.set_yticklabels(labels if ax is left else [])
+        most = max([*ends, limit] if parts is memory else ends)
+        ax.set(xlabel=title, yticks=range(len(found)), xlim=(0, 1.1 * most))
+        ax.set_yticklabels(labels, fontsize=9)
         ax.invert_yaxis()
-        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18 - 0.02 * len(found)), ncols=3)
-    left.axvline(found[0].cluster.gpu.memory / GIB, color="black", linestyle="--")
+        ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[0].axvline(limit, color="black", linestyle="--")
+    axes[0].text(limit, -0.6, f" {limit:.0f} GiB", va="bottom")
     fig.suptitle(f"{found[0].model.name} on {found[0].cluster.gpus} x {found[0].cluster.gpu.name}")
     fig.savefig(path, dpi=110)
     plt.close(fig)
-
-

@@ -13,6 +13,7 @@ from planner.layout import Layout
 from planner.models import Model
 
 LONGEST_PIPELINE = 64  # stages in all, of a pipeline that is looked at
+RECOMPUTE = ("none", "selective", "full")  # less memory and more time from one to the next
 KEPT_TOKENS = 2048  # at least so many of a sequence stay on a rank along "context"
 
 
@@ -80,7 +81,7 @@ def _with(model, cluster, axes, copies, own, base, offload) -> Iterator[Layout]:
         while own % micro == 0 and micro <= own and micro <= 32:
             many = own // micro
             for schedule, chunks in _schedules(model, pipeline, many):
-                for recompute in ("none", "selective", "full"):
+                for recompute in RECOMPUTE:
                     yield Layout(
                         mesh=mesh, micro_batch=micro, zero_stage=stage, schedule=schedule, stages_per_rank=chunks,
                         recompute=recompute, offload=offload, **base,
@@ -103,23 +104,29 @@ def _schedules(model: Model, pipeline: int, many: int) -> list[tuple[str, int]]:
 class Candidate:
     layout: Layout
     seconds: float
-    low: float
     expected: float
 
 
 def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str, constants: Constants,
                offload: bool = False) -> list[Candidate]:  # fmt: skip
-    """Each layout with its memory, and with its time where it could fit."""
+    """Each layout with its memory, and with its time where it could fit. Of those that differ in recomputation alone,
+    what recomputes more is left out where less of it fits, and what recomputes less where more of it is far too much.
+    """
     found = []
     room = cluster.gpu.memory
-    for layout in layouts(model, cluster, batch_size, sequence, precision, offload):
-        needed = memory.estimate(model, layout, constants)
-        host = needed.host * cluster.gpus_per_node > cluster.host_memory
-        if needed.low > 1.5 * room or host:
-            found.append(Candidate(layout, float("inf"), needed.low * (1e6 if host else 1), needed.expected))
+    every = layouts(model, cluster, batch_size, sequence, precision, offload)
+    for alike in zip(*[every] * len(RECOMPUTE), strict=True):
+        least = memory.estimate(model, alike[-1], constants)
+        host = least.host * cluster.gpus_per_node > cluster.host_memory
+        if least.low > 1.5 * room or host:
+            found.append(Candidate(alike[-1], float("inf"), float("inf") if host else least.expected))
             continue
-        seconds = time.estimate(model, cluster, layout, constants, quick=True).seconds
-        found.append(Candidate(layout, seconds, needed.low, needed.expected))
+        for layout in alike:
+            needed = least if layout is alike[-1] else memory.estimate(model, layout, constants)
+            seconds = time.estimate(model, cluster, layout, constants, quick=True).seconds
+            found.append(Candidate(layout, seconds, needed.expected))
+            if needed.expected <= room:
+                break
     return found
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.lab.wire_bytes import wire_bytes
-from planner import stages
+from common.axes import AXES
+from planner import stages, traffic
 from planner.constants import Constants
 from planner.hardware import Cluster
 from planner.layer_time import again, of_layer, product
@@ -51,20 +51,13 @@ def estimate(
     core = sum(share * one.core for one, share in kinds)
 
     # --- messages inside of a layer, of one micro-batch
-    links: dict[str, float] = {}
     m, p = layout.micro_batches, layout.pipeline
     inside_forward = inside_backward = 0.0
-    layers_here = model.layers / p
-
-    def send(axis: str, group_, operation: str, payload: float, times: float) -> float:
-        links[axis] = links.get(axis, 0.0) + times * wire_bytes(operation, payload, group_.size)
-        return group_.seconds(operation, payload)
-
     stream = layout.tokens * model.width * itemsize
-    passes = 1 + (layout.kept == "full") + 0.5 * (layout.kept == "every-second")
+    passes = traffic.forward_passes(layout)
     if layout.tensor > 1:
         along = group(cluster, layout, constants, "tensor")
-        one = send("tensor", along, "all_reduce", stream, 2 * (passes + 1) * layers_here * m)
+        one = along.seconds("all_reduce", stream)
         if layout.async_tensor:
             hidden = min(one, dense.products / 2)
             one -= constants.async_kept * hidden
@@ -73,13 +66,13 @@ def estimate(
     if layout.context > 1:
         along = group(cluster, layout, constants, "context")
         kv = 2 * layout.tokens * model.key * itemsize / layout.tensor * layout.context
-        one = send("context", along, "all_gather", kv, (passes + 2) * layers_here * m)
+        one = along.seconds("all_gather", kv)
         inside_forward += left_over(one, core, constants)
         inside_backward += left_over(2 * one, 2.5 * core, constants) + (passes - 1) * left_over(one, core, constants)
     if layout.size("expert") > 1:
         along = group(cluster, layout, constants, "expert")
         share = model.moe_layers / model.layers
-        one = send("expert", along, "all_to_all", stream * model.top_k, 2 * (passes + 1) * layers_here * share * m)
+        one = along.seconds("all_to_all", stream * model.top_k)
         inside_forward += 2 * one * share
         inside_backward += 2 * one * passes * share
 
@@ -111,7 +104,6 @@ def estimate(
     if p > 1:
         rest = layout.tensor if layout.sequence_parallel else 1
         sends = neighbour_seconds(cluster, layout, constants, stream / rest)
-        links["pipeline"] = 2 * m * layout.stages_per_rank * stream / rest
     ends, busy = stages.makespan(layout, times_f, times_b, sends, quick)
     waiting = max(0.0, ends - busy)
 
@@ -121,9 +113,6 @@ def estimate(
     last_backward = (sum(times_b) / p) if layout.overlap_gradients else 0.0
     total_bytes = own * message + own_experts * message
     if layout.zero_stage == 3 and layout.shards > 1:
-        repeats = 1 if p > 1 else m
-        links["shard"] = repeats * (layout.shards - 1) / layout.shards * (own + own_experts) * (
-            (1 if p > 1 else 2) * itemsize + message)  # fmt: skip
         if p > 1:
             units = max(counts) * layout.stages_per_rank
             once += left_over(units * gather, sum(times_f) / p, constants)
@@ -141,13 +130,13 @@ def estimate(
         collect = sharded.seconds("all_gather", (own + own_experts) * itemsize)
         once += left_over(reduce, repeats * last_backward, constants) + left_over(
             collect, sum(times_f) / p if layout.overlap_gradients else 0.0, constants)  # fmt: skip
-        links["shard"] = (layout.shards - 1) / layout.shards * (repeats * total_bytes + (own + own_experts) * itemsize)
-    copies = ("data",) if layout.zero_stage else ("data", "shard", "context", "expert")
-    replicas = group(cluster, layout, constants, *copies)
-    if replicas.size > 1:
+    if model.tied and p > 1:
+        once += neighbour_seconds(cluster, layout, constants, model.embedding_parameters / layout.tensor * message)
+    for axis in layout.copies:
+        replicas = group(cluster, layout, constants, *((axis,) if layout.zero_stage else AXES[1:-1]))
         payload = total_bytes / layout.shards if layout.zero_stage >= 2 else total_bytes
-        once += left_over(send("data", replicas, "all_reduce", payload, 1), last_backward, constants)
-    kept_here = own / layout.shards + own_experts / (layout.size("shard") * layout.context if layout.zero_stage else 1)
+        once += left_over(replicas.seconds("all_reduce", payload), last_backward, constants)
+    kept_here = own / layout.shards + own_experts / (layout.shards / layout.size("expert") if layout.zero_stage else 1)
     if layout.offload:
         # Gradients to the host, parameters back; AdamW there reads and writes 28 bytes a parameter (and 2 of a copy).
         crossings = message + itemsize
@@ -155,7 +144,6 @@ def estimate(
             crossings += itemsize * (2 * m - 1 if p == 1 else 0)
         optimizer = kept_here * crossings / gpu.pcie
         optimizer += kept_here * 30 * cluster.gpus_per_node / cluster.host
-        links["host"] = kept_here * crossings
     else:
         # AdamW reads parameter, gradient and two moments, and writes all but the gradient; clipping reads and writes
         # the gradient.
@@ -165,7 +153,7 @@ def estimate(
     parts = {"work": work, "messages in layers": busy - work, "bubble": waiting, "messages of state": once,
              "optimizer": optimizer}  # fmt: skip
     seconds = sum(parts.values())
-    return StepTime(parts, seconds, waiting / seconds, once + busy - work, {k: v for k, v in links.items() if v})
+    return StepTime(parts, seconds, waiting / seconds, once + busy - work, {} if quick else traffic.sent(model, layout))
 
 
 def max_inside(layout: Layout, counts: tuple[int, ...], one: float) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from helpers import launcher
 from torch.distributed.run import get_args_parser
 
-from common import ROOT, check
+from common import ROOT, check, doctor
 from common.command_line import full_parser, parse
 from common.errors import UserError
 from course.strategies import BY_AXES, STRATEGIES
@@ -95,7 +95,7 @@ def own_options() -> dict[str, set[str]]:
     kinds = [(name, kind.Options) for name, entry in STRATEGIES.items() for kind in entry().implementations.values()]
     scripts = set().union(*(options_of(full_parser(STRATEGIES, *kind)) for kind in kinds))
     plans = set().union(*(options_of(command) for command in planner_parser()[1].values()))
-    own = {"common.check": help_of(check.main), "common.doctor": set(), "planner": plans}
+    own = {"common.check": help_of(check.main), "common.doctor": help_of(doctor.main), "planner": plans}
     return {"distributed_training.py": scripts, **own}
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import psutil
 import torch.distributed.run
-from helpers import FULL, LAUNCHER
+from helpers import FULL, LAUNCHER, TEXT
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from common import ROOT
 from common.lab.launch import _ready_to_fork
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
@@ -145,3 +146,21 @@ def _torchrun(arguments: list[str]) -> None:
 def ranks_of(process: Fork | subprocess.Popen) -> list[psutil.Process]:
     """The ranks below a torchrun, in order: it starts one after the other."""
     return sorted(psutil.Process(process.pid).children(), key=lambda rank: (rank.create_time(), rank.pid))
+
+
+def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen | Fork:
+    """Start the front door with the settings TEXT, under torchrun for nproc > 0."""
+    script = ROOT / "distributed_training.py"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
+    if not nproc:
+        return Fork(script, *arguments, cwd=cwd, **options)
+    return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    end = time.time() + 60
+    while time.time() < end:
+        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within a minute")

@@ -8,8 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 from common import run_dir
+from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config
 from course.strategies import BY_AXES, STRATEGIES
@@ -17,6 +19,7 @@ from course.strategies import BY_AXES, STRATEGIES
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FULL = bool(os.environ.get("FULL"))  # make test-all: every case, and every script in a process of its own
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
+TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}  # a run of it
 
 
 @contextmanager
@@ -63,6 +66,11 @@ def train(configs: list[Config], draw: bool = False) -> None:
         do_not_draw()
     for config in configs:
         config.entry.main(config)
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint: "model.NAME" and "optimizer.NAME.KEY"."""
+    return {name: value for name, value in whole_tensors(folder, "").items() if not name.startswith("random.")}
 
 
 def metrics(folder: Path) -> list[dict]:

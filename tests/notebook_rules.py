@@ -1,6 +1,7 @@
 """What every notebook keeps to: rules from a notebook and its path to what is wrong.
 
-tests/test_notebooks.py applies them, and shows that each refuses a planted mistake.
+tests/test_notebooks.py applies them, and shows that each refuses a planted mistake. The rule for numbers in the prose
+stands in number_rules.py.
 """
 
 import ast
@@ -13,9 +14,7 @@ from links import dead_links
 
 # What pages still owe, to be paid when they are rewritten. Entries become fewer, and none is added: a page that has
 # paid must leave the list.
-OVERLONG = set()  # over 90 minutes of reading: to be split
 UNCOMPARED = {}  # cells, each with its reason
-UNPROVED = {}  # numbers of the prose that no cell prints, and nobody is cited for
 VERDICTS = {  # how often an output is a bare True or False
     "01_intro/01_why_distribute.ipynb": 18,
     "01_intro/02_collectives.ipynb": 9,
@@ -140,6 +139,8 @@ def stores_no_warnings(notebook, path):
 
 def says_nothing_of_its_machine(notebook, path):
     for cell in code(notebook):
+        if "execution" in cell.metadata:
+            yield f"{name(cell)} stores when it was run (make notebooks does not)"
         for text in output_texts(cell):
             found = re.search(r"(?<![\w.:/])(?:/[\w.+-]+){2,}|\b[A-Z]:\\\w+|\bfile://", text)
             if found:
@@ -261,10 +262,6 @@ def words(notebook):
 
 def promises_its_time(notebook, path):
     """Reading takes a minute for 150 words or 8 lines of code; over 90 minutes is two pages."""
-    if key(path) in OVERLONG:
-        if reading_minutes(notebook) <= 90:
-            yield "it is short enough by now: take it out of OVERLONG"
-        return
     minutes = 5 * round(reading_minutes(notebook) / 5)
     promise = re.search(r"^\*\*Time:\*\* (\d+) minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE)
     if not promise:
@@ -307,70 +304,6 @@ def keeps_the_solutions_to_itself(notebook, path):
             yield f"{name(cell)} uses the solutions, which an instructor may leave out"
 
 
-# --- numbers in prose -----------------------------------------------------------------------------------------
-
-NUMBER = re.compile(r"(?<![\w.,^_/#:-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w^]|[.,]\d|:\d)")
-# "section 3.1", "torch 2.13", "chapters 03 and 04": places and versions, not quantities.
-PLACE = re.compile(
-    r"\b(?:sections?|tables?|figures?|chapters?|notebooks?|exercises?|versions?|torch|PyTorch|CUDA|NCCL|Python)"
-    r"(?: [\d, ]+(?:and|to|or))?\W*$",
-    re.IGNORECASE,
-)
-CITED = re.compile(r"https?:|\b(?:19|20)\d\d\b|\[\d+\](?!\()")  # by a link, as "(Kaplan et al. 2020)", or as "[2]"
-
-
-def numbers_of_the_prose_are_computed_or_cited(notebook, path):
-    """A number of two digits or more is in some cell's code or output, rounded at most, or its sentence cites.
-
-    Where the sentence links to another notebook, that one's numbers count as well.
-    """
-    known, owed, missing = numbers_of_the_code(notebook), UNPROVED.get(key(path), set()), set()
-    for cell, word, percent, sentence in numbers_of_the_prose(notebook):
-        others = [path.parent / other for other in re.findall(r"\]\(([^)#:]+\.ipynb)", sentence)]
-        there = [numbers_of_the_code(nbformat.read(other, as_version=4)) for other in others if other.exists()]
-        if not is_among(known.union(*there), word, percent):
-            missing.add(word)
-            if word not in owed:
-                yield f"{name(cell)} says {word}, which no cell prints, and which is not cited: {sentence[:150]}"
-    yield from (f"{word} is proved by now: take it out of UNPROVED" for word in owed - missing)
-
-
-def numbers_of_the_code(notebook):
-    texts = [text for cell in code(notebook) for text in (cell.source, *output_texts(cell))]
-    found = re.findall(r"\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?", "\n".join(texts))
-    return {float(number.replace(",", "").replace("_", "")) for number in found}
-
-
-def numbers_of_the_prose(notebook):
-    heading = ""
-    for cell in markdown(notebook):
-        text = re.sub(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]+\$|<[^>]*>", " ", cell.source, flags=re.DOTALL)
-        text = re.sub(r"^\*\*Time:\*\* \d+", "", text, flags=re.MULTILINE)
-        for paragraph in re.split(r"\n\s*\n|\n(?=\* |\d+\. |\||#)", text):
-            heading = paragraph if paragraph.startswith("#") else heading
-            if paragraph == heading or re.search("Exercises|References", heading.partition("\n")[0]):
-                continue
-            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z*(\[])", paragraph):
-                if CITED.search(sentence):
-                    continue
-                bare = re.sub(r"\]\([^)]*\)", " ", sentence)
-                for number in NUMBER.finditer(bare):
-                    percent = bool(re.match(r"\s*(?:%|percent)", bare[number.end() :]))
-                    digits = len(re.sub(r"\D", "", number[0]).strip("0"))
-                    if not PLACE.search(bare[: number.start()]) and (digits > 1 or re.search(r"[.,]", number[0])):
-                        yield cell, number[0], percent, " ".join(sentence.split())
-
-
-def is_among(known, word, percent):
-    """Whether some number is `word` when rounded to as many digits, perhaps in thousands, millions or as a share."""
-    value, decimals = float(word.replace(",", "")), len(word.partition(".")[2])
-    for number, scale in itertools.product(known, (1, 100) if percent else (1, 1e-3, 1e3, 1e-6, 1e6, 1e-9, 1e9)):
-        rounds = decimals or scale != 1 or number != int(number)  # a whole number is not rounded to another
-        if abs(number * scale - value) <= (0.5 * 10**-decimals if rounds else 0) + 1e-9 * value:
-            return True
-    return False
-
-
 RULES = [
     is_valid,
     was_run_in_order,
@@ -388,5 +321,4 @@ RULES = [
     shows_what_it_announces,
     has_links_that_lead_somewhere,
     keeps_the_solutions_to_itself,
-    numbers_of_the_prose_are_computed_or_cited,
 ]

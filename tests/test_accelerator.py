@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, SAYS, UNCHECKED, VOCABULARY, WIDTH, Case, Sizes, settings
+from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, UNCHECKED, VOCABULARY, WIDTH, Case, settings, sizes
 from helpers import FULL
 
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
 from common.task import Task
 from course.strategies import STRATEGIES
+from planner.strategies import SAYS
 
 # How often the host waits for the device for each micro-batch; where nothing is said, never.
 WAITS = {
@@ -41,7 +42,7 @@ FP16 = {
 # Functions that send tensors of the CPU, and why; only in construction.
 FROM_CPU = {
     "broadcast_module": "the model is on the CPU until a rank has cut its own part out of it",
-    "change": "so it is in tensor+fsdp, whose weights fsdp_setup.materialise sends",
+    "change": "so is a unit, whose weights fsdp_setup.materialise sends, where it is cut and then sharded",
     "same_on_all_ranks": "names and shapes of the parameters, as objects",
 }
 
@@ -102,10 +103,10 @@ PLANTED = {
             "hsdp.py",
             "__init__",
             "for unit, reshard in setup.units_of(model).items():",
-            'apply_tensor_parallel(model, mesh["tensor"])\n'
+            'setup.cut_unit(model, model, mesh["tensor"])\n'
             "        for unit, reshard in setup.units_of(model).items():\n            continue",
         ),
-        r"^construction: more than .* bytes .* on gpu:0 at torch_tensor\.py:\d+ apply_tensor_parallel",
+        r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
     "gradients_stay_whole": (
         ("zero2", "by-hand"),
@@ -149,12 +150,12 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
         extra["devices"] = gpus
     time = CONTEXT if case.strategy in ("context", "ulysses", "sequence") else 1
     examples = getattr(config.options, "microbatches", 1 if time > 1 else case.size)
-    says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](Sizes(case))]
+    says = [max(moments, key=lambda said: sum(said.values())) for moments in SAYS[case.who](sizes(case))]
     says, more = [*says, says[1]], small(config, examples * time)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(data_parallel, "devices_of", lambda mesh: gpus))
         mesh, watch = stack.enter_context(pretend(config.axes, rank, size, devices, (1, time, WIDTH)))
-        with torch.device("meta" if chapter == "06_fsdp" and rank > 0 else "cpu"):
+        with torch.device("meta" if cls.from_meta and rank > 0 else "cpu"):
             model = cls.make_model(config)
         phases = [watch.begin("construction", says[0] | {"single numbers": 1024})]
         strategy = cls(model, Task(None, config).make_optimizer, mesh, config.options, precision, **extra)
@@ -176,7 +177,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
 @pytest.fixture(scope="module")
 def elsewhere():
     """Calls a function in one process for all of these tests, since they change PyTorch for good."""
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("fork")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
         yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
 
@@ -236,7 +237,7 @@ def test_each_kind_of_wait_is_counted(elsewhere):
 
 
 def test_bytes_are_those_of_living_storages(elsewhere):
-    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360]
+    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360], "bytes alive"
 
 
 def test_every_strategy_is_examined():

@@ -13,6 +13,7 @@ from forks import Fork
 
 from common import check
 from common.errors import UserError
+from common.grading import classes, sandbox
 from common.grading import engine as grading
 from course.data_parallel.classroom import bugs as data_parallel
 from course.ddp.classroom import bugs as ddp
@@ -40,7 +41,8 @@ def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
     exercises = check.exercises_of(chapter)
     for line, exercise in zip(lines[1:], exercises, strict=False):
         assert line.startswith(exercise.name) and "not attempted" in line and line.endswith(f" 0 of {exercise.points}")
-    assert lines[len(exercises) + 1].split() == ["total", "0", "of", str(sum(e.points for e in exercises))]
+    total = f"total 0 of {len(exercises)} right 0 of {sum(e.points for e in exercises)}"
+    assert lines[len(exercises) + 1].split() == total.split()
 
 
 @pytest.mark.parametrize("chapter", check.chapters())
@@ -69,7 +71,8 @@ def test_wrong_answers_are_refused_for_the_right_reason(chapter, monkeypatch):
             said = f"{verdict.status} {verdict.where}: expected {verdict.expected}, got {verdict.got}"
             said = said.replace("no answer for 3 s", patience)
             if verdict.status != "wrong" or reason not in said:
-                mistaken.append(f"{name}: {said}")
+                wanted = f"should be refused with {reason!r}, and is"
+                mistaken.append(f"{name}: {wanted} {'accepted' if verdict.status == 'right' else said}")
     assert not mistaken, "\n".join(mistaken)
 
 
@@ -124,13 +127,23 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
         tmp_path,
         half=RING_SHIFT + "def global_mean(values):\n    print('mean', len(values))\n    return values.mean()\n",
     )
-    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1
+    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1, "the exit code where something is wrong"
     output = capfd.readouterr().out
-    assert re.search(r"ring_shift +●○○○○ +right +1 of 1\n", output)
-    assert re.search(r"global_mean +●○○○○ +wrong +0 of 1\n", output)
-    assert "[rank 1] mean 3\n" in output  # a learner may look at values by printing them
-    assert "global_mean: world size 2, 1, 3 values on the ranks, rank 0\n  expected  15.25\n  got       1\n" in output
-    assert "  hint      A mean of means" in output
+    assert "ring_shift " in output, "a file is taken for one of the chapter whose exercises it defines"
+    assert re.search(r"ring_shift +●○○○○ +10 +right +1 of 1\n", output)
+    assert re.search(r"global_mean +●○○○○ +10 +wrong +0 of 1\n", output)
+    assert re.search(r"total +1 of 9 right +1 of 20\n", output)
+    told = """
+global_mean: world size 2, 1, 3 values on the ranks, rank 0
+  input     rank 0: global_mean([1])
+            rank 1: global_mean([10, 20, 30])
+  expected  15.25
+  got       1
+  printed   rank 0: mean 1
+            rank 1: mean 3
+  hint      python -m common.check global_mean --hint
+"""
+    assert told in output  # (1 + 10 + 20 + 30) / 4 = 15.25: what is shown is enough to compute it
     assert output.endswith("next: ring_bytes ●●●○○\n")
 
 
@@ -251,19 +264,22 @@ def global_mean(values):
     )
     before = sorted(folder.rglob("*"))
     monkeypatch.chdir(check.ROOT / "01_intro")
+    monkeypatch.setattr(sandbox, "available", lambda: "a test")  # what the sandbox keeps off, test_class.py shows
     assert check.main(["--submission", str(folder), "--csv"]) == 0
     output = capfd.readouterr()
-    assert output.err == "note: notes.txt is neither a .py file nor a folder, so it is not graded\n"
+    ignored, unwalled = output.err.splitlines()
+    assert ignored == "note: notes.txt is neither a .py file nor a folder, so it is not graded"
+    assert unwalled == "note: no sandbox, for a test: submissions run as you, with your files and network"
     rows = {row["submission"]: row for row in csv.DictReader(output.out.splitlines())}
-    assert list(rows) == ["empty", "jane", "random.py"]
+    assert list(rows) == ["empty", "jane", "random"]
     names = [exercise.name for exercise in check.exercises_of("01_intro")]
     jane = rows["jane"]
-    assert list(jane) == ["submission", *names, "points", "note"]
+    assert list(jane) == ["submission", *names, "points", "maximum", "note"]
     assert [jane[name] for name in names] == ["right", "wrong", *["not attempted"] * (len(names) - 2)]
-    assert jane["points"] == "1"
+    assert (jane["points"], jane["maximum"]) == ("1", "20")
     assert jane["note"].startswith("global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected a tensor")
     assert jane["note"].endswith("got str a comma, and a line")
-    for name, reason in (("empty", "no exercises.py in this folder"), ("random.py", "ValueError: hides no module")):
+    for name, reason in (("empty", "no exercises.py in this folder"), ("random", "ValueError: hides no module")):
         assert {rows[name][exercise] for exercise in names} == {"not graded"}
         assert rows[name]["points"] == "0" and rows[name]["note"].startswith(reason)
     assert sorted(folder.rglob("*")) == before
@@ -271,7 +287,8 @@ def global_mean(values):
     assert len(started) >= 2 and all_gone(started)
 
 
-def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd):
+def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sandbox, "available", lambda: "a test")
     pids = tmp_path / "pids"
     write(
         tmp_path,
@@ -288,9 +305,10 @@ while True:
     )
     for limit in (6, 15, 40):  # on a busy machine the ranks may not have started in the first
         pids.unlink(missing_ok=True)
-        check.grade_class("01_intro", {"hangs.py": tmp_path / "hangs.py"}, time_limit=limit)
+        exercises = check.exercises_of("01_intro")
+        classes.Grading(exercises, {}, time_limit=limit).all({"hangs": tmp_path / "hangs.py"})
         header, row = csv.reader(capfd.readouterr().out.splitlines())
-        assert row == ["hangs.py", *["not graded"] * (len(header) - 3), "0", f"not finished after {limit} s"]
+        assert row == ["hangs", *["not graded"] * (len(header) - 4), "0", "20", f"not finished after {limit} s"]
         if pids.exists() and len(pids.read_text().splitlines()) == 2:
             break
     started = {int(pid) for pid in pids.read_text().split()}
@@ -300,12 +318,17 @@ while True:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a chapter: .*01_intro"),
         (["05_nowhere"], "no chapter '05_nowhere'.*01_intro"),
         (["01_intro", "nothing"], "no exercise 'nothing' in 01_intro; there is ring_shift, "),
+        (["01_intro", "ring_shfit"], r"no exercise 'ring_shfit' in 01_intro; did you mean 'ring_shift'\?"),
+        (["01_into", "ring_shift"], r"no chapter '01_into' with exercises; did you mean '01_intro'\?"),
+        (["ring_shitf"], r"no chapter and no exercise 'ring_shitf'; did you mean 'ring_shift'\? chapters: 01_intro"),
+        (["01_intro", "--hint"], "--hint: name an exercise"),
+        (["global_mean", "--hint", "3"], r"--hint 3: the hint of global_mean has 2 stage"),
+        (["--pages", "x"], "--pages belongs to --csv"),
         (["--csv"], "add --submission"),
         (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),
-        (["--submission", "01_intro"], "--csv"),
+        (["--submission", "01_intro"], "a folder of submissions is graded with --csv"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -317,7 +340,7 @@ def test_bad_usage_gets_one_line(arguments, message, monkeypatch):
 
 
 def test_bad_usage_exits_with_2():
-    process = Fork(check.ROOT / "common" / "check.py", "nowhere", cwd=check.ROOT)
+    process = Fork(check.ROOT / "common" / "check.py", "07_nowhere", cwd=check.ROOT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and output == ""
-    assert re.fullmatch(r"error: no chapter 'nowhere'[^\n]*01_intro[^\n]*\n", errors)
+    assert re.fullmatch(r"error: no chapter '07_nowhere'[^\n]*01_intro[^\n]*\n", errors)

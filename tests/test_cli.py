@@ -93,13 +93,25 @@ BAD = {
     "--batch-size -4": r"--batch-size must be at least 1, got -4",
     "--accumulation-steps 0": r"--accumulation-steps must be at least 1, got 0",
     "--seed -1": r"--seed must be at least 0",
+    "--seed 2147483648": r"--seed must be at most 2147483647, got 2147483648",
+    "--lr inf": r"--lr must be a positive number",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",
+    "--max-norm 0": r"--max-norm must be a positive number, or inf for no clipping; got 0.0",
+    "--beta2 1": r"--beta2 must be at least 0 and less than 1, got 1.0",
+    "--weight-decay -1": r"--weight-decay must be at least 0, got -1.0",
+    "--optimizer sgd --weight-decay 0.2": r"--weight-decay belongs to --optimizer adamw; leave one of them out",
+    "--warmup-steps -1": r"--warmup-steps must be at least 0",
+    "--lr-schedule linear": r"argument --lr-schedule: invalid choice: 'linear'",
+    "--sample 9 --task images": r"--sample is for --task text; leave it out",
     "--stride 3": r"unknown option --stride; --help lists the options",
     "--batch-sise 3": r"unknown option --batch-sise; did you mean --batch-size\?",
     "ddp": r"unrecognized argument: ddp",
     "--resume": r"--resume: there is no run under runs/; name its folder with --run-dir",
     "--resume --run-dir nowhere": r"--resume: no checkpoint in nowhere",
+    "--resume 3 --run-dir nowhere": r"--resume: no checkpoint in nowhere",
+    "--resume nowhere": r"--resume nowhere: no such folder; give a step or the folder of a checkpoint",
+    "--resume .": r"\. is no checkpoint of this course, or one that was cut: it has no manifest.json",
     "--backend nccl": r"--backend nccl needs CUDA GPUs",
     "--device cuda": r"--device cuda: PyTorch sees no CUDA GPU here; use --device cpu",
     "--config missing.yaml": r"--config missing.yaml: No such file",
@@ -121,7 +133,7 @@ BAD_YAML = {
     "schedule: gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
     "steps: 2.5": r"steps: expected a whole number, got 2.5",
     "lr: fast": r"lr: expected a number, got 'fast'",
-    "resume: 1": r"resume: expected true or false, got 1",
+    "distributed: 1": r"distributed: expected true or false, got 1",
     "steps:": r"steps: expected a whole number, got None",
     "optimizer: adam": r"optimizer: expected one of sgd, adamw, got 'adam'",
     "model: 3": r"unknown key 'model'; --help lists the options",
@@ -139,7 +151,8 @@ def test_bad_yaml(text):
 
 def test_yaml_is_read_and_the_command_line_wins():
     config = parse(argv=[*yaml("batch-size: 8\nlr: 1e-4\nby_hand: true\nsteps: 7\nstrategy: ddp"), "--steps", "9"])
-    assert (config.batch_size, config.lr, config.by_hand, config.steps) == (8, 1e-4, True, 9)
+    assert (config.batch_size, config.lr, config.by_hand) == (8, 1e-4, True)
+    assert config.steps == 9, "the command line wins over the file's 7"
 
 
 def test_defaults():
@@ -158,7 +171,7 @@ def test_help_lists_the_options_of_a_strategy_in_groups(strategy, capsys):
         own = list(kind.Options.__dataclass_fields__)
         for name in [item.name for item in shared()] + own:
             assert f"--{name.replace('_', '-')} " in shown or f"--{name.replace('_', '-')}\n" in shown, name
-        titles = ["how training is spread over the ranks", "the run", "the model and its optimizer", "the data"]
+        titles = ["how training is spread over the ranks", "the run", "the model", "the optimizer", "the data"]
         for title in titles + ([f"strategy {strategy}"] if own else []):
             assert f"\n{title}:\n" in shown
         assert "strategies: single, dp, ddp" in " ".join(shown.split())
@@ -226,7 +239,7 @@ def test_only_rank_0_claims_the_run_directory(monkeypatch):
     for name, value in (TWO_RANKS | {"RANK": "1", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     parse(argv=["--distributed", "--run-dir", "mine"])
-    assert not Path("mine").exists()
+    assert not Path("mine").exists(), "rank 1 has made the run's folder"
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:

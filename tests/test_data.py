@@ -1,9 +1,12 @@
 """The order of the data depends on the seed and the step alone, and every example comes once per epoch."""
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
-from common.data import Images, Text, digits, global_batch, micro_batches
+from common.data import Images, Plan, Text, digits, epoch_order, global_batch, micro_batches, shard
 from common.errors import UserError
 
 
@@ -20,11 +23,30 @@ def test_order_depends_on_seed_and_step_alone():
     first = global_batch(0, 5, 8, 100)
     torch.manual_seed(2)
     assert torch.equal(first, global_batch(0, 5, 8, 100))
-    assert not torch.equal(first, global_batch(1, 5, 8, 100))
-    assert not torch.equal(first, global_batch(0, 6, 8, 100))
+    assert not torch.equal(first, global_batch(1, 5, 8, 100)), "another seed has the same order"
+    assert not torch.equal(first, global_batch(0, 6, 8, 100)), "another step has the same examples"
+
+
+def test_no_epoch_of_one_seed_is_an_epoch_of_another():
+    """Else runs that are meant to differ read the same, shifted by an epoch."""
+    orders = [tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16, "epochs of different seeds are alike"
+    assert torch.equal(epoch_order(2**31 - 1, 9, 5), epoch_order(2**31 - 1, 9, 5)), "the largest seed"
+
+
+def test_a_plan_counts_whole_steps_and_a_run_goes_on_from_any():
+    plan = Plan(seed=0, batch_size=8, examples=30, data_rank=1, data_size=2, accumulate=2)
+    assert (plan.steps, plan.slice_size) == (3, 4), "six examples do not fill a batch"
+    whole = [[inputs.tolist() for inputs, _ in parts] for parts in shard(Numbers(), plan)]
+    assert [len(part) for parts in whole for part in parts] == [2] * 6
+    assert [[inputs.tolist() for inputs, _ in parts] for parts in shard(Numbers(), plan, start=1)] == whole[1:], (
+        "from 1 on"
+    )
 
 
 class Numbers:
+    size = 20
+
     def batch(self, indices):
         return indices, -indices
 
@@ -40,7 +62,7 @@ def test_ranks_and_micro_batches_cut_the_global_batch_into_equal_parts(data_size
     ]
     assert len(parts) == data_size * accumulate
     assert {len(inputs) for inputs, _ in parts} == {24 // len(parts)}
-    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), indices)
+    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), indices), "the ranks' slices are not the batch"
     assert all(torch.equal(targets, -inputs) for inputs, targets in parts)
 
 
@@ -51,6 +73,29 @@ def test_text_is_the_standard_library_and_the_target_is_the_next_byte():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert text.size > 10_000
     assert b"def " in bytes(text.tokens[:100_000].tolist())
+
+
+def test_text_is_read_from_its_files_in_the_order_of_their_names_window_by_window(tmp_path):
+    (tmp_path / "b.py").write_text("ghijklm")
+    (tmp_path / "a.py").write_text("abcde")
+    (tmp_path / "c.txt").write_text("not Python")
+    text = Text(4, str(tmp_path))  # 13 bytes: three windows of 4 and the byte after them
+    assert bytes(text.tokens.tolist()) == b"abcde\nghijklm" and text.size == 3, "all of the text, and no more"
+    inputs, targets = text.batch(torch.tensor([0, 2]))
+    assert [bytes(row.tolist()) for row in inputs] == [b"abcd", b"ijkl"], "inputs"
+    assert [bytes(row.tolist()) for row in targets] == [b"bcde", b"jklm"], "targets are the next bytes"
+    for index in range(3):
+        decoded = text.decode(text.record(index))
+        assert [row.tolist() for row in decoded] == [row[0].tolist() for row in text.batch(torch.tensor([index]))], (
+            "a stream carries what a batch has"
+        )
+
+
+def test_the_whole_text_is_read():
+    """As many windows as fit into the standard library's own *.py files, a line break between two."""
+    files = list(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    size = (sum(file.stat().st_size for file in files) + len(files) - 2) // 128
+    assert Text(context=128).size == size, "windows in the whole text"
 
 
 def test_too_little_text_is_an_error(tmp_path):
@@ -66,7 +111,7 @@ def test_digits():
     pixels, labels = images.batch(torch.tensor([0, 1, 2]))
     assert (images.size, images.channels, images.classes) == (1797, 1, 10)
     assert pixels.shape == (3, 1, 8, 8) and labels.tolist() == [0, 1, 2]
-    assert images.pixels.min() >= 0 and images.pixels.max() == 1.0
+    assert (images.pixels.min(), images.pixels.max()) == (0, 1), "from black to white"
 
 
 def test_torchvision_datasets_where_they_are(tmp_path):
@@ -81,8 +126,11 @@ def test_torchvision_datasets_where_they_are(tmp_path):
     cifar = torchvision.datasets.CIFAR10
     folder = tmp_path / cifar.base_folder
     folder.mkdir()
+    picture = torch.full((2, 3, 32, 32), 255).byte()
+    picture[:, 1, 5, 7] = 0  # no green in the row 5, column 7
+    picture = picture.flatten(1)
     for name, _ in cifar.train_list + cifar.test_list:
-        (folder / name).write_bytes(pickle.dumps({"data": torch.full((2, 3072), 255).byte().numpy(), "labels": [3, 4]}))
+        (folder / name).write_bytes(pickle.dumps({"data": picture.numpy(), "labels": [3, 4]}))
     (folder / cifar.meta["filename"]).write_bytes(pickle.dumps({"label_names": ["x"] * 10}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cifar, "_check_integrity", lambda self: True)
@@ -90,3 +138,4 @@ def test_torchvision_datasets_where_they_are(tmp_path):
         images = torchvision_images("cifar10", str(tmp_path), download=False)
     assert isinstance(images, Images) and images.pixels.shape == (10, 3, 32, 32)
     assert images.pixels.max() == 1.0 and images.labels.tolist() == [3, 4] * 5
+    assert (images.pixels[0] == 0).nonzero().tolist() == [[1, 5, 7]], "channel, row, column"

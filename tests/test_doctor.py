@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from common import doctor
+from common.grading import sandbox
 
 
 def run(*options, **environment):
@@ -133,6 +136,23 @@ def test_torchvision_can_be_used():
     assert doctor.examine(doctor.check_torchvision)[0] == "OK"
 
 
+def test_names_of_missing_operators_are_declared(import_beside, monkeypatch):
+    """As beside a build of torch that does not fit: torchvision imports once the names of both operators are there."""
+
+    class Library:
+        def __init__(self, *where):
+            assert where == ("torchvision", "FRAGMENT")
+
+        def define(self, schema):
+            torch.library.declared.append(schema.partition("(")[0])
+
+    monkeypatch.setattr(torch.library, "declared", [], raising=False)
+    monkeypatch.setattr(torch.library, "Library", Library)
+    missing = "raise RuntimeError('operator torchvision::nms does not exist')"
+    module = import_beside(f"import torch\nif torch.library.declared != ['nms', 'qnms']:\n    {missing}\n")
+    assert module.torchvision is sys.modules["torchvision"]
+
+
 def test_torchvision_that_imports_is_left_alone(import_beside):
     assert not hasattr(import_beside(""), "_library")
 
@@ -175,6 +195,8 @@ def test_disk(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 10**9, 10**6)))
         assert "1 MB are free" in fix(doctor.check_disk)
+        patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8)))
+        assert "100 MB are free in" in fix(doctor.check_disk), "a run wants 200"
     tmp_path.joinpath("runs").touch()  # a file where the folder should be
     assert "cannot be written" in fix(doctor.check_disk)
 
@@ -245,3 +267,53 @@ def test_gloo(monkeypatch):
         assert "to [1.0, 1.0]" in fix(doctor.check_gloo)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     assert "could not sum" in fix(doctor.check_gloo)
+
+
+def test_outside_of_the_virtual_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert doctor.examine(doctor.check_python)[0] == "OK"  # there is none
+    (tmp_path / ".venv").mkdir()
+    assert f"source {tmp_path}/.venv/bin/activate" in fix(doctor.check_python)
+
+
+def test_links_that_are_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    (tmp_path / "course").mkdir()
+    (tmp_path / "course" / "ddp").write_text("../03_ddp")
+    (tmp_path / "course" / "start.py").touch()
+    assert "course/ddp is a text file" in fix(doctor.check_links) and "core.symlinks true" in fix(doctor.check_links)
+
+
+def test_little_memory(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.5e9))
+    assert fix(doctor.check_memory).startswith("1.5 GB are free")
+
+
+def test_no_sandbox_is_nothing_to_fix(monkeypatch):
+    monkeypatch.setattr(sandbox, "available", lambda: "bubblewrap (bwrap) is not installed")
+    verdict, text = doctor.examine(doctor.check_sandbox)
+    assert verdict == "OK" and "apt install bubblewrap" in text
+
+
+def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USER", "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "janes-laptop.example.org")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "janes-laptop.example.org")
+    run_dir = tmp_path / "runs" / "of jane"
+    run_dir.mkdir(parents=True)
+    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "/data/jane"}
+    (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+
+    def check_path():
+        return f"/opt/jane/bin/python of jane at 10.1.2.3, in {doctor.ROOT}/runs on janes-laptop"
+
+    monkeypatch.setattr(doctor, "CHECKS", [check_path])
+    assert doctor.main(["--report"]) == 0
+    text = (tmp_path / "doctor-report.txt").read_text()
+    assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME" in text
+    assert "torch 2.13.0" in text and "  steps: 3" in text and 'last of 1 steps: {"step": 1, "loss": 2.5}' in text
+    assert "jane" not in text and "/data" not in text and "none_x" not in text
+    assert "written: doctor-report.txt" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import shlex
 import types
 
 import pytest
@@ -40,7 +41,9 @@ PROOFS = [
 ]
 
 
-@pytest.mark.parametrize("strategy, implementation, nproc, cases", PROOFS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    "strategy, implementation, nproc, cases", PROOFS, ids=[f"{s}-{kind}-{nproc}" for s, kind, nproc, _ in PROOFS]
+)
 def test_equals_one_process(strategy, implementation, nproc, cases):
     proofs = prove(load(strategy, implementation), nproc, cases=cases)
     assert [proof.case for proof in proofs] == cases
@@ -50,6 +53,20 @@ def test_equals_one_process(strategy, implementation, nproc, cases):
     if nproc == 1 and not shards and strategy not in ("dp", "tensor", "sequence", "context", "expert", "pipeline"):
         once = [proof.bitwise for proof in proofs if proof.case.accumulate == 1]
         assert once == [True] * len(once) and once
+
+
+# On how many ranks each implementation is proved: not what the table says, but what is promised.
+SIZES = {
+    "single": (1,), "dp": (1,), ("model", "pytorch"): (1,), "hsdp": (4,), "tensor+fsdp": (4,),
+    "pipeline+ddp": (2, 4), "pipeline+fsdp": (2, 4), "mesh": (2, 4, 8),
+}  # fmt: skip
+
+
+def test_every_strategy_is_proved_on_the_sizes_that_are_promised():
+    for name, entry in STRATEGIES.items():
+        for implementation in entry().implementations:
+            expected = SIZES.get((name, implementation)) or SIZES.get(name, (1, 2, 4))
+            assert entry().sizes(implementation) == expected, f"world sizes of {name}, {implementation}"
 
 
 def factors(case: Case) -> tuple:
@@ -159,7 +176,7 @@ def test_a_proof_about_nothing_is_refused():
 
 
 def test_a_reference_that_does_not_train_is_refused():
-    still = equality.Case(equality.tied, lambda p: torch.optim.SGD(p, lr=0.0), accumulate=1, max_norm=0.3)
+    still = equality.Case(equality.tied, lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9), accumulate=1, max_norm=0.3)
     with pytest.raises(NotEqual) as refusal:
         prove(load("single"), 1, cases=[still])
     assert refusal.value.what == "nothing changed"
@@ -195,3 +212,79 @@ def test_what_another_rank_than_0_holds_is_compared():
     with pytest.raises(NotEqual, match=r"as rank 1 holds it, differs by .* one process has") as refusal:
         equality.compare(CASES[0], reference, held(off), "off")
     assert refusal.value.what == "parameters"
+
+
+def test_the_numbers_of_every_rank_and_step_are_compared():
+    """A thousandth off, on the last rank and in the last step, is seen; a ten-millionth is not; no number is none."""
+    (reference,) = equality.references((CASES[0],))
+
+    def ranks(**off):
+        outcomes = [equality.Outcome(list(reference.losses), list(reference.grad_norms), {}) for _ in range(3)]
+        outcomes[0].state = reference.state
+        for numbers, factor in off.items():
+            getattr(outcomes[2], numbers)[-1] *= factor
+        return outcomes
+
+    equality.compare(CASES[0], reference, ranks(losses=1 + 1e-7, grad_norms=1 - 1e-7), "near")
+    step = len(reference.losses)
+    for numbers, what in (("losses", "loss"), ("grad_norms", "grad_norm")):
+        for factor in (1.001, 0.999, float("nan")):
+            try:
+                equality.compare(CASES[0], reference, ranks(**{numbers: factor}), "off")
+            except NotEqual as refusal:
+                assert refusal.what == what and f"{what} of step {step} on rank 2 is" in str(refusal)
+            else:
+                pytest.fail(f"{what} of the last step on rank 2, times {factor}, is taken for equal")
+
+
+def test_the_cases_are_what_they_say():
+    """Weights at two places that are one, and frozen ones: of a layer all, of a layer some."""
+    tied, frozen = equality.tied(), equality.frozen()
+    assert tied.head.out.weight is tied.embedding.tokens.weight and frozen.head.out.weight.requires_grad
+    assert frozen.head.out.weight is not frozen.embedding.tokens.weight
+    still = [name for name, parameter in frozen.named_parameters() if not parameter.requires_grad]
+    assert still == ["embedding.positions.weight", "blocks.1.mlp.up.weight"], "what is frozen"
+    assert [name for name, parameter in tied.named_parameters() if not parameter.requires_grad] == []
+    group = equality.sgd([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    assert (group["momentum"], group["lr"]) == (0.9, 0.5), "SGD with momentum"
+    (reference,) = equality.references((CASES[0],))
+    assert CASES[0].max_norm == 0.3 < min(reference.grad_norms), "every step is clipped"
+
+
+class Seen:
+    """A strategy that keeps the model as it was given to it."""
+
+    data_rank, data_size = 0, 1
+
+    def __init__(self, model, make_optimizer, mesh, options, max_norm):
+        self.model, self.optimizer = model, make_optimizer(model.parameters())
+
+    def step(self, micro_batches):
+        return torch.zeros(()), torch.zeros(())
+
+    def full_state(self):
+        return {"model": self.model.state_dict()}
+
+    def parts(self):
+        return []
+
+    def optimizer_state(self):
+        return {}
+
+
+def test_ranks_begin_with_seeds_of_their_own():
+    name = "model/embedding.tokens.weight"
+    first, second = equality.launch(equality.on_ranks, 2, (Seen, CASES[:1]))
+    assert not torch.equal(first[0].state[name], second[0].state[name]), "rank 1 begins with rank 0's weights"
+
+
+def test_a_failure_says_which_case_failed_and_how_to_run_it_again(request):
+    def fail():
+        examine(DDP_BUGS.plant("too_small"), 2, "ddp by hand")
+
+    report = request.config.hook.pytest_runtest_makereport(
+        item=request.node, call=pytest.CallInfo.from_call(fail, "call")
+    )
+    text = report.longreprtext
+    assert "ddp by hand on 2 rank(s), sgd, accumulate 3, tied, clipped: grad_norm of step 1 on rank 0 is " in text
+    assert f"python -m pytest {shlex.quote(request.node.nodeid)}" in text

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers import LAUNCHER, configure, free_port, launcher
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
 from common.installed import missing
+from common.run import Run
 from common.task import make_task
 from course.strategies import STRATEGIES
 
@@ -186,6 +188,21 @@ def test_the_advice_is_for_the_virtual_environment_there_is(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert missing(("no_such_package",)).split("; ")[1].startswith("pip install -r requirements.txt")
     assert missing() is None
+
+
+# --- a lost rank ----------------------------------------------------------------------------------------------
+
+
+def test_advice_after_a_lost_rank_is_true(tmp_path):
+    def advice(folder: Path) -> str:
+        return Run._how_to_go_on(SimpleNamespace(path=folder))
+
+    run = tmp_path / "run"
+    assert advice(run) == f"go on with --resume --run-dir {run} if there is a checkpoint, else start again"
+    run.mkdir()
+    assert advice(run) == "start again (there is no checkpoint yet)"
+    (run / "checkpoint-000006").mkdir()
+    assert advice(run) == f"go on with --resume --run-dir {run}"
 
 
 # --- resume, interrupt ----------------------------------------------------------------------------------------

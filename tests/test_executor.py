@@ -122,8 +122,10 @@ def require_same_dropout(strategy_class, schedule="1f1b"):
         return without, with_dropout(strategy_class, schedule, "full")
 
     for (norms, gradients, state), (again, recomputed, state_after) in launch(both, 2):
-        assert torch.equal(torch.stack(norms), torch.stack(again)) and torch.equal(state, state_after)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
+        assert torch.equal(torch.stack(norms), torch.stack(again)), "losses with and without recomputation"
+        assert torch.equal(state, state_after), "the random state after a step"
+        different = sum(not torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
+        assert different == 0, "gradients that recomputation changes"
         assert norms[0] != norms[1]
 
 
@@ -221,10 +223,12 @@ def test_backward_in_two_halves_is_the_whole():
     for p in stage.parameters():
         p.grad = None
     of_x, later = backward_for_input(x, stage(x), gradient)
-    assert all(p.grad is None for p in stage.parameters()) and torch.equal(of_x, whole[0])
+    assert all(p.grad is None for p in stage.parameters()), "the backward pass for the input leaves weights alone"
+    assert torch.equal(of_x, whole[0]), "the gradient of the input, in two halves and in one pass"
     for outputs, gradients, parameters in later:
         torch.autograd.backward(outputs, gradients, inputs=parameters)
-    assert all(torch.equal(p.grad, g) for p, g in zip(stage.parameters(), whole[1:], strict=True))
+    different = sum(not torch.equal(p.grad, g) for p, g in zip(stage.parameters(), whole[1:], strict=True))
+    assert different == 0, "gradients of weights that differ from those of one pass"
     assert sum(len(parameters) for *_, parameters in later) == len(whole) - 1
 
 

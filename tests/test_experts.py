@@ -81,6 +81,12 @@ def test_one_token_at_a_time_by_hand():
     torch.testing.assert_close(layer.imbalance, 2 * (0.75 * p + 0.25 * (1 - p)))
 
 
+@pytest.mark.parametrize("time, factor, capacity", [(8, 1.0, 2), (7, 1.25, 3), (1, 1.25, 1), (128, 1.25, 40)])
+def test_capacity_is_rounded_up(time, factor, capacity):
+    """Of 8 experts, of which each token goes to 2: factor x 2 x time / 8."""
+    assert mixture.Mixture(4, 8, 2, factor, std=0.02).capacity(time) == capacity, "places of an expert"
+
+
 def test_no_token_looks_ahead():
     """The earliest tokens are kept, so what comes later changes nothing before it."""
 

@@ -191,7 +191,7 @@ def test_each_mistake_is_caught_before_it_starts():
     for mistake, expected in CAUGHT.items():
         number = 2 if mistake is functional_other_operation else 1  # it scatters first
         text = f"CollectiveMismatch: collective {number} of group 0: {expected}"
-        assert texts[mistake] == (text, text)
+        assert texts[mistake] == (text, text), f"what ranks 0 and 1 are told of {mistake.__name__}"
     for mistake, (first, second) in LEFT_ALONE.items():
         assert texts[mistake][0].startswith("CollectiveMismatch: collective ") and first in texts[mistake][0]
         assert texts[mistake][1].startswith(second)
@@ -221,7 +221,8 @@ def test_the_second_of_a_send_and_its_receive_sees_the_difference():
     for first, second in ((0, 1), (1, 0)):
         assert texts[first][first] == "nothing"
         expected = f"rank {first} {halves[first]}; rank {second} {halves[second]}"
-        assert texts[second][first] == f"message 1 from rank 0 to rank 1 of group 0: {expected}"
+        told = f"message 1 from rank 0 to rank 1 of group 0: {expected}"
+        assert texts[second][first] == told, "what the second of a send and its receive is told"
 
 
 def functional_messages():
@@ -380,8 +381,7 @@ def test_a_correct_program_is_left_alone():
 
 
 def leftovers():
-    store = dist.distributed_c10d._get_default_store()
-    keys = []
+    store, keys = dist.distributed_c10d._get_default_store(), []
     for steps in (5, 50):
         with CheckCollectives():
             for step in range(steps):

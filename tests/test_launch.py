@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import running
 
 from common.lab import launch as launching
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import RankFailed, launch, setenv
 
 
 def whoami(greeting: str) -> tuple[int, int, int]:
@@ -27,8 +27,19 @@ def whoami(greeting: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("start_method, nproc", [("fork", 3), ("spawn", 2)])
 def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     results = launch(whoami, nproc, ("hello",), start_method=start_method)
-    assert results == [(rank, nproc, 1) for rank in range(nproc)]
-    assert capfd.readouterr().out == "".join(f"[rank {rank}] hello from {rank}\n" for rank in range(nproc))
+    assert results == [(rank, nproc, 1) for rank in range(nproc)], "rank, size and threads, in rank order"
+    lines = [f"[rank {rank}] hello from {rank}\n" for rank in range(nproc)]
+    assert capfd.readouterr().out == "".join(lines), "each line headed by its rank"
+
+
+def test_a_rank_computes_with_one_thread():
+    """So do several; then one rank's numbers are bit by bit those of each of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert launch(torch.get_num_threads, 1) == [1], "threads of a rank alone"
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("start_method, nproc", [("fork", 2), ("spawn", 1)])
@@ -210,6 +221,15 @@ def test_processes_of_the_caller_are_left_alone():
         launch(dist.get_rank, 2)
         assert had.poll() is None
         had.kill()
+
+
+def test_variables_are_set_inside_of_the_block_only(monkeypatch):
+    monkeypatch.setenv("OLD", "before")
+    with setenv(OLD="inside", NEW="inside"):
+        assert (os.environ["OLD"], os.environ["NEW"]) == ("inside", "inside")
+        os.environ["ANOTHER"] = "inside"
+    found = os.environ["OLD"], os.environ.get("NEW"), os.environ.get("ANOTHER")
+    assert found == ("before", None, None), "after the block"
 
 
 def launch_within():

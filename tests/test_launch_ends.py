@@ -63,7 +63,11 @@ def one_closes_its_files():
 
 
 def one_hoards():
-    dist.barrier() if dist.get_rank() == 0 else None
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("waits", "yes")
+        dist.barrier()
+    store.get("waits")  # on a busy machine rank 0 may come late
     limit = psutil.Process().memory_info().vms + 300 * 2**20  # of this rank only: the tests' machine is shared
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     hoard = []
@@ -145,7 +149,7 @@ def test_launch_ends_in_time_whatever_ranks_do(fn, monkeypatch):
         launch(fn, 2, timeout=1)
     took = time.time() - begin
     assert re.sub(r"line \d+", "line N", str(failure.value)) == text
-    assert took < seconds + 3  # which is for a busy machine
+    assert took < seconds + 10  # which is for a busy machine; ranks that are not ended sleep for ten minutes
     assert running() <= before
 
 

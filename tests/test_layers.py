@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, configure, metrics, train
+from helpers import SMALL, configure, metrics, saved, train
 from torch import nn
 
 from common.errors import UserError
@@ -192,9 +192,7 @@ def test_resumed_on_another_number_of_ranks(optimizer, tmp_path):
     run(2, "model --by-hand", 6, resume=True, accumulation_steps=3)
     run(1, "model", 8, resume=True)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
-    whole, parts = (
-        equality.flatten(torch.load(tmp_path / name / "checkpoint-000008.pt")) for name in ("whole", "parts")
-    )
+    whole, parts = (saved(tmp_path / name / "checkpoint-000008") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     off = {name: equality.difference(parts[name], whole[name]) for name in whole}
     assert max(off.values()) < equality.TOLERANCE * 10, max(off, key=off.get)

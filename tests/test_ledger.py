@@ -179,7 +179,7 @@ def test_every_operator_is_entered_with_its_bytes(size):
                 assert [(e.operation, e.payload, e.peer) for e in entries] == [tuple(rest) for _, *rest in expected]
                 assert [(e.sent, e.received) for e in entries] == [
                     (payload, 0) if operation == "send" else (0, payload) for _, operation, payload, _ in expected
-                ]
+                ], f"bytes sent and received by {name}"
             else:
                 row = COLLECTIVES.get(f"{name} of {space}") or COLLECTIVES[name]
                 operation, root, *bytes_of = row
@@ -198,7 +198,7 @@ def test_every_operator_that_pytorch_has_is_in_a_table():
     for schema in torch._C._jit_get_all_schemas():
         space, _, name = schema.name.partition("::")
         there.get(space, set()).add(name)
-    assert there["c10d"] - set(SILENT) == set(OPERATORS)
+    assert there["c10d"] - set(SILENT) == set(OPERATORS), "operators that would not be counted"
     assert there["_c10d_functional"] - set(SILENT) == {*FUNCTIONAL, BATCH}
     tested = {"c10d": set(), "_c10d_functional": set()}
     for space, name in launch(lambda: list(every_operator()), 1)[0]:
@@ -208,7 +208,7 @@ def test_every_operator_that_pytorch_has_is_in_a_table():
 
 def test_bytes_on_the_wire():
     """Three ranks, 72 bytes: a ring's share is two thirds, 48; an all-reduce needs two rounds of it."""
-    assert wire_bytes("all_reduce", 72, 3) == 96
+    assert wire_bytes("all_reduce", 72, 3) == 96, "two rounds of an all-reduce"
     assert wire_bytes("all_gather", 72, 3) == wire_bytes("reduce_scatter", 72, 3) == 48
     assert wire_bytes("all_to_all", 72, 3) == wire_bytes("broadcast", 72, 3) == wire_bytes("reduce", 72, 3) == 48
     assert wire_bytes("scatter", 72, 3) == wire_bytes("gather", 72, 3) == 16

@@ -31,17 +31,22 @@ def groups(axes):
     alone = axis(mesh, "expert")
     along = {name: dist.get_process_group_ranks(axis(mesh, name).group) for name in axes}
     both = axis(mesh, "data", "tensor")
-    return along, (alone.rank, alone.size), (dist.get_process_group_ranks(both.group), both.rank)
+    return (
+        along,
+        (alone.rank, alone.size, dist.get_process_group_ranks(alone.group)),
+        (dist.get_process_group_ranks(both.group), both.rank),
+    )
 
 
 def test_the_last_axis_varies_fastest():
     found = launch(groups, 8, (EIGHT,))
     assert found[5][0] == {"pipeline": [1, 5], "data": [5, 7], "tensor": [4, 5]}
     assert found[2][0] == {"pipeline": [2, 6], "data": [0, 2], "tensor": [2, 3]}
-    assert [alone for _, alone, _ in found] == [(0, 1)] * 8  # an axis that is not there: a group of this rank
-    assert found[7][2] == ([4, 5, 6, 7], 3) and found[1][2] == ([0, 1, 2, 3], 1)
+    assert [alone for _, alone, _ in found] == [(0, 1, [rank]) for rank in range(8)], "an axis that is not there"
+    assert found[7][2] == ([4, 5, 6, 7], 3), "rank 7's place along data and tensor together"
+    assert found[1][2] == ([0, 1, 2, 3], 1)
     turned = launch(groups, 8, (in_order(EIGHT, parse_order("data,pipeline")),))
-    assert turned[5][0] == {"data": [1, 5], "pipeline": [5, 7], "tensor": [4, 5]}
+    assert turned[5][0] == {"data": [1, 5], "pipeline": [5, 7], "tensor": [4, 5]}, "data outermost"
 
 
 def test_sizes_are_filled_in_and_checked():

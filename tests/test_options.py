@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import SMALL, configure, do_not_draw, numbers
 
+from common import manifest
 from common.config import shared
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
@@ -85,7 +86,7 @@ VARIANTS = {
     "precision": {"precision": "bf16", "steps": 1},
     "accumulation_steps": {"accumulation_steps": 3, "steps": 1},
     # of which each shows in something else
-    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True},
+    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True, "async_checkpoint": True},
 }
 
 
@@ -107,13 +108,14 @@ def test_the_runs_options_reach_every_strategy(name, kind, tmp_path):
     assert got["others"][0] != base[0], "--seed: other weights, other data"
     assert seen["base"]["looked"] == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
     sgd, told = seen["others"]["looked"]
-    assert (sgd, told["momentum"], told["weight_decay"]) == ("SGD", 0.9, 0)
+    assert sgd == "SGD", "--optimizer sgd"
+    assert (told["momentum"], told["weight_decay"]) == (0.9, 0)
     assert seen["base"]["rates"] == pytest.approx([0.0001, 0.0002]), "2e-3 after 20 steps of warm-up"
     assert seen["others"]["rates"] == pytest.approx([0.0005, 0.0010])
     (whole,), parts = seen["base"]["micro_batches"], seen["accumulation_steps"]["micro_batches"]
     assert parts == [(whole[0] // 3, *whole[1:])] * 3, "--accumulation-steps 3: three micro-batches"
     assert got["accumulation_steps"] == pytest.approx(base[:2], rel=1e-4)
-    assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True)
+    assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True), "--check-collectives"
     assert seen["base"]["threads"] == 1
 
 
@@ -123,12 +125,14 @@ def shape_of(run, seen):
 
 
 def test_the_models_options_and_the_datas(tmp_path):
-    line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 3 --checkpoint-every 2 --log-every 1"
+    line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 5 --checkpoint-every 2 --log-every 1"
     config = configure(line, strategy="single", run_dir=tmp_path / "run")
-    ((seen,),) = launch(observe, 1, ([config], [shape_of]))
+    three = configure(f"{line} --keep 3", strategy="single", run_dir=tmp_path / "three")
+    ((seen, _),) = launch(observe, 1, ([config, three], [shape_of] * 2))
     assert seen["looked"] == (3, (8, 48), 6)
-    assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2]
-    assert sorted(path.name[11:17] for path in (tmp_path / "run").glob("*.pt")) == ["000002", "000003"]
+    assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2, 3, 4]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [4, 5]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "three")] == [2, 4, 5]
 
 
 def test_two_seeds_give_other_weights_and_other_data(tmp_path):
@@ -141,6 +145,30 @@ def test_two_seeds_give_other_weights_and_other_data(tmp_path):
     ((one, other),) = launch(observe, 1, (configs, [first] * 2))
     assert one["looked"][0] != other["looked"][0], "weights"
     assert one["looked"][1] != other["looked"][1], "data"
+
+
+MESHES = {  # that are not the presets, through the main of each chapter that has several axes
+    ("hsdp", "by-hand", 4): {"data": 4, "shard": 1},
+    ("hsdp", "pytorch", 4): {"data": 1, "shard": 4},
+    ("fsdp", "by-hand", 2): {"data": 2, "shard": 1},
+    ("pipeline+ddp", "by-hand", 2): {"pipeline": 2, "data": 1},
+    ("expert", "by-hand", 2): {"data": 2, "expert": 1},
+}
+
+
+def mesh_of(run, seen):
+    mesh = run.strategy.mesh
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+@pytest.mark.parametrize("name, kind, size", MESHES)
+def test_the_mesh_reaches_the_strategy(name, kind, size, tmp_path):
+    axes = MESHES[name, kind, size]
+    named = {"strategy": name, "implementation": kind, "mesh": ",".join(f"{axis}={n}" for axis, n in axes.items())}
+    pipeline = {"microbatches": 2} if "pipeline" in name else {}
+    config = configure(size=size, run_dir=tmp_path / "run", **BASE | {"layers": 2}, **named, **pipeline)
+    for (seen,) in launch(observe, size, ([config], [mesh_of])):
+        assert seen["looked"] == axes, "--mesh"
 
 
 # --- the strategies' own options ------------------------------------------------------------------------------
@@ -244,9 +272,7 @@ def test_a_strategys_options_reach_it(name, kind, tmp_path):
     if name in ("pipeline+ddp", "pipeline+fsdp"):
         common["mesh"] = f"pipeline=2,{'data' if name == 'pipeline+ddp' else 'shard'}=1"
     settings = {"defaults": {}, **{option: settings for option, (settings, *_) in own.items()}}
-    configs = [
-        configure(size=size, run_dir=tmp_path / option, **common | more) for option, more in settings.items()
-    ]
+    configs = [configure(size=size, run_dir=tmp_path / option, **common | more) for option, more in settings.items()]
     looks = [look_for_all, *(look for _, look, *_ in own.values())]
     before, *after = launch(observe, size, (configs, looks), timeout=180)[-1]
     for (option, (_, _, default, then)), seen in zip(own.items(), after, strict=True):
@@ -264,5 +290,5 @@ def test_every_option_is_tested():
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
         "run_dir", "task", "dataset", "data_dir", "download",
     }  # fmt: skip
-    here = {"steps", "checkpoint_every", "log_every", "layers", "width", "heads", "context", "batch_size"}
+    here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
     assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}

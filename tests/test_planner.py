@@ -139,8 +139,9 @@ WRONG = {
     PLAN + " --constants nowhere.json": "--constants nowhere.json: there is no such file",
     PLAN.replace("--gpus 8", "--gpus 12"): "--gpus 12 are no whole number of nodes of 8; change --gpus or",
     PLAN.replace("--gpus 8", "--gpus 0"): "--gpus must be at least 1, not 0",
-    "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7 --sequence 99":
-        "--batch-size 7 does not divide over 8 GPUs",
+    "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7 --sequence 99": (
+        "--batch-size 7 does not divide over 8 GPUs"
+    ),
     PLAN.replace("512", "many"): "argument --batch-size: invalid int value: 'many'",
     f"{ESTIMATE} --mesh tensor=3,data=2": "--mesh tensor=3,data=2 is 6 rank(s), and 8 are started",
     f"{ESTIMATE} --mesh tensr=8": "--mesh tensr=8: no axis 'tensr'; did you mean 'tensor'?",
@@ -181,3 +182,22 @@ def test_the_planner_starts_without_torch():
     code = "import sys; from planner.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *PLAN.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
+    """What it writes is the GPU "here" of a later command, whose work takes as long as its products say."""
+    monkeypatch.setattr("planner.calibrate.SIDES", (64, 128, 256))
+    monkeypatch.setattr("planner.calibrate.SIZES", (2**12, 2**16, 2**20))
+    file = tmp_path / "here.json"
+    assert "written to" in say(capsys, f"calibrate --out {file} --ranks 2")
+    measured = json.loads(file.read_text())["here"]
+    assert min(measured["peak"] / 1e9, measured["hbm"] / 1e8, measured["link"] / 1e6) > 0.1
+    line = f"estimate --layers 2 --width 64 --heads 4 --vocabulary 256 --gpus 2 --batch-size 8 --constants {file}"
+    found = json.loads(say(capsys, f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32 --json"))
+    assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here"
+
+
+def test_a_plan_has_a_picture(capsys, tmp_path):
+    file = tmp_path / "plan.png"
+    say(capsys, f"{PLAN} --count 2 --plot {file}")
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000

@@ -21,7 +21,8 @@ def test_show_embeds_alt_text_and_closes(monkeypatch):
     fig, _ = plt.subplots(figsize=(4, 3))
     plotting.show(fig, alt="a picture of nothing")
     data, metadata = shown[0]._repr_png_()
-    assert metadata == {"width": 360, "alt": "a picture of nothing"}
+    assert metadata.get("alt") == "a picture of nothing", "alternative text"
+    assert metadata["width"] == 360
     assert not plt.fignum_exists(fig.number)
 
 
@@ -32,7 +33,7 @@ def test_collective_shows_every_chunk_in_its_ranks_colours():
     painted = [patch.get_facecolor() for patch in ax.patches if patch.get_fill() and patch.get_linewidth() == 0]
     rgba = [plt.matplotlib.colors.to_rgba(colour) for colour in plotting.PALETTE]
     # 10, 20: rank 1; nothing; 3: rank 0; 13: ranks 0 and 1; 1000: rank 3
-    assert painted == [rgba[1], rgba[1], rgba[0], rgba[0], rgba[1], rgba[3]]
+    assert painted == [rgba[1], rgba[1], rgba[0], rgba[0], rgba[1], rgba[3]], "colours of the ranks whose data it is"
 
 
 def test_collective_takes_other_labels():
@@ -45,7 +46,7 @@ def test_timeline_is_in_milliseconds_from_the_first_start():
     ax = fig.axes[0]
     bars = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
     spans = sorted((round(bar.x0, 6), round(bar.x1, 6), round((bar.y0 + bar.y1) / 2)) for bar in bars)
-    assert spans == [(0, 2, 0), (1, 4, 1)]
+    assert spans == [(0, 2, 0), (1, 4, 1)], "from, to (ms), rank"
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["send", "add"]
 
 

@@ -1,5 +1,6 @@
 """The post-mortem of a launch names the failure that the others follow from."""
 
+import json
 import os
 import re
 import time
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch
+from common.lab.postmortem import explain
 
 
 def raise_one_after_the_other(first: int, seconds: float):
@@ -28,9 +30,8 @@ def test_the_first_of_two_errors_is_named(first):
     text = re.sub(r"line \d+", "line N", str(failure.value))
     assert failure.value.rank == first
     assert text.startswith(f"rank {first} of 2: ValueError: the cause\n")
-    assert text.endswith(
-        f"  rank {1 - first} later raised KeyError: 'its consequence', line N of raise_one_after_the_other"
-    )
+    later = f"  rank {1 - first} later raised KeyError: 'its consequence', line N of raise_one_after_the_other"
+    assert text.endswith(later), "the error that came later is not told as such"
 
 
 def test_of_errors_at_the_same_time_the_lowest_ranks_is_named():
@@ -38,6 +39,18 @@ def test_of_errors_at_the_same_time_the_lowest_ranks_is_named():
     with pytest.raises(RankFailed, match="rank 0 of 2: KeyError: 'its consequence'\n") as failure:
         launch(raise_one_after_the_other, 2, (1, 0.0), timeout=10)
     assert failure.value.where[1].startswith("raised ValueError: the cause, line ")
+
+
+def test_a_lost_connection_is_a_consequence(tmp_path):
+    """Even where it is noticed first: the rank at the other end is slower to say why it has gone."""
+    for rank, (error, when) in enumerate(
+        [("RuntimeError: Connection closed by peer [::1]:1", 100.0), ("E: why", 100.9)]
+    ):
+        report = {"time": when, "error": error, "frames": [], "operation": "", "place": "line 7 of work"}
+        (tmp_path / f"error-{rank}").write_text(json.dumps(report))
+    text, first, where, _ = explain(tmp_path, 2, {}, set())
+    assert (text.splitlines()[0], first) == ("rank 1 of 2: E: why", 1), "the cause is on rank 1"
+    assert where[0] == "raised RuntimeError: Connection closed by peer [::1]:1, line 7 of work"
 
 
 def die_and_raise(seconds: float):

@@ -47,7 +47,7 @@ def nested_check() -> list[str]:
 
 
 def test_the_guard_is_on_where_it_is_asked_for():
-    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2
+    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2, "without and with check=True"
 
 
 def test_the_guard_is_on_in_a_group_of_its_own():
@@ -57,7 +57,7 @@ def test_the_guard_is_on_in_a_group_of_its_own():
 
     for check in (False, True):
         with process_group("cpu", check=check):
-            assert watched(check)
+            assert watched(check), f"check={check}: is the guard there?"
 
 
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
@@ -134,7 +134,7 @@ def votes() -> list[bool]:
 
 
 def test_any_rank():
-    assert launch(votes, 3) == [[True, False, True]] * 3
+    assert launch(votes, 3) == [[True, False, True]] * 3, "is there a vote of one, of none, of all?"
 
 
 def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):

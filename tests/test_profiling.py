@@ -89,7 +89,8 @@ def test_every_rank_has_its_lane_with_all_that_it_recorded(traces, merged):
 def test_arrows_stay_within_their_rank(merged):
     ends = [(event["id"], event["pid"]) for event in merged["traceEvents"] if event["ph"] in "sf"]
     lanes = dict(ends)
-    assert len(set(lanes.values())) == RANKS and all(lanes[arrow] == lane for arrow, lane in ends)
+    assert len(set(lanes.values())) == RANKS, "arrows of several ranks have one number"
+    assert all(lanes[arrow] == lane for arrow, lane in ends)
 
 
 def test_events_are_the_ranges_nested_as_they_were(merged):
@@ -125,6 +126,15 @@ def test_clocks_that_are_apart_are_noticed(traces):
             assert 0 < error <= 1.0, "each rank was late once, so a clock that is fast or slow contradicts"
 
 
+def test_one_call_in_which_clocks_contradict_each_other_is_enough():
+    calls = {
+        0: [(0.0, 1.0), (5.0, 6.0)],
+        1: [(0.5, 1.0), (6.5, 7.0)],
+    }  # the second ends on rank 0 before it begins on 1
+    told = [(rank, "all-reduce", *times) for rank, both in calls.items() for times in both]
+    assert clock_error(told) == 0.5, "seconds by which the clocks differ at least"
+
+
 def test_a_base_of_its_own_is_no_error_of_the_clock(traces):
     other = copy.deepcopy(traces)
     other[1]["baseTimeNanoseconds"] -= 10**9
@@ -132,7 +142,8 @@ def test_a_base_of_its_own_is_no_error_of_the_clock(traces):
         if "ts" in event:
             event["ts"] += 1e6
     for moved, here in zip(all_reduces(other), all_reduces(traces), strict=True):
-        assert moved[:2] == here[:2] and moved[2:] == pytest.approx(here[2:], abs=1e-6)
+        assert moved[:2] == here[:2], "the ranks' clocks are shifted against each other"
+        assert moved[2:] == pytest.approx(here[2:], abs=1e-6)
     assert clock_error(all_reduces(other)) <= 0
 
 

@@ -130,7 +130,8 @@ def test_what_cannot_be_had_is_refused(gpus, monkeypatch, count, selected, devic
 def test_gpus_differ(gpus, monkeypatch, others, seen, differ):
     gpus(*seen)
     monkeypatch.setattr(ranks.socket, "gethostname", lambda: "node")
-    assert gpus_differ(store_with(*others), 2, 3, local_rank=2) is differ
+    got = gpus_differ(store_with(*others), 2, 3, local_rank=2)
+    assert got is differ, f"GPUs of the others: {others}; seen here: {seen}"
 
 
 def test_gpus_differ_waits_for_everybody(gpus, monkeypatch):
@@ -157,7 +158,7 @@ def test_the_gpu_is_that_of_the_local_rank(gpus, monkeypatch, started):
     gpus(4)
     launcher(monkeypatch, rank=3, size=4, local_rank=1, local_size=2)
     with process_group(store=store_with("first A", "first B", "second A")) as group:
-        assert group == Ranks(3, 4, 1, torch.device("cuda:1"))
+        assert group == Ranks(3, 4, 1, torch.device("cuda:1")), f"local rank 1 is on {group.device}"
     assert started.device == "cuda:1"
     assert started.group["backend"] == "cpu:gloo,cuda:nccl"
     assert started.group["device_id"] == torch.device("cuda:1")
@@ -211,7 +212,8 @@ def test_loopback_on_one_node_only(gpus, monkeypatch, started, settings, interfa
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     launcher(monkeypatch, **settings)
     with process_group("cpu", store=dist.HashStore()):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+        assert chosen == interface, "loopback on one node, and no interface named on several"
 
 
 def test_loopback_for_a_single_process_and_where_nobody_chose_another(gpus, monkeypatch, started):

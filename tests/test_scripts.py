@@ -122,6 +122,20 @@ def test_the_diff_between_chapters_is_the_idea(old, new):
     assert 5 <= len(diff) <= 45, f"{len(diff)} changed lines, at most 45:\n" + "\n".join(diff)
 
 
+# The strategy that a chapter's script trains where nobody names one: what the chapter is about.
+DEFAULTS = {
+    ".": "", "01_intro": "single", "02_data_parallel": "dp", "03_ddp": "ddp", "04_model_parallel": "tensor",
+    "05_pipeline": "pipeline", "06_fsdp": "fsdp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_a_script_trains_by_default(folder):
+    last = (ROOT / folder / "distributed_training.py").read_text().splitlines()[-1]
+    name = DEFAULTS[folder]
+    assert last == (f'    start("{name}")' if name else "    start()"), f"{folder} trains another strategy"
+
+
 def test_a_large_diff_would_be_seen():
     assert len(changed_lines('"""a"""\nx = 1\n', '"""b"""\nx = 2\n')) == 2
 

@@ -49,7 +49,6 @@ def meshes() -> list:
     for name, by_hand, axes in MESHES:
         torch.manual_seed(dist.get_rank())
         strategy = make(load(name, by_hand), equality.tied(), equality.sgd, axes)
-        strategy.step(micro_batches())
         with Ledger() as ledger:
             strategy.step(micro_batches())
         name = "blocks.0.mlp.up.weight"
@@ -90,7 +89,7 @@ def go_on(versions, state, make_optimizer=equality.adamw, precision="fp32") -> d
 
 
 def test_states_are_handed_on_between_meshes():
-    versions = [("hsdp", False), ("tensor+fsdp", False), ("hsdp", True), ("hsdp", False), ("tensor+fsdp", False)]
+    versions = [("hsdp", True), ("hsdp", False), ("tensor+fsdp", False), ("hsdp", True)]
     four = equality.flatten(launch(go_on, 4, (versions, None))[0])
     alone = equality.flatten(launch(go_on, 1, ([("single", False)] * len(versions), None))[0])
     assert alone.keys() == four.keys()
@@ -191,7 +190,7 @@ def accumulated(strategy_class) -> tuple:
 
 def test_gradients_may_wait_for_the_last_micro_batch():
     """Three units: a reduce-scatter for each in every micro-batch, or in the last; until then gradients are whole."""
-    assert len(equality.prove(SyncOnce, 2)) == len(equality.CASES)
+    assert len(equality.prove(SyncOnce, 2, cases=equality.COVERING)) == len(equality.COVERING)
     (often, small), (once, large) = (launch(accumulated, 2, (c,))[0] for c in (load("fsdp"), SyncOnce))
     assert (often["reduce_scatter"], once["reduce_scatter"]) == (9, 3)
     assert often["all_gather"] == once["all_gather"]
@@ -209,7 +208,7 @@ class WithDropout(GPT):
 
 
 def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list[tuple]:
-    """For each way, which is options of the strategy: loss and norm of three steps, and the most that was alive in
+    """For each way, which is options of the strategy: loss and norm of two steps, and the most that was alive in
     activations."""
     found, kind = [], load(name, by_hand)
     for way in ways:
@@ -217,7 +216,7 @@ def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list
         strategy = make(kind, model_class(3, 16, 4, 64), equality.adamw, options=kind.Options(**way))
         torch.manual_seed(dist.get_rank())
         numbers = []
-        for _ in range(3):
+        for _ in range(2):
             tokens = torch.randint(256, (8, 65))
             with memory.MemoryTimeline(strategy) as timeline:
                 numbers.append(torch.stack(strategy.step([(tokens[:, :-1], tokens[:, 1:])])))
@@ -232,7 +231,8 @@ def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
     for numbers, _ in found[1:]:
         torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)
     none, selective, full = (peak for _, peak in found)
-    assert none > 1.2 * selective and selective > 1.2 * full
+    peaks = f"activations with --recompute none {none:,}, selective {selective:,}, full {full:,} bytes"
+    assert none > 1.2 * selective and selective > 1.2 * full, f"{peaks}: each should be a fifth more than the next"
 
 
 @pytest.mark.parametrize("name, by_hand", [("fsdp", False), ("fsdp", True), ("zero2", True), ("zero1", True)])
@@ -245,7 +245,7 @@ def test_recomputation_drops_the_same_elements(name, by_hand):
 
 def test_offloading_changes_nothing():
     (offloaded, _), (expected, _) = launch(trained, 2, ("fsdp", False, [{"offload": True}, {}]))[0]
-    assert torch.equal(offloaded, expected)
+    assert torch.equal(offloaded, expected), f"losses and norms {offloaded.tolist()}, without {expected.tolist()}"
 
 
 def test_offloading_without_enough_memory(monkeypatch):

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
-from course.model_parallel.by_hand_layers import layers_of
+from course.model_parallel.by_hand_layers import count, layers_of
 from course.pipeline import by_hand, schedules, split
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline.options import PipelineOptions
@@ -106,3 +106,25 @@ def test_a_model_without_memory_takes_what_rank_0_has():
 
     for with_meta, without in launch(lambda: (losses_of(True), losses_of(False)), 4):
         assert with_meta == without and with_meta[2] != with_meta[0]
+
+
+def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_layer():
+    def cut():
+        rank, most, broadcast = dist.get_rank(dist.group.WORLD), [], split.broadcast_module
+        with torch.device("meta" if rank > 0 else "cpu"):
+            model = small(layers=6)
+
+        def noting(layer, group):
+            broadcast(layer, group)
+            most.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
+
+        split.broadcast_module = noting
+        pipeline, layer = axis(make_mesh({"pipeline": -1}), "pipeline"), max(map(count, layers_of(model).values()))
+        whole, schedule = count(model), schedules.build("1f1b", 4, 4)
+        own = split.own_stages(model, schedule, pipeline, everyone=pipeline.group)
+        return max(most), count(own.model), layer, whole
+
+    first, *others = launch(cut, 4)
+    assert first[0] == first[3]  # rank 0 has all, to begin with
+    for most, own, layer, whole in others:
+        assert own <= most <= own + layer < whole

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.lab.bugs import Bug, Bugs
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -30,9 +32,9 @@ def is_finished(path, text):
 
 
 def fits_a_head(path, text):
-    """400 lines; more only for solutions.py, a list of short answers that nobody reads as one piece."""
-    lines = len(text.splitlines())
-    too_long = path.suffix == ".py" and path.name != "solutions.py" and lines > 400
+    """400 lines; more only for lists that nobody reads as one piece: short answers, planted mistakes."""
+    lines, listed = len(text.splitlines()), path.name == "solutions.py" or path.name.startswith("planted_")
+    too_long = path.suffix == ".py" and not listed and lines > 400
     return [f"has {lines} lines; agreed are 400"] if too_long else []
 
 
@@ -109,3 +111,19 @@ def test_good_files_pass():
         "a.md": "the network /workers and a path such as runs/home/x; FIX says what to do",
     }
     assert [rule for rule in RULES for path, text in good.items() if rule(Path(path), text)] == []
+
+
+def test_a_bug_whose_text_is_gone_is_an_error(tmp_path):
+    """The text is looked for from the function on, not before it."""
+    (tmp_path / "classroom").mkdir()
+    (tmp_path / "by_hand.py").write_text("def f():\n    return 1\n\n\ndef g():\n    return 1 + 1\n")
+
+    def planted(target, right):
+        bugs = {"name": Bug(target, right, "return 2", refused_by="", why="")}
+        return Bugs(str(tmp_path / "classroom" / "bugs.py"), bugs).plant("name")
+
+    assert planted("f", "return 1")() == 2
+    assert planted("g", "return 1 + 1")() == 2
+    for target, right in (("f", "return 3"), ("h", "return 1")):
+        with pytest.raises(ValueError, match=f"by_hand.py has no {right!r} in or after {target} any more"):
+            planted(target, right)

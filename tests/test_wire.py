@@ -113,7 +113,7 @@ def in_a_pair():
 
 def test_a_group():
     _, _, *sent = launch(in_a_pair, 4)
-    assert sent[0] == sent[1] >= 8 * MB
+    assert sent[0] == sent[1] >= 8 * MB, "bytes of a broadcast of 8 MB"
 
 
 def test_an_error_in_the_block_is_not_held_up():

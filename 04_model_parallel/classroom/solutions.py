@@ -397,6 +397,18 @@ def entropy_with_the_largest_of_this_rank(logits, targets):
     return (summed((logits - largest[:, None]).exp().sum(1)).log() + largest - of_target).mean()
 
 
+def entropy_with_the_largest_magnitude(logits, targets):
+    """A shift that is too large leaves no exponential above zero."""
+    largest = logits.abs().amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    shifted = logits - largest[:, None]
+    of_target = shifted.gather(1, own.where(here, 0)[:, None])[:, 0] * here
+    total, of_target = summed(torch.stack([shifted.exp().sum(1), of_target]))
+    return (total.log() - of_target).mean()
+
+
 def entropy_with_a_target_of_every_rank(logits, targets):
     """The target's logit of the ranks that do not have it must be no summand."""
     largest = logits.amax(1)
@@ -1014,6 +1026,7 @@ WRONG = {
         (entropy_by_gathering, "expected at most 120 bytes sent by each rank, got 1200 bytes: all_gather of 2400 byte"),
         (entropy_without_the_largest, "each token with a logit of 10,000 on the last rank, rank 0: expected 7499.20"),
         (entropy_with_the_largest_of_this_rank, "small logits, rank 0: expected 5.32"),
+        (entropy_with_the_largest_magnitude, "each token with a logit of -10,000 on the last rank, rank 0: expected"),
         (entropy_with_a_target_of_every_rank, "small logits, rank 0: expected 5.32"),
         (entropy_of_this_rank, "small logits, rank 0: expected 5.32"),
         (entropy_summed_over_tokens, "small logits, rank 0: expected 5.32"),

@@ -163,8 +163,8 @@ BUGS = PipelineBugs(
             why="Only the rank of the last stage has the loss, and rank 0 writes the log: a straight line at zero.",
         ),
         "own_weights": pipeline(
-            right="broadcast_module(model, everyone)",
-            wrong="pass",
+            right=", everyone=everyone)",
+            wrong=")",
             inside="__init__",
             refused_by="loss",
             why="Each rank keeps the stages of a model that it made with its own seed: no single process has made that "

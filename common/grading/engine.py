@@ -9,7 +9,6 @@ with values that never touched the learner's code.
 import contextlib
 import copy
 import itertools
-import math
 import re
 import signal
 import sys
@@ -18,13 +17,13 @@ import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from numbers import Real
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
+from common.grading.values import Printed, difference, inputs, plain
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger, LedgerEntry
 
@@ -89,6 +88,8 @@ class Verdict:
     expected: str = ""
     got: str = ""
     drawing: Drawing | None = None
+    inputs: tuple[str, ...] = ()  # the call that went wrong, rank by rank
+    printed: tuple[str, ...] = ()  # lines that it printed, headed by their rank
 
     @property
     def points(self) -> int:
@@ -104,6 +105,7 @@ class CallOutcome:
     entries: list[LedgerEntry] = field(default_factory=list)
     changed_input: bool = False
     text: str = ""
+    printed: str = ""
 
 
 class DoesNotLoad(Exception):
@@ -119,23 +121,40 @@ def load(file: Path) -> types.ModuleType:
     return module
 
 
-def grade(attempts: list[tuple[Exercise, str]], file: Path) -> list[Verdict]:
-    """Judge the functions of `file` named in `attempts`, each as an answer to its exercise."""
+def grade(
+    attempts: list[tuple[Exercise, str]],
+    file: Path,
+    run: Callable | None = None,
+    progress: Callable = lambda text: None,
+) -> list[Verdict]:
+    """Judge the functions of `file` named in `attempts`, each as an answer to its exercise.
+
+    run(file, jobs, size): how they are run, by default on ranks of this machine (run_jobs)
+    progress:              called with what is being done, in words
+    """
+    run = run or run_jobs
     verdicts: dict[int, Verdict] = {}
+    printed: dict[int, tuple[str, ...]] = {}
     try:
         for size in SIZES:
+            left = len(attempts) - len(verdicts)
+            if not left:
+                break
+            progress(f"starting {size} ranks for {left} exercise{'s' * (left > 1)}")
             cases = {n: list(exercise.check(size)) for n, (exercise, _) in enumerate(attempts) if n not in verdicts}
             jobs = {n: (attempts[n][1], [case.arguments for case in of]) for n, of in cases.items() if of}
-            for n, outcome in _run(file, jobs, size).items():
-                verdict = _judge(attempts[n][0], size, cases[n], outcome)
+            for n, outcome in run(file, jobs, size).items():
+                verdict = _judge(attempts[n][0], size, cases[n], outcome, attempts[n][1])
+                printed[n] = verdict.printed
                 if verdict.status != "right":
                     verdicts[n] = verdict
     except DoesNotLoad as reason:
         return [Verdict(exercise, "not graded", got=str(reason)) for exercise, _ in attempts]
-    return [verdicts.get(n, Verdict(exercise, "right")) for n, (exercise, _) in enumerate(attempts)]
+    rights = [Verdict(exercise, "right", printed=printed.get(n, ())) for n, (exercise, _) in enumerate(attempts)]
+    return [verdicts.get(n, right) for n, right in enumerate(rights)]
 
 
-def _run(file: Path, jobs: dict, size: int) -> dict:
+def run_jobs(file: Path, jobs: dict, size: int) -> dict:
     """For each job, a list of outcomes for each rank, or the text of a RankFailed.
 
     All jobs share one launch, which is what takes the time; if a process dies in it, each gets its own.
@@ -151,7 +170,7 @@ def _run(file: Path, jobs: dict, size: int) -> dict:
             _launch(file, {}, size)
         except RankFailed as failed_again:
             raise DoesNotLoad(f"loading the file ends the process: {_death(failed_again)}") from None
-        return {key: _run(file, {key: job}, size)[key] for key, job in jobs.items()}
+        return {key: run_jobs(file, {key: job}, size)[key] for key, job in jobs.items()}
     return {key: [rank[key] for rank in ranks] for key in jobs}
 
 
@@ -194,6 +213,7 @@ def _on_rank(file: Path, jobs: dict):
         store_barrier(store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
         return store.add(f"{key}/unwell", 0) == 0
 
+    seal, intact = _seal(), True
     # After everything else: a file named random.py beside the learner's must not hide the standard library's.
     sys.path.append(str(file.parent))
     problem = None
@@ -202,6 +222,8 @@ def _on_rank(file: Path, jobs: dict):
             module = load(file)
     except BaseException as error:
         problem = _describe(error, file)
+    if problem is None and _seal() != seal:
+        problem = TAMPERED
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
     outcomes: dict[int, list[CallOutcome]] = {}
@@ -212,6 +234,8 @@ def _on_rank(file: Path, jobs: dict):
         outcomes[key] = []
         for arguments in cases:
             outcomes[key].append(_call(getattr(module, name, None), arguments[rank], file))
+            if not intact or seal != _seal():
+                intact, outcomes[key][-1] = False, CallOutcome("raised", text=TAMPERED)
             if not all_well(outcomes[key][-1].status == "returned"):
                 break
     return outcomes
@@ -221,18 +245,30 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     if function is None:
         return CallOutcome("not attempted")
     before = copy.deepcopy(arguments)
-    ledger = Ledger()
+    ledger, printed = Ledger(), Printed()
     try:
-        with ledger, _alarm():
+        with ledger, _alarm(), contextlib.redirect_stdout(printed):
             value = function(*arguments)
     except BaseException as error:
         if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
             return CallOutcome("not attempted", text=_describe(error, file))
         # A timeout, or what the partner of a rank that timed out sees.
         waited = re.search("Timed out|timeout|Connection (closed|reset) by peer", str(error))
-        return CallOutcome("waited" if waited else "raised", text=_describe(error, file, bool(waited)))
-    changed = any(_difference(old, new) for old, new in zip(before, arguments, strict=True))
-    return CallOutcome("returned", _plain(value), ledger.entries, changed)
+        text = _describe(error, file, bool(waited))
+        return CallOutcome("waited" if waited else "raised", text=text, printed=printed.told())
+    changed = any(difference(old, new) for old, new in zip(before, arguments, strict=True))
+    return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.told())
+
+
+TAMPERED = "the file replaces functions of PyTorch or of the checker, so nothing that is counted can be believed"
+
+
+def _seal() -> dict[str, int]:
+    """What the counting and judging of messages rests on: which objects these names stand for."""
+    owners = [sys.modules[__name__], sys.modules[Ledger.__module__], sys.modules[plain.__module__], Ledger, LedgerEntry]
+    owners += [dist, dist.distributed_c10d, torch, torch.Tensor, copy, contextlib]
+    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()
+            if callable(value) and not name.startswith("__") or name.startswith("__torch") or name == "__code__"}
 
 
 class _OutOfTime(BaseException):
@@ -274,37 +310,30 @@ def _describe(error: BaseException, file: Path, waited: bool = False) -> str:
     return text + (f", line {own[-1].lineno} of {own[-1].name}: {own[-1].line}" if own else "")
 
 
-class _Description(str):
-    """Of a result that cannot be compared."""
-
-
-def _plain(value):
-    """A learner's result as data that can travel and be compared: tensors, numbers, text, lists; else its
-    description."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or type(value) in (int, float, bool, str):
-        return value
-    return _Description(f"{type(value).__name__} {str(value)[:100]}")
-
-
 # --- in the process that judges -------------------------------------------------------------------------------
 
 
-def _judge(exercise: Exercise, size: int, cases: list[ExerciseCase], ranks: list[list[CallOutcome]] | str) -> Verdict:
+def _judge(
+    exercise: Exercise, size: int, cases: list[ExerciseCase], ranks: list[list[CallOutcome]] | str, name: str
+) -> Verdict:
     if isinstance(ranks, str):
         return Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
-    for case, *outcomes in zip(cases, *ranks, strict=False):  # after a failed case there are no more outcomes
+    printed = ()
+    for number, case in enumerate(cases):  # after a failed case there are no more outcomes
+        outcomes = [rank[number] for rank in ranks if number < len(rank)]
+        if len(ranks) != size or len(outcomes) != size:
+            return Verdict(exercise, "wrong", f"world size {size}, {case.what}", "a result on every rank", "nothing")
         if all(outcome.status == "not attempted" for outcome in outcomes):
             return Verdict(exercise, "not attempted")
+        said = [(rank, line) for rank, outcome in enumerate(outcomes) for line in outcome.printed.splitlines()]
+        printed = tuple(f"rank {rank}: {line}" for rank, line in said)
         try:
             _judge_case(case, outcomes)
         except Wrong as wrong:
             where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
-            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got, wrong.drawing)
-    return Verdict(exercise, "right")
+            called = tuple(inputs(case.arguments, name))
+            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got, wrong.drawing, called, printed)
+    return Verdict(exercise, "right", printed=printed)
 
 
 def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
@@ -324,9 +353,9 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
         if callable(expected):
             expected(outcome.value)
             continue
-        difference = _difference(expected, outcome.value)
-        if difference:
-            raise Wrong(*difference, rank)
+        differs = difference(expected, outcome.value)
+        if differs:
+            raise Wrong(*differs, rank)
     for rank, outcome in enumerate(outcomes):
         if outcome.changed_input:
             raise Wrong("the arguments left as they were", "the function wrote into its arguments", rank)
@@ -343,49 +372,3 @@ def _every_message_received(entries: list[list[LedgerEntry]]) -> None:
                 f"receives of {received} bytes",
                 rank,
             )
-
-
-def _difference(expected, got) -> tuple[str, str] | None:
-    """(expected, got) in words where `got` is not what was expected, None where it is."""
-    if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
-        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-            return _kind(expected), _kind(got)
-        wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0, equal_nan=True)).nonzero().tolist()
-        if wrong and expected.numel() > 12:
-            at, place = tuple(wrong[0]), f" at element {wrong[0][0] if len(wrong[0]) == 1 else wrong[0]}"
-            return _show(expected[at]) + place, f"{_show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"
-        same = not wrong
-    elif isinstance(expected, list) and isinstance(got, list):
-        differences = list(map(_difference, expected, got))
-        number = next((number for number, different in enumerate(differences) if different), None)
-        same = len(expected) == len(got) and number is None
-        # Lists of numbers are short enough to be shown whole.
-        if len(expected) == len(got) and not same and not (_numbers(expected) and _numbers(got)):
-            return differences[number][0] + f" as item {number}", differences[number][1]
-    elif isinstance(expected, Real) and isinstance(got, Real):
-        same = math.isclose(expected, got, rel_tol=1e-6)
-    elif type(expected) is type(got):
-        same = expected == got
-    else:
-        return _kind(expected), _kind(got)
-    return None if same else (_show(expected), _show(got))
-
-
-def _numbers(value) -> bool:
-    return all(map(_numbers, value)) if isinstance(value, list) else isinstance(value, Real)
-
-
-def _kind(value) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    if value is None or isinstance(value, _Description):
-        return str(value)
-    return f"{type(value).__name__} {_show(value)[:100]}"
-
-
-def _show(value) -> str:
-    if isinstance(value, torch.Tensor):
-        return _show(value.tolist())
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_show, value)) + "]"
-    return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,25 @@
+"""Which option an unknown name means."""
+
+import difflib
+
+# What other programs call an option: for "did you mean".
+ELSEWHERE = {
+    "lr": ("learning_rate",),
+    "steps": ("max_steps", "epochs", "iterations", "num_steps", "max_iters"),
+    "width": ("hidden_size", "d_model", "n_embd", "embedding_size", "dim"),
+    "layers": ("n_layers", "n_layer", "num_layers", "num_hidden_layers", "depth"),
+    "heads": ("n_heads", "n_head", "num_heads", "num_attention_heads"),
+    "context": ("block_size", "sequence_length", "seq_len", "seq_length", "max_length"),
+    "accumulation_steps": ("gradient_accumulation_steps", "grad_accum", "grad_acc_steps"),
+    "batch_size": ("global_batch_size", "bs", "train_batch_size"),
+    "run_dir": ("output_dir", "out_dir", "save_dir", "log_dir"),
+    "precision": ("dtype", "bf16", "fp16", "amp", "mixed_precision"),
+    "microbatches": ("num_microbatches", "micro_batches", "n_microbatches"),
+    "recompute": ("activation_checkpointing", "gradient_checkpointing"),
+}
+
+
+def meant(name: str, known) -> str | None:
+    """The option that an unknown name most likely means: by what other programs call it, or by its letters."""
+    elsewhere = [option for option, names in ELSEWHERE.items() if name.lower() in names and option in known]
+    return next(iter(elsewhere + difflib.get_close_matches(name, known, n=1)), None)

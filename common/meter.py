@@ -1,0 +1,74 @@
+"""What a run makes of its machine: peak memory, and which share of the machine's arithmetic the model uses."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from common.model import GPT, VOCABULARY
+
+# Operations per second of one GPU in bfloat16 (V100 and T4: float16), dense, from NVIDIA's data sheets.
+PEAKS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+class Usage:
+    """Of a run on this rank. `__call__(step_seconds)` gives what a step adds to the metrics:
+
+    peak_memory_bytes: the most memory that this rank has held so far: on a GPU what PyTorch had allocated there, on the
+                       CPU all of the process
+    mfu:               model FLOPs utilization (Chowdhery et al. 2022, appendix B): the operations that the model needs
+                       for a step, without any that are done twice, as a share of what all ranks' devices could do. The
+                       peak of a GPU is that of PEAKS in bfloat16, whatever the precision; that of a CPU core is what a
+                       large matrix multiplication reaches here. None for other GPUs, pictures, and mixtures of experts.
+    """
+
+    def __init__(self, config, device: torch.device):
+        known = config.task == "text" and config.strategy_class.model_class is GPT
+        self.device, self.operations = device, operations(config) if known else None
+        self.peak = peak(device) if self.operations else None
+        self.ranks = dist.get_world_size()
+
+    def __call__(self, step_seconds: float) -> dict:
+        possible = self.peak and self.peak * self.ranks * step_seconds
+        return {
+            "peak_memory_bytes": peak_memory(self.device),
+            "mfu": self.operations / possible if possible else None,
+        }
+
+
+def operations(config) -> int:
+    """Floating-point operations of one step of a GPT: 6 per weight of a matrix and token, forward and backward, and
+    12 x layers x width x context per token for attention (Chowdhery et al. 2022, appendix B)."""
+    matrices = 12 * config.layers * config.width**2 + VOCABULARY * config.width
+    attention = 12 * config.layers * config.width * config.context
+    return (6 * matrices + attention) * config.batch_size * config.context
+
+
+def peak(device: torch.device) -> float | None:
+    """Operations per second that a rank's device could do."""
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device)
+        return next((value for known, value in PEAKS.items() if known in name), None)
+    matrix, times = torch.ones(256, 256), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - begin)
+    return 2 * 256**3 / min(times)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type != "cpu":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

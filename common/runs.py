@@ -1,0 +1,269 @@
+"""Look at runs, compare them, and take their models elsewhere.
+
+    python -m common.runs list                          what there is under runs/
+    python -m common.runs summary RUN ...               losses, speed, checkpoints; of several runs, speed-up
+    python -m common.runs plot RUN ... --over tokens    a picture of a metric over steps, tokens or seconds
+    python -m common.runs compare A B ...               the first step at which each differs from A
+    python -m common.runs export RUN --safetensors      the model of a checkpoint in one file, for other programs
+
+A run is named by its folder, or by the name of a folder under runs/. --json prints what is found as JSON.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import struct
+import sys
+from pathlib import Path
+
+import torch
+
+from common import manifest
+from common.errors import UserError, one_line_errors
+
+METRICS = ("loss", "grad_norm")
+
+
+class History:
+    """What a run has left: `facts` (config.json), `records` (metrics.jsonl) and `checkpoints`, oldest first."""
+
+    def __init__(self, name: str):
+        self.path = next((path for path in (Path(name), Path("runs", name)) if (path / "config.json").exists()), None)
+        if self.path is None:
+            raise UserError(
+                f"{name} is no run: it has no config.json; python -m common.runs list shows those under runs/"
+            )
+        self.name = self.path.name
+        self.facts = json.loads((self.path / "config.json").read_text())
+        self.records = []
+        for line in (self.path / "metrics.jsonl").read_text().splitlines():
+            try:
+                self.records.append(json.loads(line))
+            except ValueError:
+                break  # the line that is being written
+        self.checkpoints = manifest.checkpoints(self.path)
+
+    @property
+    def seconds(self) -> float | None:
+        """The median time of a step, but for the first three, which are slower."""
+        times = [record["step_seconds"] for record in self.records[3:] or self.records]
+        return statistics.median(times) if times else None
+
+    @property
+    def unit(self) -> str:
+        """What is counted: "tokens" or "examples"."""
+        return "tokens" if self.facts["config"]["task"] == "text" else "examples"
+
+    @property
+    def per_step(self) -> int:
+        config = self.facts["config"]
+        return config["batch_size"] * (config["context"] if self.unit == "tokens" else 1)
+
+    def axis(self, over: str) -> list[float]:
+        """Where each record lies along "steps", "tokens" (or examples) or "seconds"."""
+        if over == "seconds":
+            return list(itertools.accumulate(record["step_seconds"] for record in self.records))
+        return [record["step"] * (1 if over == "steps" else self.per_step) for record in self.records]
+
+
+def summary(runs: list[History]) -> list[dict]:
+    """A row for each run; of several, speed-up over the first and efficiency: speed-up by times the ranks."""
+    rows = []
+    for run in runs:
+        first, last = (run.records[place] if run.records else {} for place in (0, -1))
+        mesh = ",".join(f"{axis}={size}" for axis, size in run.facts["mesh"].items())
+        row = {
+            "run": run.name,
+            "strategy": run.facts["strategy"],
+            "implementation": run.facts["implementation"],
+            "mesh": mesh,
+            "ranks": run.facts["world_size"],
+            "steps": f"{last.get('step', 0)}/{run.facts['config']['steps']}",
+            "first_loss": first.get("loss"),
+            "last_loss": last.get("loss"),
+            "step_seconds": run.seconds,
+            f"{run.unit}_per_second": run.per_step / run.seconds if run.seconds else None,
+            "checkpoints": [manifest.step_of(path) for path in run.checkpoints],
+        }
+        if len(runs) > 1 and run.seconds and runs[0].seconds:
+            row["speed_up"] = runs[0].seconds / run.seconds * run.per_step / runs[0].per_step
+            row["efficiency"] = row["speed_up"] * runs[0].facts["world_size"] / run.facts["world_size"]
+        rows.append(row)
+    return rows
+
+
+def compare(one: History, other: History, tolerance: float) -> dict:
+    """Where `other` leaves `one`: the first step at which a metric differs by more than `tolerance`, relative to the
+    larger of the two; the largest such difference; and the settings in which the runs differ."""
+    theirs = {record["step"]: record for record in other.records}
+    first, largest, at = None, 0.0, None
+    steps = [record for record in one.records if record["step"] in theirs]
+    for record in steps:
+        for metric in METRICS:
+            a, b = record[metric], theirs[record["step"]][metric]
+            if a == b:
+                continue
+            difference = abs(a - b) / max(abs(a), abs(b)) if a is not None and b is not None else float("inf")
+            if difference > largest:
+                largest, at = difference, record["step"]
+            if difference > tolerance and first is None:
+                first = {"step": record["step"], "metric": metric, one.name: a, other.name: b}
+    settings = {**one.facts["config"], **other.facts["config"]}
+    ours, its = one.facts["config"], other.facts["config"]
+    differ = {key: [ours.get(key), its.get(key)] for key in settings if ours.get(key) != its.get(key)}
+    return {
+        "runs": [one.name, other.name],
+        "steps_compared": len(steps),
+        "first_difference": first,
+        "largest_difference": largest,
+        "at_step": at,
+        "settings": {key: values for key, values in differ.items() if key not in ("run_dir", "resume")},
+    }
+
+
+def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
+    """Draw a metric of each run. Raises UserError for one that they do not have."""
+    from common.lab.plotting import plt  # not at the top: it takes half a second
+
+    fig, ax = plt.subplots(figsize=(7, 4))
+    for run in runs:
+        if run.records and metric not in run.records[0]:
+            known = ", ".join(key for key in run.records[0] if key != "step")
+            raise UserError(f"--metric {metric}: {run.name} has none; it has {known}")
+        values = [float("nan") if record[metric] is None else record[metric] for record in run.records]
+        ax.plot(run.axis(over), values, label=run.name, linewidth=1.5)
+    ax.set(xlabel=over, ylabel=metric)
+    ax.legend()
+    fig.savefig(file)
+
+
+SAFETENSORS_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """The format of https://huggingface.co/docs/safetensors: the length of a header in 8 bytes, the header as JSON with
+    each tensor's type, shape and place, and the tensors' bytes."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
+    """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
+    tied stands there once, under its first name. Raises UserError."""
+    from common.checkpoint import whole_tensors
+
+    there = {manifest.step_of(path): path for path in run.checkpoints}
+    if step is not None and step not in there:
+        raise UserError(f"--step {step}: {run.path} has checkpoints of steps {', '.join(map(str, there))}")
+    wanted = run.checkpoints[::-1] if step is None else [there[step]]
+    wrong = [manifest.damage(folder) for folder in wanted]
+    folder = next((folder for folder, why in zip(wanted, wrong, strict=True) if not why), None)
+    if folder is None:
+        raise UserError(wrong[0] if wrong else f"{run.path} has no checkpoint")
+    file = file or run.path / f"model-{manifest.step_of(folder):06d}.{'safetensors' if safetensors else 'pt'}"
+    tensors = whole_tensors(folder)
+    write_safetensors(tensors, file) if safetensors else torch.save(tensors, file)
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    return {"file": str(file), "checkpoint": str(folder), "tensors": len(tensors), "numbers": numbers}
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def shown(value) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
+def table(rows: list[dict]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, *([shown(row.get(key)) for key in columns] for row in rows)]
+    widths = [max(len(line[number]) for line in lines) for number in range(len(columns))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def told(result: dict) -> str:
+    """A comparison in words."""
+    a, b = result["runs"]
+    lines = [f"{a} and {b}: {result['steps_compared']} steps"]
+    first = result["first_difference"]
+    if first:
+        lines.append(f"  differ first at step {first['step']}: {first['metric']} {first[a]} and {first[b]}")
+    else:
+        lines.append("  differ nowhere by more than the tolerance")
+    at = f", at step {result['at_step']}" if result["at_step"] else ""
+    lines.append(f"  largest relative difference {result['largest_difference']:.2g}{at}")
+    lines += [f"  {key.replace('_', '-')}: {one} and {other}" for key, (one, other) in result["settings"].items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m common.runs", description=__doc__.splitlines()[0])
+    commands = top.add_subparsers(dest="command", required=True)
+    made = {}
+    for name, about, how_many in (
+        ("list", "what there is under runs/", None),
+        ("summary", "losses, speed, checkpoints; of several runs, speed-up over the first", "+"),
+        ("plot", "a metric over steps, tokens or seconds", "+"),
+        ("compare", "the first step at which each run differs from the first", "+"),
+        ("export", "the model of a checkpoint in one file", 1),
+    ):
+        made[name] = commands.add_parser(name, help=about)
+        made[name].add_argument("--json", action="store_true", help="print JSON")
+        if how_many:
+            made[name].add_argument("runs", nargs=how_many, metavar="RUN")
+    made["plot"].add_argument("--metric", default="loss", help="a key of metrics.jsonl (default: loss)")
+    made["plot"].add_argument("--over", choices=("steps", "tokens", "seconds"), default="steps")
+    made["plot"].add_argument("--out", type=Path, default=Path("runs.png"), help="the picture (default: runs.png)")
+    made["compare"].add_argument("--tolerance", type=float, default=1e-5, help="relative (default: 1e-5)")
+    made["export"].add_argument("--safetensors", action="store_true", help="in this format, and not as torch.save does")
+    made["export"].add_argument("--step", type=int, help="of which checkpoint (default: the newest that is whole)")
+    made["export"].add_argument("--out", type=Path, help="the file (default: in the run's folder)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = parser().parse_args(argv)
+    if asked.command == "list":
+        names = sorted(str(path.parent) for path in Path("runs").glob("*/config.json"))
+    else:
+        names = asked.runs
+    runs = [History(name) for name in names]
+    if asked.command in ("list", "summary"):
+        found = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
+        text = table(found) if found else "there is no run under runs/"
+    elif asked.command == "plot":
+        plot(runs, asked.metric, asked.over, asked.out)
+        found = {"file": str(asked.out)}
+        text = found["file"]
+    elif asked.command == "compare":
+        if len(runs) < 2:
+            raise UserError("compare needs two runs or more")
+        found = [compare(runs[0], other, asked.tolerance) for other in runs[1:]]
+        text = "\n".join(map(told, found))
+    else:
+        found = export(runs[0], asked.step, asked.safetensors, asked.out)
+        text = f"{found['file']}: {found['tensors']} tensors, {found['numbers']:,} numbers, of {found['checkpoint']}"
+    print(json.dumps(found, indent=1) if asked.json else text)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""Bytes that a GPU sends in a step, by the axis of the mesh along which it sends them: an average over all GPUs.
+
+Each collective counts by the ring formula, as in the ledger (common/lab/wire_bytes.py), so both can be compared on real
+runs. Messages of a few numbers, such as those of the loss and of the gradient's norm, are not counted.
+"""
+
+from common.lab.wire_bytes import wire_bytes
+from planner import stages
+from planner.layout import PRECISIONS, Layout
+from planner.memory import parameters_of
+from planner.models import Model
+
+
+def forward_passes(layout: Layout) -> float:
+    """How often a layer's forward pass sends its messages: again where the layer is computed again."""
+    return {"full": 2.0, "every-second": 1.5}.get(layout.kept, 1.0)
+
+
+def sent(model: Model, layout: Layout) -> dict[str, float]:
+    """Axis -> bytes. "host": what offloading sends over PCIe, in both directions."""
+    itemsize, message = PRECISIONS[layout.precision]
+    m, p, t, c = layout.micro_batches, layout.pipeline, layout.tensor, layout.context
+    stream = layout.tokens * model.width * itemsize
+    layers, passes = model.layers / p * m, forward_passes(layout)  # layers that a rank computes in a step
+    found = {}
+    # Two sums in the forward pass of a layer and two in its backward pass; one each for the embedding's output and the
+    # gradient of the head's input; and for the loss over a divided vocabulary three numbers per token.
+    found["tensor"] = wire_bytes("all_reduce", stream, t) * (2 * (passes + 1) * layers + 2 * m / p)
+    found["tensor"] += wire_bytes("all_reduce", 3 * 4 * layout.tokens, t) * m / p
+    # Keys and values go round the ring forward, again backward, and their gradients after them.
+    kv = 2 * layout.tokens * model.key * itemsize / t * c
+    found["context"] = wire_bytes("all_gather", kv, c) * (passes + 2) * layers
+    share = model.moe_layers / model.layers
+    found["expert"] = wire_bytes("all_to_all", stream * model.top_k, layout.size("expert")) * 2 * (passes + 1) * layers
+    found["expert"] *= share
+    found["pipeline"] = 2 * m * (layout.stages - 1) / p * stream / (t if layout.sequence_parallel else 1)
+    if model.tied and p > 1:  # the gradients of a weight that the first stage has and the last
+        tied = wire_bytes("all_reduce", model.embedding_parameters / t * message, 2)
+        found["pipeline"] += tied * 2 / p * (layout.stages - 1 not in stages.stages_of(layout, 0))
+
+    ranks = [parameters_of(model, layout, *rank) for rank in stages.shares(model, layout)]
+    own = sum(dense + experts for dense, experts in ranks) / p
+    ends = own - sum(parameters_of(model, layout, model.layers, False, False)) / p
+    if layout.zero_stage and layout.shards > 1:
+        gathered = {1: 1, 2: 1, 3: m if p == 1 else 1}[layout.zero_stage]
+        reduced = m if layout.zero_stage >= 2 and p == 1 else 1
+        again = own - ends if layout.zero_stage == 3 and p == 1 else 0  # the unit at the ends stays until it is used
+        found["shard"] = wire_bytes("all_gather", (own + again) * itemsize, layout.shards) * gathered
+        found["shard"] += wire_bytes("reduce_scatter", own * message, layout.shards) * reduced
+    kept = own / layout.shards if layout.zero_stage >= 2 else own
+    for axis, size in layout.copies.items():
+        found[axis] = found.get(axis, 0.0) + wire_bytes("all_reduce", kept * message, size)
+    if layout.offload:
+        crossings = message + itemsize
+        if layout.zero_stage == 3 and layout.shards > 1:  # shards come from the host for every gathering
+            crossings += itemsize * (2 * m - 1 if p == 1 else 0)
+        found["host"] = own / layout.shards * crossings
+    return {axis: size for axis, size in found.items() if size}

@@ -1,0 +1,98 @@
+"""Submissions that break, or that set out to break something: text of the file -> points that it earns (of chapter 01's
+first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the course's,
+{PORT} one on which
+somebody listens, {TMP} the folder for temporary files."""
+
+SHIFT = """
+import os, sys, signal, subprocess, time, torch, torch.distributed as dist
+
+def ring_shift(tensor):
+    received, rank, size = torch.empty_like(tensor), dist.get_rank(), dist.get_world_size()
+    request = dist.isend(tensor, (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    request.wait()
+    return received
+"""
+ALL = SHIFT + """
+def global_mean(values):
+    both = torch.tensor([float(values.sum()), float(len(values))])
+    dist.all_reduce(both)
+    return both[0] / both[1]
+
+def ring_bytes(rank, size, elements, itemsize):
+    chunks = [len(chunk) for chunk in torch.arange(elements).tensor_split(size)]
+    return (2 * elements - chunks[rank] - chunks[(rank + 1) % size]) * itemsize
+"""
+MEAN, BYTES = "\ndef global_mean(values):\n    ", "\ndef ring_bytes(*a):\n    "
+EVIL = "import os, sys, signal, subprocess, time, shutil, socket, threading, torch, torch.distributed as dist\n"
+EVIL += "assert __file__.startswith('{TMP}/submission/')\n"  # nowhere but in the sandbox
+
+HOSTILE = {
+    # Against the others, and the machine. They earn what they have solved beside it, or nothing if they are ended.
+    "deletes_others": (EVIL + "shutil.rmtree('{FOLDER}', ignore_errors=True)\n" + ALL, 4, "^$"),
+    "deletes_all": (EVIL + "shutil.rmtree('{TMP}', ignore_errors=True)\n" + ALL, None, ""),
+    "writes_to_the_course": (EVIL + "open('{ROOT}/01_intro/exercises.py', 'w').write('')", 0, "Read-only file system"),
+    "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64 are|of memory|not finished|died"),
+    "starts_threads": (SHIFT + MEAN + "[__import__('threading').Thread(target=time.sleep, args=(99,)).start() "
+                       "for _ in range(40)]\n    return values.mean()", None, "."),
+    "opens_sockets": (EVIL + "socket.create_connection(('127.0.0.1', {PORT}), timeout=2).send(b'hello')", 0, "refused"),
+    "looks_up_names": (EVIL + "socket.getaddrinfo('example.org', 80)", 0, "gaierror"),
+    "prints_gigabytes": (SHIFT + MEAN + "for _ in range(3000): print('x' * 10**6)\n    return values.mean()",
+        1, "15.25"),
+    "writes_gigabytes_to_stdout": (SHIFT + MEAN + "while True: os.write(1, b'x' * 10**6)", None, "."),
+    "fills_the_disk": (EVIL + "with open('{TMP}/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)", 0, "."),
+    "fills_the_memory": (EVIL + SHIFT + MEAN + "x = [torch.ones(2**28) for _ in range(99)]\n    return values.mean()",
+        None, "."),
+    "kills_its_parent": (EVIL + "os.kill(os.getppid(), 9)", 0, "."),
+    "kills_everybody": (EVIL + "os.kill(-1, 9)", 0, "."),
+    "leaves_a_process": (SHIFT + "subprocess.Popen(['sleep', '600'], start_new_session=True)", 1, "^$"),
+    "stops_itself": (SHIFT + MEAN + "os.kill(os.getpid(), signal.SIGSTOP)", None, "."),
+    "loops": (SHIFT + MEAN + "while True: pass", 1, "no end after"),
+    "loops_without_alarm": (SHIFT + MEAN + "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True: pass",
+        None, "."),
+    "closes_everything": (SHIFT + MEAN + "os.closerange(0, 999)\n    return values.mean()", None, "."),
+    # For points that are not earned.
+    "imports_the_solutions": ("from course.intro.classroom.solutions import *", 0, "ModuleNotFoundError"),
+    "reads_the_solutions": ("exec(open('{ROOT}/01_intro/classroom/solutions.py').read())", 0, "FileNotFoundError"),
+    "asks_git": (EVIL + "exec(subprocess.check_output(['git', '-C', '{ROOT}', 'show', "
+                 "'HEAD:01_intro/classroom/solutions.py']))", 0, "Error"),
+    "reads_a_neighbour": ("exec(open('{FOLDER}/ann.py').read())", 0, "FileNotFoundError"),
+    "imports_a_neighbour": ("from ann import *", 0, "ModuleNotFoundError"),
+    "imports_the_grading": ("from course.intro.classroom.grading import *", 0, "ModuleNotFoundError"),
+    "looks_into_frames": (EVIL + "def find(name):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for case in frame.f_locals.get('cases') or ():\n"
+        "            if hasattr(case, 'expected'): return case.expected[0]\n        frame = frame.f_back\n"
+        "def ring_bytes(*a):\n    return find('ring_bytes')", 0, "got None"),
+    "looks_into_memory": (EVIL + "import gc\ndef ring_bytes(*a):\n    for case in gc.get_objects():\n"
+        "        if type(case).__name__ == 'ExerciseCase' and case.arguments[0] == a: return case.expected[0]",
+        0, "got None"),
+    "replaces_the_ledger": (SHIFT + "from common.lab.ledger import Ledger\n"
+        "Ledger.__torch_dispatch__ = lambda self, f, t, a=(), k=None: f(*a, **(k or {}))" + MEAN +
+        "dist.all_reduce(values[:0])\n    return values.mean()", 0, "replaces functions"),
+    "replaces_the_judge": (EVIL + "from common.grading import engine\nengine._judge_case = lambda *a: None\n"
+        "engine.difference = lambda *a: None" + MEAN + "return 0", 0, "replaces functions"),
+    "replaces_torch": (EVIL + "torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)" + MEAN +
+        "return 0", 0, "replaces functions"),
+    "equals_everything": ("class Any(float):\n    def __eq__(self, other): return True\n"
+        "    def __reduce__(self): return (eval, ('15.25',))\n" + BYTES + "return Any()", 0, "ring_bytes: "),
+    "a_tensor_of_its_own": (EVIL + "class T(torch.Tensor):\n    pass\n" + MEAN +
+        "return torch.zeros(()).as_subclass(T)", 0, "."),
+    "no_results_at_all": (EVIL + "import common.lab.launch as l, glob, cloudpickle\n" + BYTES +
+        "for r in glob.glob('{TMP}/launch-*'):\n        for n in range(4):\n"
+        "            open(r + '/result-%d' % n, 'wb').write(cloudpickle.dumps({0: [], 1: [], 2: []}))\n"
+        "    time.sleep(0.2)\n    os._exit(0)", 0, "."),
+    "prints_rows": (EVIL + "print('prints_rows,right,right,right,4,4,', flush=True)\nos.write(1, b'x,4\\n')", 0, "^$"),
+    # Broken, without any intention.
+    "empty": ("", 0, "^$"),
+    "syntax": ("def f(:\n", 0, "SyntaxError"),
+    "null_bytes": ("\0", 0, "null bytes|SyntaxError|ValueError"),
+    "leaves": ("import sys\nsys.exit('bye')", 0, "SystemExit: bye"),
+    "leaves_as_if_well": ("import os\nos._exit(0)", 0, "ended without returning"),
+    "leaves_with_3": (SHIFT + BYTES + "os._exit(3)", 1, "died with exit code 3"),
+    "lacks_a_package": ("import nowhere", 0, "No module named 'nowhere'"),
+    "recursion": (SHIFT + BYTES + "return ring_bytes(*a)", 1, "RecursionError"),
+    "returns_a_function": (BYTES + "return lambda: 1", 0, "function"),
+    "returns_too_much": (BYTES + "return list(range(3_000_000))", 0, "."),
+    "deadlock": ("import torch.distributed as dist\ndef ring_shift(t):\n    dist.recv(t)\n    return t\n",
+        0, "deadlock"),
+}  # fmt: skip

@@ -1,0 +1,157 @@
+"""Checkpoints in pieces: what is written and refused, and that any strategy reads what any other has written."""
+
+import copy
+import math
+import threading
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, configure, saved
+
+from common import manifest
+from common.checkpoint import Saver, Writer, load
+from common.lab import equality
+from common.lab.launch import launch
+from common.mesh import make_mesh
+from common.pieces import boxes, pieces_of
+from common.state import Where
+from common.task import make_task
+from course.strategies import STRATEGIES
+
+
+def test_boxes_have_the_elements_of_every_interval():
+    for size in [(), (7,), (3, 5), (2, 3, 4), (1, 4), (4, 1), (2, 1, 3)]:
+        numbers = torch.arange(math.prod(size)).view(size)
+        for start, stop in product(range(math.prod(size) + 1), repeat=2):
+            found = list(boxes(size, start, stop))
+            assert len(found) <= max(1, 2 * len(size) - 1)
+            inside = [
+                numbers[tuple(slice(a, a + n) for a, n in zip(offset, box, strict=True))].reshape(-1)
+                for offset, box in found
+            ]
+            assert torch.cat([numbers.new_empty(0), *inside]).tolist() == list(range(start, stop)), (
+                "elements of the interval"
+            )
+
+
+def test_pieces_are_memory_of_the_part():
+    """A flat shard with elements 7 to 18 of the box [2:6, 0:5] of a matrix [8, 10] is three boxes."""
+    shard = torch.zeros(11)
+    found = pieces_of("w", shard, Where((8, 10), (2, 0), (4, 5), 7, 18))
+    assert [(p.offset, tuple(p.tensor.shape)) for p in found] == [((3, 2), (1, 3)), ((4, 0), (1, 5)), ((5, 0), (1, 3))]
+    for number, piece in enumerate(found, start=1):
+        piece.tensor.fill_(number)
+    assert shard.tolist() == [1] * 3 + [2] * 5 + [3] * 3
+
+
+# --- every strategy reads what every other wrote --------------------------------------------------------------------
+
+TEXT = SMALL | {"batch_size": 24}
+
+
+def settings() -> list[tuple[int, str, str, str]]:
+    """(ranks, strategy, implementation, its options): each on two ranks or, where it needs four, on four."""
+    sizes = {
+        (name, kind): entry().sizes(kind) for name, entry in STRATEGIES.items() for kind in entry().implementations
+    }
+    table = [
+        (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
+        for who in sizes
+        if who[0] != "mesh" and max(sizes[who]) > 1
+    ]
+    return [
+        *sorted(table),
+        (2, "pipeline", "by-hand", "--schedule zbv"),  # the first rank has both ends, and a tied weight twice
+        (2, "fsdp", "pytorch", "--precision fp16"),
+        (4, "mesh", "by-hand", "--mesh shard=2,tensor=2"),  # flat shards of weights that are cut
+        (4, "mesh", "by-hand", "--mesh pipeline=2,tensor=2"),
+        (4, "mesh", "pytorch", "--mesh pipeline=2,tensor=2"),
+        (4, "mesh", "pytorch", "--mesh pipeline=2,shard=2"),
+    ]
+
+
+def config_of(folder: Path, size: int, strategy: str, implementation: str = "pytorch", line: str = ""):
+    run_dir = folder / f"{strategy}-{implementation}-{line}".replace(" ", "")
+    return configure(line, size, **TEXT, strategy=strategy, implementation=implementation, run_dir=run_dir)
+
+
+def one_step_each(jobs: list[tuple]) -> list[tuple[dict, dict, float, float]]:
+    """For each job (config, checkpoint to begin from or None, step, checkpoint to write or None): the state that rank 0
+    has before and after the step, its loss and its gradient norm."""
+    outcomes = []
+    for config, begin, step, end in jobs:
+        task, mesh = make_task(config), make_mesh(config.axes, "cpu")
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        if begin:
+            assert load(begin, strategy)["step"] == step
+        before = copy.deepcopy(equality.flatten(strategy.full_state()))
+        loss, grad_norm = strategy.step(task.micro_batches(step, strategy))
+        if end:
+            Saver().save(end, strategy, {"step": step + 1})
+        outcomes.append((before, equality.flatten(strategy.full_state()), float(loss), float(grad_norm)))
+    return outcomes
+
+
+def equal(one: dict, other: dict) -> bool:
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp_path):
+    """What is taken up is equal in every bit; what is trained with it, as one process would have."""
+    alone = {"GPT": config_of(tmp_path, 1, "single"), "MixtureGPT": config_of(tmp_path, 1, "expert", "by-hand")}
+    first, second = {kind: tmp_path / f"{kind}-1" for kind in alone}, {kind: tmp_path / f"{kind}-2" for kind in alone}
+    jobs = [
+        job
+        for kind, one in alone.items()
+        for job in ((one, None, 0, first[kind]), (one, first[kind], 1, second[kind]), (one, second[kind], 2, None))
+    ]
+    (outcomes,) = launch(one_step_each, 1, (jobs,))
+    expected = {kind: outcomes[3 * number : 3 * number + 3] for number, kind in enumerate(alone)}
+    for begin, then, last in expected.values():
+        assert equal(begin[1], then[0]) and equal(then[1], last[0]) and not equal(then[0], then[1])
+
+    many = [config_of(tmp_path, *row) for row in sorted(settings())]
+    kinds = [config.strategy_class.model_class.__name__ for config in many]
+    ends = [tmp_path / f"many-{number}" for number in range(len(many))]
+    jobs = [(config, first[kind], 1, end) for config, kind, end in zip(many, kinds, ends, strict=True)]
+    two = [row[0] for row in settings()].count(2)
+    outcomes = launch(one_step_each, 2, (jobs[:two],))[0] + launch(one_step_each, 4, (jobs[two:],), timeout=120)[0]
+    (again,) = launch(one_step_each, 1, ([(alone[k], end, 2, None) for k, end in zip(kinds, ends, strict=True)],))
+    for config, kind, there, back in zip(many, kinds, outcomes, again, strict=True):
+        who = f"{config.strategy} {config.implementation} {config.axes}"
+        _, then, last = expected[kind]
+        assert equal(then[0], there[0]), f"{who} reads something else than one process wrote"
+        assert equal(there[1], back[0]), f"one process reads something else than {who} wrote"
+        allowed = 1e-2 if config.precision != "fp32" else 3e-5
+        assert there[2:] == pytest.approx(then[2:], rel=allowed) and back[2:] == pytest.approx(last[2:], rel=allowed), (
+            who
+        )
+
+
+def saved_in_the_background(config, folder: Path) -> tuple[list[str], dict, dict]:
+    """Save while a step is done; what there was in the folder before and after, and the states before and after."""
+    task = make_task(config)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes, "cpu"))
+    strategy.step(task.micro_batches(0, strategy))
+    before = copy.deepcopy(equality.flatten(strategy.full_state()))
+    stepped, write_data = threading.Event(), Writer.write_data
+    Writer.write_data = lambda *args: stepped.wait(60) and write_data(*args)
+    saver = Saver(background=True)
+    saver.save(folder / manifest.name_of(1), strategy, {"step": 1})
+    strategy.step(task.micro_batches(1, strategy))
+    there = [path.name for path in manifest.checkpoints(folder)]
+    stepped.set()
+    saver.wait()
+    return there, before, equality.flatten(strategy.full_state())
+
+
+def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
+    config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
+    there, before, after = launch(saved_in_the_background, 2, (config, tmp_path))[0]
+    assert there == [] and manifest.damage(tmp_path / "checkpoint-000001") == ""
+    kept = saved(tmp_path / "checkpoint-000001")
+    key = "model.head.norm.weight"
+    assert torch.equal(kept[key], before["model/head.norm.weight"])
+    assert not torch.equal(kept[key], after["model/head.norm.weight"])

@@ -1,0 +1,163 @@
+"""A class of fifty, some of them hostile: nobody else's grade changes, and nobody gets points that are not earned."""
+
+import csv
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import FULL
+from hostile import ALL, HOSTILE
+
+from common import ROOT, check
+from common.errors import UserError
+from common.grading import classes, sandbox
+from common.grading.classes import Grading, safe
+
+FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
+HERE = list(HOSTILE) if FULL else FEW
+walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
+
+
+def grade(files: dict[str, Path], capfd, **more) -> dict[str, dict]:
+    exercises = check.exercises_of("01_intro")[:3]
+    Grading(exercises, check.minutes_of("01_intro"), **{"time_limit": 60.0} | more).all(files)
+    output = capfd.readouterr()
+    return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
+
+
+def filled(text: str, folder: Path, port: int) -> str:
+    for name, value in {"FOLDER": folder, "ROOT": ROOT, "PORT": port, "TMP": sandbox.TEMPORARY}.items():
+        text = text.replace("{" + name + "}", str(value))
+    return text
+
+
+@walled
+def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: heard.append(server.accept()), daemon=True).start()
+        for name in HERE:
+            (folder / f"{name}.py").write_text(filled(HOSTILE[name][0], folder, server.getsockname()[1]))
+        for name in ("ann", "zoe"):  # the first and the last
+            (folder / f"{name}.py").write_text(ALL)
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        shipped = (ROOT / "01_intro" / "exercises.py").read_bytes()
+        rows = grade(classes.submissions(folder), capfd)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert (ROOT / "01_intro" / "exercises.py").read_bytes() == shipped
+    assert heard == [] and rows.pop("stderr") == ""
+    assert list(rows) == sorted([*HERE, "ann", "zoe"])
+    mistaken = []
+    for name, row in rows.items():
+        _, points, note = HOSTILE.get(name, ("", 4, "^$"))
+        earned = int(row["points"]) in ((0, 1, 4) if points is None else (points,))
+        if not earned or row["maximum"] != "4" or not re.search(note, row["note"]):
+            mistaken.append(f"{name}: {row['points']}, {row['note']}")
+    assert not mistaken, "\n".join(mistaken)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "600"]]
+
+
+def test_there_are_enough_of_them():
+    assert len(HOSTILE) >= 30 and set(FEW) <= set(HOSTILE)
+
+
+@walled
+def test_the_sandbox_shows_the_course_and_hides_the_answers(tmp_path):
+    (tmp_path / "exercises.py").write_text("")
+    outside = tmp_path.parent / "outside.txt"
+    outside.write_text("secret")
+    code = f"""
+import os, pathlib
+root = pathlib.Path({str(ROOT)!r})
+print(sorted(path.name for path in (root / '01_intro' / 'classroom').iterdir()))
+print((root / 'common' / 'check.py').exists(), (root / '.git').is_dir() and os.listdir(root / '.git'))
+print(pathlib.Path({str(outside)!r}).exists(), os.listdir({str(sandbox.INSIDE)!r}))
+for path in (root / 'x', '/x', {str(sandbox.INSIDE / "x")!r}, '/dev/x'):
+    try:
+        open(path, 'w')
+        print('written', path)
+    except OSError:
+        pass
+open({str(sandbox.TEMPORARY / "x")!r}, 'w')
+"""
+    command = [*sandbox._bwrap(tmp_path, (tmp_path.parent,)), sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["[]", "True False", "False ['exercises.py']"], done.stderr
+    assert not (sandbox.TEMPORARY / "x").exists()
+
+
+def test_without_a_sandbox_it_is_said_and_still_graded(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    sandbox.available.cache_clear()
+    try:
+        (tmp_path / "ann.py").write_text(ALL + "print('ann,right', flush=True)\n")
+        rows = grade(classes.submissions(tmp_path), capfd)
+    finally:
+        sandbox.available.cache_clear()
+    assert rows["ann"]["points"] == "4"
+    told = "note: no sandbox, for bubblewrap (bwrap) is not installed: submissions run as you"
+    assert rows["stderr"].startswith(told)
+
+
+def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "nobody").mkdir()
+    (tmp_path / "large.py").write_text("#" * (2**20 + 1))
+    (tmp_path / "dangling.py").symlink_to("nowhere")
+    (tmp_path / "=cmd.py").write_text("def f(:")
+    (tmp_path / "both.py").write_text("def f(:")
+    (tmp_path / "both").mkdir()
+    pages = tmp_path / "pages"
+    found = classes.submissions(tmp_path)
+    assert list(found) == ["=cmd", "both", "both.py", "dangling", "large", "nobody", "pipe"]
+    monkey = {name: file for name, file in found.items() if name not in ("=cmd", "both.py")}
+    rows = grade(monkey, capfd, pages=pages)
+    assert rows["large"]["note"] == "large.py is larger than 1 MiB"
+    assert rows["nobody"]["note"] == rows["both"]["note"] == "no exercises.py in this folder"
+    assert rows["pipe"]["note"] == rows["dangling"]["note"] == "not a file"
+    assert {row["points"] for name, row in rows.items() if name != "stderr"} == {"0"}
+    assert (pages / "large.md").read_text() == "# large\n\n```\nlarge.py is larger than 1 MiB\n```\n"
+
+
+def test_no_cell_is_a_formula():
+    for text in ("=1+1", "+1", "-1", "@SUM(A1)", "  =1", "\t=1", "\r\n=HYPERLINK()"):
+        assert safe(text).startswith("'")
+    assert safe("a = 1\nb") == "a = 1 b" and safe(12) == "12"
+
+
+@walled
+def test_limits(tmp_path, monkeypatch):
+    """Processes, memory and time, each with a limit that an honest submission would break."""
+    (tmp_path / "ann.py").write_text(ALL)
+    exercise = check.exercises_of("01_intro")[0]
+    for name, limit, reason in (("MOST_PROCESSES", 1, "processes; 1 are allowed"), ("MOST_MEMORY", 1, "of memory")):
+        with monkeypatch.context() as context:
+            context.setattr(sandbox, name, limit)
+            assert reason in Grading([exercise], {}, 60.0).one(tmp_path / "ann.py")
+    assert Grading([exercise], {}, 0.2).one(tmp_path / "ann.py") == "not finished after 0.2 s"
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this has run",)
+
+
+def test_an_answer_that_is_none_is_refused(capsys):
+    for answer in (b"", b"nonsense", b"\x80\x04N.", pickle.dumps(("answer", Evil()))):
+        with pytest.raises(sandbox.GradingEnded, match="what came back is no answer"):
+            sandbox._unpacked(answer, {0: None})
+    assert capsys.readouterr().out == "", "reading an answer has run what was in it"
+
+
+def test_a_submission_that_is_nowhere():
+    with pytest.raises(UserError, match="no such file or folder"):
+        classes.submissions(Path("nowhere"))

@@ -1,0 +1,63 @@
+"""What every chapter needs of collectives, on groups that are not the whole world."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+
+
+def all_three() -> dict:
+    """On ranks 0 to 3, whose pairs are the groups: 0 with 1, and 2 with 3."""
+    rank, pairs = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, found = pairs[rank // 2], {}
+    module = nn.BatchNorm1d(2)
+    nn.init.constant_(module.weight, 10.0 + rank)
+    module.running_mean.fill_(20.0 + rank)
+    module.num_batches_tracked.fill_(30 + rank)
+    broadcast_module(module, pair)
+    found["module"] = [module.weight[1].item(), module.running_mean[1].item(), module.num_batches_tracked.item()]
+
+    # Over a pair's ranks cut: 3 and 4, 5 together; on every rank whole: 12. So 13.
+    cut, whole = [torch.tensor([3.0 + rank % 2])], [torch.tensor([[12.0]])]
+    found["norm"] = global_norm([(cut, [pair]), (whole, [])], torch.device("cpu")).item()
+    found["nothing here"] = global_norm([(cut if rank % 2 else [], [pair])], torch.device("cpu")).item()
+    found["half"] = global_norm([([torch.full((3,), 300.0, dtype=torch.float16)], [])], torch.device("cpu")).item()
+
+    tensors = [torch.tensor([rank, 1.0]), torch.tensor([[rank, 2]]), torch.tensor([[10.0 * rank]])]
+    with Ledger() as ledger:
+        all_reduce_together(tensors, pair)
+    found["together"] = [tensor.tolist() for tensor in tensors]
+    found["sent"] = [(entry.operation, entry.payload, entry.ranks) for entry in ledger.entries]
+    with Ledger() as ledger:
+        all_reduce_together(tensors, dist.new_group([rank], use_local_synchronization=True))
+    found["alone"] = [tensor.tolist() for tensor in tensors], ledger.calls
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return launch(all_three, 4)
+
+
+def test_a_module_is_that_of_the_groups_first_rank_buffers_included(ranks):
+    assert [found["module"] for found in ranks] == [[10.0, 20.0, 30]] * 2 + [[12.0, 22.0, 32]] * 2, (
+        "parameter and buffers of the group's first rank"
+    )
+
+
+def test_the_norm_adds_what_is_cut_over_its_group_and_counts_the_rest_once(ranks):
+    assert [found["norm"] for found in ranks] == [pytest.approx(13.0)] * 4, "the root of 3^2 + 4^2 + 12^2"
+    assert [found["nothing here"] for found in ranks] == [pytest.approx(4.0)] * 4, "a rank without tensors takes part"
+    assert ranks[0]["half"] == pytest.approx(300 * 3**0.5, rel=1e-3), "a square in float16 would be infinite"
+
+
+def test_tensors_of_a_type_are_summed_in_one_message(ranks):
+    for rank, found in enumerate(ranks):
+        a, b = (0, 1) if rank < 2 else (2, 3)
+        assert found["together"] == [[a + b, 2.0], [[a + b, 4]], [[10.0 * (a + b)]]], "tensors of two types"
+        assert found["sent"] == [("all_reduce", 12, 2), ("all_reduce", 16, 2)], "three floats, two whole numbers"
+        assert found["alone"] == (found["together"], {})

@@ -1,0 +1,211 @@
+"""Runs that stop and go on: bit for bit, from which checkpoint, and what is refused in one line."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forks import Fork
+from helpers import SMALL, configure, metrics, numbers, train
+
+from common import ROOT, checkpoint, manifest
+from common.errors import UserError
+from common.lab.launch import launch
+from common.mesh import make_mesh
+from common.run import Run
+from common.task import make_task
+from course.ddp.loading import LOADING
+
+SCRIPT = ROOT / "distributed_training.py"
+TEXT = SMALL | {"checkpoint_every": 2, "keep": 9}
+
+
+def with_dropout(lines: list[str], folder: Path) -> None:
+    """On each rank, for each line: train five steps, and three and then two; with a mask on the embedding's output that
+    every rank draws for itself, as dropout does."""
+    enter = Run.__enter__
+
+    def seeded(run):
+        torch.manual_seed(100 + dist.get_rank())
+        run.strategy.model.embedding.register_forward_hook(
+            lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
+        )
+        return enter(run)
+
+    Run.__enter__ = seeded
+    for number, line in enumerate(lines):
+        for end in (f"whole-{number} --steps 5", f"parts-{number} --steps 3", f"parts-{number} --steps 5 --resume"):
+            line_of_run = f"{line} --run-dir {folder}/{end}"
+            train([configure(line_of_run, dist.get_world_size(), dist.get_rank(), **TEXT)])
+            dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("size", "lines"),
+    [
+        (2, [f"--strategy ddp --loading {name} --accumulation-steps 3" for name in LOADING]),
+        (4, [f"--strategy {name}" for name in ("ddp", "fsdp --async-checkpoint", "ddp --by-hand", "fsdp --by-hand")]),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
+    """Losses, gradient norms, parameters, the optimizer's state and the ranks' random numbers, in every bit."""
+    launch(with_dropout, size, (lines, tmp_path), timeout=180)
+    for number, line in enumerate(lines):
+        whole, parts = tmp_path / f"whole-{number}", tmp_path / f"parts-{number}"
+        assert len(set(numbers(whole))) == 10
+        assert numbers(parts) == numbers(whole), line
+        one, other = (checkpoint.whole_tensors(folder / "checkpoint-000005", "") for folder in (whole, parts))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), line
+    masks = [one[f"random.{rank}.0"] for rank in range(size)]
+    assert not torch.equal(masks[0], masks[1])
+
+
+# --- from which checkpoint ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of one process after four steps, with a checkpoint after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    launch(train, 1, ([configure(**TEXT, steps=4, strategy="single", run_dir=folder)],))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it, to damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def go_on(folder: Path, line: str = "--resume --steps 5", **more) -> list[str]:
+    """What a process says that goes on with a run."""
+    process = Fork(SCRIPT, *line.split(), f"--run-dir={folder}", cwd=folder.parent, **more)
+    _, said = process.communicate(timeout=120)
+    return said.splitlines()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_of_every_file_is_found_and_named(run):
+    folder = run / "checkpoint-000004"
+    assert manifest.damage(folder) == ""
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "manifest.json"]
+    for name in names:
+        path, kept = folder / name, (folder / name).read_bytes()
+        flip(path)
+        assert str(path) in manifest.damage(folder) and "damaged" in manifest.damage(folder)
+        path.write_bytes(kept[:-1])
+        assert str(path) in manifest.damage(folder), name
+        path.unlink()
+        assert name in manifest.damage(folder), name
+        path.write_bytes(kept)
+    assert manifest.damage(folder) == ""
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, finished):
+    flip(run / "checkpoint-000004" / "__0_0.distcp")
+    said = go_on(run, "--resume 4 --steps 5")
+    assert "__0_0.distcp is damaged" in said[-1] and said[-1].endswith("takes the newest checkpoint that is whole")
+    said = go_on(run)
+    assert [line for line in said if "__0_0.distcp is damaged" in line and "the checkpoint before it" in line], said
+    assert [record["step"] for record in metrics(run)] == [1, 2, 3, 4, 5]
+    assert numbers(run)[:8] == numbers(finished)
+    assert [path.name[-1] for path in manifest.checkpoints(run)] == ["2", "4", "5"]
+    assert not any(map(manifest.damage, manifest.checkpoints(run)))  # the damaged one was written again
+    for folder in manifest.checkpoints(run):
+        flip(folder / "manifest.json")
+    assert go_on(run, "--resume --steps 9")[-1] == f"error: --resume: no checkpoint in {run} is whole; start a new run"
+
+
+def test_from_a_step_and_from_a_folder(run, finished):
+    other = run.parent / "other"
+    said = go_on(other, f"--resume {run}/checkpoint-000002 --steps 4")
+    assert said[-1] == f"done: {other}" and [record["step"] for record in metrics(other)] == [3, 4]
+    assert numbers(other) == numbers(finished)[4:]
+    assert [path.name[-1] for path in manifest.checkpoints(run)] == ["2", "4"]  # only read
+    go_on(run, "--resume 2 --steps 3")
+    assert numbers(run) == numbers(finished)[:6]
+    assert [path.name[-1] for path in manifest.checkpoints(run)] == ["2", "3"]  # the fourth belonged to another future
+    with pytest.raises(UserError, match="run has no checkpoint of that step; it has 2, 3"):
+        configure(f"--resume 4 --run-dir {run}")
+
+
+def test_other_models_and_other_projects_are_refused(run):
+    with pytest.raises(UserError, match=r"a resumed run keeps its settings, but got --layers 3 \(it has 2\)"):
+        configure(f"--resume {run}/checkpoint-000002 --layers 3")
+    facts = json.loads((run / "config.json").read_text())
+    facts["config"]["width"] = 64  # the checkpoints of another run, copied here
+    (run / "config.json").write_text(json.dumps(facts))
+    said = go_on(run)
+    assert said[-1] == f"error: --resume: {run}/checkpoint-000004 was trained with --width 32, and this run has 64"
+    (run / "checkpoint-000004" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoint-000004 is no checkpoint of this course, .* has no manifest.json"):
+        configure(f"--resume {run}/checkpoint-000004")
+    for folder in manifest.checkpoints(run):
+        shutil.rmtree(folder)
+    (run / "checkpoint-000004.pt").touch()
+    with pytest.raises(UserError, match="single files, as earlier versions of this course wrote them"):
+        configure(f"--resume --run-dir {run}")
+
+
+def test_a_folder_belongs_to_one_living_run(run):
+    """And to nobody once that has been killed."""
+    hold = (
+        f"from pathlib import Path; from common.lock import Lock; lock = Lock(Path({str(run)!r})); input(print('held'))"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(
+            UserError, match=rf"is being written by process {process.pid} on .*; wait until it has ended"
+        ):
+            configure(f"--resume --steps 5 --run-dir {run}")
+        process.kill()
+    configure(f"--resume --steps 5 --run-dir {run}")
+
+
+def test_metadata_that_would_call_something_is_refused(run):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(run / "called"),)
+
+    folder = run / "checkpoint-000004"
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match="cannot be read: .*mkdir does not belong into a checkpoint"):
+        checkpoint.whole_tensors(folder)
+    assert not (run / "called").exists()
+
+
+# --- saving ---------------------------------------------------------------------------------------------------
+
+
+def different_numbers(folder: Path, size: int):
+    config = configure(size=size, rank=dist.get_rank(), **TEXT, strategy="ddp", run_dir=folder / "run")
+    task = make_task(config)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes, "cpu"))
+    strategy.step(task.micro_batches(0, strategy))
+    saver = checkpoint.Saver()
+    saver.save(folder / "checkpoint-000001", strategy, {"step": 1})
+    if dist.get_rank() == 1:
+        strategy.optimizer.state[strategy.model.head.norm.bias]["exp_avg"][3] += 1e-6
+    try:
+        saver.save(folder / "checkpoint-000002", strategy, {"step": 2})
+    except UserError as error:
+        return str(error), sorted(path.name for path in folder.glob("*checkpoint*"))
+
+
+def test_copies_that_differ_are_an_error_that_names_ranks_and_tensor(tmp_path):
+    told = "ranks 0 and 1 have different numbers for optimizer.head.norm.bias.exp_avg, of which they should have equal"
+    for text, names in launch(different_numbers, 2, (tmp_path, 2)):
+        assert text.startswith(told) and names == ["checkpoint-000001"]

@@ -1,0 +1,170 @@
+"""The engine's judgement and the patterns of messages, without ranks: what is compared, what is accepted, what is
+said."""
+
+import pytest
+import torch
+
+from common.grading import engine, patterns, values
+from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
+from common.lab.ledger import LedgerEntry
+
+
+def sends(*messages: tuple[int, int]) -> list[LedgerEntry]:
+    return [LedgerEntry("send", nbytes, 2, torch.float32, peer) for peer, nbytes in messages]
+
+
+def refusal(pattern, entries) -> str:
+    """What a pattern says, "" where it accepts."""
+    try:
+        pattern(entries)
+    except Wrong as wrong:
+        return f"rank {wrong.rank}: expected {wrong.expected}, got {wrong.got}"
+    return ""
+
+
+def test_exactly_these_messages_in_this_order():
+    pattern = patterns.exactly([[(1, 8), (1, 4)], []])
+    assert refusal(pattern, [sends((1, 8), (1, 4)), []]) == ""
+    assert refusal(pattern, [sends((1, 8), (1, 0), (1, 4)), []]) == "", "a message of nothing may be sent or not"
+    assert refusal(pattern, [sends((1, 4), (1, 8)), []]) == (
+        "rank 0: expected 8 bytes to rank 1, 4 bytes to rank 1, got 4 bytes to rank 1, 8 bytes to rank 1"
+    ), "the order counts"
+    assert refusal(pattern, [sends((1, 8), (1, 4)), sends((0, 4))]) == (
+        "rank 1: expected nothing sent, got 4 bytes to rank 0"
+    ), "every rank is looked at"
+    anyhow = patterns.exactly([[(1, 8), (1, 4)], []], any_order=True)
+    assert refusal(anyhow, [sends((1, 4), (1, 8)), []]) == ""
+    assert refusal(anyhow, [sends((1, 4)), []]) != ""
+    assert refusal(pattern, [[LedgerEntry("all_reduce", 8, 2)], []]) == (
+        "rank 0: expected only sends and receives, got a call of all_reduce"
+    )
+
+
+def test_exactly_these_collectives_in_this_order():
+    calls = [LedgerEntry("all_gather", 64, 2), LedgerEntry("all_reduce", 8, 2)]
+    exact, less = (patterns.collectives(("all_gather", 64), ("all_reduce", 8), at_most=most) for most in (False, True))
+    assert refusal(exact, [calls, calls]) == refusal(less, [calls, calls]) == "", "as asked for"
+    said = "expected all_gather of 64 bytes, all_reduce of 8 bytes, got all_reduce of 8 bytes, all_gather of 64 bytes"
+    assert refusal(exact, [calls, calls[::-1]]) == f"rank 1: {said}"
+    assert "got all_gather of 64 bytes" in refusal(exact, [calls[:1], calls]), "one is missing"
+    shorter = [LedgerEntry("all_gather", 32, 2), calls[1]]
+    assert refusal(less, [shorter, calls]) == "", "less than allowed"
+    assert refusal(exact, [shorter, calls]) != ""
+    assert "at most 64 bytes" in refusal(less, [[LedgerEntry("all_gather", 65, 2), calls[1]], calls])
+    assert refusal(patterns.nothing_sent, [[], []]) == ""
+    assert refusal(patterns.nothing_sent, [[], calls[:1]]).startswith("rank 1: expected nothing sent, got all_gather")
+
+
+def test_as_many_bytes_at_most():
+    pattern = patterns.sends_at_most(100)  # an all-reduce of n bytes on 2 ranks sends n
+    assert refusal(pattern, [[LedgerEntry("all_reduce", 60, 2), LedgerEntry("send", 40, 2, peer=1)], []]) == ""
+    too_many = [LedgerEntry("all_reduce", 60, 2), LedgerEntry("send", 41, 2, peer=1)]
+    said = refusal(pattern, [[], too_many])
+    assert said.startswith("rank 1: expected at most 100 bytes sent by each rank, got 101"), "too many bytes"
+
+
+def test_inputs_show_which_ranks_are_in_a_sum():
+    assert patterns.numbered(2, 3).tolist() == [100.0, 200.0, 300.0]
+    assert sum(patterns.numbered(rank, 1, torch.int64) for rank in (0, 1, 3)).tolist() == [1011]
+
+
+def test_what_only_calculates_is_asked_once():
+    table = [(1, 2, 3), (4, 5, 9)]
+    assert [list(patterns.calculated(size, "add", table)) for size in (3, 4)] == [[], []]
+    first, second = patterns.calculated(2, "add", table)
+    assert (second.what, second.arguments, second.expected) == ("add(4, 5)", [(4, 5)] * 2, [9, 9])
+
+
+DIFFERENCES = [
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), None),
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), ("[1, 2]", "[1, 2.0999999]")),
+    (torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), None),
+    (torch.tensor([0.0]), torch.tensor([1e-7]), ("[0]", "[1e-07]")),
+    (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
+    (
+        torch.tensor([1.0]),
+        torch.tensor([1]),
+        ("a tensor of shape (1,) and type float32", "a tensor of shape (1,) and type int64"),
+    ),
+    (
+        torch.ones(2, 1),
+        torch.ones(2),
+        ("a tensor of shape (2, 1) and type float32", "a tensor of shape (2,) and type float32"),
+    ),
+    (torch.zeros(20), torch.zeros(20).index_fill(0, torch.tensor([7, 9]), 3.0), ("0 at element 7", "3 (2 of 20")),
+    ([1, 2], [1, 2], None),
+    ([1, 2], [1, 3], ("[1, 2]", "[1, 3]")),
+    ([1, 2], [1], ("[1, 2]", "[1]")),
+    (["a", "b"], ["a", "c"], ("b as item 1", "c")),
+    (15.25, 15.25 * (1 + 1e-8), None),
+    (15.25, 15.26, ("15.25", "15.26")),
+    ("F0 F1", "F0 F1", None),
+    ("F0 F1", "F1 F0", ("F0 F1", "F1 F0")),
+    (3, None, ("int 3", "None")),
+    (torch.ones(1), 1.0, ("a tensor of shape (1,)", "float 1")),
+    (None, None, None),
+]
+
+
+@pytest.mark.parametrize(("expected", "got", "told"), DIFFERENCES)
+def test_what_is_different_is_told(expected, got, told):
+    found = values.difference(expected, got)
+    if told is None:
+        assert found is None
+    else:
+        assert found is not None, f"{got} is taken for {expected}"
+        assert found[0].startswith(told[0]) and found[1].startswith(told[1]), found
+
+
+EXERCISE = Exercise("sum", 3, "easy", lambda size: [], "a hint")
+
+
+def judged(ranks, pattern=lambda entries: None, expected=(5, 5)):
+    case = ExerciseCase("the case", [(), ()], list(expected), pattern)
+    return engine._judge(EXERCISE, 2, [case], ranks, "f")
+
+
+def returned(value=5, entries=(), changed=False) -> list[CallOutcome]:
+    return [CallOutcome("returned", value, list(entries), changed)]
+
+
+def test_a_verdict_looks_at_every_rank_and_names_the_first_that_is_wrong():
+    assert (judged([returned(), returned()]).status, judged([returned(), returned()]).points) == ("right", 3)
+    wrong = judged([returned(), returned(6)])
+    assert (wrong.status, wrong.points) == ("wrong", 0)
+    assert (wrong.where, wrong.expected, wrong.got) == ("world size 2, the case, rank 1", "5", "6")
+    changed = judged([returned(), returned(changed=True)])
+    assert changed.got == "the function wrote into its arguments", "a changed input"
+    assert changed.where == "world size 2, the case, rank 1"
+    empty = CallOutcome("not attempted")
+    assert judged([[empty], [empty]]).status == "not attempted"
+    assert judged([[empty], returned()]).status == "wrong", "one rank answers, one does not"
+
+
+def test_a_cause_comes_before_its_consequence():
+    waited, raised = CallOutcome("waited", text="waiting in recv"), CallOutcome("raised", text="ValueError: no")
+    assert judged([[waited], [raised]]).got == "ValueError: no"
+    stuck = judged([[waited], returned()])
+    assert stuck.got == "a deadlock, no answer for 5 s: rank 0 waiting in recv; rank 1 had returned"
+    assert judged([[waited], [waited]]).got.endswith(": rank 0 and rank 1 waiting in recv")
+
+
+def test_a_message_that_nobody_receives_is_wrong():
+    alone = judged([returned(entries=sends((1, 8))), returned()])
+    assert alone.status == "wrong", "nobody receives the message"
+    assert alone.expected == "receives for the messages sent to this rank, of [8] bytes"
+    assert (alone.where, alone.got) == ("world size 2, the case, rank 1", "receives of [] bytes")
+    both = judged([returned(entries=sends((1, 8))), returned(entries=[LedgerEntry("recv", 8, 2, peer=0)])])
+    assert both.status == "right"
+
+
+def test_a_judge_and_a_pattern_are_called():
+    def judge(value):
+        if value != 5:
+            raise Wrong("five", str(value))
+
+    assert judged([returned(), returned()], expected=(judge, judge)).status == "right"
+    assert judged([returned(), returned(4)], expected=(judge, judge)).got == "4"
+    refused = judged([returned(), returned(entries=[LedgerEntry("barrier", 0, 2)])], patterns.nothing_sent)
+    assert refused.got == "barrier of 0 bytes", "a message where none is asked for"
+    assert refused.where == "world size 2, the case, rank 1"

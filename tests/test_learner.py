@@ -1,0 +1,140 @@
+"""What a learner is told in a terminal: the chapter inferred, one failure at a time, hints, inputs, prints."""
+
+import os
+import threading
+
+import torch
+from hostile import SHIFT
+
+from common import check
+from common.grading import engine, values
+from common.grading.feedback import stages
+
+EXERCISES = [exercise for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
+
+
+def test_the_chapter_is_inferred(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(check.ROOT / "04_model_parallel" / "classroom")
+    assert check.chapter_here() == "04_model_parallel"
+    monkeypatch.chdir(tmp_path)
+    for chapter in check.chapters():
+        (tmp_path / chapter).mkdir()
+        (tmp_path / chapter / "exercises.py").touch()
+        os.utime(tmp_path / chapter / "exercises.py", (1, 2 if chapter == "05_pipeline" else 1))
+    there = check.chapters()
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "chapters", lambda: there)
+    assert check.chapter_here() == "05_pipeline"
+    assert "05_pipeline: its exercises.py was saved last" in capfd.readouterr().err
+
+
+def test_an_exercise_is_found_in_its_chapter(capfd):
+    assert check.chapter_with("ring_shift") == "01_intro"
+    assert check.main(["global_mean", "--hint"]) == 0
+    one, more = capfd.readouterr().out.splitlines()
+    assert one.startswith("hint 1 of 2: A mean of means counts") and "Sums can be added" not in one
+    assert more == "more: python -m common.check global_mean --hint 2"
+    assert check.main(["01_intro", "global_mean", "--hint", "2"]) == 0
+    assert capfd.readouterr().out.splitlines()[1].startswith("hint 2 of 2: Sums can be added")
+
+
+def test_stages_together_are_the_hint():
+    for exercise in EXERCISES:
+        assert " ".join(stages(exercise)) == exercise.hint
+    assert sum(len(stages(exercise)) > 1 for exercise in EXERCISES) > 0.8 * len(EXERCISES)
+
+
+def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypatch, capfd):
+    """Checked whenever the file is saved. What was right and no longer is comes up again at the end."""
+    file, texts, said = tmp_path / "exercises.py", ["half", "both", "broken", "good"], []
+    status = {"half": "right wrong", "both": "right right", "broken": "wrong right", "good": "right right"}
+    first, second = check.exercises_of("01_intro")[:2]
+    checked = []
+
+    def verdicts(chapter, path, only, progress=None):
+        checked.append((path.read_text(), only))
+        if path.read_text() == "both" and len(checked) > 2 and only == second.name:
+            path.write_text("broken")  # an edit meanwhile
+        number = [first.name, second.name].index(only)
+        result = status[checked[-1][0]].split()[number]
+        return [engine.Verdict([first, second][number], result, "here", "1", "2", inputs=("rank 0: f(1)",))]
+
+    def wait(path, before):
+        said.append(capfd.readouterr().out)
+        path.write_text(texts[len(said)] if len(said) < 2 else "good")
+
+    file.write_text("half")
+    monkeypatch.setattr(check, "chosen_from", lambda chapter, only: [first, second])
+    monkeypatch.setattr(check, "verdicts", verdicts)
+    check.watch("01_intro", file, wait=wait)
+    assert said[0].startswith("[###############...............] 1 of 2  ring_shift is right\n")
+    assert "1 of 2  now global_mean ●○○○○, up to 10 minutes\nglobal_mean: here\n  input     rank 0: f(1)\n" in said[0]
+    assert "now ring_shift" in said[1]
+    assert capfd.readouterr().out.endswith("all right: 2 points\n")
+
+
+def test_until_saved(tmp_path):
+    file = tmp_path / "exercises.py"
+    file.write_text("1")
+    check.until_saved(file, before=0)  # it is not as it was: returns at once
+    before = file.stat().st_mtime_ns
+    saving = threading.Timer(0.3, lambda: os.utime(file, ns=(before + 1, before + 1)))
+    saving.start()
+    check.until_saved(file, before)
+    assert file.stat().st_mtime_ns == before + 1
+    saving.join()
+
+
+def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
+    x = torch.tensor([1.5, 2.0])
+    assert values.inputs([(x, 3), (x, 3)], "f") == ["every rank: f([1.5, 2], 3)"]
+    assert values.inputs([(x,), (x.double(),)], "f") == ["rank 0: f([1.5, 2])", "rank 1: f([1.5, 2] (2 float64))"]
+    assert values.argument(torch.ones(300_000)) == "[1, 1, 1, ...] (300,000 float32)"
+    assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"
+    assert len(values.argument("x" * 100)) == 60
+
+
+def test_of_what_is_printed_the_beginning_is_kept():
+    printed = values.Printed()
+    print("begin", file=printed)
+    for _ in range(1000):
+        print("x" * 1000, file=printed)
+    assert printed.told().startswith("begin\nxxx") and printed.told().endswith("\n... (cut here)")
+    assert len(printed.told()) < values.MOST_PRINTED + 20
+
+
+def test_progress_is_told_while_ranks_start(tmp_path):
+    (tmp_path / "ring.py").write_text(SHIFT)
+    told = []
+    check.verdicts("01_intro", tmp_path / "ring.py", "ring_shift", progress=told.append)
+    assert told == [f"starting {size} ranks for 1 exercise" for size in (2, 3, 4)]
+    told.clear()
+    check.verdicts("01_intro", tmp_path / "ring.py", "global_mean", progress=told.append)
+    assert told == ["starting 2 ranks for 1 exercise"]  # not attempted: nothing is left to do
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch, capfd):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "verdicts", interrupted)
+    assert check.main(["01_intro"]) == 1
+    assert capfd.readouterr().err == "\nstopped\n"
+
+
+def test_files_that_replace_functions_of_the_checker_earn_nothing(tmp_path):
+    text = SHIFT + "from common.lab import ledger\nledger.Ledger.__torch_dispatch__ = None\n"
+    (tmp_path / "at_once.py").write_text(text)
+    (verdict,) = check.verdicts("01_intro", tmp_path / "at_once.py", "ring_shift")
+    assert verdict.status == "not graded" and "replaces functions" in verdict.got
+    late = text.replace("from common", "def global_mean(values):\n    from common").replace("\nledger", "\n    ledger")
+    (tmp_path / "late.py").write_text(late)
+    verdict = check.verdicts("01_intro", tmp_path / "late.py", "global_mean")[0]
+    assert verdict.status == "wrong" and "replaces functions" in verdict.got
+
+
+def test_outcomes_that_are_missing_are_not_right():
+    exercise = check.exercises_of("01_intro")[0]
+    for ranks in ([], [[], []], [[engine.CallOutcome("returned")], []]):
+        (verdict,) = engine.grade([(exercise, "f")], None, run=lambda file, jobs, size, r=ranks: dict.fromkeys(jobs, r))
+        assert verdict.status == "wrong" and verdict.got == "nothing"

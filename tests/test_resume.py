@@ -1,0 +1,196 @@
+"""Going on with a run: which run, which checkpoint, which settings; and a checkpoint is whole or not there."""
+
+import contextlib
+import json
+import os
+import signal
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, configure, metrics, train
+
+from common import manifest
+from common.checkpoint import Writer
+from common.config import Config, shared
+from common.errors import UserError, one_line_errors
+from common.lab.launch import RankFailed, _ready_to_fork, launch
+from common.run import INTERRUPTED, Run
+from course.strategies import load
+
+# What a run's numbers come from, each with a value that is not the default: a resumed run keeps it.
+IDENTITY = {
+    "layers": 3, "width": 64, "heads": 2, "optimizer": "sgd", "lr": 0.01, "seed": 5, "task": "images", "context": 64,
+    "dataset": "cifar10", "batch_size": 64,
+}  # fmt: skip
+EXPERTS = {"experts": 16, "top_k": 3}
+MAY_CHANGE = {"steps": 300, "precision": "bf16", "accumulation_steps": 2, "log_every": 3, "checkpoint_every": 7}
+TINY = SMALL | {"layers": 1, "width": 16, "batch_size": 4, "checkpoint_every": 1, "strategy": "single"}
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Makes a run that may be resumed, with default settings but for what is given, and without training."""
+    monkeypatch.chdir(tmp_path)
+
+    def begin(name="runs/begun", **settings) -> Path:
+        folder = Path(name)
+        config = configure(run_dir=folder, **settings)
+        (folder / "checkpoint-000001").mkdir()
+        facts = {"config": config.settings(), "strategy": config.strategy}
+        (folder / "config.json").write_text(json.dumps(facts))
+        return folder
+
+    return begin
+
+
+def test_what_makes_a_runs_numbers_is_listed_here():
+    assert {item.name for item in shared() if item.metadata["identity"]} == set(IDENTITY), "identity"
+    own = {item.name for item in fields(load("expert", True).Options) if item.metadata["identity"]}
+    assert own == set(EXPERTS)
+
+
+@pytest.mark.parametrize("name", [*IDENTITY, *EXPERTS])
+def test_a_resumed_run_keeps_what_makes_its_numbers(name, begun):
+    others = {"strategy": "expert", "by_hand": True} if name in EXPERTS else {"strategy": "single"}
+    folder, option = begun(**others), f"--{name.replace('_', '-')}"
+    kept = getattr(configure(run_dir=folder, resume=True).options if name in EXPERTS else Config(), name)
+    with pytest.raises(UserError, match=f"^--resume: a resumed run keeps its settings, .*{option} .*it has {kept}"):
+        configure(run_dir=folder, resume=True, **{name: (IDENTITY | EXPERTS)[name]})
+
+
+def test_a_resumed_run_takes_its_settings_from_the_run(begun):
+    folder = begun(strategy="ddp", by_hand=True, loading="dispatch", **IDENTITY | MAY_CHANGE | {"task": "text"})
+    again = configure(run_dir=folder, resume=True)
+    for name, value in (IDENTITY | MAY_CHANGE | {"task": "text"}).items():
+        assert getattr(again, name) == value, name
+    assert (again.strategy, again.implementation, again.options.loading) == ("ddp", "by-hand", "dispatch"), (
+        "as in the run"
+    )
+    other = configure(run_dir=folder, resume=True, strategy="ddp", implementation="pytorch", precision="fp32", steps=7)
+    assert (other.implementation, other.precision, other.steps, other.seed) == ("pytorch", "fp32", 7, 5), "as asked for"
+
+
+def test_options_of_another_strategy_are_not_taken_over(begun):
+    folder = begun(strategy="ddp", recompute="full", loading="dispatch")
+    assert configure(run_dir=folder, resume=True).options.recompute == "full"
+    other = configure(run_dir=folder, resume=True, strategy="fsdp")
+    assert other.options.recompute == "none", "ddp's --recompute is not fsdp's"
+
+
+def test_what_belongs_to_the_machine_is_not_taken_over(begun):
+    folder = begun(strategy="ddp")
+    kept = json.loads((folder / "config.json").read_text())
+    kept["config"] |= {"distributed": True, "backend": "nccl", "device": "cuda", "download": True}
+    (folder / "config.json").write_text(json.dumps(kept))
+    again = configure(run_dir=folder, resume=True)
+    assert (again.distributed, again.backend, again.device, again.download) == (False, "auto", "auto", False)
+
+
+def test_the_newest_run_is_resumed(begun):
+    for age, seed in ((300, 1), (100, 2), (200, 3)):  # seconds; the names sort in another order
+        folder = begun(f"runs/{'bca'[seed - 1]}", seed=seed)
+        then = (folder / "config.json").stat().st_mtime - age
+        os.utime(folder / "config.json", (then, then))
+    config = configure(resume=True)
+    assert (config.run_dir, config.seed) == ("runs/c", 2), "the newest of three runs"
+
+
+def steps_begun(config) -> list[int]:
+    """Train; after how many steps each run began."""
+    begins, steps = [], Run.steps
+
+    def begun(run):
+        begins.append(run.done)
+        return steps(run)
+
+    Run.steps = begun
+    train([config])
+    return begins
+
+
+def test_the_newest_checkpoint_is_resumed(tmp_path):
+    """Of those after steps 2 and 3."""
+    folder = tmp_path / "run"
+    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=3, **TINY),)) == [[0]]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(folder)] == [2, 3]
+    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[3]], "steps done before"
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
+
+
+def killed_while_it_writes(config, after: int) -> int:
+    """Train, in a process of its own, until the tensors of the checkpoint of step `after` are written; then SIGKILL.
+    Returns the exit code, negative for a signal."""
+    write_data = Writer.write_data
+
+    def half(writer, plan, planner):
+        written = write_data(writer, plan, planner)
+        if writer.about["step"] == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    with _ready_to_fork():
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                Writer.write_data = half
+                train([config])
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(tmp_path):
+    """The folder that is being written is neither the newest checkpoint nor taken for one."""
+    folder = tmp_path / "run"
+    assert killed_while_it_writes(configure(run_dir=folder, steps=3, **TINY), after=3) == -signal.SIGKILL
+    there = [path.name for path in manifest.checkpoints(folder)]
+    assert there == ["checkpoint-000001", "checkpoint-000002"], "whole ones only"
+    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[2]]
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
+
+
+def signalled(config, number: int, rank: int) -> tuple[int, list[int]]:
+    """Train; one rank gets a signal in its second step. Returns the exit code and the steps done on this rank."""
+    done, log = [], Run.log
+
+    def logged(run, step, *numbers):
+        log(run, step, *numbers)
+        done.append(step + 1)
+        if step == 1 and torch.distributed.get_rank() == rank:
+            os.kill(os.getpid(), number)
+
+    Run.log = logged
+    try:
+        train([config])
+    except SystemExit as leaving:
+        return leaving.code, done
+    finally:
+        Run.log = log
+    return 0, done
+
+
+@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_path):
+    config = configure(size=2, run_dir=tmp_path / "run", steps=20, **TINY | {"strategy": "ddp"})
+    try:
+        ranks = launch(signalled, 2, (config, number, rank), timeout=10)
+    except RankFailed as failed:
+        pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
+    assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"
+    assert manifest.read(tmp_path / "run" / "checkpoint-000003")[0]["step"] == 3
+
+
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])
+def test_an_error_of_use_is_one_line_and_exit_code_2(local_rank, waits, monkeypatch, capsys):
+    """Told once per node: other ranks wait until torchrun has ended them."""
+    slept = []
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("time.sleep", slept.append)
+    with pytest.raises(SystemExit) as leaving, one_line_errors():
+        raise UserError("what is wrong; what to do")
+    assert leaving.value.code == 2, "the exit code of an error of use"
+    assert slept == waits, "seconds that a rank other than its node's first waits"
+    assert capsys.readouterr() == ("", "error: what is wrong; what to do\n")
+    with pytest.raises(ValueError), one_line_errors():
+        raise ValueError("not the user's")

@@ -1,0 +1,103 @@
+"""python -m common.runs: what it says of runs, and what it refuses."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, configure, saved, train
+
+from common import runs
+from common.errors import UserError
+from common.lab.launch import launch
+
+
+def made(folder: Path, losses: list, ranks: int = 1, seconds: float = 0.5, **settings) -> Path:
+    """A run directory as a run with these losses leaves it."""
+    folder.mkdir(parents=True)
+    config = {"task": "text", "batch_size": 4, "context": 8, "steps": len(losses), "lr": 0.1, "run_dir": str(folder)}
+    facts = {"strategy": "ddp", "implementation": "pytorch", "mesh": {"data": ranks}, "world_size": ranks}
+    (folder / "config.json").write_text(json.dumps(facts | {"config": config | settings}))
+    lines = [
+        json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "step_seconds": seconds})
+        for step, loss in enumerate(losses, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "lo']))  # a line that is being written
+    return folder
+
+
+def asked(capsys, *argv) -> list | dict:
+    runs.main([*map(str, argv), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_compare_names_the_first_step_and_the_settings(tmp_path, capsys):
+    a, b = made(tmp_path / "a", [4.0, 3.0, 2.0]), made(tmp_path / "b", [4.0, 3.00001, 2.2, 1.0], lr=0.2)
+    (found,) = asked(capsys, "compare", a, b)
+    assert found["first_difference"] == {"step": 3, "metric": "loss", "a": 2.0, "b": 2.2}
+    assert found["steps_compared"] == 3 and found["at_step"] == 3 and found["settings"]["lr"] == [0.1, 0.2]
+    assert found["largest_difference"] == pytest.approx(0.2 / 2.2)
+    (found,) = asked(capsys, "compare", a, b, "--tolerance=1e-6")
+    assert found["first_difference"]["step"] == 2
+    (found,) = asked(capsys, "compare", a, b, "--tolerance=0.1")
+    assert found["first_difference"] is None
+    runs.main(["compare", str(a), str(b)])
+    assert "differ first at step 3: loss 2.0 and 2.2" in capsys.readouterr().out
+    with pytest.raises(UserError, match="compare needs two runs or more"):
+        runs.main(["compare", str(a)])
+
+
+def test_summary_has_speed_up_and_efficiency(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(Path("runs/one"), [4.0, 3.0]), made(Path("runs/four"), [4.0, 3.5], ranks=4, seconds=0.2)
+    one, four = asked(capsys, "summary", "one", "runs/four")
+    assert one["tokens_per_second"] == 64 and (one["first_loss"], one["last_loss"]) == (4.0, 3.0)
+    assert four["speed_up"] == pytest.approx(2.5) and four["efficiency"] == pytest.approx(0.625)
+    assert [row["run"] for row in asked(capsys, "list")] == ["four", "one"]
+    runs.main(["list"])
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/2" in second
+    with pytest.raises(UserError, match="two is no run"):
+        runs.main(["summary", "two"])
+
+
+def test_plot_over_steps_tokens_and_seconds(tmp_path, capsys):
+    a = made(tmp_path / "a", [4.0, 3.0, 2.0])
+    history = runs.History(str(a))
+    assert history.axis("steps") == [1, 2, 3] and history.axis("tokens") == [32, 64, 96]
+    assert history.axis("seconds") == [0.5, 1.0, 1.5]
+    assert asked(capsys, "plot", a, "--out", tmp_path / "a.png")["file"] == str(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="--metric los: a has none; it has loss, grad_norm, step_seconds"):
+        runs.main(["plot", str(a), "--metric=los"])
+
+
+def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
+    """Of a run on two ranks, in both formats; read again by what the format's documentation says."""
+    folder = tmp_path / "run"
+    config = configure(size=2, **SMALL, steps=2, checkpoint_every=1, strategy="fsdp", by_hand=True, run_dir=folder)
+    launch(train, 2, ([config],))
+    expected = {
+        n.removeprefix("model."): t for n, t in saved(folder / "checkpoint-000002").items() if n[:6] == "model."
+    }
+    model = config.strategy_class.make_model(config)
+    assert set(model.state_dict()) - set(expected) == {"head.out.weight"}  # tied
+    capsys.readouterr()
+    found = asked(capsys, "export", folder)
+    state = torch.load(found["file"], weights_only=True)
+    assert Path(found["file"]).name == "model-000002.pt" and found["tensors"] == len(expected)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    content = Path(asked(capsys, "export", folder, "--safetensors")["file"]).read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    assert header.pop("__metadata__") == {"format": "pt"} and header.keys() == expected.keys() and length % 8 == 0
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        values = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32).view(about["shape"])
+        assert about["dtype"] == "F32" and torch.equal(values, expected[name]), name
+    assert end == len(data)
+    (folder / "checkpoint-000002" / "__0_0.distcp").unlink()
+    assert asked(capsys, "export", folder)["checkpoint"].endswith("checkpoint-000001")
+    with pytest.raises(UserError, match="__0_0.distcp: No such file"):
+        runs.main(["export", str(folder), "--step=2"])

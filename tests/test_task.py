@@ -1,0 +1,131 @@
+"""A task's weights, optimizer and batches, and what every strategy inherits: literal values, not the code's own."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import configure
+from torch import nn
+
+from common.errors import UserError
+from common.lab.launch import launch
+from common.mesh import make_mesh
+from common.strategy import Strategy, can_compute, require_gradients
+from common.task import check_batch, make_task
+
+SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
+
+
+def weights(config) -> float:
+    return make_task(config).make_model().embedding.tokens.weight.sum().item()
+
+
+def test_weights_come_from_the_seed_alone():
+    configs = [configure(strategy="single", seed=seed, **SMALL) for seed in (0, 1)]
+    torch.manual_seed(99)
+    first = [weights(config) for config in configs]
+    torch.manual_seed(100)
+    assert [weights(config) for config in configs] == first, "the seed was not set"
+    assert first[0] != first[1], "two seeds give the same weights"
+
+
+def kinds_of_memory(configs) -> list[bool]:
+    return [next(make_task(config).make_model().parameters()).is_meta for config in configs]
+
+
+def test_ranks_that_get_rank_0s_weights_have_a_model_without_memory():
+    configs = [configure(size=2, strategy=name, **SMALL) for name in ("ddp", "fsdp")]
+    assert launch(kinds_of_memory, 2, (configs,)) == [[False, False], [False, True]], (
+        "who has a model on meta: fsdp's rank 1"
+    )
+
+
+def test_optimizers():
+    """AdamW as GPT-3 was trained (Brown et al. 2020, appendix B): betas 0.9 and 0.95, weight decay 0.1."""
+    parameters = [nn.Parameter(torch.ones(2))]
+    adamw = make_task(configure(lr=0.25, **SMALL)).make_optimizer(parameters)
+    assert type(adamw).__name__ == "AdamW"
+    group = adamw.param_groups[0]
+    told = {"lr": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    assert {name: group[name] for name in told} == told
+    sgd = make_task(configure(optimizer="sgd", lr=0.25, **SMALL)).make_optimizer(parameters)
+    assert type(sgd).__name__ == "SGD", "--optimizer sgd makes another one"
+    group = sgd.param_groups[0]
+    told = {"lr": 0.25, "momentum": 0.9, "weight_decay": 0, "nesterov": False}
+    assert {name: group[name] for name in told} == told
+
+
+def test_a_plan_has_the_runs_settings_and_the_strategys_place():
+    config = configure(seed=3, batch_size=24, accumulation_steps=2, steps=5, **SMALL)
+    place = SimpleNamespace(data_rank=1, data_size=4, device="cpu")
+    plan = make_task(config).plan(place)
+    assert plan.seed == 3, "--seed does not reach the data"
+    assert (plan.batch_size, plan.examples, plan.steps) == (24, 120, 5)
+    assert plan.accumulate == 2, "--accumulation-steps does not reach the data"
+    assert (plan.data_rank, plan.data_size, plan.slice_size) == (1, 4, 6)
+    parts = make_task(config).micro_batches(0, place)
+    assert [tuple(inputs.shape) for inputs, _ in parts] == [(3, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (3, "--batch-size 3 is not one example for each of 2 data-parallel .* = 4; make it 4 or a multiple"),
+        (9, r"--batch-size 9 does not divide by 2 data-parallel rank\(s\) x 2 micro-batch.* = 4; .* is 8$"),
+        (6, r"--batch-size 6 does not divide by 2 data-parallel .* = 4; the nearest that does is 8$"),
+        (11, "= 4; the nearest that does is 12$"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(batch, told):
+    with pytest.raises(UserError, match=told):
+        check_batch(configure(batch_size=batch, accumulation_steps=2), SimpleNamespace(data_size=2))
+    check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
+
+
+def inherited() -> dict:
+    """What the base class does, on two ranks that shard, and one row of them."""
+    mesh, found = make_mesh({"data": 1, "shard": 2}), {}
+    strategy = Strategy(mesh)
+    found["place"] = strategy.data_rank, strategy.data_size
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    strategy.optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 9.0}], lr=1.0)
+    strategy.set_learning_rate(0.125)
+    found["rates"] = [group["lr"] for group in strategy.optimizer.param_groups]
+    found["types"] = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        strategy = Strategy(mesh, precision=precision)
+        with strategy.autocast():
+            dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        found["types"][precision] = dtype, strategy.scaler.is_enabled()
+    return found
+
+
+def test_what_every_strategy_inherits():
+    for rank, found in enumerate(launch(inherited, 2)):
+        assert found["place"] == (rank, 2), "data and shard both read slices"
+        assert found["rates"] == [0.125, 0.125], "the learning rate of every group"
+        assert found["types"]["fp32"] == (torch.float32, False)
+        assert found["types"]["bf16"] == (torch.bfloat16, False)
+        assert found["types"]["fp16"] == (torch.float16, True), "in fp16 products are, and losses are scaled"
+
+
+def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):
+    assert can_compute("cpu", "bf16") and can_compute("cpu", "fp32")
+    monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: torch.eye(1))
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
+        assert can_compute("cuda", "bf16") is supported, "emulated bf16 is none"
+        assert can_compute("cuda", "fp16") is True
+
+
+def test_a_parameter_without_a_gradient_is_named_and_frozen_ones_are_not():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    with pytest.raises(UserError, match="^parameter 1.weight and 3 more got no gradient in this step: use it in the"):
+        require_gradients(model)
+    model[1](torch.ones(2)).sum().backward()
+    with pytest.raises(UserError, match="^parameter 2.weight and 1 more got no gradient"):
+        require_gradients(model)
+    with pytest.raises(UserError, match="^parameter 1.bias got no gradient"):
+        require_gradients(model, without={model[1].bias, model[0].weight})
+    require_gradients(model, without=set())

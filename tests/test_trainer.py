@@ -1,0 +1,174 @@
+"""What people expect of a trainer: learning rates, AdamW's numbers, clipping, peak memory and MFU, a sample."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import SMALL, configure, metrics, train
+
+from common.errors import UserError
+from common.lab.launch import launch
+from common.learning_rate import learning_rate
+from common.meter import PEAKS, operations, peak, peak_memory
+from common.model import GPT
+from common.run import Run
+from common.sample import sample
+
+
+def rates(**settings) -> list[float]:
+    config = SimpleNamespace(**{"lr": 1.0, "warmup_steps": 4, "lr_schedule": "constant", "steps": 12} | settings)
+    return [learning_rate(config, step) for step in range(config.steps)]
+
+
+def test_the_learning_rate_of_each_step():
+    assert rates() == pytest.approx([0.25, 0.5, 0.75, 1.0] + [1.0] * 8)
+    assert rates(warmup_steps=0) == [1.0] * 12
+    cosine = rates(lr_schedule="cosine")
+    assert cosine[:4] == rates()[:4] and cosine[-1] == pytest.approx(0.1)
+    assert cosine[7] == pytest.approx(0.55)  # halfway down, halfway between the whole and a tenth
+    assert all(a > b for a, b in zip(cosine[3:], cosine[4:], strict=False))
+    assert rates(lr_schedule="cosine", warmup_steps=20) == rates(warmup_steps=20)  # never falls
+    # PyTorch's own, which begins at the step after the warm-up.
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.1)
+    for rate in cosine[4:]:
+        optimizer.step()
+        theirs.step()
+        assert rate == pytest.approx(theirs.get_last_lr()[0])
+
+
+TEXT = SMALL | {"steps": 3, "checkpoint_every": 0}
+
+
+def observed(configs) -> list[tuple]:
+    """On a rank: train; of each run AdamW's numbers and what it clips to."""
+    seen, log = [], Run.log
+
+    def look(run, step, loss, grad_norm):
+        if step == 0:
+            group = run.strategy.optimizer.param_groups[0]
+            seen.append((group["betas"], group["weight_decay"], run.strategy.max_norm))
+        log(run, step, loss, grad_norm)
+
+    Run.log = look
+    train(configs)
+    return seen
+
+
+def test_the_options_reach_the_optimizer_and_the_metrics(tmp_path):
+    line = "--weight-decay 0.3 --beta1 0.8 --beta2 0.99 --max-norm 0.01 --lr-schedule cosine --warmup-steps 1"
+    kinds = {"ddp": "pytorch", "fsdp": "by-hand", "pipeline": "by-hand"}
+    names = [f"{name} {case}" for name in kinds for case in ("base", "other")]
+    configs = [
+        configure(
+            line if name.endswith("other") else "", size=2, strategy=name.split()[0], optimizer="adamw",
+            implementation=kinds[name.split()[0]], run_dir=tmp_path / name, **TEXT,
+        )
+        for name in names
+    ]  # fmt: skip
+    seen = launch(observed, 2, (configs,), timeout=120)[1]
+    for name, told in zip(names, seen, strict=True):
+        assert told == (((0.8, 0.99), 0.3, 0.01) if name.endswith("other") else ((0.9, 0.95), 0.1, 1.0)), name
+    other = metrics(tmp_path / "ddp other")
+    assert [r["learning_rate"] for r in other] == pytest.approx([2e-3, 2e-3 * 0.55, 2e-3 * 0.1])
+    base = metrics(tmp_path / "ddp base")
+    assert base[0]["loss"] == other[0]["loss"] and base[2]["loss"] != other[2]["loss"]
+    for record in base + other:
+        assert 50e6 < record["peak_memory_bytes"] < 50e9
+        assert 0 < record["mfu"] < 1.5  # of two noisy cores; the peak is measured on one of them
+
+
+def test_clipping_with_sgd_scales_the_step(tmp_path):
+    """SGD's step is as long as its gradient, so what is clipped shows. AdamW would hide it."""
+
+    def moved(norm):
+        config = configure(f"--max-norm {norm}", strategy="single", optimizer="sgd", lr=1.0, warmup_steps=0, steps=1,
+                           run_dir=tmp_path / str(norm), **SMALL)  # fmt: skip
+        return launch(length_of_step, 1, (config,))[0]
+
+    assert moved(0.01) == pytest.approx(0.01, rel=1e-3)
+    assert moved(math.inf) == pytest.approx(metrics(tmp_path / "inf")[0]["grad_norm"], rel=1e-3)
+
+
+def length_of_step(config) -> float:
+    after, log = [], Run.log
+
+    def keep(run, step, loss, grad_norm):
+        after.extend(parameter.detach().clone() for parameter in run.strategy.model.parameters())
+        log(run, step, loss, grad_norm)
+
+    Run.log = keep
+    train([config])
+    torch.manual_seed(config.seed)
+    before = config.strategy_class.make_model(config)
+    pairs = zip(before.parameters(), after, strict=True)
+    return math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))
+
+
+def test_a_falling_learning_rate_keeps_its_end(tmp_path):
+    first = configure("--lr-schedule cosine", strategy="single", run_dir=tmp_path / "run", **TEXT)
+    launch(train, 1, ([first],))
+    with pytest.raises(UserError, match="^--resume: this run's learning rate falls until its step 3, so --steps has"):
+        configure("--resume --steps 9", strategy="single", run_dir=tmp_path / "run")
+
+
+# --- memory and MFU -------------------------------------------------------------------------------------------
+
+
+def test_operations_are_those_of_the_formula():
+    """Against a count of the model's matrix multiplications, forward and twice as many backward."""
+    config = SimpleNamespace(layers=3, width=32, heads=4, context=16, batch_size=5)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, tokens = GPT(3, 32, 4, 16), torch.zeros(5, 16, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    # It counts nothing for the CPU's fused attention: two products of [time, time, width / heads] for each head.
+    attention = 2 * 2 * 5 * 4 * 16 * 16 * 8 * 3
+    assert operations(config) == 3 * (counter.get_total_flops() + attention)
+
+
+def test_peaks_and_memory(monkeypatch):
+    assert 1e8 < peak(torch.device("cpu")) < 1e14
+    names = iter(["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    gpu = torch.device("cuda", 0)
+    assert [peak(gpu) for _ in range(3)] == [989e12, 756e12, None]
+    assert all(value > 1e12 for value in PEAKS.values())
+    before = peak_memory(torch.device("cpu"))
+    block = torch.ones(100_000_000)
+    assert peak_memory(torch.device("cpu")) > max(before, 4 * block.numel())
+
+
+# --- sample ---------------------------------------------------------------------------------------------------
+
+
+class Alphabet(torch.nn.Module):
+    """After each byte the next one, surely; after z a byte that is no text."""
+
+    def forward(self, tokens):
+        logits = torch.full((*tokens.shape, 256), -1e9)
+        following = torch.where(tokens == ord("z"), 200, tokens + 1)
+        return logits.scatter(-1, following.unsqueeze(-1) % 256, 0.0)
+
+
+def test_a_sample_is_what_the_model_says():
+    assert sample(Alphabet(), context=4, length=3, prompt="a") == "abcd"
+    assert sample(Alphabet(), context=2, length=5, prompt="a") == "abcdef"  # more than it can look back to
+    assert sample(Alphabet(), context=4, length=2, prompt="y") == "yz·"
+    torch.manual_seed(0)
+    model = GPT(1, 16, 2, 8)
+    assert sample(model, 8, 40) == sample(model, 8, 40)
+
+
+def test_a_run_shows_what_it_wrote_before_and_after(tmp_path, capfd):
+    names = ["ddp", "fsdp", "pipeline", "tensor", "expert --by-hand"]
+    line = "--sample 30 --lr 0.03 --warmup-steps 0 --strategy"
+    configs = [configure(f"{line} {name}", size=2, run_dir=tmp_path / name[:6], **TEXT) for name in names]
+    launch(train, 2, (configs,), timeout=120)
+    texts = re.findall(r"writes (before|after) training:\n(?:\[rank 0\] )?(.*)", capfd.readouterr().out)
+    assert [when for when, _ in texts] == ["before", "after"] * len(names)
+    assert len({text for when, text in texts[:8] if when == "before"}) == 1  # the same initial weights
+    assert texts[0][1] != texts[1][1] and all(text.startswith("def ") for _, text in texts)

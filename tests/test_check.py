@@ -45,6 +45,12 @@ def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
     assert lines[len(exercises) + 1].split() == total.split()
 
 
+def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
+    check.notebook("03_ddp", "learning_rate", "bf16_average")
+    names = [line.split()[0] for line in capfd.readouterr().out.splitlines() if "not attempted" in line]
+    assert names == ["learning_rate", "bf16_average"]
+
+
 @pytest.mark.parametrize("chapter", check.chapters())
 def test_solutions_are_right(chapter, capfd):
     assert check.main([chapter, "--submission", str(ANSWERS[chapter])]) == 0

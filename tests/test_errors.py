@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import Fork
-from helpers import LAUNCHER, configure, free_port, launcher
+from helpers import LAUNCHER, configure, launcher
 
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
@@ -75,8 +75,7 @@ def test_without_torchrun_and_between_its_attempts_it_stands_on_stderr(error_fil
 
 def test_torchrun_ends_with_the_line(tmp_path):
     """The real one: a batch of 7 on two ranks."""
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     done = subprocess.run(
         [*command, SCRIPT, "--distributed", *SMALL, "--batch-size=7", "--run-dir=run"],

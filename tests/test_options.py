@@ -289,6 +289,7 @@ def test_every_option_is_tested():
     elsewhere = {  # where the run's options are tested that VARIANTS doesn't have
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
         "run_dir", "task", "dataset", "data_dir", "download",
+        "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py
     }  # fmt: skip
     here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
     assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}

@@ -94,12 +94,15 @@ def module_name(file: str) -> str:
 
 def forget_the_course() -> None:
     """What is imported from now on is imported anew."""
-    for name, module in list(sys.modules.items()):
+    inside = f"{ROOT}{os.sep}"
+
+    def own(module) -> bool:
         # A folder without __init__.py is a module without a file, and keeps the modules in it as attributes.
-        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-        own = any(place.startswith(f"{ROOT}{os.sep}") and f"{os.sep}.venv{os.sep}" not in place for place in places)
-        if own and name != "__main__":
-            del sys.modules[name]
+        places = [getattr(module, "__file__", None) or "", *vars(module).get("__path__", ())]
+        return any(place.startswith(inside) and f"{os.sep}.venv{os.sep}" not in place for place in places)
+
+    for name in [name for name, module in sys.modules.items() if name != "__main__" and own(module)]:
+        del sys.modules[name]
     importlib.invalidate_caches()
 
 

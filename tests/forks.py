@@ -60,8 +60,8 @@ class Fork:
     def _run(self, program: Path | Callable, arguments, cwd, rank, preexec_fn, env) -> int:
         """The exit code of the program."""
         os.setsid()
-        # Threads that compute would otherwise race to replace the thread pool that did not survive the fork.
-        torch.set_num_threads(torch.get_num_threads())
+        # The thread pool does not survive the fork, and the program's own threads would race to replace it.
+        torch.set_num_threads(1)
         for number, (name, file) in enumerate(zip(("stdout", "stderr"), self.files, strict=False), start=1):
             os.dup2(file.fileno(), number)
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))

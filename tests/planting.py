@@ -140,7 +140,6 @@ def _run_tests(mistake: Mistake | None, text: str, tests: list[str], folder: str
         del os.environ[name]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.chdir(ROOT)
-    torch.set_num_threads(torch.get_num_threads())  # as in tests/forks.py
     forget_the_course()
     if mistake:
         sys.meta_path.insert(0, Finder(module_name(mistake.file), (ROOT / mistake.file).absolute(), text))

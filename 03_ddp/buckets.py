@@ -4,8 +4,6 @@ The simulator is the alpha-beta model of chapter 01 beside a backward pass that 
 that communication slows computation down (NCCL's kernels occupy SMs, gloo's threads occupy cores).
 """
 
-import base64
-import io
 import time
 from dataclasses import dataclass
 
@@ -13,10 +11,10 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from IPython.display import display
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
+from common.lab.sliders import Sliders
 from course.ddp.by_hand import MEBIBYTE
 
 BLOCKS, WIDTH = 24, 1024
@@ -266,46 +264,24 @@ def draw_overlap(bucket_mb, backward_ms, alpha_ms, bandwidth_gb):
     return fig
 
 
-class BucketLab(widgets.VBox):
+class BucketLab(Sliders):
     """Sliders for bucket size, backward time, latency and bandwidth, and the picture that follows them."""
 
     def __init__(self):
-        self.controls = {
-            "bucket_mb": self.slider("bucket (MiB)", SIZES, 25),
-            "backward_ms": self.slider("backward (ms)", [20, 50, 100, 200, 500, 1000], 200),
-            "alpha_ms": self.slider("latency (ms)", [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0], 1.0),
-            "bandwidth_gb": self.slider("GB/s", [1.25, 2.5, 5, 12.5, 25, 50, 100, 200, 400], 12.5),
+        controls = {
+            "bucket_mb": ("bucket (MiB)", SIZES, 25),
+            "backward_ms": ("backward (ms)", [20, 50, 100, 200, 500, 1000], 200),
+            "alpha_ms": ("latency (ms)", [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0], 1.0),
+            "bandwidth_gb": ("GB/s", [1.25, 2.5, 5, 12.5, 25, 50, 100, 200, 400], 12.5),
         }
-        self.picture = widgets.Image(format="png", width=860)
-        for control in self.controls.values():
-            control.observe(self.redraw, "value")
-        self.redraw()
-        four = list(self.controls.values())
-        super().__init__([widgets.HBox([widgets.VBox(four[:2]), widgets.VBox(four[2:])]), self.picture])
+        super().__init__({name: self.slider(*control) for name, control in controls.items()})
 
     @staticmethod
     def slider(what, values, value):
-        control = widgets.SelectionSlider(options=values, value=value, description=what, continuous_update=False)
-        control.style.description_width = "100px"
-        return control
+        return widgets.SelectionSlider(options=values, value=value, description=what, continuous_update=False)
 
-    def redraw(self, change=None):
-        fig = draw_overlap(**{key: control.value for key, control in self.controls.items()})
-        png = io.BytesIO()
-        fig.savefig(png, format="png", dpi=130)
-        plt.close(fig)
-        self.picture.value = png.getvalue()
-
-    def show(self, alt: str) -> None:
-        """Display the sliders; where no kernel runs, and on pages that know no widgets, the picture alone."""
-        data = {
-            "text/plain": "Sliders: run this cell to move them.",
-            "image/png": base64.b64encode(self.picture.value).decode(),
-            "application/vnd.jupyter.widget-view+json": {
-                "version_major": 2, "version_minor": 0, "model_id": self.model_id,
-            },
-        }  # fmt: skip
-        display(data, metadata={"image/png": {"alt": alt, "width": 860}}, raw=True)
+    def draw(self, **values):
+        return draw_overlap(**values)
 
 
 def draw_bars(groups: dict, ylabel: str):

@@ -1,10 +1,10 @@
 """Submissions that break, or that set out to break something: text of the file -> points that it earns (of chapter 01's
 first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the course's,
-{PORT} one on which
-somebody listens, {TMP} the folder for temporary files."""
+{PORT} one on which somebody listens, {TMP} the folder for temporary files."""
 
-SHIFT = """
-import os, sys, signal, subprocess, time, torch, torch.distributed as dist
+RING_SHIFT = """
+import torch
+import torch.distributed as dist
 
 def ring_shift(tensor):
     received, rank, size = torch.empty_like(tensor), dist.get_rank(), dist.get_world_size()
@@ -13,6 +13,7 @@ def ring_shift(tensor):
     request.wait()
     return received
 """
+SHIFT = "import os, sys, signal, subprocess, time\n" + RING_SHIFT
 ALL = SHIFT + """
 def global_mean(values):
     both = torch.tensor([float(values.sum()), float(len(values))])

@@ -186,6 +186,18 @@ MISTAKES = [
     ),
     # --- pictures and traces ---------------------------------------------------------------------------------------
     Mistake(
+        "common/lab/sliders.py", '{"alt": alt, "width"', '{"alt": "", "width"',
+        "where no kernel runs, the picture has no alternative text",
+        "tests/test_schedule_lab.py::test_what_is_shown_has_no_number_that_changes",
+        "what it shows",
+    ),
+    Mistake(
+        "common/lab/sliders.py", 'control.observe(self.redraw, "value")', "pass",
+        "the picture stays when a slider is moved",
+        "tests/test_schedule_lab.py::test_every_slider_redraws",
+        "== 9",
+    ),
+    Mistake(
         "common/lab/plotting.py", "alt=alt))", 'alt=""))',
         "pictures have no alternative text",
         "tests/test_plotting.py::test_show_embeds_alt_text_and_closes",

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from forks import Fork
+from hostile import RING_SHIFT
 
 from common import check
 from common.errors import UserError
@@ -113,19 +114,6 @@ def test_planted_bugs_are_shown_in_any_folder(chapter, tmp_path):
 def write(folder, **files):
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
-
-
-RING_SHIFT = """
-import torch
-import torch.distributed as dist
-
-def ring_shift(tensor):
-    received, rank, size = torch.empty_like(tensor), dist.get_rank(), dist.get_world_size()
-    request = dist.isend(tensor, (rank + 1) % size)
-    dist.recv(received, (rank - 1) % size)
-    request.wait()
-    return received
-"""
 
 
 def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):

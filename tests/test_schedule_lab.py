@@ -39,7 +39,7 @@ def test_numbers_that_do_not_fit_are_explained(sliders):
 
 def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
     shown = []
-    monkeypatch.setattr(lab, "display", lambda data, metadata, raw: shown.append((data, metadata)))
+    monkeypatch.setattr("common.lab.sliders.display", lambda data, metadata, raw: shown.append((data, metadata)))
     sliders.show("what it shows")
     ((data, metadata),) = shown
     assert data.pop("application/vnd.jupyter.widget-view+json")["model_id"] == sliders.model_id

@@ -142,8 +142,9 @@ def test_a_base_of_its_own_is_no_error_of_the_clock(traces):
         if "ts" in event:
             event["ts"] += 1e6
     for moved, here in zip(all_reduces(other), all_reduces(traces), strict=True):
-        assert moved[:2] == here[:2], "the ranks' clocks are shifted against each other"
-        assert moved[2:] == pytest.approx(here[2:], abs=1e-6)
+        shifted = "the ranks' clocks are shifted against each other"
+        assert moved[:2] == here[:2], shifted
+        assert moved[2:] == pytest.approx(here[2:], abs=1e-6), shifted
     assert clock_error(all_reduces(other)) <= 0
 
 

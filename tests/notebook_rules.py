@@ -19,7 +19,6 @@ VERDICTS = {  # how often an output is a bare True or False
     "01_intro/01_why_distribute.ipynb": 18,
     "01_intro/02_collectives.ipynb": 9,
     "01_intro/03_cost_and_mistakes.ipynb": 8,
-    "03_ddp/02_feeding.ipynb": 18,
     "03_ddp/03_scaling.ipynb": 5,
     "04_model_parallel/01_splitting_layers.ipynb": 11,
     "04_model_parallel/02_tensor_parallel.ipynb": 18,

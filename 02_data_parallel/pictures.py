@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from common.lab import plotting
 from common.lab.sliders import Sliders
 
-KINDS = {"data": plotting.BLUE, "model": plotting.GREEN, "output": plotting.ORANGE, "gradient": plotting.PURPLE}
+COLOUR_OF = {"data": plotting.BLUE, "model": plotting.GREEN, "output": plotting.ORANGE, "gradient": plotting.PURPLE}
 
 
 MOVES = ("before", "scatter", "replicate", "apply", "gather", "backward begins", "backward", "add up")
@@ -72,7 +72,7 @@ def _star(home, others, sent, inwards):
                 x, y, wide = 0.25, rows - 0.85 - 0.52 * place, 2.8
             else:
                 x, y, wide = left + 0.12 + 1.64 * place, bottom + 0.14, 1.56
-            ax.add_patch(Rectangle((x, y), wide, 0.42, color=KINDS[kind], alpha=0.35, lw=0))
+            ax.add_patch(Rectangle((x, y), wide, 0.42, color=COLOUR_OF[kind], alpha=0.35, lw=0))
             ax.text(x + wide / 2, y + 0.2, text, ha="center", va="center", size=10)
     for row, text in enumerate(sent):
         y = rows - 0.55 - row

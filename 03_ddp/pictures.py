@@ -5,7 +5,7 @@ from matplotlib.patches import Rectangle
 
 from common.lab import plotting
 
-ACTIONS = {
+DOING = {
     "waits for its batch": plotting.YELLOW,
     "reads": plotting.BLUE,
     "decodes": plotting.ORANGE,
@@ -64,13 +64,13 @@ def draw_rates(rates: dict):
 
 
 def draw_steps(panels: dict):
-    """title -> events (rank, one of ACTIONS, start, end) in seconds: a panel for each title, all on one time axis. What
-    comes later in ACTIONS lies on top."""
+    """title -> events (rank, one of DOING, start, end) in seconds: a panel for each title, all on one time axis. What
+    comes later in DOING lies on top."""
     ranks = 1 + max(rank for events in panels.values() for rank, *_ in events)
     fig, axes = plt.subplots(len(panels), 1, figsize=(10, 1.75 * len(panels) + 0.8), sharex=True)
     for ax, (title, events) in zip(axes, panels.items(), strict=True):
         origin = min(start for _, _, start, _ in events)
-        for name, colour in ACTIONS.items():
+        for name, colour in DOING.items():
             for rank, what, start, end in events:
                 if what == name:
                     bar = [(1e3 * (start - origin), 1e3 * (end - start))]
@@ -82,6 +82,6 @@ def draw_steps(panels: dict):
         ax.set_title(title, loc="left", fontsize=13)
     axes[-1].set_xlabel("time (ms)")
     axes[0].set_xlim(0, 1.1 * axes[0].dataLim.xmax)
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in ACTIONS.values()]
-    fig.legend(handles, ACTIONS, loc="outside lower center", ncols=4, fontsize=12)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in DOING.values()]
+    fig.legend(handles, DOING, loc="outside lower center", ncols=4, fontsize=12)
     return fig

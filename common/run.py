@@ -69,8 +69,8 @@ class Run:
             if self.directory.goes_on:
                 self.directory.forget_after(self.done)
             tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
-            if self.restarted:
-                tell(f"restarted by torchrun: going on after step {self.done}")
+            if self.restarted or self.done:
+                tell(f"{'restarted by torchrun: ' * self.restarted}going on after step {self.done}")
             if self.size > 1 and config.entry and config.entry.sizes(config.implementation) == (1,):
                 alike = f"all {self.size} ranks train the same model on the same data"
                 tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")

@@ -56,7 +56,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 def main() -> int:
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing or not hasattr(os, "geteuid") or os.geteuid() != 0:
-        print(f"error: needs Linux, root and slurm-wlm, munge; missing: {', '.join(missing) or 'root'}", file=sys.stderr)
+        print(
+            f"error: needs Linux, root and slurm-wlm, munge; missing: {', '.join(missing) or 'root'}", file=sys.stderr
+        )
         return 2
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -75,8 +77,10 @@ def main() -> int:
         if f"going on after step {at}" not in (folder / "job.out").read_text(errors="replace"):
             raise SystemExit(f"error: the job did not go on after step {at}:\n{output(folder)}")
         worst = max(abs(mine / its - 1) for mine, its in zip(losses, alone, strict=True))
-        print(f"requeued and resumed: {len(losses)} steps, each once; largest relative difference {worst:.1e} from one "
-              f"process (allowed 1e-05)")
+        print(
+            f"requeued and resumed: {len(losses)} steps, each once; largest relative difference {worst:.1e} from one "
+            f"process (allowed 1e-05)"
+        )
         return 0 if worst <= 1e-5 else 1
 
 
@@ -105,7 +109,10 @@ def start_cluster(folder: Path, stack: ExitStack) -> None:
     for name in ("state", "node1", "node2"):
         (folder / name).mkdir()
     munge = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-    daemons = [["munged", "--force", "--foreground", f"--socket={folder}/munge.socket", *munge], ["slurmctld", "-D", "-i"]]
+    daemons = [
+        ["munged", "--force", "--foreground", f"--socket={folder}/munge.socket", *munge],
+        ["slurmctld", "-D", "-i"],
+    ]
     hosts = f"mount --bind {folder}/hosts /etc/hosts && exec slurmd -D -N"  # a mount that only this node sees
     daemons += [["unshare", "--mount", "sh", "-c", f"{hosts} {node}"] for node in ("node1", "node2")]
     for command in daemons:

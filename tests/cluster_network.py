@@ -89,7 +89,7 @@ def order_of_axes(folder: Path) -> None:
     )  # fmt: skip
     alone, _ = read(folder / "alone")
     seconds = {}
-    with Link(latency=0.002, bandwidth=50e6) as link:
+    with Link(latency=0.01, bandwidth=20e6) as link:
         for inside, order in (("tensor", "data,tensor"), ("data", "tensor,data")):
             where = folder / inside
             options = [

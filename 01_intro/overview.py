@@ -5,69 +5,54 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from common.lab.flipbook import Frame
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, SKY, VERMILION
 
 # --- one step of data parallelism, as a flipbook --------------------------------------------------------------
 
 
-def step_frames(before: float, own: list[float], average: float, after: list[float], examples: list[str]) -> list[Frame]:
-    """Five frames of a step on two ranks, for a model of one weight.
+COLUMNS = ("weight", "examples", "gradient", "new weight")
 
-    before: the weight that all ranks start with; own: each rank's gradient; average: their mean
-    after:  the weight on each rank after the step; examples: what each rank reads
+
+def step_pictures(rows: list[list[str]], total: str, mean: str) -> list[Figure]:
+    """Five moments of a step of data parallelism on two ranks, for a model of one weight.
+
+    rows:  for each rank its weight, examples, gradient and new weight
+    total: of both gradients; mean: half of it
     """
-    total = sum(own)
-    columns = ["weight", "examples", "gradient", "new weight"]
-    start, read, step = f"{before:g}", examples, [f"{weight:g}" for weight in after]
+    with_total, with_mean = ([[*row[:2], gradient, row[3]] for row in rows] for gradient in (total, mean))
     return [
-        _step_frame(columns, [[start], [start]], 0, "Both ranks hold the same weight."),
-        _step_frame(columns, [[start, part] for part in read], 1, "Each rank reads its own half of the batch."),
-        _step_frame(
-            columns,
-            [[start, part, f"{grad:g}"] for part, grad in zip(read, own, strict=True)],
-            2,
-            "Forward and backward pass: each rank has the gradient of its half. The two differ.",
-        ),
-        _step_frame(
-            columns,
-            [[start, part, f"{total:g}"] for part in read],
-            2,
-            f"The all-reduce: each rank receives the other's gradient and has the sum, {own[0]:g} + {own[1]:g}.",
-            arrows=True,
-        ),
-        _step_frame(
-            columns,
-            [[start, part, f"{average:g}", weight] for part, weight in zip(read, step, strict=True)],
-            3,
-            f"Each rank divides by 2 and takes the same step with {average:g}. The weights are equal again.",
-        ),
+        *(_step_picture([row[: count + 1] for row in rows], new=count) for count in range(3)),
+        _step_picture([row[:3] for row in with_total], new=2, shared=True),
+        _step_picture(with_mean, new=3, shared=True),
     ]
 
 
-def _step_frame(columns: list[str], rows: list[list[str]], new: int, caption: str, arrows: bool = False) -> Frame:
-    """rows: for each rank its boxes from the left; `new` is the column that has just changed."""
+def _step_picture(rows: list[list[str]], new: int, shared: bool = False) -> Figure:
+    """rows: for each rank its boxes from the left; `new` is the column that has just changed. Where `shared`, the
+    gradients come from both ranks, and arrows show how if they have just changed."""
     fig, ax = plt.subplots(figsize=(8.6, 2.9))
-    for column, title in enumerate(columns):
+    colours = [SKY, ORANGE]  # of what comes from rank 0 and from rank 1
+    for column, title in enumerate(COLUMNS):
         ax.text(2.2 * column + 0.8, -0.25, title, ha="center", va="bottom")
     for rank, boxes in enumerate(rows):
         top = 1.9 * rank
         ax.text(-0.3, top + 0.5, f"rank {rank}", ha="right", va="center")
         for column, text in enumerate(boxes):
-            fresh = column == new
-            face = [BLUE, ORANGE][rank] if column in (1, 2) and not arrows else "#e8e8e8"
             left = 2.2 * column
-            edge = {"ec": BLACK, "lw": 3} if fresh else {"ec": "#888888", "lw": 1}
-            ax.add_patch(Rectangle((left, top), 1.6, 1, fc=face if column in (1, 2) else "#e8e8e8", **edge))
-            ink = "white" if face == BLUE else "black"
-            ax.text(left + 0.8, top + 0.5, text, ha="center", va="center", size=15, color=ink)
-    if arrows:
+            parts = {1: [colours[rank]], 2: colours if shared else [colours[rank]]}.get(column, ["#e8e8e8"])
+            for index, colour in enumerate(parts):
+                width = 1.6 / len(parts)
+                ax.add_patch(Rectangle((left + index * width, top), width, 1, fc=colour, ec="none"))
+            edge = {"ec": BLACK, "lw": 3.5} if column == new else {"ec": "#888888", "lw": 1}
+            ax.add_patch(Rectangle((left, top), 1.6, 1, fc="none", **edge))
+            ax.text(left + 0.8, top + 0.5, text.replace("-", "\N{MINUS SIGN}"), ha="center", va="center", size=15)
+    if shared and new == 2:
         arrow = {"arrowstyle": "-|>", "lw": 4, "mutation_scale": 22, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", (4.9, 1.85), (4.9, 1.05), arrowprops=arrow | {"color": BLUE})
-        ax.annotate("", (5.5, 1.05), (5.5, 1.85), arrowprops=arrow | {"color": ORANGE})
+        ax.annotate("", (4.9, 1.85), (4.9, 1.05), arrowprops=arrow | {"color": colours[0]})
+        ax.annotate("", (5.5, 1.05), (5.5, 1.85), arrowprops=arrow | {"color": colours[1]})
     ax.set(xlim=(-1.5, 8.4), ylim=(3.1, -0.8))
     ax.set_axis_off()
-    return Frame(fig, "One step of data parallelism on two ranks. " + caption, caption)
+    return fig
 
 
 # --- a model's state ------------------------------------------------------------------------------------------
@@ -88,7 +73,7 @@ def state_bars(sizes: list[float], recipe: tuple[int, int, int], gpu: float) -> 
     for row, total in enumerate(left):
         ax.text(total + 2, row, f"{total:.0f} GB", va="center")
     ax.axvline(gpu / 1e9, color=BLACK, linestyle="--")
-    ax.text(gpu / 1e9 + 1.5, -0.62, f"one GPU: {gpu / 1e9:.0f} GB")
+    ax.text(gpu / 1e9 - 1.5, -0.62, f"one GPU: {gpu / 1e9:.0f} GB", ha="right")
     ax.set_yticks(range(len(sizes)), [f"{size / 1e9:g} billion" for size in sizes])
     ax.set(xlabel="memory (GB)", ylim=(len(sizes) - 0.4, -1.1), xlim=(0, 1.14 * max(left)))
     ax.legend(loc="upper right", fontsize=11)
@@ -120,7 +105,7 @@ def ways_to_divide() -> Figure:
             _inputs_and_targets(ax, 5)
         else:
             _grid(ax, 5, of_batch, "batch\nexamples ↓  tokens →")
-        ax.set(xlim=(-0.6, 9.6), ylim=(5.6, -1.4), aspect="equal")
+        ax.set(xlim=(-0.6, 9.6), ylim=(5.6, -1.0), aspect="equal")
         ax.set_title(way, weight="bold", size=13)
         ax.text(4.5, -0.35, f"sent: {sent}", ha="center", va="bottom", size=11)
         ax.axis("off")

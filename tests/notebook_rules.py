@@ -16,11 +16,6 @@ from links import dead_links
 # paid must leave the list.
 UNCOMPARED = {}  # cells, each with its reason
 VERDICTS = {  # how often an output is a bare True or False
-<<<<<<< HEAD
-    "01_intro/02_collectives.ipynb": 9,
-=======
-    "01_intro/01_why_distribute.ipynb": 18,
->>>>>>> main
     "01_intro/03_cost_and_mistakes.ipynb": 8,
     "02_data_parallel/01_data_parallel.ipynb": 14,
     "03_ddp/02_feeding.ipynb": 18,
@@ -39,13 +34,8 @@ VERDICTS = {  # how often an output is a bare True or False
 
 # How many statements of each page assert something. Where one goes, this number has to go down in sight of a reviewer.
 ASSERTS = {
-<<<<<<< HEAD
     "01_intro/01_why_distribute.ipynb": 13,
-    "01_intro/02_collectives.ipynb": 3,
-=======
-    "01_intro/01_why_distribute.ipynb": 10,
     "01_intro/02_collectives.ipynb": 9,
->>>>>>> main
     "01_intro/03_cost_and_mistakes.ipynb": 14,
     "01_intro/04_collectives_in_practice.ipynb": 8,
     "02_data_parallel/01_data_parallel.ipynb": 18,

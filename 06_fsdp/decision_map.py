@@ -25,7 +25,7 @@ NETWORKS = {"InfiniBand, 8 x 400 Gb/s per node": ("infiniband-400", 8),
             "Ethernet, 1 x 100 Gb/s per node": ("ethernet-100", 1)}  # fmt: skip
 BATCH, SEQUENCE = 1024, 4096  # 4 million tokens a step
 # Which kind of layout, with its colour.
-KINDS = {
+LAYOUT_KINDS = {
     "DDP, ZeRO-1, ZeRO-2": plotting.SKY,
     "ZeRO-3 (FSDP)": plotting.BLUE,
     "tensor": plotting.GREEN,
@@ -95,7 +95,7 @@ def draw(network: str):
         for x, gpus in enumerate(GPUS):
             row = rows[network, model, gpus]
             close = bool(row["later"]) and float(row["later"]) <= 0.05
-            ax.add_patch(Rectangle((x, y), 1, 1, fc=KINDS[row["kind"]], ec="white", lw=2))
+            ax.add_patch(Rectangle((x, y), 1, 1, fc=LAYOUT_KINDS[row["kind"]], ec="white", lw=2))
             text = f"{row['layout']}\n{'≈ ' * close}{float(row['mfu']):.0%}" if row["layout"] else ""
             ink = "white" if row["kind"] in DARK else "black"
             size = 9.5 if len(row["layout"]) < 13 else 7
@@ -104,9 +104,9 @@ def draw(network: str):
     ax.set_xticks([x + 0.5 for x in range(len(GPUS))], [f"{gpus:,}" for gpus in GPUS])
     ax.set_yticks([y + 0.5 for y in range(len(MODELS))], MODELS)
     ax.tick_params(length=0)
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in KINDS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
     handles.append(plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
-    names = [*KINDS, "another kind within 5%"]
+    names = [*LAYOUT_KINDS, "another kind within 5%"]
     fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10)
     return fig
 

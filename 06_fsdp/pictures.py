@@ -46,7 +46,7 @@ def draw_exposed(curves: dict[str, list[tuple[int, float]]], turns: dict[str, fl
     return fig
 
 
-PLACES = {0: (0, 1), 1: (1, 1), 2: (0, 0), 3: (1, 0)}
+CORNERS = {0: (0, 1), 1: (1, 1), 2: (0, 0), 3: (1, 0)}
 
 
 def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
@@ -67,12 +67,12 @@ def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
         for (first, second), size in links.items():
             inside = (first, second) in ((0, 1), (2, 3))
             colour = plotting.GREEN if inside else plotting.VERMILION
-            points = zip(PLACES[first], PLACES[second], strict=True)
+            points = zip(CORNERS[first], CORNERS[second], strict=True)
             ax.plot(*points, color=colour, lw=2 + 10 * size / most, zorder=1)
-            middle = [sum(PLACES[rank][d] for rank in (first, second)) / 2 for d in (0, 1)]
+            middle = [sum(CORNERS[rank][d] for rank in (first, second)) / 2 for d in (0, 1)]
             ground = {"fc": "white", "ec": "none", "pad": 2}
             ax.text(*middle, f"{size / 1e6:.2f} MB", ha="center", va="center", bbox=ground)
-        for rank, place in PLACES.items():
+        for rank, place in CORNERS.items():
             ax.text(*place, rank, ha="center", va="center", size=16, bbox={"boxstyle": "circle,pad=0.4", "fc": "white"})
         for y, node in ((1.3, "node 0"), (-0.3, "node 1")):
             ax.text(0.5, y, node, ha="center", va="center", size=11)

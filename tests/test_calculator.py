@@ -66,7 +66,7 @@ def test_the_map_is_whole_and_what_the_planner_says():
     rows, network = decision_map.stored(), list(decision_map.NETWORKS)[1]
     assert rows.keys() == {(name, model, gpus) for name in decision_map.NETWORKS for model in decision_map.MODELS
                            for gpus in decision_map.GPUS}  # fmt: skip
-    assert {row["kind"] for row in rows.values()} <= decision_map.KINDS.keys()
+    assert {row["kind"] for row in rows.values()} <= decision_map.LAYOUT_KINDS.keys()
     for model, gpus in (("llama-33b", 8), ("llama-3-405b", 16)):
         found, said = decision_map.cell(model, gpus, network), rows[network, model, gpus]
         assert found == {name: value for name, value in said.items() if value}

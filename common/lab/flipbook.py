@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def _bytes(picture: Figure | bytes) -> bytes:
     png = io.BytesIO()
     picture.savefig(png, format="png", dpi=100)
     plt.close(picture)
-    return png.getvalue()
+    small = io.BytesIO()  # drawings have few colours: a third of the bytes
+    Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def _is_png(picture: bytes) -> bool:

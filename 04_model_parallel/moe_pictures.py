@@ -98,7 +98,7 @@ def draw_loads(runs, experts):
 def draw_dropped(factors, dropped):
     """Share of dropped choices over the capacity factor. dropped: name -> shares, the larger ones first"""
     fig, ax = plt.subplots(figsize=(8, 3.5))
-    sides = (("o--", 0.1, 1, "left", "bottom"), ("s-", -0.06, -3, "right", "top"))  # beside the third point
+    sides = (("o--", 0.1, 1, "left", "bottom"), ("s-", -0.45, -6, "left", "top"))  # beside the third point
     for (name, shares), (style, dx, dy, ha, va) in zip(dropped.items(), sides, strict=True):
         ax.plot(factors, [100 * share for share in shares], style)
         colour = ax.lines[-1].get_color()

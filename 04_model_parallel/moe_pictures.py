@@ -98,11 +98,10 @@ def draw_loads(runs, experts):
 def draw_dropped(factors, dropped):
     """Share of dropped choices over the capacity factor. dropped: name -> shares, the larger ones first"""
     fig, ax = plt.subplots(figsize=(8, 3.5))
-    sides = (("o--", 0.1, 1, "left", "bottom"), ("s-", -0.45, -6, "left", "top"))  # beside the third point
-    for (name, shares), (style, dx, dy, ha, va) in zip(dropped.items(), sides, strict=True):
-        ax.plot(factors, [100 * share for share in shares], style)
-        colour = ax.lines[-1].get_color()
-        ax.text(factors[2] + dx, 100 * shares[2] + dy, name, color=colour, size=12, ha=ha, va=va)
+    places = [(factors[2] + 0.1, 100 * max(values[2] for values in dropped.values())), (factors[0] - 0.05, 4)]
+    for (name, values), style, place in zip(dropped.items(), ("o--", "s-"), places, strict=True):
+        ax.plot(factors, [100 * value for value in values], style)
+        ax.text(*place, name, color=ax.lines[-1].get_color(), size=12)
     ax.set(xlabel="capacity factor (capacity / even share)", ylabel="choices dropped (%)", ylim=(0, None))
     return fig
 

@@ -49,6 +49,9 @@ class Config:
     resume: str = option(
         "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
     )
+    validate_every: int = option(
+        0, "steps between losses on text that is not trained on, and one at the end; 0: none", at_least=0
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
     sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
@@ -68,6 +71,7 @@ class Config:
     max_norm: float = option(1.0, "the gradient's 2-norm is clipped to this; inf: not at all", identity=True)
     task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
+    text: str = option("", "file or folder to learn the bytes of (default: Python's standard library)", identity=True)
     dataset: str = option(
         "digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"), identity=True
     )
@@ -129,8 +133,9 @@ def check(config: Config) -> None:
         changed = item.name in ("weight_decay", "beta1", "beta2") and getattr(config, item.name) != item.default
         if changed and config.optimizer == "sgd":
             raise UserError(f"{flag(item.name)} belongs to --optimizer adamw; leave one of them out")
-    if config.sample and config.task != "text":
-        raise UserError("--sample is for --task text; leave it out")
+    for name in ("sample", "validate_every", "text"):
+        if getattr(config, name) and config.task != "text":
+            raise UserError(f"{flag(name)} is for --task text; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
     choose(config.device, config.backend, local_size)

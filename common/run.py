@@ -34,6 +34,7 @@ from common.run_dir import RunDirectory
 from common.sample import sample
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
+from common.validation import validate
 
 
 class Run:
@@ -54,6 +55,7 @@ class Run:
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
+        self.validation = task.validation_text() if config.validate_every else None
         self.meter = Usage(config, strategy.device) if self.main_rank else None
         strategy.max_norm = config.max_norm
 
@@ -121,6 +123,10 @@ class Run:
             self._read()  # there is nothing to wait for
         now = time.perf_counter()
         self.waiting["step_seconds"], self.begin = now - self.begin, now
+        if self.validation and (step + 1 == self.config.steps or (step + 1) % self.config.validate_every == 0):
+            at_once = self.config.batch_size // self.strategy.data_size // self.config.accumulation_steps
+            self.waiting["validation_loss"] = validate(self.strategy, self.validation, at_once)
+            self.begin = time.perf_counter()
         if loss.device.type == "cpu":
             self._write()
 
@@ -150,6 +156,8 @@ class Run:
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
             if done % self.config.log_every == 0 or done == steps:
                 tell(f"step {done}/{steps}  loss {record['loss']:.4f}  {speed:,.0f} {unit}/s")
+            if "validation_loss" in record:
+                tell(f"step {done}/{steps}  validation loss {record['validation_loss']:.4f}")
 
     def _save(self) -> None:
         self._write()

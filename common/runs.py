@@ -86,6 +86,8 @@ def summary(runs: list[History]) -> list[dict]:
             f"{run.unit}_per_second": run.per_step / run.seconds if run.seconds else None,
             "checkpoints": [manifest.step_of(path) for path in run.checkpoints],
         }
+        if validated := [record["validation_loss"] for record in run.records if "validation_loss" in record]:
+            row["validation_loss"] = validated[-1]
         if len(runs) > 1 and run.seconds and runs[0].seconds:
             row["speed_up"] = runs[0].seconds / run.seconds * run.per_step / runs[0].per_step
             row["efficiency"] = row["speed_up"] * runs[0].facts["world_size"] / run.facts["world_size"]
@@ -128,11 +130,14 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
 
     fig, ax = plt.subplots(figsize=(7, 4))
     for run in runs:
-        if run.records and metric not in run.records[0]:
-            known = ", ".join(key for key in run.records[0] if key != "step")
-            raise UserError(f"--metric {metric}: {run.name} has none; it has {known}")
-        values = [float("nan") if record[metric] is None else record[metric] for record in run.records]
-        ax.plot(run.axis(over), values, label=run.name, linewidth=1.5)
+        known = dict.fromkeys(key for record in run.records for key in record if key != "step")
+        if run.records and metric not in known:
+            raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
+        # A validation loss is there for some steps only.
+        pairs = zip(run.axis(over), run.records, strict=True)
+        points = [(x, record[metric]) for x, record in pairs if metric in record]
+        values = [float("nan") if value is None else value for _, value in points]
+        ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." * (len(points) < 50))
     ax.set(xlabel=over, ylabel=metric)
     ax.legend()
     fig.savefig(file)

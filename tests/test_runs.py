@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import SMALL, configure, saved, train
+from matplotlib.axes import Axes
 
 from common import runs
 from common.errors import UserError
@@ -71,6 +72,18 @@ def test_plot_over_steps_tokens_and_seconds(tmp_path, capsys):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="--metric los: a has none; it has loss, grad_norm, step_seconds"):
         runs.main(["plot", str(a), "--metric=los"])
+
+
+def test_a_validation_loss_stands_in_some_steps_only(tmp_path, capsys, monkeypatch):
+    a, drawn = made(tmp_path / "a", [4.0, 3.0, 2.0, 1.0]), []
+    lines = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()[:4]]
+    lines[1]["validation_loss"], lines[3]["validation_loss"] = 3.5, 1.5
+    (a / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, **how: drawn.append((x, y)))
+    asked(capsys, "plot", a, "--metric", "validation_loss", "--out", tmp_path / "a.png")
+    assert drawn == [([2, 4], [3.5, 1.5])]
+    (row,) = asked(capsys, "summary", a)
+    assert row["validation_loss"] == 1.5
 
 
 def test_export_has_every_parameter_of_the_model(tmp_path, capsys):

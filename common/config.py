@@ -42,6 +42,7 @@ class Config:
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
     steps: int = option(250, "optimizer steps", at_least=1)
+    dry_run: bool = option(False, "say what each rank would read, hold and send, for the ranks of --mesh, and exit")
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
     keep: int = option(2, "newest checkpoints that are kept", at_least=1)
@@ -103,7 +104,7 @@ def shared():
 def check(config: Config) -> None:
     """Raise UserError for what cannot work, as far as it can be known before ranks meet."""
     _, size, _, local_size = environment()
-    if config.distributed and "RANK" not in os.environ:
+    if config.distributed and "RANK" not in os.environ and not config.dry_run:
         raise UserError(
             "--distributed: no launcher started this process; "
             "try: torchrun --nproc_per_node=2 distributed_training.py --distributed"
@@ -138,7 +139,8 @@ def check(config: Config) -> None:
             raise UserError(f"{flag(name)} is for --task text; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
-    choose(config.device, config.backend, local_size)
+    if not config.dry_run:
+        choose(config.device, config.backend, local_size)
     if config.task == "images":
         lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
         if lacking:

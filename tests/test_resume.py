@@ -15,7 +15,7 @@ from common import manifest
 from common.checkpoint import Writer
 from common.config import Config, shared
 from common.errors import UserError, one_line_errors
-from common.lab.launch import RankFailed, _ready_to_fork, launch
+from common.lab.launch import RankFailed, launch, ready_to_fork
 from common.run import INTERRUPTED, Run
 from course.strategies import load
 
@@ -133,7 +133,7 @@ def killed_while_it_writes(config, after: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    with _ready_to_fork():
+    with ready_to_fork():
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import SMALL, configure, metrics, numbers, train
-from test_checkpoint import config_of, settings
+from helpers import SMALL, config_of, configure, every_strategy, metrics, numbers, train
 
 from common import data, validation
 from common.errors import UserError
@@ -41,7 +40,7 @@ def validated(configs) -> list[list[float]]:
 
 
 def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
-    rows = [*sorted(settings()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
+    rows = [*sorted(every_strategy()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
     many = [config_of(tmp_path, *row) for row in rows]
     alone = [config_of(tmp_path, 1, "single"), config_of(tmp_path, 1, "expert", "by-hand")]
     (expected,) = launch(validated, 1, (alone,))

@@ -168,11 +168,8 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
             out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
-    """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
-    tied stands there once, under its first name. Raises UserError."""
-    from common.checkpoint import whole_tensors
-
+def checkpoint_of(run: History, step: int | None) -> Path:
+    """The checkpoint after `step` steps, by default the newest that is whole. Raises UserError."""
     there = {manifest.step_of(path): path for path in run.checkpoints}
     if step is not None and step not in there:
         raise UserError(f"--step {step}: {run.path} has checkpoints of steps {', '.join(map(str, there))}")
@@ -181,6 +178,15 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
     folder = next((folder for folder, why in zip(wanted, wrong, strict=True) if not why), None)
     if folder is None:
         raise UserError(wrong[0] if wrong else f"{run.path} has no checkpoint")
+    return folder
+
+
+def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
+    """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
+    tied stands there once, under its first name. Raises UserError."""
+    from common.checkpoint import whole_tensors
+
+    folder = checkpoint_of(run, step)
     file = file or run.path / f"model-{manifest.step_of(folder):06d}.{'safetensors' if safetensors else 'pt'}"
     tensors = whole_tensors(folder)
     write_safetensors(tensors, file) if safetensors else torch.save(tensors, file)

@@ -54,6 +54,7 @@ class Config:
         0, "steps between losses on text that is not trained on, and one at the end; 0: none", at_least=0
     )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run directory")
     sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
@@ -145,4 +146,6 @@ def check(config: Config) -> None:
         lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
         if lacking:
             raise UserError(f"--task images: {lacking}")
+    if config.tensorboard and missing(("tensorboard",)):
+        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
     config.strategy_class.require(config, config.axes)

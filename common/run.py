@@ -70,6 +70,8 @@ class Run:
         if self.main_rank:
             if self.directory.goes_on:
                 self.directory.forget_after(self.done)
+            if config.tensorboard:
+                self.directory.write_board(self.done)
             tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
             if self.restarted:
                 tell(f"restarted by torchrun: going on after step {self.done}")

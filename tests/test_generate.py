@@ -17,7 +17,11 @@ LINE = ["--prompt", "def a", "--length", "40"]
 def runs(tmp_path_factory):
     """Runs of two steps: in shards by hand, in stages, and of experts."""
     folder = tmp_path_factory.mktemp("runs")
-    kinds = {"shards": "--mesh shard=2 --by-hand", "stages": "--mesh pipeline=2", "experts": "--mesh expert=2 --by-hand"}
+    kinds = {
+        "shards": "--mesh shard=2 --by-hand",
+        "stages": "--mesh pipeline=2",
+        "experts": "--mesh expert=2 --by-hand",
+    }
     line = "--lr 0.03 --warmup-steps 0 --checkpoint-every 1"
     configs = [configure(f"{kind} {line}", 2, **SMALL, steps=2, run_dir=folder / name) for name, kind in kinds.items()]
     launch(train, 2, (configs,))

@@ -30,6 +30,7 @@ from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.learning_rate import learning_rate
 from common.meter import Usage
 from common.options import flag
+from common.per_rank import PerRank
 from common.run_dir import RunDirectory
 from common.sample import sample
 from common.strategy import Strategy, require_precision
@@ -82,6 +83,7 @@ class Run:
         self.bar = tqdm(
             total=config.steps, initial=self.done, unit="step", disable=not self.main_rank, mininterval=often
         )
+        self.per_rank = PerRank(self.strategy.device)
         numbers = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what torchrun and Slurm send
         self.handlers = {number: signal.signal(number, self._ask_to_stop) for number in numbers}
         return self
@@ -125,6 +127,13 @@ class Run:
             self._read()  # there is nothing to wait for
         now = time.perf_counter()
         self.waiting["step_seconds"], self.begin = now - self.begin, now
+        self.per_rank.step_ended()
+        if self.per_rank.due(step + 1, self.config.log_every):
+            rows, warnings = self.per_rank.report()
+            self.waiting |= {"ranks": rows}
+            for text in warnings:
+                tell(text)
+            self.begin = time.perf_counter()
         if self.validation and (step + 1 == self.config.steps or (step + 1) % self.config.validate_every == 0):
             at_once = self.config.batch_size // self.strategy.data_size // self.config.accumulation_steps
             self.waiting["validation_loss"] = validate(self.strategy, self.validation, at_once)

@@ -2,6 +2,7 @@
 
     python -m common.runs list                          what there is under runs/
     python -m common.runs summary RUN ...               losses, speed, checkpoints; of several runs, speed-up
+    python -m common.runs ranks RUN                     of each rank: host, memory, use of its processor, time waited
     python -m common.runs plot RUN ... --over tokens    a picture of a metric over steps, tokens or seconds
     python -m common.runs compare A B ...               the first step at which each differs from A
     python -m common.runs export RUN --safetensors      the model of a checkpoint in one file, for other programs
@@ -93,6 +94,14 @@ def summary(runs: list[History]) -> list[dict]:
             row["efficiency"] = row["speed_up"] * runs[0].facts["world_size"] / run.facts["world_size"]
         rows.append(row)
     return rows
+
+
+def by_rank(run: History) -> list[dict]:
+    """A row for each rank, from its last report. Raises UserError where there was none."""
+    reports = [record for record in run.records if "ranks" in record]
+    if not reports:
+        raise UserError(f"{run.path} has no report of its ranks yet: the first one comes after --log-every steps")
+    return [{"rank": rank, **row} for rank, row in enumerate(reports[-1]["ranks"])]
 
 
 def compare(one: History, other: History, tolerance: float) -> dict:
@@ -232,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     for name, about, how_many in (
         ("list", "what there is under runs/", None),
         ("summary", "losses, speed, checkpoints; of several runs, speed-up over the first", "+"),
+        ("ranks", "of each rank: host, memory, use of its processor, time waited", 1),
         ("plot", "a metric over steps, tokens or seconds", "+"),
         ("compare", "the first step at which each run differs from the first", "+"),
         ("export", "the model of a checkpoint in one file", 1),
@@ -260,6 +270,9 @@ def main(argv: list[str] | None = None) -> None:
     if asked.command in ("list", "summary"):
         found = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
         text = table(found) if found else "there is no run under runs/"
+    elif asked.command == "ranks":
+        found = by_rank(runs[0])
+        text = table(found)
     elif asked.command == "plot":
         plot(runs, asked.metric, asked.over, asked.out)
         found = {"file": str(asked.out)}

@@ -52,6 +52,19 @@ MISTAKES = [
         "tests/test_data.py::test_ranks_and_micro_batches_cut_the_global_batch_into_equal_parts",
         "the ranks' slices are not the batch",
     ),
+    # --- what each rank does ------------------------------------------------------------------------------------------
+    Mistake(
+        "common/per_rank.py", "statistics.median(steps.values())", "max(steps.values())",
+        "a rank that was late once is a straggler",
+        "tests/test_per_rank.py::test_lateness_is_that_of_the_worst_collective_of_a_step_in_half_of_the_steps",
+        "once is no habit",
+    ),
+    Mistake(
+        "common/per_rank.py", "(created - began) / 1e9", "created / 1e9",
+        "times of ranks whose clocks differ are compared",
+        "tests/test_per_rank.py::test_launches_are_counted_from_where_all_ranks_began",
+        "assert",
+    ),
     # --- validation --------------------------------------------------------------------------------------------------
     Mistake(
         "common/validation.py", "loss * len(mine), torch.full_like(loss, len(mine))", "loss, torch.ones_like(loss)",

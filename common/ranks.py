@@ -11,6 +11,8 @@ import gc
 import os
 import socket
 import sys
+import threading
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -52,6 +54,7 @@ class Ranks:
         return bool(votes)
 
 
+ANSWER = 10.0  # seconds within which the store of a host that is still there has answered
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # the network interface of a machine to itself
 
 
@@ -116,6 +119,52 @@ def gpus_differ(store: dist.Store, rank: int, size: int, local_rank: int) -> boo
     store.set(f"common.ranks/gpu/{rank}", f"{socket.gethostname()} {own}")
     seen = [text.decode() for text in store.multi_get([f"common.ranks/gpu/{other}" for other in range(size)])]
     return not any(text.endswith("no GPU") for text in seen) and len(set(seen)) == size
+
+
+def introduce(store: dist.Store, rank: int, size: int) -> None:
+    """Tell the other nodes' ranks who is here, before there is a process group. Raises UserError where two processes
+    are the same rank, and where ranks have different versions of PyTorch, whose messages may then not fit."""
+    me = f"{socket.gethostname()}, process {os.getpid()}"
+    there = store.compare_set(f"common.ranks/who/{rank}", "", me).decode()
+    if there != me:
+        raise UserError(
+            f"two processes are rank {rank}: {there}, and {me}; do two nodes have the same --node_rank, or two "
+            f"processes the same RANK?"
+        )
+    store.set(f"common.ranks/torch/{rank}", torch.__version__)
+    versions = [text.decode() for text in store.multi_get([f"common.ranks/torch/{other}" for other in range(size)])]
+    if torch.__version__ != versions[0]:
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} has torch {torch.__version__}, and rank 0 has {versions[0]}: "
+            f"install the same on every node"
+        )
+
+
+def silent(patience: float = 5.0) -> list[str]:
+    """The ranks that do not answer, asked when a collective has timed out: each that is still there says so in the
+    store, and waits for the others for `patience` seconds."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    found: list[str | None] = []
+
+    def ask():
+        keys = [f"common.ranks/alive/{other}" for other in range(size)]
+        store.set(keys[rank], "")
+        end = time.monotonic() + patience
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        for other in range(size):
+            if not store.check([keys[other]]):
+                who = f"common.ranks/who/{other}"
+                host = f" on {store.get(who).decode().partition(',')[0]}" if store.check([who]) else ""
+                found.append(f"rank {other}{host}")
+        found.append(None)
+
+    asking = threading.Thread(target=ask, daemon=True)  # of a host that is gone, the store waits for an answer too
+    asking.start()
+    asking.join(patience + ANSWER)
+    if not found or found.pop() is not None:
+        return [f"the host of rank 0 and of the store, {os.environ.get('MASTER_ADDR')},"]
+    return found
 
 
 def keep_freed_memory() -> None:
@@ -191,6 +240,9 @@ def process_group(
         if store is None:
             store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
             store.set_timeout(wait)
+        store = dist.PrefixStore("default_pg", store)
+        if not on_one_node():
+            introduce(store, rank, size)
         own_gpu = None if device == "cpu" or size == 1 else gpus_differ(store, rank, size, local_rank)
         device, backend, remark = choose(device, backend, local_size, own_gpu)
         if remark and rank == 0:
@@ -207,9 +259,7 @@ def process_group(
         # device known at once, NCCL connects here and not in the first collective, where an error is hard to place.
         bound = {"device_id": torch.device(device)} if backend == "nccl" else {}
         backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-        dist.init_process_group(
-            backend, timeout=wait, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size, **bound
-        )
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size, **bound)
         if size > 1:
             # Gloo returns as soon as this rank has its connections. Leaving now, by an error of the program, it would
             # keep the others in init_process_group, where they wait for the rest of theirs.

@@ -23,7 +23,7 @@ from course.strategies import load
 IDENTITY = {
     "layers": 3, "width": 64, "heads": 2, "optimizer": "sgd", "lr": 0.01, "seed": 5, "task": "images", "context": 64,
     "dataset": "cifar10", "batch_size": 64, "lr_schedule": "cosine", "warmup_steps": 7, "weight_decay": 0.2,
-    "beta1": 0.8, "beta2": 0.99, "max_norm": 0.5,
+    "beta1": 0.8, "beta2": 0.99, "max_norm": 0.5, "text": "poems",
 }  # fmt: skip
 EXPERTS = {"experts": 16, "top_k": 3}
 MAY_CHANGE = {"steps": 300, "precision": "bf16", "accumulation_steps": 2, "log_every": 3, "checkpoint_every": 7}

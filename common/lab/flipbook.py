@@ -7,11 +7,11 @@ without HTML show the PNG of one frame.
 
 import base64
 import html
-import io
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from common.lab.plotting import png
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,7 @@ def flipbook(frames: list[Frame], still: int = -1) -> None:
 def _bytes(picture: Figure | bytes) -> bytes:
     if isinstance(picture, bytes):
         return picture
-    png = io.BytesIO()
-    picture.savefig(png, format="png", dpi=100)
-    plt.close(picture)
-    return png.getvalue()
+    return png(picture, dpi=100)
 
 
 def _is_png(picture: bytes) -> bool:

@@ -1,4 +1,7 @@
-"""Let the model of a run write: `python -m common.generate RUN --prompt "def " --length 200`.
+"""Let the model of a run write.
+
+    python -m common.generate RUN
+    python -m common.generate RUN --prompt "def " --length 200
 
 On this one process, from the newest checkpoint that is whole, whatever strategy wrote it on however many ranks. A run
 is named by its folder, or by the name of a folder under runs/.

@@ -1,9 +1,11 @@
 """Pictures show what they were given, and carry their alternative text."""
 
+import io
 from fractions import Fraction
 
 import IPython.display
 import matplotlib.pyplot as plt
+import PIL.Image
 import pytest
 
 from common.lab import plotting
@@ -79,3 +81,12 @@ def test_pipeline_draws_every_action_and_what_is_stored(memory):
     stored = ["activations stored, with their peak"] * memory
     assert legend == ["forward", "backward", "backward for input", "idle", *stored]
     assert fig.axes[-1].get_xlabel() == "time (ms)" and fig.axes[0].get_xlim() == fig.axes[1].get_xlim()
+
+
+def test_a_stored_picture_is_small_and_keeps_its_colours():
+    fig = plt.figure(figsize=(2, 2))
+    fig.add_artist(plt.Rectangle((0, 0), 1, 1, color=plotting.VERMILION))
+    png = plotting.as_png(fig, dpi=50)
+    with PIL.Image.open(io.BytesIO(png)) as picture:
+        assert picture.mode == "P" and picture.size == (100, 100)
+        assert picture.convert("RGB").getpixel((50, 50)) == (0xD5, 0x5E, 0x00)

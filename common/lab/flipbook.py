@@ -7,11 +7,12 @@ without HTML show the PNG of one frame.
 
 import base64
 import html
-import io
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from common.lab.plotting import as_png
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,9 @@ def flipbook(frames: list[Frame], still: int = -1) -> None:
 def _bytes(picture: Figure | bytes) -> bytes:
     if isinstance(picture, bytes):
         return picture
-    png = io.BytesIO()
-    picture.savefig(png, format="png", dpi=100)
+    png = as_png(picture, dpi=100)
     plt.close(picture)
-    return png.getvalue()
+    return png
 
 
 def _is_png(picture: bytes) -> bool:

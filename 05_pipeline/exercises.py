@@ -39,10 +39,11 @@ def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[str]]:
-    """Return a schedule of one stage per rank (stage r on rank r), with F and B.
+    """Return 1F1B for a slow network, with F and B, stage r on rank r: a message takes one unit, as long as F or B.
 
-    Budget: makespan 2 * (microbatches + ranks - 1), and rank r stores at most ranks - r activations: for 4 ranks and
-    8 micro-batches makespan 22 and 4, 3, 2, 1 stored. There may be fewer micro-batches than ranks.
+    Budget: makespan 2 * microbatches + 4 * (ranks - 1), and rank r stores at most 2 * (ranks - r) - 1 activations: for
+    4 ranks and 8 micro-batches makespan 28 and 7, 5, 3, 1 stored. There may be fewer micro-batches than ranks. (Where
+    messages take no time, 1F1B stores ranks - r; here it would take 38.)
 
     Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
     """

@@ -111,9 +111,12 @@ def microbatches_for(size):
 
 
 def one_forward_one_backward(size):
+    """A message down and one back for each of the p - 1 ranks that follow: 4 (p - 1) units until the first backward."""
+    slow = Times(1, Fraction(1, 2), Fraction(1, 2), communication=1)
     rows = []
     for p, m in ((4, 8), (3, 3), (2, 5), (4, 2)):
-        rows.append((p, m, budget(2 * (m + p - 1), [p - rank for rank in range(p)], p, m)))
+        stored = [2 * (p - rank) - 1 for rank in range(p)]
+        rows.append((p, m, budget(2 * m + 4 * (p - 1), stored, p, m, times=slow)))
     yield from judged(size, "one_forward_one_backward", rows)
 
 
@@ -340,8 +343,8 @@ ROWS = {
         1, 1, "Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
     ),
     one_forward_one_backward: (
-        2, 2, "How many micro-batches can rank r start before the first gradient is back at it? Then one backward, one "
-        "forward, until forwards run out.",
+        2, 2, "How many micro-batches can rank r start before the first gradient is back at it, if every message on the "
+        "way there and back takes as long as a forward? Then one forward, one backward, until forwards run out.",
     ),
     short_of_memory: (
         3, 3, "Don't write the order down: play it. At each unit of time let every rank do a backward if its input is "

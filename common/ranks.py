@@ -118,6 +118,25 @@ def gpus_differ(store: dist.Store, rank: int, size: int, local_rank: int) -> boo
     return not any(text.endswith("no GPU") for text in seen) and len(set(seen)) == size
 
 
+def introduce(store: dist.Store, rank: int, size: int) -> None:
+    """Tell the other nodes' ranks who is here, before there is a process group. Raises UserError where two processes
+    are the same rank, and where ranks have different versions of PyTorch, whose messages may then not fit."""
+    me = f"{socket.gethostname()}, process {os.getpid()}"
+    there = store.compare_set(f"common.ranks/who/{rank}", "", me).decode()
+    if there != me:
+        raise UserError(
+            f"two processes are rank {rank}: {there}, and {me}; do two nodes have the same --node_rank, or two "
+            f"processes the same RANK?"
+        )
+    store.set(f"common.ranks/torch/{rank}", torch.__version__)
+    versions = [text.decode() for text in store.multi_get([f"common.ranks/torch/{other}" for other in range(size)])]
+    if torch.__version__ != versions[0]:
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} has torch {torch.__version__}, and rank 0 has {versions[0]}: "
+            f"install the same on every node"
+        )
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep memory that is freed instead of handing it back to the system in every step: autograd frees and
     asks for the same large blocks again and again, and each page is costly to get anew. Linux with glibc only."""
@@ -191,6 +210,8 @@ def process_group(
         if store is None:
             store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
             store.set_timeout(wait)
+        if not on_one_node():
+            introduce(store, rank, size)
         own_gpu = None if device == "cpu" or size == 1 else gpus_differ(store, rank, size, local_rank)
         device, backend, remark = choose(device, backend, local_size, own_gpu)
         if remark and rank == 0:

@@ -368,6 +368,24 @@ MISTAKES = [
         "not noticed: two ranks summed",
     ),
     Mistake(
+        "common/cluster_check.py", "len(its) >= 3 and len(its) < len(links)", "len(its) > len(links)",
+        "a host whose links are all slow is not named",
+        "tests/test_cluster_check.py::test_a_slow_host_is_named_once",
+        "the link between rank",
+    ),
+    Mistake(
+        "common/cluster_check.py", "best = begin + half - stamp.item(), half", "best = half, half",
+        "clocks that are hours apart are well",
+        "tests/test_cluster_check.py::test_clocks_are_compared",
+        "s ahead, give or take",
+    ),
+    Mistake(
+        "common/ranks.py", "if there != me:", "if not there:",
+        "two nodes with one --node_rank are let in",
+        "tests/test_process_group.py::test_the_ranks_of_several_nodes_are_introduced",
+        "two processes are rank 1, and are told",
+    ),
+    Mistake(
         "common/vision.py", '("nms", "qnms")', '("nms",)',
         "torchvision cannot be imported beside a torch that does not fit",
         "tests/test_doctor.py::test_names_of_missing_operators_are_declared",

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from forks import Fork
 from helpers import free_port
 
+from common.errors import UserError
 from common.lab.guard import CollectiveMismatch
 from common.lab.launch import RankFailed, launch
-from common.ranks import Ranks, process_group
+from common.ranks import Ranks, introduce, process_group
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -155,3 +156,51 @@ def test_nothing_imports_dtensor_that_does_not_use_it():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == [f"{module} []" for module in [*modules, "common.state"]]
+
+
+def introduced(cases: dict[str, list]) -> dict[str, str]:
+    """What each process is told: the case's list has the (rank, version) that it believes to have, or None."""
+    said = {}
+    for name, believed in cases.items():
+        mine, there = believed[dist.get_rank()], len({one[0] for one in believed if one})
+        if mine:
+            torch.__version__ = mine[1]
+            try:
+                introduce(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), mine[0], there)
+                said[name] = "welcome"
+            except UserError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_the_ranks_of_several_nodes_are_introduced():
+    cases = {
+        "alike": [(0, "2.13.0"), (1, "2.13.0"), None],
+        "versions": [(0, "2.13.0"), (1, "2.12.1"), None],
+        "twice": [(0, "2.13.0"), (1, "2.13.0"), (1, "2.13.0")],
+    }
+    first, second, third = launch(introduced, 3, (cases,))
+    assert first == {"alike": "welcome", "versions": "welcome", "twice": "welcome"}
+    assert second["alike"] == "welcome"
+    assert "rank 1 on" in second["versions"] and "has torch 2.12.1, and rank 0 has 2.13.0" in second["versions"]
+    twice = sorted([second["twice"], third["twice"]])  # who of the two comes first is open
+    assert twice[1] == "welcome" != twice[0], f"two processes are rank 1, and are told: {twice}"
+    assert twice[0].startswith("two processes are rank 1: ") and "--node_rank" in twice[0]
+
+
+def test_a_group_over_several_nodes_begins_with_introductions(monkeypatch):
+    asked = []
+    monkeypatch.setattr("common.ranks.introduce", lambda store, rank, size: asked.append((rank, size)))
+    monkeypatch.setattr("common.ranks.dist.init_process_group", raises_network_error)
+    for local_size, expected in ((2, []), (1, [(0, 2)])):
+        for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (0, 2, 0, local_size)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        with pytest.raises(UserError, match="cannot meet the other ranks"), process_group("cpu", store=dist.HashStore()):
+            pass
+        assert asked == expected, f"{local_size} of 2 ranks on this node"
+
+
+def raises_network_error(*args, **kwargs):
+    raise dist.DistNetworkError("nobody there")

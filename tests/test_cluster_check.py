@@ -1,0 +1,147 @@
+"""The check of a cluster: what it finds on ranks of which one is slow, one link is slow, one is another host's."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from common import ROOT, cluster_check
+from common.cluster_check import Link, Rank
+from common.lab.launch import launch
+from common.ranks import Ranks
+
+MB = 1  # of a large message: what is planted is larger than any noise
+
+
+def run(size: int) -> tuple[str, list[str]]:
+    lines, wrong = launch(checked, size)[0]
+    return "\n".join(lines), wrong
+
+
+def checked():
+    return cluster_check.check(Ranks.here(), MB)
+
+
+@pytest.fixture
+def calm(monkeypatch):
+    """Factors beyond what busy cores do to ranks that share them."""
+    monkeypatch.setattr(cluster_check, "SLOW", 20.0)
+    monkeypatch.setattr(cluster_check, "STRAGGLER", 20.0)
+
+
+def test_ranks_that_are_alike(calm):
+    page, wrong = run(4)
+    assert not wrong, f"{wrong} of ranks of one machine"
+    for line in ("4 ranks on 1 host(s), gloo", "versions        the same", "links           within a host: 6 pairs"):
+        assert line in page, page
+
+
+def test_what_is_planted_is_named(calm, monkeypatch):
+    """In one launch: rank 1 computes slowly, the link between ranks 2 and 3 is slow, rank 3 is of another version and
+    has another setting, and rank 2's clock is 7 seconds ahead."""
+    multiply, exchange, clock = cluster_check.multiply, cluster_check.exchange, cluster_check.compare_clocks
+
+    def slow_exchange(message, other, times):
+        if {dist.get_rank(), other} == {2, 3}:
+            time.sleep(0.01)
+            return exchange(message, other, times) + 1.0
+        return exchange(message, other, times)
+
+    def only(rank, then, otherwise):
+        return then if dist.get_rank() == rank else otherwise
+
+    monkeypatch.setattr(cluster_check, "multiply", lambda ranks: multiply(ranks) / only(1, 1000, 1))
+    monkeypatch.setattr(cluster_check, "exchange", slow_exchange)
+    monkeypatch.setattr(cluster_check, "versions", lambda: {"torch": only(3, "2.12.0", "2.13.0")})
+    monkeypatch.setattr(cluster_check, "variables", lambda: only(3, {}, {"NCCL_IB_HCA": "mlx5"}))
+    monkeypatch.setattr(cluster_check, "compare_clocks", lambda ranks: (clock(ranks)[0] + only(2, 7, 0), 1e-3))
+    wrong = run(4)[1]
+    said = "\n".join(wrong)
+    for words in (
+        "NCCL_IB_HCA is mlx5 on most ranks, but (not set) on rank 3",
+        "torch is 2.13.0 on most ranks, but 2.12.0 on rank 3",
+        "the clock of rank 2 on",
+        "rank 1 on",
+        "the link between rank 2 on",
+    ):
+        assert words in said, f"not found: {words}\n{said}"
+    assert len(wrong) == 5, f"and nothing else:\n{said}"
+
+
+def test_clocks_are_compared(monkeypatch):
+    """Rank 1's clock is two hours ahead."""
+    ours = time.time
+    monkeypatch.setattr(time, "time", lambda: ours() + (7200 if dist.is_initialized() and dist.get_rank() else 0))
+    (zero, _), (ahead, unknown) = launch(lambda: cluster_check.compare_clocks(Ranks.here()), 2)
+    assert zero == 0.0
+    assert ahead == pytest.approx(7200, abs=1.0) and unknown < 1.0, f"{ahead} s ahead, give or take {unknown}"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_rounds(size):
+    rounds = cluster_check.rounds_of(size)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(size), 2)), "each pair once"
+    for pairs in rounds:
+        players = list(itertools.chain(*pairs))
+        assert len(players) == len(set(players)), f"somebody plays twice in {pairs}"
+
+
+def cluster(hosts: int, per_host: int) -> tuple[list[Rank], list[Link]]:
+    ranks = [Rank(number, f"host{number // per_host}", "cpu", {}, {}, (0.0, 0.0), 1e9) for number in range(hosts * per_host)]
+    links = [Link(a, b, 1e-4, 1e9) for a, b in itertools.combinations(range(len(ranks)), 2)]
+    return ranks, links
+
+
+def slowed(links, which) -> list[Link]:
+    return [replace(link, bandwidth=1e8) if which(link) else link for link in links]
+
+
+def wrong_of(ranks, links) -> list[str]:
+    return cluster_check.report(ranks, links, 1e9, MB, "gloo")[1]
+
+
+def test_a_slow_host_is_named_once():
+    ranks, links = cluster(4, 2)
+    its = {4, 5}  # the ranks of host2
+    wrong = wrong_of(ranks, slowed(links, lambda link: len({link.a, link.b} & its) == 1))
+    assert len(wrong) == 1 and wrong[0].startswith("all links of host host2 are slow: 12 pairs"), wrong
+
+
+def test_a_slow_rank_is_named_once():
+    ranks, links = cluster(1, 6)
+    wrong = wrong_of(ranks, slowed(links, lambda link: 3 in (link.a, link.b)))
+    assert len(wrong) == 1 and wrong[0].startswith("all links of rank 3 on host0 are slow: 5 pairs"), wrong
+
+
+def test_links_between_hosts_may_be_slower_than_those_within():
+    ranks, links = cluster(2, 4)
+    links = slowed(links, lambda link: ranks[link.a].host != ranks[link.b].host)
+    assert wrong_of(ranks, links) == []
+    late = [replace(link, latency=1.0) if (link.a, link.b) == (1, 6) else link for link in links]
+    (line,) = wrong_of(ranks, late)
+    assert line.startswith("the link between rank 1 on host0 and rank 6 on host1 is slow"), line
+
+
+def test_nccls_own_view():
+    log = (
+        "n1:7:7 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>\n"
+        "n1:7:7 [0] NCCL INFO Using network IB\n"
+    )
+    lines, wrong = cluster_check.network_of(log)
+    assert lines[0].endswith("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>") and not wrong
+    assert "TCP sockets" in cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n")[1][0]
+
+
+def test_the_exit_code(tmp_path):
+    """Of one process, as one types it; and 1 where there is something to look at."""
+    command = [sys.executable, "-m", "common.cluster_check", "--device=cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing to look at"), done.stdout + done.stderr
+    code = "import common.cluster_check as c, sys; c.report = lambda *a: (['page'], ['a fault']); sys.exit(c.main([]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "page\nLOOK AT: a fault\n"), json.dumps(done.stderr)

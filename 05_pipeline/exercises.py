@@ -128,9 +128,10 @@ def interleave(ranks: int, microbatches: int, stages_per_rank: int) -> list[list
 
     `microbatches` is a multiple of `ranks`. Budget: makespan 2 * (stages_per_rank * microbatches + ranks - 1), and
     rank r stores at most stages_per_rank * ranks - r activations: for 4 ranks, 8 micro-batches and 2 stages per rank
-    makespan 38 and 8, 7, 6, 5 stored. (PyTorch's stores 11, 9, 7, 5, to give messages time to arrive.)
+    makespan 38 and 8, 7, 6, 5 stored. (That of the notebook, and PyTorch's, stores 11, 9, 7, 5, to give messages time
+    to arrive. Here they take none.)
 
-    Difficulty ●●●●○   Importance ●●●○○   up to 40 minutes   4 points
+    Difficulty ●●○○○   Importance ●●●○○   up to 15 minutes   2 points
     """
     raise NotImplementedError
 
@@ -159,9 +160,6 @@ def mend(schedule: list[list[str]]) -> list[list[str]]:
     raise NotImplementedError
 
 
-# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
-
-
 def split_backward(
     weights: list[torch.Tensor], x: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -174,6 +172,9 @@ def split_backward(
     Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
     """
     raise NotImplementedError
+
+
+# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
 def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages: int) -> list[int]:

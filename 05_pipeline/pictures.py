@@ -1,11 +1,12 @@
-"""The chapter's own pictures: a schedule step by step, times of stages, and where stages are placed."""
+"""The chapter's own pictures: a schedule step by step, where stages are placed, and a backward pass in two halves."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from common.lab.plotting import ACTIONS, BLACK, IDLE, as_png
+from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, SKY, as_png
 from course.pipeline import simulator
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward for input", "W": "backward for weight"}
@@ -118,3 +119,65 @@ def _stored(own, now):
     """The micro-batches whose forward has begun and whose backward, weight part included, is not over."""
     begun = {event.action.microbatch for event in own if event.action.kind == "F" and event.start <= now}
     return begun - {event.action.microbatch for event in own if event.action.kind in "BW" and event.end <= now}
+
+
+def placements(ranks: int) -> plt.Figure:
+    """Two stages on each rank, in a loop and in a V: which stage is where, and the way of a micro-batch forward."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * ranks + 0.8))
+    for ax, title in zip(axes, ("in a loop", "in a V"), strict=True):
+        order = [(rank, 0) for rank in range(ranks)]
+        order += [(rank, 1) for rank in (range(ranks) if title == "in a loop" else reversed(range(ranks)))]
+        places = [(3 * column, rank) for rank, column in order]
+        for stage, (x, y) in enumerate(places):
+            ax.add_patch(Rectangle((x - 0.7, y - 0.28), 1.4, 0.56, fc=SKY if x == 0 else BLUE, lw=0))
+            ink = "black" if x == 0 else "white"
+            ax.text(x, y, f"stage {stage}", ha="center", va="center", size=12, color=ink)
+        for (x, y), (to_x, to_y) in pairwise(places):
+            begin, tip = (x, y + 0.28), (to_x, to_y - 0.28)
+            if to_x > x:  # from a rank's first stages to the second ones
+                begin, tip = (x + 0.75, y), (to_x - 0.75, to_y)
+            elif to_y < y:
+                begin, tip = (x, y - 0.28), (to_x, to_y + 0.28)
+            ax.annotate("", tip, begin, arrowprops={"arrowstyle": "-|>", "lw": 2, "color": BLACK, "shrinkA": 0})
+        ax.set(title=title, xlim=(-1.2, 4.2), ylim=(ranks - 0.5, -0.5), xticks=[])
+        ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    return fig
+
+
+def two_halves() -> plt.Figure:
+    """Backward of y = relu(x @ w1) @ w2, cut in the half for which the rank before waits and the half for which
+    nobody does."""
+    fig, ax = plt.subplots(figsize=(9.5, 3.3))
+    columns = {"x": 0, "a": 3, "h": 6, "y": 9}
+
+    def box(x, y, text, colour, ink="black", width=1.3):
+        ax.add_patch(Rectangle((x - width / 2, y - 0.3), width, 0.6, fc=colour, lw=0))
+        ax.text(x, y, text, ha="center", va="center", size=12, color=ink)
+
+    def arrow(begin, tip, colour, style="-", words=""):
+        how = {"arrowstyle": "-|>", "lw": 2, "color": colour, "ls": style, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", tip, begin, arrowprops=how)
+        ax.text((begin[0] + tip[0]) / 2, begin[1] + 0.12, words, ha="center", va="bottom", size=11, color=colour)
+
+    forward, given, later = (ACTIONS[kind][1] for kind in "FIW")
+    for name, x in columns.items():
+        box(x, 3, name, forward, "white")
+        box(x, 1.7, f"grad_{name}", given)
+    for (left, right), words in zip(pairwise(columns.values()), ("@ w1", "relu", "@ w2"), strict=True):
+        arrow((left + 0.7, 3), (right - 0.7, 3), forward, words=words)
+    for (left, right), words in zip(pairwise(columns.values()), ("@ w1.T", "* (a > 0)", "@ w2.T"), strict=True):
+        arrow((right - 0.7, 1.7), (left + 0.7, 1.7), given, words=words)
+    for (kept, known), words in zip((("x", "a"), ("h", "y")), ("x.T @ grad_a", "h.T @ grad_y"), strict=True):
+        middle = (columns[kept] + columns[known]) / 2
+        box(middle, 0.35, f"grad_w{1 if kept == 'x' else 2} = {words}", later, width=3.7)
+        arrow((columns[known], 1.38), (middle + 1.0, 0.68), later, "--")
+        arrow((columns[kept] + 0.62, 2.68), (middle - 0.3, 0.68), later, "--")
+    arrow((-0.7, 1.7), (-1.9, 1.7), BLACK)
+    ax.text(-1.3, 1.25, "sent\nat once", ha="center", va="top", size=11)
+    for y, words, colour in ((3, "forward: F", forward), (1.7, "for input: I", given), (0.35, "for weight: W", later)):
+        ax.text(10.1, y, words, va="center", size=12, color=colour)
+    ax.set(xlim=(-2.1, 12.6), ylim=(-0.1, 3.6))
+    ax.set_axis_off()
+    return fig

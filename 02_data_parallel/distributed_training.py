@@ -49,7 +49,7 @@ class ThreadedDataParallel(Strategy):
 
 
 def main(config):
-    with process_group(config.device, config.backend, check=config.check_collectives) as ranks:
+    with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
         strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)

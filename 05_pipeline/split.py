@@ -13,6 +13,7 @@ from torch import nn
 
 from common.collectives import broadcast_module
 from common.errors import UserError
+from common.mesh import same_timeout
 from common.model import cross_entropy
 from course.model_parallel.by_hand_layers import TIED, count, cut, layers_of
 from course.pipeline import simulator
@@ -111,6 +112,7 @@ def own_stages(
     if tied and first != last:
         ends = [dist.get_global_rank(pipeline.group, rank_of[end]) for end in (0, -1)]
         embedding_group = dist.new_group(ends, use_local_synchronization=True)  # made by these two alone
+        same_timeout(embedding_group)
     here = {number: stage for number, stage in enumerate(names) if rank_of[number] == pipeline.rank}
     own, words = {name for stage in here.values() for name in stage}, None
     for name in list(layers):

@@ -68,9 +68,7 @@ def check(ranks: Ranks, megabytes: int = 8) -> tuple[list[str], list[str]] | Non
     device = ranks.device
     clock = compare_clocks(ranks)
     dist.barrier()
-    mine = Rank(
-        ranks.rank, hostname(), device_name(device), versions(), variables(), clock, multiply(ranks)
-    )
+    mine = Rank(ranks.rank, hostname(), device_name(device), versions(), variables(), clock, multiply(ranks))
     links = measure_links(ranks, megabytes * 2**20)
     bus = all_reduce(ranks, megabytes * 2**20)
     everybody: list = [None] * ranks.size

@@ -41,6 +41,7 @@ class Config:
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
+    timeout: float = option(300.0, "seconds that a rank waits for the others in a collective")
     steps: int = option(250, "optimizer steps", at_least=1)
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
@@ -122,6 +123,8 @@ def check(config: Config) -> None:
         raise UserError(f"--lr must be a positive number, got {config.lr}")
     if not config.max_norm > 0:
         raise UserError(f"--max-norm must be a positive number, or inf for no clipping; got {config.max_norm}")
+    if not 0 < config.timeout < float("inf"):
+        raise UserError(f"--timeout must be a positive number of seconds, got {config.timeout}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} must be at least 0 and less than 1, got {getattr(config, name)}")

@@ -35,7 +35,10 @@ def make_mesh(axes: dict[str, int], device_type: str = "cpu") -> DeviceMesh:
     multiply to the number of ranks.
     """
     sizes = resolve(axes, dist.get_world_size())
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
+        same_timeout(group)
+    return mesh
 
 
 def axis(mesh: DeviceMesh, *names: str) -> Axis:
@@ -50,7 +53,16 @@ def axis(mesh: DeviceMesh, *names: str) -> Axis:
             mesh._this_rank_alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return Axis(mesh._this_rank_alone, 0, 1)
     along = mesh[there[0]] if len(there) == 1 else mesh[there]._flatten()
+    same_timeout(along.get_group())
     return Axis(along.get_group(), along.get_local_rank(), along.size())
+
+
+def same_timeout(group: dist.ProcessGroup) -> None:
+    """Let the collectives of `group` wait as long as those of the world do: PyTorch gives a new group half an hour
+    with gloo and ten minutes with NCCL, whatever init_process_group was given."""
+    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    if options is not None:  # a pretended group waits for nobody
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

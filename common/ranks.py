@@ -11,6 +11,8 @@ import gc
 import os
 import socket
 import sys
+import threading
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -52,6 +54,7 @@ class Ranks:
         return bool(votes)
 
 
+ANSWER = 10.0  # seconds within which the store of a host that is still there has answered
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # the network interface of a machine to itself
 
 
@@ -137,6 +140,33 @@ def introduce(store: dist.Store, rank: int, size: int) -> None:
         )
 
 
+def silent(patience: float = 5.0) -> list[str]:
+    """The ranks that do not answer, asked when a collective has timed out: each that is still there says so in the
+    store, and waits for the others for `patience` seconds."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    found: list[str | None] = []
+
+    def ask():
+        keys = [f"common.ranks/alive/{other}" for other in range(size)]
+        store.set(keys[rank], "")
+        end = time.monotonic() + patience
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        for other in range(size):
+            if not store.check([keys[other]]):
+                who = f"common.ranks/who/{other}"
+                host = f" on {store.get(who).decode().partition(',')[0]}" if store.check([who]) else ""
+                found.append(f"rank {other}{host}")
+        found.append(None)
+
+    asking = threading.Thread(target=ask, daemon=True)  # of a host that is gone, the store waits for an answer too
+    asking.start()
+    asking.join(patience + ANSWER)
+    if not found or found.pop() is not None:
+        return [f"the host of rank 0 and of the store, {os.environ.get('MASTER_ADDR')},"]
+    return found
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep memory that is freed instead of handing it back to the system in every step: autograd frees and
     asks for the same large blocks again and again, and each page is costly to get anew. Linux with glibc only."""
@@ -210,6 +240,7 @@ def process_group(
         if store is None:
             store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
             store.set_timeout(wait)
+        store = dist.PrefixStore("default_pg", store)
         if not on_one_node():
             introduce(store, rank, size)
         own_gpu = None if device == "cpu" or size == 1 else gpus_differ(store, rank, size, local_rank)
@@ -228,9 +259,7 @@ def process_group(
         # device known at once, NCCL connects here and not in the first collective, where an error is hard to place.
         bound = {"device_id": torch.device(device)} if backend == "nccl" else {}
         backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-        dist.init_process_group(
-            backend, timeout=wait, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size, **bound
-        )
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size, **bound)
         if size > 1:
             # Gloo returns as soon as this rank has its connections. Leaving now, by an error of the program, it would
             # keep the others in init_process_group, where they wait for the rest of theirs.

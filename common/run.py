@@ -30,6 +30,7 @@ from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.learning_rate import learning_rate
 from common.meter import Usage
 from common.options import flag
+from common.ranks import silent
 from common.run_dir import RunDirectory
 from common.sample import sample
 from common.strategy import Strategy, require_precision
@@ -69,8 +70,8 @@ class Run:
             if self.directory.goes_on:
                 self.directory.forget_after(self.done)
             tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
-            if self.restarted:
-                tell(f"restarted by torchrun: going on after step {self.done}")
+            if self.restarted or self.done:
+                tell(f"{'restarted by torchrun: ' * self.restarted}going on after step {self.done}")
             if self.size > 1 and config.entry and config.entry.sizes(config.implementation) == (1,):
                 alike = f"all {self.size} ranks train the same model on the same data"
                 tell(f"note: strategy '{config.strategy}' divides nothing between processes: {alike}")
@@ -236,6 +237,8 @@ class Run:
                 f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause; then "
                 f"{self._how_to_go_on()}"
             ) from None
+        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo again
+            raise UserError(f"{self._who_is_silent()}; then {self._how_to_go_on()}") from None
         if error is not None:
             return
         if self.vote is not None:
@@ -265,6 +268,13 @@ class Run:
                 text = sample(model, self.config.context, self.config.sample)
                 tell(f"--- what the model writes {when} training:\n{text}")
                 model.load_state_dict(state["model"])
+
+    def _who_is_silent(self) -> str:
+        waited = f"within {self.config.timeout:g} s (--timeout)"
+        gone = silent()
+        if not gone:
+            return f"ranks waited for each other, {waited}: their collectives differ; --check-collectives shows where"
+        return f"{' and '.join(gone)} did not answer {waited}: see what happened there, and to the network"
 
     def _how_to_go_on(self) -> str:
         resume, again = f"go on with --resume --run-dir {self.path}", "start again"

@@ -94,6 +94,7 @@ BAD = {
     "--accumulation-steps 0": r"--accumulation-steps must be at least 1, got 0",
     "--seed -1": r"--seed must be at least 0",
     "--seed 2147483648": r"--seed must be at most 2147483647, got 2147483648",
+    "--timeout 0": r"--timeout must be a positive number of seconds, got 0",
     "--lr inf": r"--lr must be a positive number",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",

@@ -92,7 +92,9 @@ def test_rounds(size):
 
 
 def cluster(hosts: int, per_host: int) -> tuple[list[Rank], list[Link]]:
-    ranks = [Rank(number, f"host{number // per_host}", "cpu", {}, {}, (0.0, 0.0), 1e9) for number in range(hosts * per_host)]
+    ranks = [
+        Rank(number, f"host{number // per_host}", "cpu", {}, {}, (0.0, 0.0), 1e9) for number in range(hosts * per_host)
+    ]
     links = [Link(a, b, 1e-4, 1e9) for a, b in itertools.combinations(range(len(ranks)), 2)]
     return ranks, links
 

@@ -49,6 +49,16 @@ def test_the_last_axis_varies_fastest():
     assert turned[5][0] == {"data": [1, 5], "pipeline": [5, 7], "tensor": [4, 5]}, "data outermost"
 
 
+def timeouts() -> list[float]:
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    of_axes = [*mesh.get_all_groups(), axis(mesh, "data", "tensor").group]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in of_axes]
+
+
+def test_groups_wait_no_longer_than_the_world():
+    assert launch(timeouts, 4, timeout=77) == [[77.0] * 3] * 4, "seconds: data, tensor, both"
+
+
 def test_sizes_are_filled_in_and_checked():
     assert resolve({"data": 2, "pipeline": -1}, 8) == {"data": 2, "pipeline": 4}
     with pytest.raises(UserError, match="^--mesh data=3 leaves no whole number of ranks for axis 'pipeline'"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers import free_port
 from common.errors import UserError
 from common.lab.guard import CollectiveMismatch
 from common.lab.launch import RankFailed, launch
-from common.ranks import Ranks, introduce, process_group
+from common.ranks import Ranks, introduce, process_group, silent
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -193,14 +194,51 @@ def test_a_group_over_several_nodes_begins_with_introductions(monkeypatch):
     monkeypatch.setattr("common.ranks.introduce", lambda store, rank, size: asked.append((rank, size)))
     monkeypatch.setattr("common.ranks.dist.init_process_group", raises_network_error)
     for local_size, expected in ((2, []), (1, [(0, 2)])):
-        for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (0, 2, 0, local_size)):
+        there = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": 29500}
+        for name, value in {**there, "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        with pytest.raises(UserError, match="cannot meet the other ranks"), process_group("cpu", store=dist.HashStore()):
+        with pytest.raises(UserError, match="cannot meet"), process_group("cpu", store=dist.HashStore()):
             pass
         assert asked == expected, f"{local_size} of 2 ranks on this node"
 
 
 def raises_network_error(*args, **kwargs):
     raise dist.DistNetworkError("nobody there")
+
+
+def who_is_silent() -> list[str]:
+    """Ranks 1 and 2 do not answer; rank 2 said earlier on which host it is."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 2:
+        store.set("common.ranks/who/2", "node2, process 7")
+    dist.barrier()
+    found = silent(patience=0.5) if dist.get_rank() in (0, 3) else []
+    dist.barrier()
+    return found
+
+
+def test_ranks_that_do_not_answer_are_named():
+    assert launch(who_is_silent, 4) == [["rank 1", "rank 2 on node2"], [], [], ["rank 1", "rank 2 on node2"]]
+
+
+def test_everybody_answers():
+    assert launch(lambda: silent(patience=30), 2) == [[], []]
+
+
+class Deaf:
+    """A store on a host that is gone."""
+
+    @staticmethod
+    def set(key, value):
+        time.sleep(60)
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch):
+    def work():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.distributed_c10d, "_get_default_store", Deaf)
+            patch.setenv("MASTER_ADDR", "node0")
+            return silent(patience=0.1)
+
+    monkeypatch.setattr("common.ranks.ANSWER", 0.3)
+    assert launch(work, 1) == [["the host of rank 0 and of the store, node0,"]]

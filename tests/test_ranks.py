@@ -59,7 +59,7 @@ def store_with(*gpus: str) -> dist.Store:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     for rank, gpu in enumerate(gpus):
-        store.set(f"common.ranks/gpu/{rank}", gpu)
+        dist.PrefixStore("default_pg", store).set(f"common.ranks/gpu/{rank}", gpu)
     return store
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_had_is_refused(gpus, monkeypatch, count, selected, devic
 def test_gpus_differ(gpus, monkeypatch, others, seen, differ):
     gpus(*seen)
     monkeypatch.setattr(ranks.socket, "gethostname", lambda: "node")
-    got = gpus_differ(store_with(*others), 2, 3, local_rank=2)
+    got = gpus_differ(dist.PrefixStore("default_pg", store_with(*others)), 2, 3, local_rank=2)
     assert got is differ, f"GPUs of the others: {others}; seen here: {seen}"
 
 

@@ -238,6 +238,19 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""
 
 
+def test_a_rank_that_does_not_answer_is_named(tmp_path):
+    process = start("--steps=100000", "--run-dir=run", "--distributed", "--timeout=3", nproc=2, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3)
+    first, second = ranks_of(process)
+    second.suspend()
+    first.wait(timeout=60)  # rank 0 has said what it has to say
+    second.kill()  # torchrun would wait for half a minute
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "error: rank 1 did not answer within 3 s (--timeout): see what happened there" in errors, errors
+    assert "go on with --resume --run-dir run" in errors and "Timed out waiting" not in errors, errors
+
+
 def checkpoint_files(folder: Path) -> dict[str, bytes]:
     """What there is of checkpoints, those that are being written included."""
     found = [path for path in folder.glob("*checkpoint-*/*") if path.is_file()]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, SKY, as_png
+from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, SKY, png
 from course.pipeline import simulator
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward for input", "W": "backward for weight"}
@@ -70,9 +70,7 @@ def _step(timeline, now, ended, rank_of, unit):
     begun = [f"rank {rank} begins {_name(event.action)}" for rank, own in enumerate(timeline.ranks) for event in own
              if event.start == now]  # fmt: skip
     each = [f"rank {rank}: {words}, stores {len(stored)}" for rank, (words, stored) in enumerate(told)]
-    png = as_png(fig, dpi=100)
-    plt.close(fig)
-    return Step(png, f"{float(now):g}", "; ".join(each), f"Time {float(now):g}: {', '.join(begun)}.")
+    return Step(png(fig, dpi=100), f"{float(now):g}", "; ".join(each), f"Time {float(now):g}: {', '.join(begun)}.")
 
 
 def _box(ax, rank, event, running, inches):

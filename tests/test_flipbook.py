@@ -8,7 +8,6 @@ import IPython.display
 import matplotlib.pyplot as plt
 import pytest
 
-from common.lab import plotting
 from common.lab.flipbook import Frame, flipbook
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><circle r="4"/></svg>'
@@ -105,33 +104,3 @@ def test_what_cannot_be_shown_is_refused(wrong, message, shown):
     with pytest.raises(ValueError, match=message):
         wrong()
     assert not shown
-
-
-# --- its first drawing ----------------------------------------------------------------------------------------
-
-STATES = [
-    [[1, 2, 3], [10, 20, 30], [100, 200, 300]],
-    [[1, 2, 303], [11, 20, 30], [100, 220, 300]],  # rank r sent chunk r to its right, which added it
-]
-
-
-def labels(step):
-    fig = plotting.ring(STATES, step)
-    ax = fig.axes[0]
-    arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
-    lit = [text.arrow_patch.get_linewidth() > 2 for text in arrows]
-    sent = {text.get_text() for text in ax.texts if text.get_color() == plotting.VERMILION}
-    thick = [patch for patch in ax.patches if not patch.get_fill() and patch.get_linewidth() == 3]
-    written = {text.get_text() for text in ax.texts}
-    return lit, sent, len(thick), written
-
-
-def test_a_ring_lights_the_links_in_use_and_says_what_was_sent(shown):
-    lit, sent, thick, written = labels(1)
-    assert lit == [True] * 3 and sent == {"1", "20", "300"} and thick == 3
-    assert {"303", "11", "220", "rank 0", "rank 2"} <= written
-
-
-def test_before_the_first_step_no_link_is_lit(shown):
-    lit, sent, thick, written = labels(0)
-    assert lit == [False] * 3 and sent == set() and thick == 0 and {"1", "20", "300"} <= written

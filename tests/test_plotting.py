@@ -5,10 +5,13 @@ from fractions import Fraction
 
 import IPython.display
 import matplotlib.pyplot as plt
-import PIL.Image
 import pytest
+from matplotlib.colors import to_hex, to_rgba
+from matplotlib.patches import FancyArrowPatch
+from PIL import Image
 
 from common.lab import plotting
+from course.intro import rank_pictures
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,64 @@ def test_show_embeds_alt_text_and_closes(monkeypatch):
     assert metadata.get("alt") == "a picture of nothing", "alternative text"
     assert metadata["width"] == 360
     assert not plt.fignum_exists(fig.number)
+
+
+def test_a_png_has_a_palette(tmp_path):
+    fig, ax = plt.subplots(figsize=(4, 3))
+    ax.imshow([[row * column for row in range(200)] for column in range(200)])
+    png = plotting.png(fig, dpi=100)
+    assert Image.open(io.BytesIO(png)).mode == "P" and Image.open(io.BytesIO(png)).size == (400, 300)
+    assert not plt.fignum_exists(fig.number)
+
+
+def lit_numbers(fig):
+    """Those that stand in a cell on yellow ground."""
+    ax = fig.axes[0]
+    grounds = [patch for patch in ax.patches if patch.get_facecolor() == to_rgba(plotting.YELLOW)]
+    return sorted(
+        text.get_text() for text in ax.texts for ground in grounds
+        if text.get_text() and ground.get_bbox().contains(*text.get_position())
+    )  # fmt: skip
+
+
+def arrows(fig):
+    """(colour, from, to) of each link, its ends rounded to whole cells."""
+    patches = [patch for patch in fig.axes[0].patches if isinstance(patch, FancyArrowPatch)]
+    return [(to_hex(patch.get_edgecolor()).upper(), *patch._posA_posB) for patch in patches]
+
+
+def test_an_operation_lights_what_it_changed_and_has_an_arrow_for_each_message():
+    before, after = [[1, 2], [10, 20], [None, None]], [[11, 2], [10, 21], [5, None]]
+    fig = rank_pictures.moved("name", before, after, [(1, 0), (0, 2)], scrap=[2])
+    assert lit_numbers(fig) == ["11", "21"], "5 is scrap, and 2 and 10 are as they were"
+    (orange, begin, end), (blue, *_) = arrows(fig)
+    assert (orange, blue) == (plotting.ORANGE, plotting.BLUE), "the sender's colour"
+    assert begin[0] < end[0] and (begin[1], end[1]) == (1.5, 0.5), "from rank 1 at the left to rank 0 at the right"
+
+
+def test_ranks_on_a_circle_light_the_links_in_use_and_say_what_was_sent():
+    before = [[1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400], [1000, 2000, 3000, 4000]]
+    held = [[1, 2, 3, 4], [11, 20, 30, 40], [100, 202, 300, 400], [1000, 2000, 3000, 4000]]
+    fig = rank_pictures.circle(before, held, [(0, 1, [1]), (0, 2, [2, 3]), (2, 3, [7, 8, 9])])
+    assert lit_numbers(fig) == ["11", "202"]
+    assert {text.get_text() for text in fig.axes[0].texts if text.get_color() == plotting.VERMILION} == {
+        "1", "2, 3", "all 3"
+    }  # fmt: skip
+    assert len(arrows(fig)) == 3
+    start = rank_pictures.circle(None, before, [])
+    assert lit_numbers(start) == [] and arrows(start) == []
+
+
+@pytest.mark.parametrize("step, ring, tree", [(0, [], []), (1, [1], [1]), (2, [2], [3, 2]), (3, [3], [7, 5, 6, 4])])
+def test_a_broadcast_lights_the_links_of_its_step(step, ring, tree):
+    fig = rank_pictures.ring_and_tree(step)
+    places = {text.get_position(): text.get_text() for text in fig.axes[0].texts}
+    reached = [[], []]
+    for colour, _, end in arrows(fig):
+        if colour == plotting.VERMILION:
+            (rank,) = [text for (x, y), text in places.items() if abs(x - end[0]) < 0.1 and abs(y - end[1]) < 0.1]
+            reached[end[0] > 0].append(int(rank))
+    assert [sorted(ranks) for ranks in reached] == [ring, sorted(tree)]
 
 
 def test_collective_shows_every_chunk_in_its_ranks_colours():
@@ -81,12 +142,3 @@ def test_pipeline_draws_every_action_and_what_is_stored(memory):
     stored = ["activations stored, with their peak"] * memory
     assert legend == ["forward", "backward", "backward for input", "idle", *stored]
     assert fig.axes[-1].get_xlabel() == "time (ms)" and fig.axes[0].get_xlim() == fig.axes[1].get_xlim()
-
-
-def test_a_stored_picture_is_small_and_keeps_its_colours():
-    fig = plt.figure(figsize=(2, 2))
-    fig.add_artist(plt.Rectangle((0, 0), 1, 1, color=plotting.VERMILION))
-    png = plotting.as_png(fig, dpi=50)
-    with PIL.Image.open(io.BytesIO(png)) as picture:
-        assert picture.mode == "P" and picture.size == (100, 100)
-        assert picture.convert("RGB").getpixel((50, 50)) == (0xD5, 0x5E, 0x00)

@@ -9,10 +9,9 @@ import base64
 import html
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from common.lab.plotting import as_png
+from common.lab.plotting import png
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,7 @@ def flipbook(frames: list[Frame], still: int = -1) -> None:
 def _bytes(picture: Figure | bytes) -> bytes:
     if isinstance(picture, bytes):
         return picture
-    png = as_png(picture, dpi=100)
-    plt.close(picture)
-    return png
+    return png(picture, dpi=100)
 
 
 def _is_png(picture: bytes) -> bool:

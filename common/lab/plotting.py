@@ -5,14 +5,13 @@ The colours are those of Okabe and Ito, which colour-blind readers can tell apar
 """
 
 import io
-from math import cos, pi, sin
 
 import matplotlib.pyplot as plt
-import PIL.Image
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, BLACK = "#CC79A7", "#56B4E9", "#F0E442", "#000000"
@@ -36,19 +35,20 @@ plt.rcParams.update(
 
 def show(fig: Figure, alt: str) -> None:
     """Show `fig` under a notebook cell as a PNG whose alternative text is `alt`, and close it."""
-    from IPython.display import Image, display  # scripts draw too, and need no IPython
+    from IPython.display import Image as Shown  # scripts draw too, and need no IPython
+    from IPython.display import display
 
-    png = as_png(fig, dpi=150)  # more pixels than it is shown at: sharp on a projector
+    picture = png(fig, dpi=150)  # more pixels than it is shown at: sharp on a projector
+    display(Shown(picture, width=round(90 * fig.get_figwidth()), alt=alt))
+
+
+def png(fig: Figure, dpi: int) -> bytes:
+    """`fig` as a PNG of at most 256 colours, a quarter of the size of one with all of them; closes it."""
+    full, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(full, format="png", dpi=dpi)
     plt.close(fig)
-    display(Image(png, width=round(90 * fig.get_figwidth()), alt=alt))
-
-
-def as_png(fig: Figure, dpi: int) -> bytes:
-    """`fig` as a PNG of at most 256 colours, which takes a third of the bytes: notebooks store their pictures."""
-    png, small = io.BytesIO(), io.BytesIO()
-    fig.savefig(png, format="png", dpi=dpi)
-    with PIL.Image.open(png) as picture:
-        picture.convert("RGB").quantize(256, dither=PIL.Image.Dither.NONE).save(small, format="PNG", optimize=True)
+    picture = Image.open(full).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture.save(small, format="png", optimize=True)
     return small.getvalue()
 
 
@@ -88,45 +88,6 @@ def collective(states, captions=("before", "after"), sources=digits, title: str 
     ax.spines[:].set_visible(False)
     if title:
         ax.set_title(title)
-    return fig
-
-
-def ring(states, step: int, sources=digits) -> Figure:
-    """Draw the ranks of a ring after `step` steps, and on the links what each of them was sent in the last one.
-
-    states:  for each moment, for each rank, the list of chunks it holds; in a step, each rank is sent one chunk by its
-             left neighbour, and that chunk changes
-    sources: as for `collective`
-
-    Hand in what a run returned: which chunk changed is found in it. A changed chunk has a thick frame.
-    """
-    held, size = states[step], len(states[step])
-    fig, ax = plt.subplots(figsize=(8.6, 4.0))
-    places = [(4.6 * cos(0.75 * pi - 2 * pi * r / size), 2.1 * sin(0.75 * pi - 2 * pi * r / size)) for r in range(size)]
-    half = len(held[0]) / 2
-    for rank, (x, y) in enumerate(places):
-        outside = 1 if y > -0.1 else -1  # where no arrow is
-        ax.text(x, y + 0.75 * outside, f"rank {rank}", ha="center", va="center")
-        changed = [] if step == 0 else [c for c in range(len(held[rank])) if held[rank][c] != states[step - 1][rank][c]]
-        for place, chunk in enumerate(held[rank]):
-            _chunk(ax, x - half + place, y - 0.5, chunk, sources(chunk), inch=0.78)
-            if place in changed:
-                corner = (x - half + place + 0.05, y - 0.4)
-                ax.add_patch(Rectangle(corner, 0.9, 0.8, fill=False, lw=3, ec=BLACK, zorder=3))
-        left_x, left_y = places[rank - 1]
-        dx, dy = x - left_x, y - left_y
-        inside = min((half + 0.1) / max(abs(dx), 1e-9), 0.65 / max(abs(dy), 1e-9))  # part of the way within the chunks
-        begin, end = (left_x + inside * dx, left_y + inside * dy), (x - inside * dx, y - inside * dy)
-        arrow = {"arrowstyle": "-|>", "mutation_scale": 22, "shrinkA": 0, "shrinkB": 0}
-        arrow |= {"lw": 4, "color": VERMILION} if changed else {"lw": 1.5, "color": "#AAAAAA"}
-        ax.annotate("", end, begin, arrowprops=arrow)
-        for chunk in changed:
-            sent = states[step - 1][rank - 1][chunk]
-            ground = {"boxstyle": "round,pad=0.2", "fc": "white", "ec": VERMILION, "lw": 1.5}
-            middle = ((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2)
-            ax.text(*middle, str(sent), ha="center", va="center", size=12, color=VERMILION, bbox=ground)
-    ax.set(xlim=(-5.5, 5.5), ylim=(-2.5, 2.5), aspect="equal")
-    ax.set_axis_off()
     return fig
 
 

@@ -1,12 +1,10 @@
 """Pictures of tensor parallelism: a transformer block and how its tensors are split, and when messages overlap."""
 
-import io
 from dataclasses import dataclass
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, Rectangle
-from PIL import Image
 
 from common.lab import plotting
 from common.lab.sliders import Sliders
@@ -81,16 +79,6 @@ def draw_block(kind: str, direction: str):
     fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10.5, handlelength=1.2, columnspacing=1.3)
     fig.suptitle(title, fontsize=12.5)
     return fig
-
-
-def block(kind: str, direction: str) -> bytes:
-    """The picture of `draw_block` as a small PNG, for a frame of a flipbook."""
-    full, small = io.BytesIO(), io.BytesIO()
-    fig = draw_block(kind, direction)
-    fig.savefig(full, format="png", dpi=100)
-    plt.close(fig)
-    Image.open(full).convert("RGB").quantize(48).save(small, format="png", optimize=True)  # there are few colours
-    return small.getvalue()
 
 
 def _draw_half(ax, kind, direction, half, labels):

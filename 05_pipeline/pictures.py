@@ -9,7 +9,6 @@ from matplotlib.patches import Rectangle
 from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, SKY, png
 from course.pipeline import simulator
 
-WORDS = {"F": "forward", "B": "backward", "I": "backward for input", "W": "backward for weight"}
 HEIGHT = 0.7  # of a row's boxes
 
 
@@ -98,7 +97,7 @@ def _message(source):
 
 
 def _name(action):
-    return f"{WORDS[action.kind]} {action.microbatch}"
+    return f"{ACTIONS[action.kind][0]} {action.microbatch}"
 
 
 def _input(action, known):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Fork
-from helpers import SMALL, configure, metrics, numbers, train
+from helpers import SMALL, configure, metrics, numbers, saved, train
 
 from common import ROOT, checkpoint, manifest
 from common.errors import UserError
@@ -64,6 +64,27 @@ def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), line
     masks = [one[f"random.{rank}.0"] for rank in range(size)]
     assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_run_goes_on_with_other_strategies_on_other_numbers_of_ranks(tmp_path):
+    """As one process would have trained without a stop, to rounding. The mean loss of a step on SMALL is near 5.5."""
+    chain, folder = [(4, "--strategy fsdp"), (2, "--strategy ddp"), (1, "--strategy single")], tmp_path / "chain"
+    chain.append((4, "--mesh data=2,tensor=2 --strategy mesh"))
+    line = "--optimizer sgd --lr 0.3 --warmup-steps 0 --checkpoint-every 0"
+    launch(train, 1, ([configure(f"{line} --strategy single", **SMALL, steps=8, run_dir=tmp_path / "whole")],))
+    for number, (size, strategy) in enumerate(chain, start=1):
+        more = f"--resume {strategy}" if number > 1 else f"{line} {strategy}"
+        settings = {} if number > 1 else SMALL
+        config = configure(more, size, **settings, steps=2 * number, run_dir=folder)
+        launch(train, size, ([config],))
+    records = metrics(folder)
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert numbers(folder) == pytest.approx(numbers(tmp_path / "whole"), rel=3e-5)
+    assert records[0]["loss"] > 1.05 * records[7]["loss"], "it has learned, so a lost state would show"
+    one, other = (saved(run / manifest.name_of(8)) for run in (folder, tmp_path / "whole"))
+    assert one.keys() == other.keys() and any("momentum" in name for name in one)
+    for name, expected in other.items():
+        assert torch.allclose(one[name], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())), name
 
 
 # --- from which checkpoint ------------------------------------------------------------------------------------

@@ -175,8 +175,12 @@ def saved_settings(values: dict) -> dict:
     """The settings of the run that `values` ask to resume, with "run_dir". Raises UserError where there is none."""
     resume = values["resume"]
     if not is_step(resume):
+        if Path(resume).is_file():
+            raise UserError(f"--resume {resume} is a file, and a checkpoint is a folder; give that, or a step")
         if not Path(resume).is_dir():
             raise UserError(f"--resume {resume}: no such folder; give a step or the folder of a checkpoint")
+        if (Path(resume) / "config.json").exists() and not (Path(resume) / manifest.MANIFEST).exists():
+            raise UserError(f"--resume {resume} is a run, not a checkpoint; write --resume --run-dir {resume}")
         about, _ = manifest.read(Path(resume))
         if "settings" not in about:
             raise UserError(f"--resume: {resume} is no checkpoint of a run of this course")

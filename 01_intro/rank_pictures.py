@@ -176,7 +176,7 @@ def waiting() -> Figure:
     return fig
 
 
-COLOURS = {"through one rank": ORANGE, "ring": BLUE, "recursive doubling": GREEN}
+COLOUR_OF_WAY = {"through one rank": ORANGE, "ring": BLUE, "recursive doubling": GREEN}
 
 
 def costs(sizes: list[int], messages: dict[str, list[float]], tensors: dict[str, list[float]]) -> Figure:
@@ -185,9 +185,9 @@ def costs(sizes: list[int], messages: dict[str, list[float]], tensors: dict[str,
     ticks = [1, 2, 4, 8, 16, 32, 64, 128]
     for ax, title, of in ((axes[0], "messages sent", messages), (axes[1], "bytes sent, in tensors", tensors)):
         for name, values in of.items():
-            ax.plot(sizes, values, "o-", color=COLOURS[name])
+            ax.plot(sizes, values, "o-", color=COLOUR_OF_WAY[name])
             label = f"{name}: {values[-1]:.3g}"
-            ax.text(sizes[-1] * 1.12, values[-1], label, color=COLOURS[name], va="center", size=12)
+            ax.text(sizes[-1] * 1.12, values[-1], label, color=COLOUR_OF_WAY[name], va="center", size=12)
         ax.set(xscale="log", yscale="log", xlabel="ranks", xlim=(1.8, 1000), ylim=(0.7, 200))
         ax.set_title(f"busiest rank: {title}", fontsize=13)
         ax.set_xticks(ticks[1:-1], ticks[1:-1])
@@ -200,8 +200,8 @@ def times(sizes: list[float], seconds: dict[str, list[float]], title: str) -> Fi
     """The time of one all-reduce by the alpha-beta model, for tensors of `sizes` bytes."""
     fig, ax = plt.subplots(figsize=(8.4, 3.8))
     for name, values in seconds.items():
-        ax.plot(sizes, [1e3 * value for value in values], color=COLOURS[name])
-        ax.text(sizes[-1] * 1.3, 1e3 * values[-1], name, color=COLOURS[name], va="center", size=12)
+        ax.plot(sizes, [1e3 * value for value in values], color=COLOUR_OF_WAY[name])
+        ax.text(sizes[-1] * 1.3, 1e3 * values[-1], name, color=COLOUR_OF_WAY[name], va="center", size=12)
     ax.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="ms", xlim=(sizes[0], sizes[-1] * 300))
     ax.set_xticks([1e2, 1e4, 1e6, 1e8], ["100 B", "10 kB", "1 MB", "100 MB"])
     ax.set_title(title, fontsize=13)

@@ -1,16 +1,18 @@
 """What tests borrow: settings as the command line makes them, training through a real main, metrics, ports,
 processes."""
 
+import ast
 import json
 import os
 import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import nbformat
 import psutil
 import torch
 
-from common import run_dir
+from common import ROOT, run_dir
 from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config
@@ -122,3 +124,27 @@ def running() -> set[int]:
         with suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
             found |= {orphan.pid} if orphan.cwd() == os.getcwd() else set()
     return found
+
+
+def definitions(source: str) -> dict[str, str]:
+    """The functions and methods of a file or cell: "name" or "Class.name" -> its code, without docstring, comments and
+    annotations. Of several with one name the last counts."""
+    top = ast.parse(source).body
+    methods = [(f"{cls.name}.", node) for cls in top if isinstance(cls, ast.ClassDef) for node in cls.body]
+    found = {}
+    for prefix, node in [*(("", node) for node in top), *methods]:
+        if isinstance(node, ast.FunctionDef):
+            if ast.get_docstring(node):
+                node.body = node.body[1:]
+            node.returns = None
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+            found[prefix + node.name] = ast.dump(node)
+    return found
+
+
+def code_of_page(path: str) -> list[str]:
+    """The code cells of a notebook, whose path is relative to the repository."""
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]

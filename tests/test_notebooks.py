@@ -54,6 +54,8 @@ NOTEBOOKS = [
     "04_model_parallel/02_tensor_parallel.ipynb",
     "04_model_parallel/03_long_contexts.ipynb",
     "04_model_parallel/04_experts.ipynb",
+    "04_model_parallel/05_inside_a_node.ipynb",
+    "04_model_parallel/06_contexts_in_practice.ipynb",
     "05_pipeline/01_pipelines.ipynb",
     "05_pipeline/02_schedule_lab.ipynb",
     "05_pipeline/03_pytorch_and_hybrids.ipynb",

@@ -13,7 +13,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits
 
-GREY = "#B8B8B8"
+LINK_GREY = "#B8B8B8"
 Message = tuple[int, int, list]  # from rank, to rank, the numbers in it
 
 
@@ -24,7 +24,7 @@ def cell(ax, x: float, y: float, value, inch: float, lit: bool, scrap: bool = Fa
     if lit:
         ax.add_patch(Rectangle((x - 0.03, y + 0.02), 1.06, 0.96, color=YELLOW, lw=0))
     for stripe, rank in enumerate(ranks):
-        colour = GREY if scrap else PALETTE[rank]
+        colour = LINK_GREY if scrap else PALETTE[rank]
         mixed = [channel + (1 - channel) * pale for channel in to_rgb(colour)]
         ax.add_patch(Rectangle((x + 0.05 + stripe * 0.9 / len(ranks), y + 0.1), 0.9 / len(ranks), 0.8, fc=mixed, lw=0))
     edge = {"lw": 2.5, "ec": BLACK} if lit else {"lw": 1, "ec": "#777777"}
@@ -76,7 +76,7 @@ def circle(before: list | None, held: list, messages: list[Message]) -> Figure:
     angles = [0.75 * pi - 2 * pi * rank / size for rank in range(size)]
     places = [(radius * cos(angle), radius * sin(angle)) for angle in angles]
     fig, ax = plt.subplots(figsize=(8.4, 3.6))
-    ax.add_patch(Circle((0, 0), radius, fill=False, color=GREY, lw=1.5, zorder=0))
+    ax.add_patch(Circle((0, 0), radius, fill=False, color=LINK_GREY, lw=1.5, zorder=0))
     for source, target, values in messages:
         clockwise = target == (source + 1) % size
         bend = tan(pi / 2 / size) if clockwise else 0.16
@@ -132,7 +132,7 @@ def ring_and_tree(step: int) -> Figure:
             if when == step:
                 _lit_link(ax, places[source], places[target], bend, 0.36)
             else:
-                colour, width = ("#555555", 2) if when < step else (GREY, 1.2)
+                colour, width = ("#555555", 2) if when < step else (LINK_GREY, 1.2)
                 _lit_link(ax, places[source], places[target], bend, 0.36, colour, width)
         for rank, (x, y) in places.items():
             _disc(ax, x, y, rank, 0.32, BLUE if arrived[rank] <= step else "white")

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 from common.lab import plotting
 from common.lab.sliders import Sliders
 
-COLOURS = plotting.PALETTE[:4]  # of four ranks
+RANK_COLOURS = plotting.PALETTE[:4]  # of four ranks
 GREY, PALE = "#DDDDDD", 0.28
 ARROW = {"arrowstyle": "-|>", "mutation_scale": 20, "lw": 3, "color": plotting.BLACK, "shrinkA": 0, "shrinkB": 0}
 
@@ -38,8 +38,8 @@ def draw_turn(turn, products, owner, causal):
     chunks = {rank: [str(chunk) for chunk in owner if owner[chunk] == rank] for rank in range(size)}
     for rank in range(size):
         source = (rank - turn) % size
-        texts = [(f"queries {' and '.join(chunks[rank])}", COLOURS[rank], PALE)]
-        texts.append((f"keys, values {' and '.join(chunks[source])}", COLOURS[source], 1.0))
+        texts = [(f"queries {' and '.join(chunks[rank])}", RANK_COLOURS[rank], PALE)]
+        texts.append((f"keys, values {' and '.join(chunks[source])}", RANK_COLOURS[source], 1.0))
         _station(left, rank, texts)
     if turn < size - 1:
         _arrows(left)
@@ -50,7 +50,7 @@ def draw_turn(turn, products, owner, causal):
     for product in products:
         if product.turn <= turn:
             now = product.turn == turn
-            colour, alpha = COLOURS[owner[product.key]], 1.0 if now else PALE
+            colour, alpha = RANK_COLOURS[owner[product.key]], 1.0 if now else PALE
             _cell(right, product.query, product.key, colour, alpha, triangle=product.diagonal)
             if now:
                 dx, dy = (0.33, 0.7) if product.diagonal else (0.5, 0.5)
@@ -76,12 +76,12 @@ def draw_backward(turn, held, sums):
     size = len(held)
     fig, ax = plt.subplots(figsize=(8.6, 4.2))
     for rank in range(size):
-        texts = [(f"keys, values {held[rank]}", COLOURS[held[rank]], 1.0)]
+        texts = [(f"keys, values {held[rank]}", RANK_COLOURS[held[rank]], 1.0)]
         if sums[rank] is None:
             texts.append(("its own part stays here", "white", 1.0))
         else:
             source, parts = sums[rank]
-            texts.append((f"gradients {source}: from ranks {', '.join(map(str, parts))}", COLOURS[source], PALE))
+            texts.append((f"gradients {source}: from ranks {', '.join(map(str, parts))}", RANK_COLOURS[source], PALE))
         _station(ax, rank, texts, wide=1.55)
     _arrows(ax, 1.55)
     what = "gradients" if turn == size - 1 else "keys, values" if turn == 0 else "keys, values\nand gradients"
@@ -99,11 +99,11 @@ def draw_masks(allowed, panels):
     fig, axes = plt.subplots(1, len(panels), figsize=(9.8, 3.3), sharey=True)
     for ax, (title, ranks) in zip(axes, panels.items(), strict=True):
         shown = (ranks[:, None] + 1) * allowed  # 0: masked
-        ax.imshow(shown, cmap=ListedColormap([GREY, *COLOURS]), vmin=0, vmax=4, interpolation="nearest")
+        ax.imshow(shown, cmap=ListedColormap([GREY, *RANK_COLOURS]), vmin=0, vmax=4, interpolation="nearest")
         ax.set_xlabel("keys")
         ax.set_title(title, fontsize=12)
     axes[0].set_ylabel("queries")
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*COLOURS, GREY)]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*RANK_COLOURS, GREY)]
     names = [*(f"rank {rank}" for rank in range(4)), "masked"]
     fig.legend(handles, names, loc="outside lower center", ncols=5, fontsize=11)
     return fig
@@ -116,7 +116,7 @@ def draw_exchange(before, after):
     for ax, ranks, title in zip((axes[0], axes[2]), (before, after), titles, strict=True):
         for token, row in enumerate(ranks):
             for head, rank in enumerate(row):
-                _cell(ax, token, head, COLOURS[rank], 1.0)
+                _cell(ax, token, head, RANK_COLOURS[rank], 1.0)
                 ax.text(head + 0.5, token + 0.5, f"rank {rank}", ha="center", va="center", color="white", size=10)
         heads, tokens = len(ranks[0]), len(ranks)
         ax.set_xticks([h + 0.5 for h in range(heads)], [f"head {h}" for h in range(heads)], fontsize=11)
@@ -216,7 +216,7 @@ def _place(rank, wide):
 def _station(ax, rank, texts, wide=1.25):
     x, y = _place(rank, wide)
     half = _half(wide)
-    ax.text(x, y + 0.62, f"rank {rank}", ha="center", va="center", weight="bold", color=COLOURS[rank])
+    ax.text(x, y + 0.62, f"rank {rank}", ha="center", va="center", weight="bold", color=RANK_COLOURS[rank])
     for line, (text, colour, alpha) in enumerate(texts):
         bottom = y + 0.02 - 0.42 * line
         ax.add_patch(Rectangle((x - half, bottom), 2 * half, 0.4, fc="white", ec="none"))

@@ -5,8 +5,7 @@ import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from common.lab import plotting
-
-GREY = "#DDDDDD"
+from course.model_parallel.context_pictures import GREY
 
 
 def draw_gates(gates):

@@ -17,7 +17,6 @@ from links import dead_links
 UNCOMPARED = {}  # cells, each with its reason
 VERDICTS = {  # how often an output is a bare True or False
     "01_intro/01_why_distribute.ipynb": 18,
-    "01_intro/04_cost.ipynb": 8,
     "02_data_parallel/01_data_parallel.ipynb": 14,
     "03_ddp/02_feeding.ipynb": 18,
     "03_ddp/03_scaling.ipynb": 5,
@@ -39,6 +38,7 @@ ASSERTS = {
     "01_intro/02_collectives.ipynb": 9,
     "01_intro/03_collectives_in_practice.ipynb": 8,
     "01_intro/04_cost.ipynb": 14,
+    "01_intro/05_mistakes.ipynb": 15,
     "02_data_parallel/01_data_parallel.ipynb": 18,
     "03_ddp/01_ddp.ipynb": 16,
     "03_ddp/02_feeding.ipynb": 13,

@@ -16,7 +16,7 @@ NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak soak-faults bench clean
+.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak soak-faults cluster-test bench clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -60,6 +60,11 @@ soak: $(INSTALLED)
 # Kill, stop and starve runs at random moments, and compare what comes out with undisturbed runs.
 soak-faults: $(INSTALLED)
 	python tests/soak_faults.py
+
+# Two hosts with a slow link, and a SLURM cluster, on this machine: Linux, root, iproute2, slurm-wlm and munge.
+cluster-test: $(INSTALLED)
+	python tests/cluster_network.py
+	python tests/cluster_slurm.py
 
 bench: $(INSTALLED)
 	python tests/bench.py

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.errors import one_line_errors
+from common.errors import one_line_errors, repeat_below_torchrun
 from common.ranks import Ranks, process_group
 
 SLOW = 2.0  # a link that takes this many times as long as the median link of its kind is slow
@@ -275,7 +275,7 @@ def slow_links(ranks: list[Rank], links: list[Link]) -> list[str]:
 
 
 def rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.2f} GB/s"
+    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.0f} MB/s"
 
 
 def speed(link: Link) -> float:
@@ -314,7 +314,10 @@ def main(argv: list[str] | None = None) -> int:
             lines, wrong = result
             more = network_of("".join(path.read_text(errors="replace") for path in Path(folder).iterdir()))
             wrong += more[1] if any("between hosts" in line for line in lines) else []
-            print(*lines, *more[0], *[f"LOOK AT: {line}" for line in wrong] or ["nothing to look at"], sep="\n")
+            found = [f"LOOK AT: {line}" for line in wrong] or ["nothing to look at"]
+            print(*lines, *more[0], *found, sep="\n", flush=True)
+            if wrong:  # torchrun has much to say about an exit code
+                repeat_below_torchrun("\n".join(found))
             verdict += bool(wrong)
         dist.broadcast(verdict, src=0)
         return int(verdict)

@@ -143,7 +143,7 @@ def introduce(store: dist.Store, rank: int, size: int) -> None:
 def silent(patience: float = 5.0) -> list[str]:
     """The ranks that do not answer, asked when a collective has timed out: each that is still there says so in the
     store, and waits for the others for `patience` seconds."""
-    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _first_store()
     found: list[str | None] = []
 
     def ask():
@@ -165,6 +165,12 @@ def silent(patience: float = 5.0) -> list[str]:
     if not found or found.pop() is not None:
         return [f"the host of rank 0 and of the store, {os.environ.get('MASTER_ADDR')},"]
     return found
+
+
+def _first_store() -> dist.Store:
+    """The one in which the ranks have introduced themselves: the process group's own names are below it."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,6 @@
 """A SLURM cluster of two nodes on this machine, and launch/slurm.sbatch on it: trained, killed, requeued, resumed.
 
-    make cluster-test
+    python tests/cluster_slurm.py
 
 Needs Linux, root, and Debian's slurm-wlm and munge (apt-get install slurm-wlm munge); says so where they are missing,
 with exit code 2. Exit code 0: the job that was killed and went on has the losses of one process.

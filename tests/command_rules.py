@@ -18,7 +18,7 @@ from pathlib import Path
 from helpers import launcher
 from torch.distributed.run import get_args_parser
 
-from common import ROOT, check, doctor
+from common import ROOT, check, cluster_check, doctor, generate, runs
 from common.command_line import full_parser, parse
 from common.errors import UserError
 from course.strategies import BY_AXES, STRATEGIES
@@ -63,7 +63,7 @@ def make_targets_exist(page, text):
 def modules_exist(page, text):
     for words in commands(text):
         for flag, name in zip(words, words[1:], strict=False):
-            if flag == "-m" and words[0].startswith("python") and not is_module(name):
+            if flag == "-m" and words[0].startswith(("python", "torchrun")) and not is_module(name):
                 yield f"python -m {name}: no such module"
 
 
@@ -96,6 +96,10 @@ def own_options() -> dict[str, set[str]]:
     scripts = set().union(*(options_of(full_parser(STRATEGIES, *kind)) for kind in kinds))
     plans = set().union(*(options_of(command) for command in planner_parser()[1].values()))
     own = {"common.check": help_of(check.main), "common.doctor": help_of(doctor.main), "planner": plans}
+    own["common.cluster_check"] = help_of(cluster_check.main)
+    own["common.generate"] = options_of(generate.parser())
+    commands_of_runs = next(action.choices for action in runs.parser()._actions if action.dest == "command")
+    own["common.runs"] = set().union(*map(options_of, commands_of_runs.values()))
     return {"distributed_training.py": scripts, **own}
 
 
@@ -121,6 +125,7 @@ def parts(words: list[str]) -> Iterator[tuple[list[str], set[str]]]:
 def options_exist(page, text):
     """Words like --option in backticks: of the course, of torchrun, or of another program that the page starts."""
     others = {"--nbval", "--answer"}  # of pytest, and of a chapter's bugs.py
+    others |= set(re.findall(r"--[\w-]+", (ROOT / "launch/slurm.sbatch").read_text()))  # which docs/cluster.md explains
     for line in code(text):
         words = line.split()
         ours = [word for part, _ in parts(words) for word in part]

@@ -1,0 +1,163 @@
+"""Pictures of memory over a step, and the calculator of "Fitting it in": what the planner says of one layout as bars,
+with sliders."""
+
+from dataclasses import replace
+
+import ipywidgets as widgets
+import matplotlib.pyplot as plt
+
+from common.errors import UserError
+from common.lab import plotting
+from common.lab.sliders import Sliders
+from planner import hardware, models, time
+from planner.estimate import GIB, Estimate, estimate
+from planner.layout import RECOMPUTE, make_layout
+
+# The planner's parts of memory, in six groups that a bar can show.
+GROUPS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "gathered units": ("gathered", "unsharded gradients", "16-bit copies", "buckets of gradients"),
+    "activations": ("activations", "a layer computed again", "gradients of activations", "gathered activations",
+                    "messages"),
+    "logits and loss": ("logits and loss",),
+}  # fmt: skip
+COLOURS = dict(zip(GROUPS, plotting.PALETTE, strict=False))
+WORK = {"fc": "#999999", "ec": "white"}
+OPTIMIZER = {"fc": "white", "ec": "#999999", "hatch": "xx"}
+HIDDEN = {"fc": plotting.YELLOW, "ec": "white"}
+EXPOSED = {"fc": plotting.BLACK, "ec": "white", "hatch": "//"}
+MODELS = ("llama-3.2-1b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "llama-3-405b")
+STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3 (FSDP)": 3}
+
+
+def ask(model: str, gpus: int, stage: int, *, gpu="h100-80gb", micro_batch=1, accumulation=1, sequence=4096,
+        **fields) -> Estimate:  # fmt: skip
+    """The planner's estimate of data parallelism in one of its stages, over all GPUs. `fields` are those of Layout,
+    such as precision, recompute and offload. Raises UserError."""
+    shape, cluster = models.find(model), hardware.cluster(gpu, gpus)
+    mesh = {"shard" if stage else "data": gpus}
+    batch = gpus * micro_batch * accumulation
+    layout = make_layout(shape, cluster, mesh, batch_size=batch, micro_batch=micro_batch, sequence=sequence,
+                         zero_stage=stage, **fields)  # fmt: skip
+    return estimate(shape, cluster, layout)
+
+
+def grouped(found: Estimate) -> dict[str, float]:
+    """GiB at the peak, in the groups of GROUPS; what the allocator adds or saves is not among them."""
+    return {name: sum(found.memory.parts.get(part, 0.0) for part in parts) / GIB for name, parts in GROUPS.items()}
+
+
+def messages(found: Estimate) -> tuple[float, float]:
+    """Seconds of messages in a step: (hidden behind work, exposed). All of them are what the planner says is exposed if
+    no share of a message can be hidden."""
+    nothing = replace(found.constants, kept=0.0, async_kept=0.0)
+    every = time.estimate(found.model, found.cluster, found.layout, nothing).exposed
+    return max(0.0, every - found.step.exposed), found.step.exposed
+
+
+def draw(rows: dict[str, Estimate]):
+    """For each layout what a GPU's memory holds at the peak of a step, beside what it has, and where a step's time
+    goes: work on top, messages below it, hidden where they lie under the work."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 1.9 + 0.62 * len(rows)), width_ratios=[3, 2], sharey=True)
+    limit = next(iter(rows.values())).cluster.gpu.memory / GIB
+    widest = 1.15 * max(limit, *(sum(grouped(found).values()) for found in rows.values()))
+    for row, found in enumerate(rows.values()):
+        end = 0.0
+        for name, size in grouped(found).items():
+            left.barh(row, size, 0.7, end, color=COLOURS[name], ec="white", lw=0.5)
+            if size > 0.05 * widest:
+                ink = "black" if name in ("optimizer", "activations", "gradients", "gathered units") else "white"
+                left.text(end + size / 2, row, f"{size:.0f}", ha="center", va="center", size=11, color=ink)
+            end += size
+        left.text(end + 0.01 * widest, row, f"{end:.0f}", va="center", weight="bold")
+        hidden, exposed = messages(found)
+        optimizer, busy = found.step.parts["optimizer"], found.seconds - exposed
+        right.barh(row - 0.18, busy - optimizer, 0.34, **WORK)
+        right.barh(row - 0.18, optimizer, 0.34, busy - optimizer, **OPTIMIZER)
+        right.barh(row + 0.18, hidden, 0.34, busy - optimizer - hidden, **HIDDEN)
+        right.barh(row + 0.18, exposed, 0.34, busy, **EXPOSED)
+        right.text(found.seconds, row, f" {found.seconds:.2f} s", va="center")
+    left.plot([limit, limit], [-0.5, len(rows)], color="black", ls="--", lw=1.5)
+    left.text(limit, -0.55, f"{limit:.0f} GiB that a GPU has", ha="center", va="bottom", size=11)
+    left.set(xlim=(0, widest), yticks=range(len(rows)), xlabel="memory at the peak (GiB per GPU)")
+    left.set_yticklabels(rows, fontsize=11)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    right.set(xlabel="one step (seconds)", xlim=(0, 1.22 * max(found.seconds for found in rows.values())))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    left.legend(handles, COLOURS, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=3, fontsize=11)
+    handles = [plt.Rectangle((0, 0), 1, 1, **kind) for kind in (WORK, OPTIMIZER, HIDDEN, EXPOSED)]
+    names = ["forward, backward", "optimizer", "messages, hidden", "messages, exposed"]
+    right.legend(handles, names, loc="lower center", bbox_to_anchor=(0.45, 1.1), ncols=2, fontsize=11)
+    return fig
+
+
+class Calculator(Sliders):
+    """Controls, what follows from them in a line of text, and their picture."""
+
+    def __init__(self):
+        self.text = widgets.Label()
+        controls = {
+            "model": widgets.Dropdown(options=MODELS, value="llama-7b", description="model"),
+            "gpus": self.choice("GPUs", [2**k for k in range(11)], 8),
+            "stage": widgets.Dropdown(options=STAGES, value=3, description="stage"),
+            "precision": widgets.Dropdown(
+                options=["float32", "bf16-mixed", "fp16-mixed", "bf16"], value="bf16-mixed", description="precision"
+            ),
+            "sequence": self.choice("sequence", [512 * 2**k for k in range(8)], 4096),
+            "micro_batch": self.choice("micro-batch", [1, 2, 4, 8, 16, 32], 1),
+            "recompute": widgets.Dropdown(
+                options=[how for how in RECOMPUTE if how != "selective"], value="none", description="recompute"
+            ),
+            "offload": widgets.Checkbox(False, description="offload"),
+        }
+        super().__init__(controls, self.text)
+
+    @staticmethod
+    def choice(what, options, value):
+        return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
+
+    def draw(self, model, gpus, stage, **fields):
+        try:
+            found = ask(model, gpus, stage, **fields)
+        except UserError as error:
+            self.text.value = str(error)
+            return None
+        memory, step = found.memory, found.step
+        self.text.value = (
+            f"{memory.low / GIB:.0f} to {memory.high / GIB:.0f} GiB with what the allocator adds: fits: {found.fits}; "
+            f"step {found.seconds:.2f} s, of which {step.exposed:.2f} s exposed messages; MFU {found.mfu:.0%}"
+        )
+        return draw({f"{model}\n{gpus} GPU{'s' * (gpus > 1)}": found})
+
+
+def draw_steps(panels: dict[str, tuple[list[dict[str, int]], int]]):
+    """Memory over a step, by kind: one panel for each title, with equal axes and the phases marked.
+
+    panels: title -> (lines of MemoryTimeline.bytes, the operator at which the backward pass begins). The optimizer's
+            step is cut short: nothing comes or goes in it
+    """
+    fig, axes = plt.subplots(1, len(panels), figsize=(11, 4.0), sharey=True, squeeze=False)
+    kinds = list(next(iter(panels.values()))[0][0])
+    names = {kind: "gathered units" if kind == "buffers" else kind for kind in kinds}
+    top = 1.25 * max(sum(line.values()) for lines, _ in panels.values() for line in lines) / 2**20
+    for ax, (title, (lines, backward)) in zip(axes.flat, panels.items(), strict=True):
+        over = 1 + max(k for k, line in enumerate(lines) if line["buffers"] > 2**14)  # the last unit's gradient is cut
+        lines = lines[: int(1.25 * over)]
+        for kind in kinds:
+            below = [sum(line[k] for k in kinds[: kinds.index(kind)]) / 2**20 for line in lines]
+            above = [low + line[kind] / 2**20 for low, line in zip(below, lines, strict=True)]
+            ax.fill_between(range(len(lines)), below, above, color=COLOURS[names[kind]], label=names[kind], lw=0,
+                            step="post")  # fmt: skip
+        phases = {"forward": (0, backward), "backward": (backward, over), "step": (over, len(lines))}
+        for name, (begin, end) in phases.items():
+            ax.axvline(begin, color="black", lw=1, ls=":")
+            ax.text((begin + end) / 2, 0.98 * top, name, ha="center", va="top", size=11)
+        peak = max(range(len(lines)), key=lambda k: sum(lines[k].values()))
+        height = sum(lines[peak].values()) / 2**20
+        ax.annotate(f"{height:.1f} MiB", (peak, height), (3, 4), textcoords="offset points", size=11)
+        ax.set(xlim=(0, len(lines)), ylim=(0, top), xlabel="operators of a step", title=title)
+    axes[0, 0].set_ylabel("memory (MiB)")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=12)
+    return fig

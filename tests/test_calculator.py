@@ -1,0 +1,62 @@
+"""The calculator of chapter 06 shows what the planner says, and nothing else."""
+
+import pytest
+
+from course.fsdp import calculator
+from planner import hardware, models
+from planner.estimate import GIB, estimate
+from planner.layout import make_layout
+
+
+@pytest.mark.parametrize("stage", calculator.STAGES.values())
+def test_its_bars_add_up_to_the_planners_memory(stage):
+    model, cluster = models.find("llama-7b"), hardware.cluster("h100-80gb", 8)
+    mesh = {"shard" if stage else "data": 8}
+    layout = make_layout(model, cluster, mesh, batch_size=32, micro_batch=2, sequence=2048, zero_stage=stage,
+                         recompute="full")  # fmt: skip
+    said = estimate(model, cluster, layout)
+    shown = calculator.ask("llama-7b", 8, stage, micro_batch=2, accumulation=2, sequence=2048, recompute="full")
+    assert sum(calculator.grouped(shown).values()) == pytest.approx(said.memory.needed / GIB)
+    assert shown.seconds == said.seconds
+
+
+def test_every_part_of_the_planner_is_in_one_group():
+    parts = [part for group in calculator.GROUPS.values() for part in group]
+    assert len(parts) == len(set(parts))
+    for fields in ({}, {"recompute": "full"}, {"offload": True}, {"precision": "float32"}):
+        for gpus in (1, 8):
+            found = calculator.ask("llama-7b", gpus, 3, **fields)
+            assert set(found.memory.parts) <= set(parts)
+
+
+def test_messages_are_hidden_or_exposed():
+    near, far = (calculator.ask("llama-7b", gpus, 3) for gpus in (8, 64))
+    for found in (near, far):
+        hidden, exposed = calculator.messages(found)
+        assert exposed == found.step.exposed and hidden > 0
+    assert sum(calculator.messages(far)) > sum(calculator.messages(near))  # they leave the node
+    assert calculator.messages(calculator.ask("llama-7b", 1, 0)) == (0.0, 0.0)
+
+
+def test_every_control_redraws_and_errors_are_explained():
+    sliders = calculator.Calculator()
+    seen = {bytes(sliders.picture.value)}
+    assert sliders.text.value.startswith("28 to 37 GiB with what the allocator adds: fits: yes; step 0.40 s")
+    for name, value in [("model", "llama-13b"), ("gpus", 16), ("stage", 1), ("precision", "bf16"), ("sequence", 2048),
+                        ("micro_batch", 4), ("recompute", "full"), ("offload", True)]:  # fmt: skip
+        sliders.controls[name].value = value
+        seen.add(bytes(sliders.picture.value))
+    assert len(seen) == 9
+    sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
+    sliders.controls["model"].value = "llama-8"
+    assert "llama-8" in sliders.text.value and sliders.picture.layout.visibility == "hidden"
+
+
+def test_phases_of_a_step_are_marked():
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    lines = [dict(zip(kinds, (2**20, 0, 0, buffers, size * 2**20), strict=True))
+             for buffers, size in ((2**18, 1), (2**18, 5), (2**18, 3), (2**18, 1), (0, 0), (0, 0), (0, 0))]  # fmt: skip
+    fig = calculator.draw_steps({"one": (lines, 2), "two": (lines, 1)})
+    texts = [text.get_text() for text in fig.axes[0].texts]
+    assert texts == ["forward", "backward", "step", "6.2 MiB"]
+    assert fig.axes[0].get_ylim() == fig.axes[1].get_ylim()

@@ -28,7 +28,7 @@ ASSERTS = {
     "01_intro/01_why_distribute.ipynb": 13,
     "01_intro/02_collectives.ipynb": 9,
     "01_intro/03_collectives_in_practice.ipynb": 8,
-    "01_intro/04_cost.ipynb": 15,
+    "01_intro/04_cost.ipynb": 16,
     "01_intro/05_mistakes.ipynb": 15,
     "02_data_parallel/01_data_parallel.ipynb": 19,
     "03_ddp/01_ddp.ipynb": 16,

@@ -63,6 +63,7 @@ NOTEBOOKS = [
     "06_fsdp/01_zero.ipynb",
     "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
+    "06_fsdp/04_choosing.ipynb",
     "06_fsdp/06_many_axes.ipynb",
 ]
 SANITIZE = ROOT / "tests" / "sanitize.cfg"

@@ -10,7 +10,6 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
-from common.lab.flipbook import Frame
 
 FORWARD, BACKWARD = plotting.BLUE, plotting.PURPLE
 GATHER, REDUCE = plotting.ORANGE, plotting.GREEN
@@ -128,18 +127,84 @@ def draw_kept(kept: dict[str, dict[str, float]], whole: dict[str, float], ranks:
     return fig
 
 
-def frames(events: list[tuple[str, int]], names: list[str], ranks: int) -> list[Frame]:
-    """A flipbook of one rank's step of stage 3, from what it noted.
+def draw_alive(curves: dict[str, list[float]], shard: float):
+    """For each title how many elements of gradients are alive, over P, as one gradient after another arrives."""
+    fig, ax = plt.subplots(figsize=(9, 3.2))
+    for (name, curve), colour in zip(curves.items(), (plotting.ORANGE, plotting.BLUE), strict=True):
+        ax.plot(range(1, len(curve) + 1), curve, color=colour)
+        ax.annotate(f"{name}, at most {max(curve):.2f}", (1, max(curve) + 0.03), color=colour)
+    ax.axhline(shard, color="#777777", lw=1.2, ls=":")
+    ax.annotate(f"the shard of all gradients, {shard:.2f}", (len(curve), shard - 0.12), ha="right", color="#777777")
+    ax.set(xlabel="gradients that have arrived", ylabel="elements alive / P", ylim=(0, 1.15))
+    return fig
 
-    events: (what, unit) in the order in which it happened. What: "gather" (the message is started), "forward",
-            "backward" (the unit begins to compute), "reduce" (its gradients are sent), "reduced" (its shard of them is
-            there), "free" (its parameters are given back), "step"
+
+def count_gradients(trained) -> list[float]:
+    """To this list is added, each time a gradient arrives, how many elements of gradients the notebook's class holds,
+    whole ones and shards, over P."""
+    alive, numel = [], sum(flat.length for flat in trained.flats)
+
+    def count(_):
+        held = [tensor for flat in trained.flats for tensor in (flat.gradient, flat.shard.grad) if tensor is not None]
+        alive.append(sum(tensor.numel() for tensor in held) / numel)
+
+    for parameter in trained.model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    return alive
+
+
+def draw_by_ranks(ranks: list[int], curves: dict[str, list[float]], limit: float):
+    """GB on each rank by the number of ranks, labelled at the end, and the GB that a GPU has."""
+    fig, ax = plt.subplots(figsize=(9, 3.8))
+    for (name, sizes), colour in zip(curves.items(), plotting.PALETTE, strict=False):
+        ax.plot(ranks, sizes, color=colour)
+        ax.annotate(f"{name}, {sizes[-1]:.1f}", (ranks[-1] * 1.1, sizes[-1] - 2), color=colour, annotation_clip=False)
+    ax.axhline(limit, color="#666666", lw=1.2, ls="--")
+    ax.annotate(f"a GPU's {limit} GB", (ranks[-2], limit + 3), ha="right", fontsize=11, color="#666666")
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="ranks", ylabel="GB on each rank", ylim=(0, None), xlim=(0.9, ranks[-1]))
+    ax.set_xticks(ranks, ranks)
+    return fig
+
+
+def watch(trained) -> list[tuple[str, int]]:
+    """From now on, what a step of the notebook's class Zero3 does is added to this list, in the order of its calls.
+
+    (what, unit). What: "gather" (the message is started), "forward", "backward" (the unit begins to compute), "reduce"
+    (its gradients are sent), "reduced" (its shard of them is there), "free" (its parameters are given back), "step".
     """
+    events, number = [], {flat: index for index, flat in enumerate(trained.flats)}
+    start, prepare, free = trained.start, trained.prepare, trained.free
+    reduce, finish_reduce, step = trained.reduce, trained.finish_reduce, trained.optimizer.step
+
+    def noted_start(place):
+        without = [flat for flat in trained.flats if flat.work is None]
+        start(place)
+        events.extend(("gather", number[flat]) for flat in without if flat.work is not None)
+
+    def noted_prepare(place, following):
+        prepare(place, following)
+        events.append(("forward" if following > place else "backward", number[trained.units[place]]))
+
+    def noted_finish():
+        sent = trained.under_way
+        finish_reduce()
+        if sent:
+            events.append(("reduced", number[sent[0]]))
+
+    trained.start, trained.prepare, trained.finish_reduce = noted_start, noted_prepare, noted_finish
+    trained.free = lambda flat: (free(flat), events.append(("free", number[flat])))
+    trained.reduce = lambda flat: (reduce(flat), events.append(("reduce", number[flat])))
+    trained.optimizer.step = lambda: (step(), events.append(("step", 0)))
+    return events
+
+
+def step_by_step(events: list[tuple[str, int]], names: list[str], ranks: int) -> list[tuple]:
+    """(figure, caption) for each time something computes in a step that was watched, from `watch`."""
     gathered, flying, gradient, sent, shards, found = set(), set(), set(), set(), set(), []
     for what, unit in events:
         if what == "gather":
             flying.add(unit)
-            continue  # shown with what computes meanwhile
         if what in ("forward", "backward"):
             flying.discard(unit)
             gathered.add(unit)
@@ -154,12 +219,13 @@ def frames(events: list[tuple[str, int]], names: list[str], ranks: int) -> list[
             shards.add(unit)
         if what in ("forward", "backward", "step"):
             words = [f"{what.capitalize()} pass of {names[unit]}."]
-            words = words if what != "step" else ["The optimizer steps the shards; all other memory has been given back."]
+            if what == "step":
+                words = ["The optimizer steps the shards; all other memory has been given back."]
             words += [f"Meanwhile {names[other]} is gathered." for other in sorted(flying)]
             words += [f"The gradients of {names[other]} are reduce-scattered." for other in sorted(sent)]
-            caption = " ".join(words)
-            picture = _frame(names, ranks, (what, unit), gathered, flying, gradient, sent, shards)
-            found.append(Frame(picture, f"One rank in stage 3: {caption}", caption))
+            found.append(
+                (_frame(names, ranks, (what, unit), gathered, flying, gradient, sent, shards), " ".join(words))
+            )
     return found
 
 

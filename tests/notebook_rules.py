@@ -48,7 +48,7 @@ ASSERTS = {
     "05_pipeline/01_pipelines.ipynb": 7,
     "05_pipeline/02_schedule_lab.ipynb": 9,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 8,
-    "06_fsdp/01_zero.ipynb": 20,
+    "06_fsdp/01_zero.ipynb": 18,
     "06_fsdp/02_fully_shard.ipynb": 4,
     "06_fsdp/03_fitting_in.ipynb": 14,
 }

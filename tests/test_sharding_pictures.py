@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from course.fsdp.pictures import computing, draw_streams, exposed, frames, length, simulate
+from course.fsdp.pictures import computing, draw_streams, exposed, length, simulate, step_by_step
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def test_two_units_ahead_help_where_units_are_unequal():
 def test_frames_follow_the_events():
     events = [("gather", 0), ("gather", 1), ("forward", 0), ("forward", 1), ("free", 1), ("gather", 1)]
     events += [("backward", 1), ("reduce", 1), ("backward", 0), ("reduced", 1), ("step", 0)]
-    found = frames(events, ["first", "second"], ranks=2)
-    assert [frame.caption for frame in found] == [
+    found = step_by_step(events, ["first", "second"], ranks=2)
+    assert [caption for _, caption in found] == [
         "Forward pass of first. Meanwhile second is gathered.",
         "Forward pass of second.",
         "Backward pass of second.",
         "Backward pass of first. The gradients of second are reduce-scattered.",
         "The optimizer steps the shards; all other memory has been given back.",
     ]
-    words = [[text.get_text() for text in frame.picture.axes[0].texts] for frame in found]
+    words = [[text.get_text() for text in fig.axes[0].texts] for fig, _ in found]
     assert words[0].count("whole") == 1 and words[0].count("gathering") == 1 and words[3].count("reducing") == 1
     plt.close("all")
 

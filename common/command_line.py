@@ -100,7 +100,8 @@ def parse(
     config.axes = axes_of(config, replicas)
     config.run_dir = config.run_dir or new_run_dir(config)
     check(config)
-    if environment()[0] == 0 and not getattr(config.options, "find_batch_size", False):
+    trains = not config.dry_run and not getattr(config.options, "find_batch_size", False)
+    if environment()[0] == 0 and trains:
         claim(Path(config.run_dir), config.resume)
     return config
 
@@ -151,6 +152,8 @@ def implementation_of(name: str, entry: StrategyEntry, chosen: dict) -> str:
 def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
     """The sizes of the mesh: the strategy's preset, with what --mesh (or its older forms) says. Raises UserError."""
     kind, size = config.strategy_class, environment()[1]
+    if config.dry_run and size == 1 and "=" in config.mesh:  # nobody has to be started
+        size = math.prod(parse_axes(config.mesh).values())
     preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
     order = parse_order(config.mesh_order)
     if replicas is not None:

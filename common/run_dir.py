@@ -4,6 +4,7 @@ config.json          every setting, with the strategy, the world size and the ve
 metrics.jsonl        one JSON object per optimizer step, flushed at each
 checkpoint-000150/   the state after 150 steps, in pieces (common/manifest.py); the newest are kept
 loss.png             the loss curve
+tensorboard/         with --tensorboard, the metrics as TensorBoard reads them
 .lock                locked by rank 0 while it writes here
 """
 
@@ -39,7 +40,7 @@ class RunDirectory:
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
         of a run that has a checkpoint already. Raises UserError where it cannot be written, and where a living run
         writes there."""
-        self.path, self.keep = Path(config.run_dir), config.keep
+        self.path, self.keep, self.board = Path(config.run_dir), config.keep, None
         newest_first = manifest.checkpoints(self.path)[::-1]
         self.restarted = restarts(self.path) and bool(newest_first)
         self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
@@ -91,6 +92,16 @@ class RunDirectory:
         with self.told():
             self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
+            for name, value in record.items() if self.board else ():
+                if isinstance(value, int | float) and name != "step":
+                    self.board.add_scalar(name, value, record["step"])
+
+    def write_board(self, done: int) -> None:
+        """Write metrics for TensorBoard, too, from here on; what it has of steps after `done` it will not show."""
+        from torch.utils.tensorboard import SummaryWriter  # whoever does not ask for it need not have it
+
+        with self.told():
+            self.board = SummaryWriter(self.path / "tensorboard", purge_step=done + 1)
 
     def records(self) -> list[dict]:
         """All lines of metrics.jsonl."""
@@ -126,6 +137,8 @@ class RunDirectory:
         """Close the metrics and draw the loss curve."""
         with self.told():
             self.metrics.close()
+            if self.board:
+                self.board.close()
             records = self.records()
             if records:
                 self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))

@@ -1,39 +1,23 @@
 """The page that grows the reducer of chapter 03 grows the one of by_hand.py; and its pictures of buckets."""
 
-import ast
 from pathlib import Path
 
-import nbformat
 import pytest
+from helpers import code_of_page, definitions
 
-from common import ROOT
 from course.ddp import buckets, by_hand
 
-
-def definitions(source: str) -> dict[str, str]:
-    """Every function of a file or cell, also of its classes: its code, without docstring, by name; the last counts."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            if ast.get_docstring(node):
-                node.body = node.body[1:]
-            found[node.name] = ast.dump(node)
-    return found
-
-
-def cells_of_the_page() -> list[str]:
-    notebook = nbformat.read(ROOT / "03_ddp" / "01_ddp.ipynb", as_version=4)
-    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+METHODS = ("begin", "put", "send_complete", "average_bucket", "finish", "no_sync")
 
 
 def test_the_reducer_that_grows_on_the_page_is_that_of_by_hand():
     """Its last versions; __init__, zero_grad and ready grow by calling their earlier selves."""
     grown = {}
-    for cell in cells_of_the_page():
+    for cell in code_of_page("03_ddp/01_ddp.ipynb"):
         if cell.startswith("MEBIBYTE") or "class Reducer" in cell:
             grown |= definitions(cell)
     finished = definitions(Path(by_hand.__file__).read_text())
-    for name in ("assign", "begin", "put", "send_complete", "average_bucket", "finish", "no_sync"):
+    for name in ("assign", *(f"Reducer.{name}" for name in METHODS)):
         assert grown[name] == finished[name], f"{name} differs between the page and by_hand.py"
 
 

@@ -3,10 +3,12 @@
 import threading
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import code_of_page, definitions
 from torch import nn
 
 from common import mesh as meshes
@@ -15,7 +17,7 @@ from common.lab.equality import NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
-from course.data_parallel import by_hand, fake_gpus
+from course.data_parallel import by_hand, fake_gpus, pictures
 from course.data_parallel import distributed_training as script
 from course.data_parallel.classroom import bugs as chapter_bugs
 
@@ -276,3 +278,35 @@ def test_outputs_gathered_in_another_place_would_be_counted_there():
     ((held, moved, _, _),) = launch(counted_on_pretended_gpus, 1, (2, True))
     assert held[2][1] > held[1][1] and held[2][0] < held[1][0]
     assert moved[0, 1] > moved[1, 0]
+
+
+def test_the_functions_that_the_page_builds_are_those_of_by_hand():
+    built = {}
+    for cell in code_of_page("02_data_parallel/01_data_parallel.ipynb"):
+        built |= definitions(cell)
+    finished = definitions(Path(by_hand.__file__).read_text())
+    functions = "scatter", "add_up", "replicate", "parallel_apply", "gather", "data_parallel"
+    for name in (*functions, "Broadcast.forward", "Broadcast.backward"):
+        assert built[name] == finished[name], f"{name} differs between the page and by_hand.py"
+
+
+@pytest.mark.parametrize(
+    "devices, threads, end",
+    [
+        (1, True, 1 + 3 * 4),  # the device is the slower one: it begins after 1 s and has work for 12
+        (2, True, 2 + 3 * 2),  # both are as fast: the second device begins after 2 s
+        (4, True, 3 * 4 + 1),  # 12 starts of 1 s, and the last slice of 1 s
+        (4, False, 1 + 3 * 1),  # four interpreters
+    ],
+)
+def test_simulated_starts_worked_out_by_hand(devices, threads, end):
+    assert pictures.seconds(devices, operations=3, start=1.0, compute=4.0, threads=threads) == end
+
+
+def test_one_interpreter_starts_one_operation_at_a_time_and_a_device_computes_one():
+    shown = pictures.simulate(3, operations=5, start=2.0, compute=9.0)
+    assert [one.called for one in shown] == [2.0 * number for number in range(15)]
+    for device in range(3):
+        mine = [one for one in shown if one.device == device]
+        assert all(before.end <= after.begin for before, after in zip(mine, mine[1:], strict=False))
+        assert all(one.begin >= one.returned and one.end - one.begin == 3.0 for one in mine)

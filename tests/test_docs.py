@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 
 import pytest
+import yaml
+from command_rules import commands
 from helpers import LAUNCHER
 from page_rules import (
     IN_NOTEBOOKS,
@@ -112,6 +114,23 @@ MISTAKES = {
     "count of bugs": (counts_are_right, PAGE, "* 02_data_parallel has forty-two\nplanted bugs"),
     "count of strategies": (counts_are_right, PAGE, "There are seventeen strategies."),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)
+def test_what_is_submitted_to_a_cluster(file):
+    """Its torchrun lines have options that torchrun and the scripts have."""
+    text = f"```\n{file.read_text().replace('exec torchrun', 'torchrun')}\n```"
+    started = [words for words in commands(text) if {"torchrun", "distributed_training.py"} <= {*words}]
+    assert len(started) == 1, f"{file.name} starts {len(started)} trainings"
+    wrong = list(options_are_the_programs_own(file, text))
+    assert not wrong, wrong
+    planted = list(options_are_the_programs_own(file, text.replace("--run-dir", "--run-folder")))
+    assert len(planted) == 1 and planted[0].endswith("no option --run-folder")
+
+
+def test_the_kubernetes_job_asks_for_as_many_gpus_as_processes():
+    trainer = yaml.safe_load((ROOT / "launch/kubernetes.yaml").read_text())["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"] == 4
 
 
 def table(change: Callable[[str], str] = str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import ranks_of, start, torchrun, wait_for_step
-from helpers import TEXT, configure, metrics, numbers, saved, train
+from helpers import TEXT, code_of_page, configure, definitions, metrics, numbers, saved, train
 
 from common import ROOT, manifest
 from common.data import Plan, Text
@@ -30,6 +30,15 @@ LOADING = loading.LOADING
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_every_way_gives_the_same_micro_batches(nproc):
     proof.check_loading(list(LOADING.values()), nproc)
+
+
+def test_the_ways_that_the_page_builds_are_those_of_loading():
+    built = {}
+    for cell in code_of_page("03_ddp/02_feeding.ipynb"):
+        built |= definitions(cell)
+    finished = definitions(Path(loading.__file__).read_text())
+    for name in ("dispatch", "records", "stream", "slices", "shard_stream", "Slices.__init__", "Slices.__iter__"):
+        assert built[name] == finished[name], f"{name} differs between the page and loading.py"
 
 
 # name -> what is broken, right, wrong, refused by

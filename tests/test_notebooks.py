@@ -55,12 +55,14 @@ NOTEBOOKS = [
     "04_model_parallel/03_long_contexts.ipynb",
     "04_model_parallel/04_experts.ipynb",
     "04_model_parallel/05_inside_a_node.ipynb",
+    "04_model_parallel/06_contexts_in_practice.ipynb",
     "05_pipeline/01_pipelines.ipynb",
     "05_pipeline/02_schedule_lab.ipynb",
     "05_pipeline/03_pytorch_and_hybrids.ipynb",
     "06_fsdp/01_zero.ipynb",
     "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
+    "06_fsdp/06_many_axes.ipynb",
 ]
 SANITIZE = ROOT / "tests" / "sanitize.cfg"
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))

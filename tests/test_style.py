@@ -27,6 +27,7 @@ def has_no_stub(path, text):
 
 
 def is_finished(path, text):
+    text = re.sub(r"[\w+/]{200,}", "", text)  # pictures, in which all letters occur
     words = re.findall(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b|^<{7} |^>{7} ", text, re.MULTILINE)
     return [f"has a {word}" for word in words]
 

@@ -1,0 +1,59 @@
+"""Feeding the ranks with DistributedSampler and DataLoader: which examples does each rank read?
+
+    python feeding.py
+    torchrun --standalone --nproc_per_node=2 feeding.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+BATCH_SIZE, EPOCHS = 4, 2  # the batch of all ranks together
+
+
+class Numbers(Dataset):
+    """Stands for images or texts: example i is the number i."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def main(device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    data = Numbers()
+    sampler = DistributedSampler(data, seed=0, drop_last=True)  # which examples are this rank's
+    loader = DataLoader(
+        data,
+        BATCH_SIZE // world_size,  # this rank's part of a batch
+        sampler=sampler,  # in place of shuffle=True
+        drop_last=True,  # all batches have the same size
+        num_workers=1,  # processes beside this one, which load ahead
+        persistent_workers=True,  # and are kept from one epoch to the next
+        pin_memory=device.type == "cuda",  # in memory from which a GPU can copy by itself
+    )
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # a new order for each epoch, and the same order on all ranks
+        for step, batch in enumerate(loader):
+            batch = batch.to(device, non_blocking=True)  # Python need not wait for it
+            # Here a training would call the model, backward() and the optimizer. We show who has read what.
+            read = [torch.empty_like(batch) for _ in range(world_size)]
+            dist.all_gather(read, batch)
+            if rank == 0:
+                print(f"epoch {epoch}, step {step}:", *(f"rank {r} {part.tolist()}" for r, part in enumerate(read)))
+
+
+if __name__ == "__main__":
+    gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
+    main(device)
+    dist.destroy_process_group()

@@ -6,10 +6,12 @@ that `draw_streams` draws.
 
 from dataclasses import dataclass
 
+import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
+from common.lab.sliders import Sliders
 
 FORWARD, BACKWARD = plotting.BLUE, plotting.PURPLE
 GATHER, REDUCE = plotting.ORANGE, plotting.GREEN
@@ -259,3 +261,39 @@ def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig
+
+
+def draw_bars(panels: dict[str, dict[str, float]]):
+    """Panels side by side, each with the same bars, and their values."""
+    fig, axes = plt.subplots(1, len(panels), figsize=(10, 2.6), sharey=True)
+    for ax, (title, values), colour in zip(axes, panels.items(), (plotting.BLUE, plotting.ORANGE), strict=False):
+        bars = ax.barh(list(values), list(values.values()), color=colour)
+        ax.bar_label(bars, [f"{value:.0f}" for value in values.values()], padding=4)
+        ax.set(xlabel=title, xlim=(0, 1.15 * max(values.values())))
+    axes[0].invert_yaxis()
+    return fig
+
+
+class StreamLab(Sliders):
+    """A step of eight blocks of Llama 7B's size, bf16 with float32 gradients, on GPUs that reach 500 TFLOP/s; every
+    second block may be larger for the network, as a mixture of experts is."""
+
+    def __init__(self):
+        controls = {
+            "tokens": self.choice("tokens per GPU", [1024, 2048, 4096, 8192, 16384, 32768], 4096),
+            "bandwidth": self.choice("GB/s per GPU", [12.5, 25, 50, 100, 200, 300, 450], 300),
+            "ahead": self.choice("units ahead", [0, 1, 2, 3], 1),
+            "larger": self.choice("larger blocks", [1, 2, 4, 8], 1),
+        }
+        super().__init__(controls)
+
+    @staticmethod
+    def choice(what, options, value):
+        return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
+
+    def draw(self, tokens, bandwidth, ahead, larger):
+        block, seconds = 202e6, 1 / (bandwidth * 1e9)
+        sizes = [block, block * larger] * 4
+        gather, reduce = [2 * size * seconds for size in sizes], [4 * size * seconds for size in sizes]
+        spans = simulate([2 * block * tokens / 500e12] * 8, gather, reduce, ahead)
+        return draw_streams({f"{tokens:,} tokens per GPU, {bandwidth} GB/s, {ahead} ahead": spans})

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from course.fsdp.pictures import computing, draw_streams, exposed, length, simulate, step_by_step
+from course.fsdp.pictures import StreamLab, computing, draw_streams, exposed, length, simulate, step_by_step
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,14 @@ def test_a_picture_of_two_streams_says_what_is_exposed():
     fig = draw_streams({"on demand": simulate([1e-3] * 3, [1e-3] * 3, [0.0] * 3, ahead=0)})
     assert "14.0 ms, of which the GPU does not compute 5.0 ms" in fig.axes[0].get_title(loc="left")
     plt.close(fig)
+
+
+def test_more_tokens_hide_messages_in_the_lab():
+    def waits(**values):
+        fig = StreamLab().draw(**{"tokens": 4096, "bandwidth": 50, "ahead": 1, "larger": 1} | values)
+        return float(fig.axes[0].get_title(loc="left").split("compute ")[1].split(" ms")[0])
+
+    assert waits(tokens=16384) < waits() / 4
+    assert waits(bandwidth=300) < waits() / 4
+    assert waits(larger=4) > waits()
+    plt.close("all")

@@ -281,7 +281,7 @@ class StreamLab(Sliders):
     def __init__(self):
         controls = {
             "tokens": self.choice("tokens per GPU", [1024, 2048, 4096, 8192, 16384, 32768], 4096),
-            "bandwidth": self.choice("GB/s per GPU", [12.5, 25, 50, 100, 200, 300, 450], 300),
+            "bandwidth": self.choice("GB/s of the ring", [12.5, 25, 50, 100, 200, 300, 450], 300),
             "ahead": self.choice("units ahead", [0, 1, 2, 3], 1),
             "larger": self.choice("larger blocks", [1, 2, 4, 8], 1),
         }

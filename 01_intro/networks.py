@@ -65,7 +65,7 @@ def line(sizes, quartiles: dict[str, list], fitted: dict[str, tuple[float, float
     return fig
 
 
-COLOURS = {"ring": BLUE, "tree": GREEN, "hierarchical": PURPLE}
+NETWORK_COLOURS = {"ring": BLUE, "tree": GREEN, "hierarchical": PURPLE}
 
 
 class AllReduceLab(Sliders):
@@ -97,10 +97,10 @@ class AllReduceLab(Sliders):
         fig, ax = plt.subplots(figsize=(9.2, 4.4))
         took = {name: 1e3 * seconds(size, cluster) for name, seconds in self.algorithms.items()}
         for name, seconds in self.algorithms.items():
-            ax.plot(sizes, [1e3 * seconds(n, cluster) for n in sizes], color=COLOURS[name])
-            ax.plot([size], [took[name]], "o", color=COLOURS[name])
+            ax.plot(sizes, [1e3 * seconds(n, cluster) for n in sizes], color=NETWORK_COLOURS[name])
+            ax.plot([size], [took[name]], "o", color=NETWORK_COLOURS[name])
         ax.set(xscale="log", yscale="log", xlim=(sizes[0], sizes[-1] * 200), ylabel="ms", xlabel="bytes of the tensor")
-        lines = [(f"{name}: {took[name]:.3g} ms", COLOURS[name]) for name in sorted(took, key=took.get)]
+        lines = [(f"{name}: {took[name]:.3g} ms", NETWORK_COLOURS[name]) for name in sorted(took, key=took.get)]
         for place, (text, colour) in enumerate([*lines, (f"{_bytes(size)}:", BLACK)]):
             ax.text(0.73, 0.25 + 0.1 * place, text, color=colour, transform=ax.transAxes, va="center")
         ax.axvline(size, color="#777777", lw=1.2, ls=":")

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from course.fsdp.pictures import StreamLab, computing, draw_streams, exposed, length, simulate, step_by_step
+from course.fsdp.sharding_pictures import StreamLab, computing, draw_streams, exposed, length, simulate, step_by_step
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from links import dead_links
 UNCOMPARED = {}  # cells, each with its reason
 VERDICTS = {  # how often an output is a bare True or False
     "01_intro/03_cost_and_mistakes.ipynb": 8,
-    "03_ddp/03_scaling.ipynb": 5,
     "04_model_parallel/01_splitting_layers.ipynb": 11,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 28,
     "06_fsdp/01_zero.ipynb": 31,
@@ -33,7 +32,7 @@ ASSERTS = {
     "02_data_parallel/01_data_parallel.ipynb": 19,
     "03_ddp/01_ddp.ipynb": 16,
     "03_ddp/02_feeding.ipynb": 13,
-    "03_ddp/03_scaling.ipynb": 9,
+    "03_ddp/03_scaling.ipynb": 10,
     "03_ddp/04_training_well.ipynb": 8,
     "04_model_parallel/01_splitting_layers.ipynb": 6,
     "04_model_parallel/02_tensor_parallel.ipynb": 17,

@@ -227,3 +227,27 @@ def grid(names: tuple[str, str], before: list[float], along: dict[str, list[floa
         ax.set_title(f'mesh["{name}"]', fontsize=13)
         ax.set_axis_off()
     return fig
+
+
+def paired(calls: list[list[str]], pairs: int, notes: list[str]) -> Figure:
+    """How the collectives of two ranks find each other: by their number, whatever they are meant for.
+
+    calls: what each rank calls, in order; pairs: how many calls have met; notes: what came of each of them. A call
+    whose number the other rank never reaches waits.
+    """
+    fig, ax = plt.subplots(figsize=(9.2, 0.75 * max(map(len, calls)) + 0.7))
+    for rank, names in enumerate(calls):
+        ax.text(3.4 * rank + 1, -0.25, f"rank {rank}", ha="center", va="bottom", size=13)
+        for place, name in enumerate(names):
+            style = {"fc": PALETTE[rank], "ec": BLACK, "lw": 2.5} if place < pairs else {"fc": "white", "ec": LINK_GREY}
+            ax.add_patch(Rectangle((3.4 * rank, place + 0.12), 2, 0.76, **style))
+            ink = "white" if place < pairs and PALETTE[rank] == BLUE else BLACK
+            ax.text(3.4 * rank + 1, place + 0.5, name, ha="center", va="center", size=12, color=ink)
+    for place in range(pairs):
+        right = all(place < len(names) for names in calls) and calls[0][place] == calls[1][place]
+        colour, style = (GREEN, "-") if right else (VERMILION, "--")
+        ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=style, lw=4)
+        ax.text(5.6, place + 0.5, notes[place], va="center", size=12, color=colour)
+    ax.set(xlim=(-0.1, 10.5), ylim=(max(map(len, calls)) + 0.1, -0.7))
+    ax.set_axis_off()
+    return fig

@@ -62,7 +62,9 @@ def parse(
         if item.name in content:
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
-    chosen = {**{key: kept[key] for key in ("strategy",) if key in kept}, **content, **early}
+    chosen = {**content, **early}
+    if "strategy" in kept and can_have(table, kept["strategy"], chosen.get("mesh", "")):
+        chosen = {"strategy": kept["strategy"], **chosen}  # else the mesh says what a resumed run goes on with
     name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)
     name = name or default_strategy or ("ddp" if chosen.get("distributed") else "single")
     entry = find(table, name)
@@ -118,15 +120,20 @@ def find(table, name: str) -> StrategyEntry:
     return table[name]()
 
 
+def can_have(table, name: str, mesh: str) -> bool:
+    """Does some implementation of a strategy have the axes that --mesh names, if it names any?"""
+    wanted = {*parse_axes(mesh)} if "=" in mesh else set()
+    return any(wanted <= {*kind.axes, *kind.preset} for kind in find(table, name).implementations.values())
+
+
 def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
     """The strategy whose axes are those that --mesh names; "mesh" where there is none, or none by hand if that is
     asked for. A chapter's own strategy comes first if it has these axes."""
     if "=" not in chosen.get("mesh", ""):
         return None
-    wanted = frozenset(parse_axes(chosen["mesh"]))
-    if default and any(wanted <= {*kind.axes, *kind.preset} for kind in table[default]().implementations.values()):
+    if default and can_have(table, default, chosen["mesh"]):
         return default
-    name = by_axes.get(wanted, "mesh")
+    name = by_axes.get(frozenset(parse_axes(chosen["mesh"])), "mesh")
     by_hand = chosen.get("by_hand") or chosen.get("implementation") == "by-hand"
     return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
 

@@ -32,7 +32,7 @@ from common.meter import Usage
 from common.options import flag
 from common.per_rank import PerRank
 from common.ranks import silent
-from common.run_dir import RunDirectory
+from common.run_dir import RunDirectory, this_launch
 from common.sample import sample
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
@@ -53,7 +53,9 @@ class Run:
         require_precision(strategy.device, config.precision)
         self.config, self.strategy, self.task = config, strategy, task
         self.main_rank, self.size = dist.get_rank() == 0, dist.get_world_size()
-        self.directory = RunDirectory(config, self.size) if self.main_rank else None
+        launches = [""] * self.size
+        dist.all_gather_object(launches, this_launch())
+        self.directory = RunDirectory(config, self.size, launches) if self.main_rank else None
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()

@@ -145,6 +145,7 @@ def commands_can_be_parsed(page, text):
             continue
         place = words.index(script)
         before, options = " ".join(words[:place]), words[place + 1 :]
+        options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
         if {"--resume", "--device", "--backend"} & {*options} or any(word.isupper() for word in options):
             continue  # wants a run or hardware that is not here, or stands for many commands
         numbers = {name: int(found) for name, found in re.findall(r"--(n\w+)=(\d+)", before.replace("=gpu", "=4"))}

@@ -16,7 +16,6 @@ from links import dead_links
 # paid must leave the list.
 UNCOMPARED = {}  # cells, each with its reason
 VERDICTS = {  # how often an output is a bare True or False
-    "01_intro/03_cost_and_mistakes.ipynb": 8,
     "04_model_parallel/01_splitting_layers.ipynb": 11,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 28,
     "06_fsdp/01_zero.ipynb": 31,
@@ -27,8 +26,9 @@ VERDICTS = {  # how often an output is a bare True or False
 ASSERTS = {
     "01_intro/01_why_distribute.ipynb": 13,
     "01_intro/02_collectives.ipynb": 9,
-    "01_intro/03_cost_and_mistakes.ipynb": 14,
-    "01_intro/04_collectives_in_practice.ipynb": 8,
+    "01_intro/03_collectives_in_practice.ipynb": 8,
+    "01_intro/04_cost.ipynb": 16,
+    "01_intro/05_mistakes.ipynb": 15,
     "02_data_parallel/01_data_parallel.ipynb": 19,
     "03_ddp/01_ddp.ipynb": 16,
     "03_ddp/02_feeding.ipynb": 13,
@@ -45,7 +45,8 @@ ASSERTS = {
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 8,
     "06_fsdp/01_zero.ipynb": 4,
     "06_fsdp/02_fully_shard.ipynb": 4,
-    "06_fsdp/03_fitting_in.ipynb": 14,
+    "06_fsdp/03_fitting_in.ipynb": 13,
+    "06_fsdp/04_choosing.ipynb": 4,
     "06_fsdp/06_many_axes.ipynb": 8,
 }
 

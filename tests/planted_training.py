@@ -383,7 +383,7 @@ MISTAKES = [
         "ddp's --recompute is not fsdp's",
     ),
     Mistake(
-        "common/command_line.py", '"implementation", "by_hand", "resume")', '"implementation", "resume", "precision")',
+        "common/command_line.py", '"implementation", "by_hand", "resume",', '"implementation", "resume", "precision",',
         "a resumed run computes in another precision",
         "tests/test_resume.py::test_a_resumed_run_takes_its_settings_from_the_run",
         "precision",
@@ -395,7 +395,7 @@ MISTAKES = [
         "DID NOT RAISE UserError",
     ),
     Mistake(
-        "common/command_line.py", "if environment()[0] == 0 and not", "if not",
+        "common/command_line.py", "if environment()[0] == 0 and trains", "if trains",
         "every rank makes the run's folder",
         "tests/test_cli.py::test_only_rank_0_claims_the_run_directory",
         "rank 1 has made the run's folder",

@@ -84,7 +84,7 @@ class Config:
     @property
     def strategy_class(self):
         """The class that trains."""
-        return self.entry.implementations[self.implementation]
+        return self.entry.implementation(self.implementation)
 
     def settings(self) -> dict:
         """All options by name, the strategy's own included: what config.json keeps."""

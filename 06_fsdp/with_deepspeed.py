@@ -12,6 +12,7 @@ micro-batch. Which stage it is, is a number in the JSON.
 import json
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed picks its accelerator when it is imported
 
-import deepspeed
+import deepspeed  # isort: split
+
+# On CPUs it would compile an all-reduce of its own first, for which it wants a compiler, a minute, and a lock in
+# ~/.cache/torch_extensions: whoever is killed meanwhile leaves the lock, and every later start waits for it forever.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # names that it still uses
+
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 from common.errors import UserError
@@ -74,7 +82,10 @@ class Zero3WithDeepSpeed(Strategy):
         # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
         materialise(model, self.device, axis(mesh, "shard").group)
         self.model = model
-        self.sizes = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        self.names: dict[torch.nn.Parameter, list[str]] = {}  # what is tied has several
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(name)
+        self.sizes = {parameter: whole(parameter) for parameter in self.names}
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.settings()
@@ -97,13 +108,14 @@ class Zero3WithDeepSpeed(Strategy):
     def parts(self):
         """DeepSpeed cuts each parameter, flattened, into equal intervals, the last of which may be filled up."""
         found = []
-        for name, parameter in self.model.named_parameters():
-            size, where = parameter.ds_tensor.ds_numel, self.sizes[name]
+        for parameter, (name, *aliases) in self.names.items():
+            size, where = parameter.ds_tensor.ds_numel, self.sizes[parameter]
             begin = min(self.data_rank * size, where.stop)
             end = min(begin + size, where.stop)
             there = safe_get_local_fp32_param(parameter) if parameter.requires_grad else parameter.ds_tensor.detach()
             owner = parameter if parameter.requires_grad else None
-            found.append(Part(name, there[: end - begin], interval(where, begin, end), owner, slice(0, end - begin)))
+            own, span = interval(where, begin, end), slice(0, end - begin)
+            found.append(Part(name, there[span], own, owner, span, tuple(aliases)))
         return found
 
     def optimizer_state(self):
@@ -126,14 +138,14 @@ class Zero2WithDeepSpeed(Zero3WithDeepSpeed):
     def parts(self):
         """DeepSpeed puts all parameters behind one another, and cuts that: a rank has a piece of some of them."""
         found = []
-        for name, parameter in self.model.named_parameters():
-            piece, where = getattr(parameter, "_hp_mapping", None), self.sizes[name]
+        for parameter, (name, *aliases) in self.names.items():
+            piece, where = getattr(parameter, "_hp_mapping", None), self.sizes[parameter]
             if not parameter.requires_grad:
-                found.append(Part(name, parameter.detach().flatten(), where))
+                found.append(Part(name, parameter.detach().flatten(), where, aliases=tuple(aliases)))
             elif piece is not None:
                 at = piece.lp_fragment_address
-                there = interval(where, at.start, at.start + at.numel)
-                found.append(Part(name, piece.get_hp_fragment().detach(), there, parameter, slice(0, at.numel)))
+                own, span = interval(where, at.start, at.start + at.numel), slice(0, at.numel)
+                found.append(Part(name, piece.get_hp_fragment().detach(), own, parameter, span, tuple(aliases)))
         return found
 
     def optimizer_state(self):

@@ -34,7 +34,7 @@ class DDPWithAccelerate(DataParallel):
         @property
         def load(self):
             """How Run.batches reads."""
-            return LOADING[self.loading]
+            return FEEDING[self.loading]
 
     @classmethod
     def require(cls, config, axes):
@@ -102,7 +102,7 @@ class Examples:
         return inputs[0], targets[0]
 
 
-LOADING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}
+FEEDING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}
 
 if __name__ == "__main__":
     start("ddp", "accelerate")

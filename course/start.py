@@ -21,5 +21,4 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
                 f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "
                 f"repository's root"
             )
-        # An engine that has a loop of its own brings its own main.
-        getattr(config.strategy_class, "main", config.entry.main)(config)
+        config.main(config)

@@ -12,20 +12,17 @@ import common.vision  # noqa: F401  first: lightning imports torchvision
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from common.mesh import axis
 from common.model import cross_entropy
-from common.options import NoOptions
 from common.ranks import environment
-from common.strategy import Strategy
+from common.recompute import recompute_blocks
+from course.ddp.options import DataParallel
 from course.start import start
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class DDPWithFabric(Strategy):
+class DDPWithFabric(DataParallel):
     """Every rank has the whole model; Fabric wraps it in DistributedDataParallel."""
-
-    Options = NoOptions
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
@@ -38,10 +35,9 @@ class DDPWithFabric(Strategy):
             precision=PRECISION[precision],
         )
         self.fabric.launch()  # finds that torchrun has started the ranks
-        self.model = model
-        self.wrapped, self.optimizer = self.fabric.setup(model, make_optimizer(model.parameters()))
+        self.model = recompute_blocks(model, self.options.recompute)
+        self.wrapped, self.optimizer = self.fabric.setup(self.model, make_optimizer(model.parameters()))
         self.scaler = getattr(self.fabric._precision, "scaler", None) or self.scaler
-        self.readers = axis(mesh, "data")
 
     def step(self, micro_batches):
         loss = 0.0

@@ -5,6 +5,7 @@
     accelerate launch --config_file ../launch/accelerate_fsdp2.yaml with_accelerate.py --distributed
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from common.options import option
 from course.ddp.with_accelerate import DDPWithAccelerate
 from course.fsdp.fsdp_setup import materialise
 from course.start import start
+
+LAUNCHED = "ACCELERATE_USE_FSDP" in os.environ  # by `accelerate launch`, which hands its YAML over in variables
 
 
 class FSDPWithAccelerate(DDPWithAccelerate):
@@ -42,14 +45,15 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         super().__init__(model, make_optimizer, mesh, *args, **kwargs)
 
     def make_accelerator(self):
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            reshard_after_forward=True,
-            cpu_offload=self.options.offload,
-            cpu_ram_efficient_loading=False,
-        )
+        settings = {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": ["Block"],
+            "reshard_after_forward": True,
+            "cpu_offload": self.options.offload,
+            "cpu_ram_efficient_loading": False,
+        }
+        plugin = FullyShardedDataParallelPlugin(**({} if LAUNCHED else settings))
         mixed = {"fp32": "no"}.get(self.precision, self.precision)
         accelerator = Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu", fsdp_plugin=plugin)
         return on_cpu(accelerator, plugin)

@@ -6,7 +6,7 @@ micro-batch. Which stage it is, is a number in the JSON.
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed                        # stage 3
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed --strategy zero1
-    deepspeed --num_gpus=2 with_deepspeed.py --distributed --deepspeed-config zero2.json --strategy zero2
+    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed --deepspeed-config ../launch/zero3.json
 """
 
 import json
@@ -93,7 +93,8 @@ class Zero3WithDeepSpeed(Strategy):
 
     def step(self, micro_batches):
         engine, loss = self.engine, 0.0
-        engine.set_train_batch_size(len(micro_batches) * self.data_size)  # as gradient_accumulation_steps
+        examples = engine.train_micro_batch_size_per_gpu() * self.data_size  # as it counts them, see settings()
+        engine.set_train_batch_size(len(micro_batches) * examples)  # sets gradient_accumulation_steps
         engine.optimizer.clip_grad = self.max_norm if math.isfinite(self.max_norm) else 0.0
         for inputs, targets in micro_batches:
             part = cross_entropy(engine(inputs), targets)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
 from common.data import global_batch
@@ -41,14 +42,17 @@ class DDPWithAccelerate(DataParallel):
         if config.precision == "fp16" and not torch.cuda.is_available():
             raise UserError("--precision fp16: Accelerate scales losses on GPUs only; try bf16, or fp32")
 
-    def make_accelerator(self) -> Accelerator:
+    def make_accelerator(self, **more) -> Accelerator:
         """What differs between strategies: with Accelerate, a strategy is an argument."""
         mixed = {"fp32": "no"}.get(self.precision, self.precision)
-        return Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu")
+        return Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu", **more)
 
     def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
         super().__init__(mesh, options, precision, max_norm)
-        self.accelerator = self.make_accelerator()
+        # By default a step ends with the loader too, whatever it has summed up by then. The course's loaders give the
+        # micro-batches of a whole step at once: with the last of them, each micro-batch would be a step.
+        plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+        self.accelerator = self.make_accelerator(gradient_accumulation_plugin=plugin)
         self.model = model
         self.wrapped, self.optimizer = self.accelerator.prepare(self.model, make_optimizer(self.model.parameters()))
         self.scaler = self.accelerator.scaler or self.scaler
@@ -80,9 +84,10 @@ def through_accelerate(dispatch: bool):
     def load(dataset, plan, start=0):
         order = (global_batch(plan.seed, step, plan.batch_size, dataset.size) for step in range(start, plan.steps))
         loader = DataLoader(Examples(dataset), plan.batch_size, sampler=torch.cat(list(order)).tolist(), drop_last=True)
-        how = DataLoaderConfiguration(split_batches=True, dispatch_batches=dispatch)
-        accelerator = Accelerator(cpu=torch.device(plan.device).type == "cpu", dataloader_config=how)
-        for inputs, targets in accelerator.prepare(loader):
+        # What `accelerator.prepare(loader)` calls, with what DataLoaderConfiguration says.
+        how = {"split_batches": True, "dispatch_batches": dispatch, "put_on_device": True}
+        who = {"num_processes": plan.data_size, "process_index": plan.data_rank}
+        for inputs, targets in prepare_data_loader(loader, torch.device(plan.device), **who, **how):
             yield plan.cut(inputs, targets)
 
     return load

@@ -44,7 +44,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         materialise(model, torch.device("cpu"), axis(mesh, "shard").group)
         super().__init__(model, make_optimizer, mesh, *args, **kwargs)
 
-    def make_accelerator(self):
+    def make_accelerator(self, **more):
         settings = {
             "fsdp_version": 2,
             "auto_wrap_policy": "transformer_based_wrap",
@@ -54,9 +54,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
             "cpu_ram_efficient_loading": False,
         }
         plugin = FullyShardedDataParallelPlugin(**({} if LAUNCHED else settings))
-        mixed = {"fp32": "no"}.get(self.precision, self.precision)
-        accelerator = Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu", fsdp_plugin=plugin)
-        return on_cpu(accelerator, plugin)
+        return on_cpu(super().make_accelerator(fsdp_plugin=plugin, **more), plugin)
 
 
 def on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> Accelerator:

@@ -1,6 +1,7 @@
 """What a step costs with each engine, against PyTorch's own, and what else 06_fsdp/05_engines.ipynb shows; two ranks.
 
-    python tests/bench_engines.py        # or: make bench-engines
+    python tests/bench_engines.py              # or: make bench-engines
+    python tests/bench_engines.py loading      # this part alone
 
 Writes 06_fsdp/engines.json. An engine and PyTorch take turns, step by step, in one launch, on the same batches from the
 same weights; the figure is the ratio of their median times in a round, and its spread over the rounds. The Trainer,
@@ -11,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -145,24 +147,33 @@ def seven_billion() -> dict[str, dict[str, int]]:
     return {str(ranks): with_qlora.bytes_by_part(model, True, ranks) for ranks in (1, 2, 4, 8)}
 
 
-def main() -> None:
-    stored = {
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, 2 ranks, gloo; {ROUNDS} rounds of {STEPS} steps",
-        "steps": [],
-    }
+def measure_steps() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        for strategy, of in engines.OF.items():
-            for engine in of:
-                stored["steps"].append(row(strategy, engine, folder))
-                print(stored["steps"][-1], flush=True)
-    stored["loading"] = launch(loading, 2, timeout=300)[0]
-    stored["qlora, small"] = {
-        str(ranks): dict(zip(("losses", "bytes"), launch(adapters, ranks, timeout=300)[0], strict=True))
-        for ranks in (1, 2)
-    }
-    stored["qlora, 7B"] = seven_billion()
-    (ROOT / "06_fsdp" / "engines.json").write_text(json.dumps(stored, indent=1) + "\n")
+        return [row(strategy, engine, folder) for strategy, of in engines.OF.items() for engine in of]
+
+
+def measure_qlora() -> dict[str, dict]:
+    names = ("losses", "bytes")
+    return {str(n): dict(zip(names, launch(adapters, n, timeout=300)[0], strict=True)) for n in (1, 2)}
+
+
+PARTS = {
+    "steps": measure_steps,
+    "loading": lambda: launch(loading, 2, timeout=300)[0],
+    "qlora, small": measure_qlora,
+    "qlora, 7B": seven_billion,
+}
+
+
+def main() -> None:
+    """Measure the parts that are named, by default all, and write them down beside those that are there."""
+    file = ROOT / "06_fsdp" / "engines.json"
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    stored["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
+    stored["machine"] = f"{os.cpu_count()} cores, 2 ranks, gloo; {ROUNDS} rounds of {STEPS} steps"
+    for part in sys.argv[1:] or PARTS:
+        stored[part] = PARTS[part]()
+        file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ CHAPTER ?=
 EXERCISE ?=
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
-ENGINES := $(VENV)/.engines
+SITE_INSTALLED := $(VENV)/.installed-site
+ENGINES := $(VENV)/.installed-engines
 NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 
 # Ranks share the cores: one thread each. And what a recipe or a notebook starts comes from the environment.
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks test-engines lab notebooks doctor check soak soak-faults cluster-test bench bench-engines clean
+.PHONY: train test test-all lint test-python test-notebooks test-engines lab notebooks doctor check soak soak-faults \
+	cluster-test site site-check bench bench-engines clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -71,6 +73,18 @@ cluster-test: $(INSTALLED)
 	python tests/cluster_network.py
 	python tests/cluster_slurm.py
 
+# The course as a site, from the committed pages, without running them.
+site: $(SITE_INSTALLED)
+	sphinx-build -W -q -c docs/site . _site
+	@echo "the site: _site/index.html"
+
+site-check: site
+	python tests/site_check.py _site
+
+$(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
+	$(BIN)/python -m pip install -r requirements-site.txt
+	@touch $@
+
 bench: $(INSTALLED)
 	python tests/bench.py
 
@@ -90,5 +104,5 @@ $(INSTALLED): requirements.txt pyproject.toml
 
 # Runs stay: they are yours.
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build _site *.egg-info .pytest_cache .ruff_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits
 
-GREY = "#B8B8B8"
+LINK_GREY = "#B8B8B8"
 Message = tuple[int, int, list]  # from rank, to rank, the numbers in it
 
 
@@ -24,7 +24,7 @@ def cell(ax, x: float, y: float, value, inch: float, lit: bool, scrap: bool = Fa
     if lit:
         ax.add_patch(Rectangle((x - 0.03, y + 0.02), 1.06, 0.96, color=YELLOW, lw=0))
     for stripe, rank in enumerate(ranks):
-        colour = GREY if scrap else PALETTE[rank]
+        colour = LINK_GREY if scrap else PALETTE[rank]
         mixed = [channel + (1 - channel) * pale for channel in to_rgb(colour)]
         ax.add_patch(Rectangle((x + 0.05 + stripe * 0.9 / len(ranks), y + 0.1), 0.9 / len(ranks), 0.8, fc=mixed, lw=0))
     edge = {"lw": 2.5, "ec": BLACK} if lit else {"lw": 1, "ec": "#777777"}
@@ -76,7 +76,7 @@ def circle(before: list | None, held: list, messages: list[Message]) -> Figure:
     angles = [0.75 * pi - 2 * pi * rank / size for rank in range(size)]
     places = [(radius * cos(angle), radius * sin(angle)) for angle in angles]
     fig, ax = plt.subplots(figsize=(8.4, 3.6))
-    ax.add_patch(Circle((0, 0), radius, fill=False, color=GREY, lw=1.5, zorder=0))
+    ax.add_patch(Circle((0, 0), radius, fill=False, color=LINK_GREY, lw=1.5, zorder=0))
     for source, target, values in messages:
         clockwise = target == (source + 1) % size
         bend = tan(pi / 2 / size) if clockwise else 0.16
@@ -132,7 +132,7 @@ def ring_and_tree(step: int) -> Figure:
             if when == step:
                 _lit_link(ax, places[source], places[target], bend, 0.36)
             else:
-                colour, width = ("#555555", 2) if when < step else (GREY, 1.2)
+                colour, width = ("#555555", 2) if when < step else (LINK_GREY, 1.2)
                 _lit_link(ax, places[source], places[target], bend, 0.36, colour, width)
         for rank, (x, y) in places.items():
             _disc(ax, x, y, rank, 0.32, BLUE if arrived[rank] <= step else "white")
@@ -176,7 +176,7 @@ def waiting() -> Figure:
     return fig
 
 
-COLOURS = {"through one rank": ORANGE, "ring": BLUE, "recursive doubling": GREEN}
+COLOUR_OF_WAY = {"through one rank": ORANGE, "ring": BLUE, "recursive doubling": GREEN}
 
 
 def costs(sizes: list[int], messages: dict[str, list[float]], tensors: dict[str, list[float]]) -> Figure:
@@ -185,9 +185,9 @@ def costs(sizes: list[int], messages: dict[str, list[float]], tensors: dict[str,
     ticks = [1, 2, 4, 8, 16, 32, 64, 128]
     for ax, title, of in ((axes[0], "messages sent", messages), (axes[1], "bytes sent, in tensors", tensors)):
         for name, values in of.items():
-            ax.plot(sizes, values, "o-", color=COLOURS[name])
+            ax.plot(sizes, values, "o-", color=COLOUR_OF_WAY[name])
             label = f"{name}: {values[-1]:.3g}"
-            ax.text(sizes[-1] * 1.12, values[-1], label, color=COLOURS[name], va="center", size=12)
+            ax.text(sizes[-1] * 1.12, values[-1], label, color=COLOUR_OF_WAY[name], va="center", size=12)
         ax.set(xscale="log", yscale="log", xlabel="ranks", xlim=(1.8, 1000), ylim=(0.7, 200))
         ax.set_title(f"busiest rank: {title}", fontsize=13)
         ax.set_xticks(ticks[1:-1], ticks[1:-1])
@@ -200,8 +200,8 @@ def times(sizes: list[float], seconds: dict[str, list[float]], title: str) -> Fi
     """The time of one all-reduce by the alpha-beta model, for tensors of `sizes` bytes."""
     fig, ax = plt.subplots(figsize=(8.4, 3.8))
     for name, values in seconds.items():
-        ax.plot(sizes, [1e3 * value for value in values], color=COLOURS[name])
-        ax.text(sizes[-1] * 1.3, 1e3 * values[-1], name, color=COLOURS[name], va="center", size=12)
+        ax.plot(sizes, [1e3 * value for value in values], color=COLOUR_OF_WAY[name])
+        ax.text(sizes[-1] * 1.3, 1e3 * values[-1], name, color=COLOUR_OF_WAY[name], va="center", size=12)
     ax.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="ms", xlim=(sizes[0], sizes[-1] * 300))
     ax.set_xticks([1e2, 1e4, 1e6, 1e8], ["100 B", "10 kB", "1 MB", "100 MB"])
     ax.set_title(title, fontsize=13)
@@ -226,4 +226,28 @@ def grid(names: tuple[str, str], before: list[float], along: dict[str, list[floa
         ax.set(xlim=(-1, 3), ylim=(-0.6, 2.1))
         ax.set_title(f'mesh["{name}"]', fontsize=13)
         ax.set_axis_off()
+    return fig
+
+
+def paired(calls: list[list[str]], pairs: int, notes: list[str]) -> Figure:
+    """How the collectives of two ranks find each other: by their number, whatever they are meant for.
+
+    calls: what each rank calls, in order; pairs: how many calls have met; notes: what came of each of them. A call
+    whose number the other rank never reaches waits.
+    """
+    fig, ax = plt.subplots(figsize=(9.2, 0.75 * max(map(len, calls)) + 0.7))
+    for rank, names in enumerate(calls):
+        ax.text(3.4 * rank + 1, -0.25, f"rank {rank}", ha="center", va="bottom", size=13)
+        for place, name in enumerate(names):
+            style = {"fc": PALETTE[rank], "ec": BLACK, "lw": 2.5} if place < pairs else {"fc": "white", "ec": LINK_GREY}
+            ax.add_patch(Rectangle((3.4 * rank, place + 0.12), 2, 0.76, **style))
+            ink = "white" if place < pairs and PALETTE[rank] == BLUE else BLACK
+            ax.text(3.4 * rank + 1, place + 0.5, name, ha="center", va="center", size=12, color=ink)
+    for place in range(pairs):
+        right = all(place < len(names) for names in calls) and calls[0][place] == calls[1][place]
+        colour, style = (GREEN, "-") if right else (VERMILION, "--")
+        ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=style, lw=4)
+        ax.text(5.6, place + 0.5, notes[place], va="center", size=12, color=colour)
+    ax.set(xlim=(-0.1, 10.5), ylim=(max(map(len, calls)) + 0.1, -0.7))
+    ax.set_axis_off()
     return fig

@@ -228,6 +228,11 @@ class ContextParallel(Strategy):
         self.scaler.update()
         return loss, grad_norm
 
+    def evaluate(self, inputs, targets):
+        loss = super().evaluate(*(local_tokens(tokens, self.axis, self.order) for tokens in (inputs, targets)))
+        dist.all_reduce(loss, group=self.axis.group)  # of equally many tokens each
+        return loss / self.axis.size
+
     def sum_gradients(self):
         """Every rank has the gradient of its tokens' part of the loss; the whole is their sum. In one message."""
         require_gradients(self.model)

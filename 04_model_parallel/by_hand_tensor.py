@@ -251,6 +251,10 @@ class TensorParallelByHand(CutsWeights):
         self.scaler.update()
         return loss, grad_norm
 
+    def evaluate(self, inputs, targets):
+        with torch.no_grad(), self.autocast():
+            return cross_entropy(self.model(inputs), targets, self.group)
+
     def grad_norm(self):
         """The 2-norm over the whole model: parts are summed over the ranks, what every rank holds counts once."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -55,6 +55,10 @@ class LayersOnDevices(Strategy):
         self.scaler.update()
         return loss, grad_norm
 
+    def evaluate(self, inputs, targets):
+        with torch.no_grad():
+            return self.forward(inputs, targets)
+
     def forward(self, inputs, targets):
         """The loss, on the last device. In the backward pass each `.to` sends the gradient back."""
         x = inputs

@@ -32,7 +32,7 @@ HALVES = {
     },
 }  # fmt: skip
 WEIGHTS = {"attention": ("$W_q$, $W_k$, $W_v$", "$W_{output}$"), "MLP": ("$W_{up}$", "$W_{down}$")}
-MESSAGES = {  # of f and g
+BLOCK_MESSAGES = {  # of f and g
     ("tensor", "forward"): ("nothing", "all-reduce"),
     ("tensor", "backward"): ("all-reduce", "nothing"),
     ("sequence", "forward"): ("all-gather", "reduce-scatter"),
@@ -109,7 +109,7 @@ def _draw_half(ax, kind, direction, half, labels):
     if kind == "one":
         return
     prime = "'" if kind == "sequence" else ""
-    for place, message in zip("fg", MESSAGES[kind, direction], strict=True):
+    for place, message in zip("fg", BLOCK_MESSAGES[kind, direction], strict=True):
         sends, x = message != "nothing", PLACES[place]
         colour = plotting.VERMILION if sends else "#777777"
         ax.add_patch(Circle((x, 0.5), 0.3, fc=colour if sends else "white", ec=colour, lw=2, zorder=3))

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import all_reduce_together, global_norm
 from common.mesh import axis
 from common.model import cross_entropy
-from common.strategy import Strategy
+from common.strategy import Strategy, mean_loss
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.executor import Executor
@@ -89,6 +89,10 @@ class PipelineByHand(Strategy):
             return self.scaler.scale(cross_entropy(logits.float(), targets[m]) / (self.microbatches * batches))
 
         return self.executor.run(inputs, loss, (*inputs[0].shape, self.stages.width)) / self.scaler.get_scale()
+
+    def evaluate(self, inputs, targets):
+        own = self.executor.stages, self.pipeline
+        return self.stages.evaluate(*own, inputs, lambda logits: mean_loss(logits, targets), self.autocast)
 
     def parts(self):
         return self.stages.parts(super().parts())

@@ -39,10 +39,11 @@ def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[str]]:
-    """Return a schedule of one stage per rank (stage r on rank r), with F and B.
+    """Return 1F1B for a slow network, with F and B, stage r on rank r: a message takes one unit, as long as F or B.
 
-    Budget: makespan 2 * (microbatches + ranks - 1), and rank r stores at most ranks - r activations: for 4 ranks and
-    8 micro-batches makespan 22 and 4, 3, 2, 1 stored. There may be fewer micro-batches than ranks.
+    Budget: makespan 2 * microbatches + 4 * (ranks - 1), and rank r stores at most 2 * (ranks - r) - 1 activations: for
+    4 ranks and 8 micro-batches makespan 28 and 7, 5, 3, 1 stored. There may be fewer micro-batches than ranks. (Where
+    messages take no time, 1F1B stores ranks - r; here it would take 38.)
 
     Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
     """
@@ -127,9 +128,10 @@ def interleave(ranks: int, microbatches: int, stages_per_rank: int) -> list[list
 
     `microbatches` is a multiple of `ranks`. Budget: makespan 2 * (stages_per_rank * microbatches + ranks - 1), and
     rank r stores at most stages_per_rank * ranks - r activations: for 4 ranks, 8 micro-batches and 2 stages per rank
-    makespan 38 and 8, 7, 6, 5 stored. (PyTorch's stores 11, 9, 7, 5, to give messages time to arrive.)
+    makespan 38 and 8, 7, 6, 5 stored. (That of the notebook, and PyTorch's, stores 11, 9, 7, 5, to give messages time
+    to arrive. Here they take none.)
 
-    Difficulty ●●●●○   Importance ●●●○○   up to 40 minutes   4 points
+    Difficulty ●●○○○   Importance ●●●○○   up to 15 minutes   2 points
     """
     raise NotImplementedError
 
@@ -158,9 +160,6 @@ def mend(schedule: list[list[str]]) -> list[list[str]]:
     raise NotImplementedError
 
 
-# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
-
-
 def split_backward(
     weights: list[torch.Tensor], x: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -173,6 +172,9 @@ def split_backward(
     Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
     """
     raise NotImplementedError
+
+
+# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
 def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages: int) -> list[int]:

@@ -113,6 +113,12 @@ class PipelineFSDP(PipelineParallel):
         self.scaler.update()
         return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
+    def evaluate(self, inputs, targets):
+        loss = super().evaluate(inputs, targets)
+        for stage in self.modules.values():
+            stage.reshard()
+        return loss
+
 
 def trained(module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())

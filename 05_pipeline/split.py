@@ -61,6 +61,27 @@ class OwnStages:
         if self.tied is not None and self.tied.requires_grad:
             dist.all_reduce(local(self.tied.grad), group=self.embedding_group)
 
+    @torch.no_grad()
+    def evaluate(self, modules, pipeline, inputs, loss, context=contextlib.nullcontext) -> torch.Tensor:
+        """loss(output of the last stage) on all ranks of the pipeline; inputs [batch, time] go through one stage after
+        the other, once, and nothing is kept for a backward pass. Collective.
+
+        modules:  this rank's stages as they are called, by number
+        pipeline: the Axis of ranks that share the model
+        """
+        x, last = inputs, len(self.rank_of) - 1
+        for number, module in sorted(modules.items()):
+            if number > 0 and self.rank_of[number - 1] != pipeline.rank:
+                x = torch.empty((*inputs.shape, self.width), dtype=self.dtype, device=inputs.device)
+                dist.recv(x, group=pipeline.group, group_src=self.rank_of[number - 1])
+            with context():
+                x = module(x)
+            if number < last and self.rank_of[number + 1] != pipeline.rank:
+                dist.send(x.contiguous(), group=pipeline.group, group_dst=self.rank_of[number + 1])
+        total = loss(x).float() if self.last else torch.zeros((), device=inputs.device)
+        dist.broadcast(total, group=pipeline.group, group_src=self.rank_of[-1])
+        return total
+
     def gradients(self) -> list[torch.Tensor]:
         """All gradients that this rank has."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import global_norm
 from common.mesh import axis
 from common.model import cross_entropy
-from common.strategy import Strategy
+from common.strategy import Strategy, mean_loss
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.torch_schedules import InContext
@@ -69,6 +69,9 @@ class InStages(Strategy):
         grad_norm = global_norm([(self.stages.gradients_for_norm(), [self.pipeline.group])], self.device)
         clip_grads_with_norm_(self.model.parameters(), self.max_norm, grad_norm)
         return grad_norm
+
+    def evaluate(self, inputs, targets):
+        return self.stages.evaluate(self.modules, self.pipeline, inputs, lambda logits: mean_loss(logits, targets))
 
     def parts(self):
         return self.stages.parts(super().parts())

@@ -169,6 +169,20 @@ class MeshByHand(Strategy):
         """The mean over these targets; every rank along "tensor" has some columns of the logits."""
         return cross_entropy(logits, targets, self.tensor.group)
 
+    def evaluate(self, inputs, targets):
+        if self.context.size > 1:
+            inputs, targets = (local_tokens(tokens, self.context) for tokens in (inputs, targets))
+        if self.stages is not None:
+            stages = self.executor.stages, self.pipeline
+            loss = self.stages.evaluate(*stages, inputs, lambda x: self.loss(x, targets), self.autocast)
+        else:
+            with torch.no_grad(), self.autocast():
+                loss = self.loss(self.model(inputs), targets)
+            if self.hooks:
+                self.hooks.free()
+        dist.all_reduce(loss, group=self.context.group)  # of equally many tokens each
+        return loss / self.context.size
+
     def gradients_by_groups(self):
         """The gradients of what this rank has, for `global_norm`: of what is cut along "tensor", and of the rest; each
         with the groups over which its elements are spread."""

@@ -281,6 +281,11 @@ class FSDPByHand(Strategy):
         total.wait()
         return loss / self.data_size, grad_norm
 
+    def evaluate(self, inputs, targets):
+        loss = super().evaluate(inputs, targets)
+        self.hooks.free()  # no backward pass will
+        return loss
+
     def parts(self):
         return parts_of(self.model, self.flats)
 

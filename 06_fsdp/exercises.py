@@ -251,3 +251,56 @@ def fewest_ranks(strategy: str, parameters: int, activations: int, budget: int) 
     Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
     """
     raise NotImplementedError
+
+
+# --- notebook 04: choosing ------------------------------------------------------------------------------------
+
+
+def tokens_to_hide(strategy: str, micro_batches: int, flops: float, bandwidth: float) -> float:
+    """Return the fewest tokens that a GPU must have in a step, so that no message takes longer than the pass beside it.
+
+    For each parameter and token a GPU does 2 FLOPs in a forward pass and 4 in a backward pass, at `flops` FLOP/s. It
+    sends `bandwidth` bytes per second. Gradients have 4 bytes, parameters that are gathered have 2. There are many
+    ranks: an all-gather or a reduce-scatter sends all of its bytes from each, an all-reduce twice as many. The GPU's
+    tokens are spread equally over `micro_batches`. What is sent, and beside what:
+
+    * "ddp": an all-reduce of the gradients beside the backward pass of the last micro-batch;
+    * "zero1": a reduce-scatter of the gradients beside that, an all-gather of the parameters beside the forward pass of
+      the first micro-batch;
+    * "fsdp": in every micro-batch an all-gather beside the forward pass, and another one together with a reduce-scatter
+      beside the backward pass.
+
+    Calculate only. The result need not be whole.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def fit_on_four_cards() -> tuple[int, int, int, str, bool]:
+    """Return a layout with which Llama 13B trains on one machine with four RTX 4090 cards, of 24 GB each.
+
+    The layout is (ZeRO's stage 0 to 3, ranks along tensor, sequences in a micro-batch, recomputation "none" or "full",
+    whether the optimizer's state is offloaded). What tensor parallelism leaves of the four cards divides the batch of
+    64 sequences of 2,048 tokens. The precision is "bf16-mixed". By the planner's estimate it must fit ("yes", not
+    "tight"), need at most 256 GiB of the machine's own memory for all four cards together, and reach at least 3,300
+    tokens per second. There is more than one such layout. Calculate only: try `planner.estimate`, or
+
+        python -m planner estimate --model llama-13b --gpu rtx-4090 --gpus 4 --gpus-per-node 4 --help
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def best_offer(model: str, offers: list[tuple[str, int, float]], sequence: int) -> tuple[str, float] | None:
+    """Return (GPU, dollars for a billion tokens) of the offer on which training is cheapest; None if it fits on none.
+
+    Each of `offers` is (GPU as the planner names it, number of GPUs, dollars for one GPU and hour). On each, take what
+    the planner estimates for ZeRO stage 3 over all GPUs with one sequence of `sequence` tokens on each, full
+    recomputation, and everything else as `planner.layout.make_layout` and `planner.hardware.cluster` have it by
+    default. An offer counts only if the estimate says that it fits: "yes", and not "tight". Calculate only.
+
+    Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
+    """
+    raise NotImplementedError

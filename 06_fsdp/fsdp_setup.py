@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_module
 
 from common.errors import UserError
@@ -20,6 +20,13 @@ from common.task import make_task
 from course.fsdp import memory
 from course.fsdp.options import Budget
 from course.model_parallel.torch_tensor import PLAN
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered: after a forward pass that no backward pass follows, the last units are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def policies(precision: str, offload: bool) -> dict:
@@ -50,6 +57,11 @@ class Sharded(Strategy):
         both = "data" in mesh.mesh_dim_names  # replicated over the first axis, sharded over the second
         offload = getattr(self.options, "offload", False)
         self.how = {"mesh": mesh["data", "shard"] if both else mesh["shard"], **policies(self.precision, offload)}
+
+    def evaluate(self, inputs, targets):
+        loss = super().evaluate(inputs, targets)
+        reshard(self.model)
+        return loss
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, bool]:

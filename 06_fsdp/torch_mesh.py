@@ -22,7 +22,7 @@ from common.mesh import AXES, axis, in_order, make_mesh
 from common.model import VOCABULARY, cross_entropy
 from common.recompute import recompute_blocks
 from common.state import local_of
-from common.strategy import Strategy
+from common.strategy import Strategy, mean_loss
 from course.fsdp import fsdp_setup as setup
 from course.model_parallel.by_hand_tensor import require_multiples
 from course.pipeline import options as pipeline_options
@@ -153,6 +153,17 @@ class MeshParallel(Strategy):
         self.schedule.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
         total = sum(losses) / self.scaler.get_scale()
         return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def evaluate(self, inputs, targets):
+        if self.stages is None:
+            loss = super().evaluate(inputs, targets)
+            setup.reshard(self.model)
+            return loss
+        modules = {stage.stage_index: stage.submod for stage in self.own}
+        loss = self.stages.evaluate(modules, self.pipeline, inputs, lambda logits: mean_loss(logits, targets))
+        for stage in modules.values():
+            stage.reshard()
+        return loss
 
     def scaled_loss(self, logits, targets):
         return self.scaler.scale(cross_entropy(logits.float(), targets) / self.divisor)

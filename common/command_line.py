@@ -64,7 +64,9 @@ def parse(
         if item.name in content:
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
-    chosen = {**{key: kept[key] for key in ("strategy",) if key in kept}, **content, **early}
+    chosen = {**content, **early}
+    if "strategy" in kept and can_have(table, kept["strategy"], chosen.get("mesh", "")):
+        chosen = {"strategy": kept["strategy"], **chosen}  # else the mesh says what a resumed run goes on with
     name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)
     name = name or default_strategy or ("ddp" if chosen.get("distributed") else "single")
     entry = find(table, name)
@@ -102,7 +104,8 @@ def parse(
     config.axes = axes_of(config, replicas)
     config.run_dir = config.run_dir or new_run_dir(config)
     check(config)
-    if environment()[0] == 0 and not getattr(config.options, "find_batch_size", False):
+    trains = not config.dry_run and not getattr(config.options, "find_batch_size", False)
+    if environment()[0] == 0 and trains:
         claim(Path(config.run_dir), config.resume)
     return config
 
@@ -119,15 +122,20 @@ def find(table, name: str) -> StrategyEntry:
     return table[name]()
 
 
+def can_have(table, name: str, mesh: str) -> bool:
+    """Does some implementation of a strategy have the axes that --mesh names, if it names any?"""
+    wanted = {*parse_axes(mesh)} if "=" in mesh else set()
+    return any(wanted <= {*kind.axes, *kind.preset} for kind in find(table, name).implementations.values())
+
+
 def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
     """The strategy whose axes are those that --mesh names; "mesh" where there is none, or none by hand if that is
     asked for. A chapter's own strategy comes first if it has these axes."""
     if "=" not in chosen.get("mesh", ""):
         return None
-    wanted = frozenset(parse_axes(chosen["mesh"]))
-    if default and any(wanted <= {*kind.axes, *kind.preset} for kind in table[default]().implementations.values()):
+    if default and can_have(table, default, chosen["mesh"]):
         return default
-    name = by_axes.get(wanted, "mesh")
+    name = by_axes.get(frozenset(parse_axes(chosen["mesh"])), "mesh")
     by_hand = chosen.get("by_hand") or chosen.get("implementation") == "by-hand"
     return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
 
@@ -153,6 +161,8 @@ def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: st
 def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
     """The sizes of the mesh: the strategy's preset, with what --mesh (or its older forms) says. Raises UserError."""
     kind, size = config.strategy_class, environment()[1]
+    if config.dry_run and size == 1 and "=" in config.mesh:  # nobody has to be started
+        size = math.prod(parse_axes(config.mesh).values())
     preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
     order = parse_order(config.mesh_order)
     if replicas is not None:

@@ -43,6 +43,7 @@ class Config:
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
     timeout: float = option(300.0, "seconds that a rank waits for the others in a collective")
     steps: int = option(250, "optimizer steps", at_least=1)
+    dry_run: bool = option(False, "say what each rank would read, hold and send, for the ranks of --mesh, and exit")
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
     keep: int = option(2, "newest checkpoints that are kept", at_least=1)
@@ -50,7 +51,11 @@ class Config:
     resume: str = option(
         "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
     )
+    validate_every: int = option(
+        0, "steps between losses on text that is not trained on, and one at the end; 0: none", at_least=0
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run directory")
     sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
@@ -69,6 +74,7 @@ class Config:
     max_norm: float = option(1.0, "the gradient's 2-norm is clipped to this; inf: not at all", identity=True)
     task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
+    text: str = option("", "file or folder to learn the bytes of (default: Python's standard library)", identity=True)
     dataset: str = option(
         "digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"), identity=True
     )
@@ -105,7 +111,7 @@ def shared():
 def check(config: Config) -> None:
     """Raise UserError for what cannot work, as far as it can be known before ranks meet."""
     _, size, _, local_size = environment()
-    if config.distributed and "RANK" not in os.environ:
+    if config.distributed and "RANK" not in os.environ and not config.dry_run:
         raise UserError(
             "--distributed: no launcher started this process; "
             "try: torchrun --nproc_per_node=2 distributed_training.py --distributed"
@@ -137,13 +143,17 @@ def check(config: Config) -> None:
         changed = item.name in ("weight_decay", "beta1", "beta2") and getattr(config, item.name) != item.default
         if changed and config.optimizer == "sgd":
             raise UserError(f"{flag(item.name)} belongs to --optimizer adamw; leave one of them out")
-    if config.sample and config.task != "text":
-        raise UserError("--sample is for --task text; leave it out")
+    for name in ("sample", "validate_every", "text"):
+        if getattr(config, name) and config.task != "text":
+            raise UserError(f"{flag(name)} is for --task text; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
-    choose(config.device, config.backend, local_size)
+    if not config.dry_run:
+        choose(config.device, config.backend, local_size)
     if config.task == "images":
         lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
         if lacking:
             raise UserError(f"--task images: {lacking}")
+    if config.tensorboard and missing(("tensorboard",)):
+        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
     config.strategy_class.require(config, config.axes)

@@ -15,17 +15,22 @@ import torch
 
 from common.errors import UserError
 
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+# Packages of the standard library, for validation: of those no file is trained on, since they lie one level deeper.
+HELD_OUT = ("asyncio", "email", "json", "logging")
+SHARE_HELD_OUT = 20  # of one's own text, one byte in so many is for validation: the last ones
+
 
 class Text:
-    """Bytes of the Python standard library's own source: windows of `context` + 1 bytes, `context` apart."""
+    """Bytes of a text: windows of `context` + 1 bytes, `context` apart."""
 
     unit = "tokens"
 
-    def __init__(self, context: int, root: str | None = None):
-        """`root` is the folder whose *.py files are read, one level deep; the standard library by default."""
-        folder = Path(root or sysconfig.get_paths()["stdlib"])
-        files = sorted(folder.glob("*.py"))
-        text = b"\n".join(file.read_bytes() for file in files)
+    def __init__(self, context: int, root: str | None = None, text: bytes | None = None):
+        """`text`; by default the *.py files in the folder `root`, one level deep, or of the Python standard library."""
+        folder = Path(root or STANDARD_LIBRARY)
+        if text is None:
+            text = b"\n".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
         self.context = context
         self.tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()) if text else torch.empty(0)
         self.size = (len(self.tokens) - 1) // context
@@ -49,6 +54,40 @@ class Text:
         """A record -> inputs and targets, both [context] int64, as `batch` has them."""
         window = torch.frombuffer(bytearray(record), dtype=torch.uint8).long()
         return window[:-1], window[1:]
+
+
+def own_text(path: str, context: int) -> tuple[bytes, bytes]:
+    """The bytes of a file, or of all files of a folder in the order of their names, without hidden ones: those to train
+    on, and the last ones, which are for validation. Raises UserError."""
+    place = Path(path)
+    inside = sorted(place.rglob("*")) if place.is_dir() else [place]
+    files = [f for f in inside if f.is_file() and not any(p.startswith(".") for p in f.relative_to(place).parts)]
+    try:
+        text = b"\n".join(file.read_bytes() for file in files)
+    except OSError as error:
+        raise UserError(f"--text {path}: {error.filename}: {error.strerror}") from error
+    if not files:
+        raise UserError(f"--text {path}: {'there is no file in it' if place.is_dir() else 'no such file or folder'}")
+    held_out = max(len(text) // SHARE_HELD_OUT, context + 1)
+    if len(text) < held_out + context + 1:
+        raise UserError(
+            f"--text {path} has {len(text)} bytes; at least {2 * (context + 1)} are needed, a context of {context} to "
+            f"train on and one for validation; add text, or make --context smaller"
+        )
+    return text[:-held_out], text[-held_out:]
+
+
+def training_text(context: int, path: str = "") -> Text:
+    """What is trained on: the standard library, or one's own text at `path`. Raises UserError."""
+    return Text(context, text=own_text(path, context)[0]) if path else Text(context)
+
+
+def validation_text(context: int, path: str = "") -> Text:
+    """Text of the same kind that is not trained on. Raises UserError."""
+    if path:
+        return Text(context, text=own_text(path, context)[1])
+    files = [file for package in HELD_OUT for file in sorted((STANDARD_LIBRARY / package).glob("*.py"))]
+    return Text(context, text=b"\n".join(file.read_bytes() for file in files))
 
 
 class Images:

@@ -30,11 +30,13 @@ from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
 from common.learning_rate import learning_rate
 from common.meter import Usage
 from common.options import flag
+from common.per_rank import PerRank
 from common.ranks import silent
-from common.run_dir import RunDirectory
+from common.run_dir import RunDirectory, this_launch
 from common.sample import sample
 from common.strategy import Strategy, require_precision
 from common.task import Task, check_batch
+from common.validation import validate
 
 
 class Run:
@@ -51,10 +53,13 @@ class Run:
         require_precision(strategy.device, config.precision)
         self.config, self.strategy, self.task = config, strategy, task
         self.main_rank, self.size = dist.get_rank() == 0, dist.get_world_size()
-        self.directory = RunDirectory(config, self.size) if self.main_rank else None
+        launches = [""] * self.size
+        dist.all_gather_object(launches, this_launch())
+        self.directory = RunDirectory(config, self.size, launches) if self.main_rank else None
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)
         self.stop_asked, self.vote, self.waiting, self.logged, self.saved = False, None, None, 0, None
         self.loaders = contextlib.ExitStack()
+        self.validation = task.validation_text() if config.validate_every else None
         self.meter = Usage(config, strategy.device) if self.main_rank else None
         strategy.max_norm = config.max_norm
 
@@ -69,6 +74,8 @@ class Run:
         if self.main_rank:
             if self.directory.goes_on:
                 self.directory.forget_after(self.done)
+            if config.tensorboard:
+                self.directory.write_board(self.done)
             tell(f"{config.strategy} on {self.size} process(es), {self.strategy.device.type}: {self.path}")
             if self.restarted or self.done:
                 tell(f"{'restarted by torchrun: ' * self.restarted}going on after step {self.done}")
@@ -79,6 +86,7 @@ class Run:
         self.bar = tqdm(
             total=config.steps, initial=self.done, unit="step", disable=not self.main_rank, mininterval=often
         )
+        self.per_rank = PerRank(self.strategy.device)
         numbers = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what torchrun and Slurm send
         self.handlers = {number: signal.signal(number, self._ask_to_stop) for number in numbers}
         return self
@@ -122,6 +130,17 @@ class Run:
             self._read()  # there is nothing to wait for
         now = time.perf_counter()
         self.waiting["step_seconds"], self.begin = now - self.begin, now
+        self.per_rank.step_ended()
+        if self.per_rank.due(step + 1, self.config.log_every):
+            rows, warnings = self.per_rank.report()
+            self.waiting |= {"ranks": rows}
+            for text in warnings:
+                tell(text)
+            self.begin = time.perf_counter()
+        if self.validation and (step + 1 == self.config.steps or (step + 1) % self.config.validate_every == 0):
+            at_once = self.config.batch_size // self.strategy.data_size // self.config.accumulation_steps
+            self.waiting["validation_loss"] = validate(self.strategy, self.validation, at_once)
+            self.begin = time.perf_counter()
         if loss.device.type == "cpu":
             self._write()
 
@@ -151,6 +170,8 @@ class Run:
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
             if done % self.config.log_every == 0 or done == steps:
                 tell(f"step {done}/{steps}  loss {record['loss']:.4f}  {speed:,.0f} {unit}/s")
+            if "validation_loss" in record:
+                tell(f"step {done}/{steps}  validation loss {record['validation_loss']:.4f}")
 
     def _save(self) -> None:
         self._write()

@@ -4,6 +4,7 @@ config.json          every setting, with the strategy, the world size and the ve
 metrics.jsonl        one JSON object per optimizer step, flushed at each
 checkpoint-000150/   the state after 150 steps, in pieces (common/manifest.py); the newest are kept
 loss.png             the loss curve
+tensorboard/         with --tensorboard, the metrics as TensorBoard reads them
 .lock                locked by rank 0 while it writes here
 """
 
@@ -35,11 +36,11 @@ class RunDirectory:
     insists:     the user named the one
     """
 
-    def __init__(self, config, world_size: int):
+    def __init__(self, config, world_size: int, launches: list[str] | None = None):
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
-        of a run that has a checkpoint already. Raises UserError where it cannot be written, and where a living run
-        writes there."""
-        self.path, self.keep = Path(config.run_dir), config.keep
+        of a run that has a checkpoint already. `launches` has `this_launch()` of every rank. Raises UserError where it
+        cannot be written, and where a living run writes there."""
+        self.path, self.keep, self.board = Path(config.run_dir), config.keep, None
         newest_first = manifest.checkpoints(self.path)[::-1]
         self.restarted = restarts(self.path) and bool(newest_first)
         self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
@@ -56,7 +57,8 @@ class RunDirectory:
                 "implementation": config.implementation,
                 "mesh": config.axes,
                 "world_size": world_size,
-                "launch": this_launch(),
+                # Of all nodes: when rank 0's is lost, another node's rank becomes rank 0.
+                "launch": sorted({*(launches or [this_launch()])}),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             }
@@ -91,6 +93,16 @@ class RunDirectory:
         with self.told():
             self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
+            for name, value in record.items() if self.board else ():
+                if isinstance(value, int | float) and name != "step":
+                    self.board.add_scalar(name, value, record["step"])
+
+    def write_board(self, done: int) -> None:
+        """Write metrics for TensorBoard, too, from here on; what it has of steps after `done` it will not show."""
+        from torch.utils.tensorboard import SummaryWriter  # whoever does not ask for it need not have it
+
+        with self.told():
+            self.board = SummaryWriter(self.path / "tensorboard", purge_step=done + 1)
 
     def records(self) -> list[dict]:
         """All lines of metrics.jsonl."""
@@ -126,6 +138,8 @@ class RunDirectory:
         """Close the metrics and draw the loss curve."""
         with self.told():
             self.metrics.close()
+            if self.board:
+                self.board.close()
             records = self.records()
             if records:
                 self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))
@@ -161,8 +175,12 @@ def saved_settings(values: dict) -> dict:
     """The settings of the run that `values` ask to resume, with "run_dir". Raises UserError where there is none."""
     resume = values["resume"]
     if not is_step(resume):
+        if Path(resume).is_file():
+            raise UserError(f"--resume {resume} is a file, and a checkpoint is a folder; give that, or a step")
         if not Path(resume).is_dir():
             raise UserError(f"--resume {resume}: no such folder; give a step or the folder of a checkpoint")
+        if (Path(resume) / "config.json").exists() and not (Path(resume) / manifest.MANIFEST).exists():
+            raise UserError(f"--resume {resume} is a run, not a checkpoint; write --resume --run-dir {resume}")
         about, _ = manifest.read(Path(resume))
         if "settings" not in about:
             raise UserError(f"--resume: {resume} is no checkpoint of a run of this course")
@@ -186,7 +204,8 @@ def saved_settings(values: dict) -> dict:
 
 
 def this_launch() -> str:
-    """A name that no other launch has, and that stays when torchrun restarts the ranks; "" without torchrun."""
+    """A name that no other launch has on this node, and that stays when torchrun restarts the ranks; "" without
+    torchrun."""
     # The elastic agent makes a folder for its logs, once, under a random name: NAME/attempt_0/0/error.json.
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     return file.parents[2].name if len(file.parents) > 2 else ""
@@ -195,8 +214,8 @@ def this_launch() -> str:
 def restarts(folder: Path) -> bool:
     """Was the run in `folder` begun by this very launch: has torchrun --max-restarts started its ranks again?"""
     try:
-        return bool(this_launch()) and json.loads((folder / "config.json").read_text()).get("launch") == this_launch()
-    except (OSError, ValueError):
+        return bool(this_launch()) and this_launch() in json.loads((folder / "config.json").read_text())["launch"]
+    except (OSError, ValueError, KeyError):
         return False
 
 

@@ -2,6 +2,7 @@
 
     python -m common.runs list                          what there is under runs/
     python -m common.runs summary RUN ...               losses, speed, checkpoints; of several runs, speed-up
+    python -m common.runs ranks RUN                     of each rank: host, memory, use of its processor, time waited
     python -m common.runs plot RUN ... --over tokens    a picture of a metric over steps, tokens or seconds
     python -m common.runs compare A B ...               the first step at which each differs from A
     python -m common.runs export RUN --safetensors      the model of a checkpoint in one file, for other programs
@@ -86,11 +87,21 @@ def summary(runs: list[History]) -> list[dict]:
             f"{run.unit}_per_second": run.per_step / run.seconds if run.seconds else None,
             "checkpoints": [manifest.step_of(path) for path in run.checkpoints],
         }
+        if validated := [record["validation_loss"] for record in run.records if "validation_loss" in record]:
+            row["validation_loss"] = validated[-1]
         if len(runs) > 1 and run.seconds and runs[0].seconds:
             row["speed_up"] = runs[0].seconds / run.seconds * run.per_step / runs[0].per_step
             row["efficiency"] = row["speed_up"] * runs[0].facts["world_size"] / run.facts["world_size"]
         rows.append(row)
     return rows
+
+
+def by_rank(run: History) -> list[dict]:
+    """A row for each rank, from its last report. Raises UserError where there was none."""
+    reports = [record for record in run.records if "ranks" in record]
+    if not reports:
+        raise UserError(f"{run.path} has no report of its ranks yet: the first one comes after --log-every steps")
+    return [{"rank": rank, **row} for rank, row in enumerate(reports[-1]["ranks"])]
 
 
 def compare(one: History, other: History, tolerance: float) -> dict:
@@ -128,11 +139,14 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
 
     fig, ax = plt.subplots(figsize=(7, 4))
     for run in runs:
-        if run.records and metric not in run.records[0]:
-            known = ", ".join(key for key in run.records[0] if key != "step")
-            raise UserError(f"--metric {metric}: {run.name} has none; it has {known}")
-        values = [float("nan") if record[metric] is None else record[metric] for record in run.records]
-        ax.plot(run.axis(over), values, label=run.name, linewidth=1.5)
+        known = dict.fromkeys(key for record in run.records for key in record if key != "step")
+        if run.records and metric not in known:
+            raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
+        # A validation loss is there for some steps only.
+        pairs = zip(run.axis(over), run.records, strict=True)
+        points = [(x, record[metric]) for x, record in pairs if metric in record]
+        values = [float("nan") if value is None else value for _, value in points]
+        ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." * (len(points) < 50))
     ax.set(xlabel=over, ylabel=metric)
     ax.legend()
     fig.savefig(file)
@@ -163,11 +177,8 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
             out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
-    """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
-    tied stands there once, under its first name. Raises UserError."""
-    from common.checkpoint import whole_tensors
-
+def checkpoint_of(run: History, step: int | None) -> Path:
+    """The checkpoint after `step` steps, by default the newest that is whole. Raises UserError."""
     there = {manifest.step_of(path): path for path in run.checkpoints}
     if step is not None and step not in there:
         raise UserError(f"--step {step}: {run.path} has checkpoints of steps {', '.join(map(str, there))}")
@@ -176,6 +187,15 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
     folder = next((folder for folder, why in zip(wanted, wrong, strict=True) if not why), None)
     if folder is None:
         raise UserError(wrong[0] if wrong else f"{run.path} has no checkpoint")
+    return folder
+
+
+def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
+    """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
+    tied stands there once, under its first name. Raises UserError."""
+    from common.checkpoint import whole_tensors
+
+    folder = checkpoint_of(run, step)
     file = file or run.path / f"model-{manifest.step_of(folder):06d}.{'safetensors' if safetensors else 'pt'}"
     tensors = whole_tensors(folder)
     write_safetensors(tensors, file) if safetensors else torch.save(tensors, file)
@@ -221,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     for name, about, how_many in (
         ("list", "what there is under runs/", None),
         ("summary", "losses, speed, checkpoints; of several runs, speed-up over the first", "+"),
+        ("ranks", "of each rank: host, memory, use of its processor, time waited", 1),
         ("plot", "a metric over steps, tokens or seconds", "+"),
         ("compare", "the first step at which each run differs from the first", "+"),
         ("export", "the model of a checkpoint in one file", 1),
@@ -249,6 +270,9 @@ def main(argv: list[str] | None = None) -> None:
     if asked.command in ("list", "summary"):
         found = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
         text = table(found) if found else "there is no run under runs/"
+    elif asked.command == "ranks":
+        found = by_rank(runs[0])
+        text = table(found)
     elif asked.command == "plot":
         plot(runs, asked.metric, asked.over, asked.out)
         found = {"file": str(asked.out)}

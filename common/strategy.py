@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import mesh as meshes
 from common import state as states
 from common.errors import UserError
-from common.model import GPT
+from common.model import GPT, cross_entropy
 from common.options import NoOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,6 +75,15 @@ class Strategy:
         clipping: two scalars, the same on every rank.
         """
         raise TypeError(f"{type(self).__name__} does not say how to step")
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss over these examples, without gradients: a scalar, the same on all ranks that read them.
+
+        What a step computes with must be as it was afterwards. Collective; ranks that read other examples may have
+        more of them, or fewer.
+        """
+        with torch.no_grad(), self.autocast():
+            return mean_loss(self.model(inputs), targets)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -172,6 +181,11 @@ class StrategyEntry:
     def sizes(self, implementation: str) -> tuple[int, ...]:
         """On how many ranks this implementation must equal one process."""
         return self.world_sizes[implementation] if isinstance(self.world_sizes, dict) else self.world_sizes
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in float32, also of logits that are cut over ranks as a DTensor. Without gradients."""
+    return cross_entropy((logits.full_tensor() if states.is_dtensor(logits) else logits).float(), targets)
 
 
 def can_compute(device_type: str, precision: str) -> bool:

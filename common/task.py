@@ -43,6 +43,10 @@ class Task:
         """What this rank reads in step `step`, counted from 0."""
         return next(data.shard(self.dataset, self.plan(strategy), step))
 
+    def validation_text(self) -> data.Text:
+        """What is not trained on. Raises UserError."""
+        return data.validation_text(self.config.context, self.config.text)
+
     def plan(self, strategy: Strategy) -> data.Plan:
         """What the run reads, and this rank's part of it."""
         c = self.config
@@ -63,7 +67,7 @@ def make_task(config: Config) -> Task:
 
 def make_dataset(config: Config) -> data.Text | data.Images:
     if config.task == "text":
-        return data.Text(config.context)
+        return data.training_text(config.context, config.text)
     if config.dataset == "digits":
         return data.digits()
     return data.torchvision_images(config.dataset, config.data_dir, config.download)

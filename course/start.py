@@ -21,4 +21,9 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
                 f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "
                 f"repository's root"
             )
-        config.main(config)
+        if config.dry_run:
+            from course.dry_run import dry_run  # it pretends that there are devices: nothing that trains needs it
+
+            dry_run(config)
+        else:
+            config.main(config)

@@ -18,7 +18,7 @@ from pathlib import Path
 from helpers import launcher
 from torch.distributed.run import get_args_parser
 
-from common import ROOT, check, cluster_check, doctor
+from common import ROOT, check, cluster_check, doctor, generate, runs
 from common.command_line import full_parser, parse
 from common.errors import UserError
 from course.strategies import BY_AXES, STRATEGIES
@@ -97,6 +97,9 @@ def own_options() -> dict[str, set[str]]:
     plans = set().union(*(options_of(command) for command in planner_parser()[1].values()))
     own = {"common.check": help_of(check.main), "common.doctor": help_of(doctor.main), "planner": plans}
     own["common.cluster_check"] = help_of(cluster_check.main)
+    own["common.generate"] = options_of(generate.parser())
+    commands_of_runs = next(action.choices for action in runs.parser()._actions if action.dest == "command")
+    own["common.runs"] = set().union(*map(options_of, commands_of_runs.values()))
     return {"distributed_training.py": scripts, **own}
 
 
@@ -142,6 +145,7 @@ def commands_can_be_parsed(page, text):
             continue
         place = words.index(script)
         before, options = " ".join(words[:place]), words[place + 1 :]
+        options = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
         if {"--resume", "--device", "--backend"} & {*options} or any(word.isupper() for word in options):
             continue  # wants a run or hardware that is not here, or stands for many commands
         numbers = {name: int(found) for name, found in re.findall(r"--(n\w+)=(\d+)", before.replace("=gpu", "=4"))}

@@ -22,7 +22,7 @@ from helpers import FULL, LAUNCHER, TEXT
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from common import ROOT
-from common.lab.launch import _ready_to_fork
+from common.lab.launch import ready_to_fork
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
@@ -48,7 +48,7 @@ class Fork:
     ):
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)] if files else []
         self.returncode: int | None = None
-        with _ready_to_fork():
+        with ready_to_fork():
             self.pid = os.fork()
             if self.pid == 0:
                 code = 1

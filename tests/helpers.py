@@ -22,6 +22,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 FULL = bool(os.environ.get("FULL"))  # make test-all: every case, and every script in a process of its own
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}  # a run of it
+EVERY = SMALL | {"batch_size": 24}  # divides among whatever every_strategy() has
 
 
 @contextmanager
@@ -48,6 +49,32 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
     distributed = ["--distributed"] if size > 1 else []
     with launcher(rank, size):
         return parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
+
+
+def every_strategy() -> list[tuple[int, str, str, str]]:
+    """(ranks, strategy, implementation, its options): each on two ranks or, where it needs four, on four."""
+    sizes = {
+        (name, kind): entry().sizes(kind) for name, entry in STRATEGIES.items() for kind in entry().implementations
+    }
+    table = [
+        (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
+        for who in sizes
+        if who[0] != "mesh" and max(sizes[who]) > 1
+    ]
+    return [
+        *sorted(table),
+        (2, "pipeline", "by-hand", "--schedule zbv"),  # the first rank has both ends, and a tied weight twice
+        (2, "fsdp", "pytorch", "--precision fp16"),
+        (4, "mesh", "by-hand", "--mesh shard=2,tensor=2"),  # flat shards of weights that are cut
+        (4, "mesh", "by-hand", "--mesh pipeline=2,tensor=2"),
+        (4, "mesh", "pytorch", "--mesh pipeline=2,tensor=2"),
+        (4, "mesh", "pytorch", "--mesh pipeline=2,shard=2"),
+    ]
+
+
+def config_of(folder: Path, size: int, strategy: str, implementation: str = "pytorch", line: str = ""):
+    run_dir = folder / f"{strategy}-{implementation}-{line}".replace(" ", "")
+    return configure(line, size, **EVERY, strategy=strategy, implementation=implementation, run_dir=run_dir)
 
 
 class NoFigure:

@@ -16,13 +16,8 @@ from links import dead_links
 # paid must leave the list.
 UNCOMPARED = {}  # cells, each with its reason
 VERDICTS = {  # how often an output is a bare True or False
-    "01_intro/03_cost_and_mistakes.ipynb": 8,
     "03_ddp/03_scaling.ipynb": 5,
     "04_model_parallel/01_splitting_layers.ipynb": 11,
-    "04_model_parallel/03_long_contexts.ipynb": 21,
-    "04_model_parallel/04_experts.ipynb": 25,
-    "05_pipeline/01_pipelines.ipynb": 13,
-    "05_pipeline/02_schedule_lab.ipynb": 1,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 28,
     "06_fsdp/01_zero.ipynb": 31,
     "06_fsdp/02_fully_shard.ipynb": 15,
@@ -32,8 +27,9 @@ VERDICTS = {  # how often an output is a bare True or False
 ASSERTS = {
     "01_intro/01_why_distribute.ipynb": 13,
     "01_intro/02_collectives.ipynb": 9,
-    "01_intro/03_cost_and_mistakes.ipynb": 14,
-    "01_intro/04_collectives_in_practice.ipynb": 8,
+    "01_intro/03_collectives_in_practice.ipynb": 8,
+    "01_intro/04_cost.ipynb": 16,
+    "01_intro/05_mistakes.ipynb": 15,
     "02_data_parallel/01_data_parallel.ipynb": 19,
     "03_ddp/01_ddp.ipynb": 16,
     "03_ddp/02_feeding.ipynb": 13,
@@ -41,15 +37,18 @@ ASSERTS = {
     "03_ddp/04_training_well.ipynb": 8,
     "04_model_parallel/01_splitting_layers.ipynb": 6,
     "04_model_parallel/02_tensor_parallel.ipynb": 17,
-    "04_model_parallel/03_long_contexts.ipynb": 12,
-    "04_model_parallel/04_experts.ipynb": 5,
+    "04_model_parallel/03_long_contexts.ipynb": 17,
+    "04_model_parallel/04_experts.ipynb": 16,
     "04_model_parallel/05_inside_a_node.ipynb": 11,
-    "05_pipeline/01_pipelines.ipynb": 7,
-    "05_pipeline/02_schedule_lab.ipynb": 9,
+    "04_model_parallel/06_contexts_in_practice.ipynb": 10,
+    "05_pipeline/01_pipelines.ipynb": 19,
+    "05_pipeline/02_schedule_lab.ipynb": 15,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 8,
     "06_fsdp/01_zero.ipynb": 4,
     "06_fsdp/02_fully_shard.ipynb": 4,
-    "06_fsdp/03_fitting_in.ipynb": 14,
+    "06_fsdp/03_fitting_in.ipynb": 13,
+    "06_fsdp/04_choosing.ipynb": 4,
+    "06_fsdp/06_many_axes.ipynb": 8,
 }
 
 

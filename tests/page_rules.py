@@ -45,7 +45,7 @@ SUFFIXES = (
 NOT_HERE = {
     "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250/", "checkpoint-000150/",
     ".checkpoint-000150.partial/", "manifest.json", "train.sbatch", "grades.csv",
-    "options.yaml", "hello.py",
+    "options.yaml", "hello.py", "tensorboard/",
     "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name", "doctor-report.txt", "shared/run", "../NN_name", "tokens/s", "network/benchmarks",
     "galvatron/profile_hardware/hardware_configs",
@@ -81,7 +81,7 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     NN_name HOST symlinks OK FIX INFO WARN EADDRINUSE RendezvousTimeoutError PHB accelerate WithAccelerate DIR
     split_dataset_by_node StatefulDataLoader WithDevice NoChunk skippable deferred_batch_norm except_last timeit chrome
     galvatron profile_hardware hardware_configs torchfrtrace dmesg unzip scontrol sacct docker tee eth
-    rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
+    logdir rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
     Cause observed clients client trying connect listen Unable recvValueWithTimeout Watchdog trace_ etc by_hand_
 """))  # fmt: skip
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_")

@@ -52,6 +52,38 @@ MISTAKES = [
         "tests/test_data.py::test_ranks_and_micro_batches_cut_the_global_batch_into_equal_parts",
         "the ranks' slices are not the batch",
     ),
+    # --- what each rank does ------------------------------------------------------------------------------------------
+    Mistake(
+        "common/per_rank.py", "statistics.median(steps.values())", "max(steps.values())",
+        "a rank that was late once is a straggler",
+        "tests/test_per_rank.py::test_lateness_is_that_of_the_worst_collective_of_a_step_in_half_of_the_steps",
+        "once is no habit",
+    ),
+    Mistake(
+        "common/per_rank.py", "(created - began) / 1e9", "created / 1e9",
+        "times of ranks whose clocks differ are compared",
+        "tests/test_per_rank.py::test_launches_are_counted_from_where_all_ranks_began",
+        "assert",
+    ),
+    # --- validation --------------------------------------------------------------------------------------------------
+    Mistake(
+        "common/validation.py", "loss * len(mine), torch.full_like(loss, len(mine))", "loss, torch.ones_like(loss)",
+        "a batch that is not full counts as much as a full one",
+        "tests/test_validation.py::test_every_example_counts_once",
+        "on 1 rank(s)",
+    ),
+    Mistake(
+        "common/validation.py", "torch.full_like(loss, len(mine))", "torch.full_like(loss, max(1, len(mine)))",
+        "a rank for which no example is left counts one",
+        "tests/test_validation.py::test_every_example_counts_once",
+        "on 4 rank(s)",
+    ),
+    Mistake(
+        "common/data.py", 'HELD_OUT = ("asyncio", "email", "json", "logging")', 'HELD_OUT = (".",)',
+        "validation is on what is trained on",
+        "tests/test_validation.py::test_validation_text_is_not_trained_on",
+        "assert b",
+    ),
     Mistake(
         "common/data.py", "return self.examples // self.batch_size", "return -(-self.examples // self.batch_size)",
         "a run ends with a batch that is not full",
@@ -351,7 +383,7 @@ MISTAKES = [
         "ddp's --recompute is not fsdp's",
     ),
     Mistake(
-        "common/command_line.py", '"implementation", "by_hand", "resume")', '"implementation", "resume", "precision")',
+        "common/command_line.py", '"implementation", "by_hand", "resume",', '"implementation", "resume", "precision",',
         "a resumed run computes in another precision",
         "tests/test_resume.py::test_a_resumed_run_takes_its_settings_from_the_run",
         "precision",
@@ -363,7 +395,7 @@ MISTAKES = [
         "DID NOT RAISE UserError",
     ),
     Mistake(
-        "common/command_line.py", "if environment()[0] == 0 and not", "if not",
+        "common/command_line.py", "if environment()[0] == 0 and trains", "if trains",
         "every rank makes the run's folder",
         "tests/test_cli.py::test_only_rank_0_claims_the_run_directory",
         "rank 1 has made the run's folder",

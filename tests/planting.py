@@ -30,7 +30,7 @@ import torch.distributed.tensor
 import torch.profiler  # noqa: F401
 
 from common import ROOT
-from common.lab.launch import _ready_to_fork
+from common.lab.launch import ready_to_fork
 from common.vision import torchvision  # noqa: F401
 
 
@@ -114,7 +114,7 @@ def outcome(mistake: Mistake | None, tests: list[str], timeout: float = 90.0) ->
     text = mistake.source() if mistake else ""
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
         report = Path(folder, "report")
-        with _ready_to_fork():
+        with ready_to_fork():
             pid = os.fork()
             if pid == 0:
                 code = 99

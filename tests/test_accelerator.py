@@ -5,10 +5,12 @@ a formula says, and the host waits for the device as often as is stated. Mistake
 import contextlib
 import functools
 import re
+import tempfile
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -283,3 +285,57 @@ def test_what_is_listed_is_needed(examined):
         assert all(step.messages for step in steps) is (case.who not in {*ONE_PROCESS, ("single", "pytorch")})
     assert senders == set(FROM_CPU)
     assert set(WAITS) <= set(SAYS)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def save_and_count(case: Case, planted: bool) -> tuple[int, int, int]:
+    """Save a checkpoint after two steps: (bytes alive before; at most meanwhile; bytes of what is written). `planted`:
+    with all parameters gathered first."""
+    from common import checkpoint, pieces
+    from common.lab.fake_accelerator import pretend
+
+    warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
+    config, written = settings(case), []
+    with contextlib.ExitStack() as stack:
+        mesh, watch = stack.enter_context(pretend(config.axes, case.rank, case.size, 1, (1, 1, WIDTH)))
+        with torch.device("meta" if config.strategy_class.from_meta and case.rank > 0 else "cpu"):
+            model = config.strategy_class.make_model(config)
+        strategy = config.strategy_class(model, Task(None, config).make_optimizer, mesh, config.options)
+        tokens = torch.zeros(getattr(config.options, "microbatches", case.size), 1, dtype=torch.long, device="gpu")
+        for _ in range(2):
+            strategy.step([(tokens, tokens.clone())])
+        # There are no numbers to write or to compare, and no file: only what passes through memory.
+        stand_ins = [
+            (torch, "save", lambda tensor, stream: written.append(tensor.nbytes)),
+            (pieces, "digest", lambda tensor: int(tensor.cpu().numel())),
+            (checkpoint, "random_state", lambda device: []),
+            (checkpoint.Writer, "finish", lambda *args, **named: None),
+            (checkpoint.dcp, "save", functools.partial(checkpoint.dcp.save, no_dist=True)),
+        ]
+        for stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(*stand_in))
+        strategy.optimizer.zero_grad()
+        before, phase = watch.now[0], watch.begin("saving")
+        whole = [parameter.full_tensor() for parameter in model.parameters()] if planted else []
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.Saver().save(Path(folder, "checkpoint-000001"), strategy, {})
+        return before, phase.peak + 0 * len(whole), sum(written)
+
+
+SHARDED = [("fsdp", "pytorch"), ("fsdp", "by-hand"), ("zero2", "pytorch"), ("pipeline+fsdp", "pytorch")]
+
+
+@pytest.mark.parametrize("who", SHARDED, ids="-".join)
+def test_a_checkpoint_is_saved_within_a_share_and_a_unit(who, elsewhere):
+    """Parameters and AdamW's two averages of a shard, and at most a unit beside them."""
+    case = Case(*who, 4, 0)
+    s = sizes(case)
+    share = 3 * s.share // s.n
+    before, peak, written = elsewhere(save_and_count, case, False)
+    print(f"{case}: {before:,} bytes before, at most {peak:,} while {written:,} are written; a unit is {s.unit:,}")
+    assert 0.99 * share < written < 1.01 * share + 1000, "what is written is this rank's share"
+    assert peak <= share + s.unit, f"{peak:,} bytes are more than a share of {share:,} and a unit of {s.unit:,}"
+    if who == ("fsdp", "pytorch"):
+        assert elsewhere(save_and_count, case, True)[1] > share + s.unit, "whole parameters would be seen"

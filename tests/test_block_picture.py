@@ -39,7 +39,7 @@ def block_on_a_rank(kind):
 def test_what_is_drawn_is_what_two_ranks_do(kind):
     sent, shapes = launch(block_on_a_rank, 2, (kind,))[0]
     for direction, entries in sent.items():
-        messages = [message for message in pictures.MESSAGES[kind, direction] if message != "nothing"]
+        messages = [message for message in pictures.BLOCK_MESSAGES[kind, direction] if message != "nothing"]
         drawn = 2 * (messages if direction == "forward" else messages[::-1])  # attention and MLP
         assert [entry.operation.replace("_", "-") for entry in entries] == drawn
         assert all(message in pictures.WORDS[kind, direction] for message in messages)
@@ -54,7 +54,7 @@ def test_every_frame_is_drawn():
         said = [text.get_text().replace("\n", "") for ax in fig.axes for text in ax.texts]
         plt.close(fig)
         for message in ("all-reduce", "all-gather", "reduce-scatter", "nothing"):  # in attention and in the MLP
-            assert said.count(message) == 2 * pictures.MESSAGES.get((kind, direction), ()).count(message)
+            assert said.count(message) == 2 * pictures.BLOCK_MESSAGES.get((kind, direction), ()).count(message)
     assert {pictures.split("one", "forward", place) for place in pictures.PLACES} == {"whole"}
 
 

@@ -1,11 +1,11 @@
-"""The calculator of chapter 06 shows what the planner says, and nothing else."""
+"""The calculator and the map of chapter 06 show what the planner says, and nothing else."""
 
 import pytest
 
-from course.fsdp import calculator
+from course.fsdp import calculator, decision_map
 from planner import hardware, models
 from planner.estimate import GIB, estimate
-from planner.layout import make_layout
+from planner.layout import Layout, make_layout
 
 
 @pytest.mark.parametrize("stage", calculator.STAGES.values())
@@ -60,3 +60,32 @@ def test_phases_of_a_step_are_marked():
     texts = [text.get_text() for text in fig.axes[0].texts]
     assert texts == ["forward", "backward", "step", "6.2 MiB"]
     assert fig.axes[0].get_ylim() == fig.axes[1].get_ylim()
+
+
+def test_the_map_is_whole_and_what_the_planner_says():
+    rows, network = decision_map.stored(), list(decision_map.NETWORKS)[1]
+    assert rows.keys() == {(name, model, gpus) for name in decision_map.NETWORKS for model in decision_map.MODELS
+                           for gpus in decision_map.GPUS}  # fmt: skip
+    assert {row["kind"] for row in rows.values()} <= decision_map.LAYOUT_KINDS.keys()
+    for model, gpus in (("llama-33b", 8), ("llama-3-405b", 16)):
+        found, said = decision_map.cell(model, gpus, network), rows[network, model, gpus]
+        assert found == {name: value for name, value in said.items() if value}
+
+
+@pytest.mark.parametrize(
+    "axes, fields, kind, short",
+    [
+        ({"data": 8}, {}, "DDP, ZeRO-1, ZeRO-2", "DDP"),
+        ({"shard": 8}, {"zero_stage": 2}, "DDP, ZeRO-1, ZeRO-2", "Z2"),
+        ({"shard": 8}, {"zero_stage": 3}, "ZeRO-3 (FSDP)", "Z3"),
+        ({"data": 4, "shard": 2}, {"zero_stage": 3}, "ZeRO-3 (FSDP)", "H4 Z3"),
+        ({"shard": 4, "tensor": 2}, {"zero_stage": 3}, "tensor", "T2 Z3"),
+        ({"shard": 4, "context": 2}, {"zero_stage": 1}, "tensor", "C2 Z1"),
+        ({"pipeline": 8}, {}, "pipeline", "P8"),
+        ({"pipeline": 4, "data": 2, "tensor": 2}, {}, "pipeline and tensor", "P4 T2 DDP"),
+        ({"shard": 8}, {"zero_stage": 3, "offload": True}, "offload", "Z3"),
+    ],
+)
+def test_layouts_have_kinds_and_short_names(axes, fields, kind, short):
+    layout = Layout(tuple(axes.items()), 64, **fields)
+    assert (decision_map.kind_of(layout), decision_map.short(layout)) == (kind, short)

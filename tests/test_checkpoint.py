@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, configure, saved
+from helpers import EVERY, config_of, configure, every_strategy, saved
 
 from common import manifest
 from common.checkpoint import Saver, Writer, load
@@ -18,7 +18,6 @@ from common.mesh import make_mesh
 from common.pieces import boxes, pieces_of
 from common.state import Where
 from common.task import make_task
-from course.strategies import STRATEGIES
 
 
 def test_boxes_have_the_elements_of_every_interval():
@@ -47,34 +46,6 @@ def test_pieces_are_memory_of_the_part():
 
 
 # --- every strategy reads what every other wrote --------------------------------------------------------------------
-
-TEXT = SMALL | {"batch_size": 24}
-
-
-def settings() -> list[tuple[int, str, str, str]]:
-    """(ranks, strategy, implementation, its options): each on two ranks or, where it needs four, on four."""
-    sizes = {
-        (name, kind): entry().sizes(kind) for name, entry in STRATEGIES.items() for kind in entry().implementations
-    }
-    table = [
-        (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
-        for who in sizes
-        if who[0] != "mesh" and max(sizes[who]) > 1
-    ]
-    return [
-        *sorted(table),
-        (2, "pipeline", "by-hand", "--schedule zbv"),  # the first rank has both ends, and a tied weight twice
-        (2, "fsdp", "pytorch", "--precision fp16"),
-        (4, "mesh", "by-hand", "--mesh shard=2,tensor=2"),  # flat shards of weights that are cut
-        (4, "mesh", "by-hand", "--mesh pipeline=2,tensor=2"),
-        (4, "mesh", "pytorch", "--mesh pipeline=2,tensor=2"),
-        (4, "mesh", "pytorch", "--mesh pipeline=2,shard=2"),
-    ]
-
-
-def config_of(folder: Path, size: int, strategy: str, implementation: str = "pytorch", line: str = ""):
-    run_dir = folder / f"{strategy}-{implementation}-{line}".replace(" ", "")
-    return configure(line, size, **TEXT, strategy=strategy, implementation=implementation, run_dir=run_dir)
 
 
 def one_step_each(jobs: list[tuple]) -> list[tuple[dict, dict, float, float]]:
@@ -112,11 +83,11 @@ def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp
     for begin, then, last in expected.values():
         assert equal(begin[1], then[0]) and equal(then[1], last[0]) and not equal(then[0], then[1])
 
-    many = [config_of(tmp_path, *row) for row in sorted(settings())]
+    many = [config_of(tmp_path, *row) for row in sorted(every_strategy())]
     kinds = [config.strategy_class.model_class.__name__ for config in many]
     ends = [tmp_path / f"many-{number}" for number in range(len(many))]
     jobs = [(config, first[kind], 1, end) for config, kind, end in zip(many, kinds, ends, strict=True)]
-    two = [row[0] for row in settings()].count(2)
+    two = [row[0] for row in every_strategy()].count(2)
     outcomes = launch(one_step_each, 2, (jobs[:two],))[0] + launch(one_step_each, 4, (jobs[two:],), timeout=120)[0]
     (again,) = launch(one_step_each, 1, ([(alone[k], end, 2, None) for k, end in zip(kinds, ends, strict=True)],))
     for config, kind, there, back in zip(many, kinds, outcomes, again, strict=True):
@@ -148,7 +119,7 @@ def saved_in_the_background(config, folder: Path) -> tuple[list[str], dict, dict
 
 
 def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
-    config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run")
+    config = configure(size=2, **EVERY, strategy="ddp", run_dir=tmp_path / "run")
     there, before, after = launch(saved_in_the_background, 2, (config, tmp_path))[0]
     assert there == [] and manifest.damage(tmp_path / "checkpoint-000001") == ""
     kept = saved(tmp_path / "checkpoint-000001")

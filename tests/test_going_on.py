@@ -6,13 +6,15 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from forks import Fork
-from helpers import SMALL, configure, metrics, numbers, train
+from helpers import SMALL, configure, metrics, numbers, saved, train
 
 from common import ROOT, checkpoint, manifest
 from common.errors import UserError
@@ -64,6 +66,27 @@ def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), line
     masks = [one[f"random.{rank}.0"] for rank in range(size)]
     assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_run_goes_on_with_other_strategies_on_other_numbers_of_ranks(tmp_path):
+    """As one process would have trained without a stop, to rounding. The mean loss of a step on SMALL is near 5.5."""
+    chain, folder = [(4, "--strategy fsdp"), (2, "--strategy ddp"), (1, "--strategy single")], tmp_path / "chain"
+    chain.append((4, "--mesh data=2,tensor=2"))
+    line = "--optimizer sgd --lr 0.3 --warmup-steps 0 --checkpoint-every 0"
+    launch(train, 1, ([configure(f"{line} --strategy single", **SMALL, steps=8, run_dir=tmp_path / "whole")],))
+    for number, (size, strategy) in enumerate(chain, start=1):
+        more = f"--resume {strategy}" if number > 1 else f"{line} {strategy}"
+        settings = {} if number > 1 else SMALL
+        config = configure(more, size, **settings, steps=2 * number, run_dir=folder)
+        launch(train, size, ([config],))
+    records = metrics(folder)
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert numbers(folder) == pytest.approx(numbers(tmp_path / "whole"), rel=3e-5)
+    assert records[0]["loss"] > 1.05 * records[7]["loss"], "it has learned, so a lost state would show"
+    one, other = (saved(run / manifest.name_of(8)) for run in (folder, tmp_path / "whole"))
+    assert one.keys() == other.keys() and any("momentum" in name for name in one)
+    for name, expected in other.items():
+        assert torch.allclose(one[name], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())), name
 
 
 # --- from which checkpoint ------------------------------------------------------------------------------------
@@ -157,6 +180,34 @@ def test_other_models_and_other_projects_are_refused(run):
     (run / "checkpoint-000004.pt").touch()
     with pytest.raises(UserError, match="single files, as earlier versions of this course wrote them"):
         configure(f"--resume --run-dir {run}")
+
+
+def refused(line: str, size: int = 1) -> str:
+    with pytest.raises(UserError) as error:
+        configure(line, size)
+    return str(error.value)
+
+
+def test_each_wrong_resume_says_what_to_do(run, tmp_path):
+    """A checkpoint of another project, a file, a run in a checkpoint's place, a mesh of more ranks than there are."""
+    other, file = tmp_path / "other", tmp_path / "model.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody else takes part
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=other, no_dist=True)
+    torch.save({}, file)
+    expected = f"{other} is no checkpoint of this course, or one that was cut: it has no manifest.json"
+    assert refused(f"--resume {other}") == expected
+    expected = f"--resume {file} is a file, and a checkpoint is a folder; give that, or a step"
+    assert refused(f"--resume {file}") == expected
+    assert refused(f"--resume {run}") == f"--resume {run} is a run, not a checkpoint; write --resume --run-dir {run}"
+    assert refused(f"--resume --run-dir {run} --mesh data=2,tensor=2", 2) == (
+        "--mesh data=2,tensor=2 is 4 rank(s), and 2 are started; start 4, or make the product 2"
+    )
+    assert refused(f"--resume --run-dir {run} --strategy hsdp").startswith(
+        "--mesh data=2 leaves no whole number of ranks for axis 'shard': 1 rank(s) do not divide by 2; start a multiple"
+    )
+    said = go_on(run, "--resume --steps 5 --strategy expert --by-hand")
+    assert said[-1].startswith(f"error: {run}/checkpoint-000004 is not of this model: model.blocks.0.mlp.experts.up of")
 
 
 def test_a_folder_belongs_to_one_living_run(run):

@@ -280,6 +280,10 @@ def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
     assert other.path != first.path and not other.goes_on
     with pytest.raises(UserError, match="holds a run already; add --resume to go on"):
         configure(run_dir=first.path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "logs/none_ef/attempt_0/0/error.json")
+    two_nodes = RunDirectory(configure(), 2, ["none_ef", "none_gh"])
+    (two_nodes.path / manifest.name_of(1)).mkdir()
+    assert attempt("none_gh", 1).path == two_nodes.path, "the first node is lost, and the other's rank is rank 0"
 
 
 def test_ranks_that_share_no_data_are_told_so(tmp_path, capfd):

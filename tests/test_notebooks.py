@@ -43,8 +43,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = [
     "01_intro/01_why_distribute.ipynb",
     "01_intro/02_collectives.ipynb",
-    "01_intro/03_cost_and_mistakes.ipynb",
-    "01_intro/04_collectives_in_practice.ipynb",
+    "01_intro/03_collectives_in_practice.ipynb",
+    "01_intro/04_cost.ipynb",
+    "01_intro/05_mistakes.ipynb",
     "02_data_parallel/01_data_parallel.ipynb",
     "03_ddp/01_ddp.ipynb",
     "03_ddp/02_feeding.ipynb",
@@ -55,12 +56,15 @@ NOTEBOOKS = [
     "04_model_parallel/03_long_contexts.ipynb",
     "04_model_parallel/04_experts.ipynb",
     "04_model_parallel/05_inside_a_node.ipynb",
+    "04_model_parallel/06_contexts_in_practice.ipynb",
     "05_pipeline/01_pipelines.ipynb",
     "05_pipeline/02_schedule_lab.ipynb",
     "05_pipeline/03_pytorch_and_hybrids.ipynb",
     "06_fsdp/01_zero.ipynb",
     "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
+    "06_fsdp/04_choosing.ipynb",
+    "06_fsdp/06_many_axes.ipynb",
 ]
 SANITIZE = ROOT / "tests" / "sanitize.cfg"
 FOUND = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))

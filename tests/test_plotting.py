@@ -11,7 +11,7 @@ from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
 from common.lab import plotting
-from course.intro import rank_pictures
+from course.intro import networks, rank_pictures
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,28 @@ def test_a_broadcast_lights_the_links_of_its_step(step, ring, tree):
             (rank,) = [text for (x, y), text in places.items() if abs(x - end[0]) < 0.1 and abs(y - end[1]) < 0.1]
             reached[end[0] > 0].append(int(rank))
     assert [sorted(ranks) for ranks in reached] == [ring, sorted(tree)]
+
+
+def test_calls_of_two_ranks_meet_by_their_number():
+    notes = ["1 + 10", "2 + 30", "waits"]
+    fig = rank_pictures.paired([["a", "b", "c"], ["a", "c"]], 3, notes)
+    colours = {text.get_text(): text.get_color() for text in fig.axes[0].texts if text.get_text() in notes}
+    assert colours == {"1 + 10": plotting.GREEN, "2 + 30": plotting.VERMILION, "waits": plotting.VERMILION}
+    assert not rank_pictures.paired([["a"], ["a"]], 0, notes).axes[0].lines, "no call has been made"
+
+
+def test_links_of_a_cluster_are_as_wide_as_their_bandwidth():
+    lines = networks.cluster(450, 63, 50, nodes=2, gpus=4).axes[0].lines
+    widths = [line.get_linewidth() for line in lines]
+    assert sorted(set(widths)) == [1.0, 1.26, 9.0] and all(widths.count(width) == 8 for width in set(widths))
+
+
+def test_the_sliders_of_an_all_reduce_show_the_times_of_the_algorithms():
+    algorithms = {"ring": lambda n, cluster: cluster + n / 1e9, "tree": lambda n, cluster: 2 * cluster + n / 1e9}
+    lab = networks.AllReduceLab(algorithms, lambda nodes, alpha_in, alpha_out, link_out: nodes * 1e-3)
+    fig = lab.draw(size=networks.MiB, nodes=4, alpha_in=3, alpha_out=6, link_out=50)
+    texts = [text.get_text() for text in fig.axes[0].texts]
+    assert texts == ["ring: 5.05 ms", "tree: 9.05 ms", "1 MiB:"], "the fastest below, and 1 MiB takes 1.05 ms"
 
 
 def test_collective_shows_every_chunk_in_its_ranks_colours():

@@ -15,7 +15,7 @@ from common import manifest
 from common.checkpoint import Writer
 from common.config import Config, shared
 from common.errors import UserError, one_line_errors
-from common.lab.launch import RankFailed, _ready_to_fork, launch
+from common.lab.launch import RankFailed, launch, ready_to_fork
 from common.run import INTERRUPTED, Run
 from course.strategies import load
 
@@ -23,7 +23,7 @@ from course.strategies import load
 IDENTITY = {
     "layers": 3, "width": 64, "heads": 2, "optimizer": "sgd", "lr": 0.01, "seed": 5, "task": "images", "context": 64,
     "dataset": "cifar10", "batch_size": 64, "lr_schedule": "cosine", "warmup_steps": 7, "weight_decay": 0.2,
-    "beta1": 0.8, "beta2": 0.99, "max_norm": 0.5,
+    "beta1": 0.8, "beta2": 0.99, "max_norm": 0.5, "text": "poems",
 }  # fmt: skip
 EXPERTS = {"experts": 16, "top_k": 3}
 MAY_CHANGE = {"steps": 300, "precision": "bf16", "accumulation_steps": 2, "log_every": 3, "checkpoint_every": 7}
@@ -133,7 +133,7 @@ def killed_while_it_writes(config, after: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    with _ready_to_fork():
+    with ready_to_fork():
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):

@@ -2,11 +2,15 @@
 
 import json
 import struct
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SMALL, configure, saved, train
+from helpers import SMALL, configure, metrics, saved, train
+from matplotlib.axes import Axes
 
 from common import runs
 from common.errors import UserError
@@ -71,6 +75,55 @@ def test_plot_over_steps_tokens_and_seconds(tmp_path, capsys):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="--metric los: a has none; it has loss, grad_norm, step_seconds"):
         runs.main(["plot", str(a), "--metric=los"])
+
+
+def test_a_validation_loss_stands_in_some_steps_only(tmp_path, capsys, monkeypatch):
+    a, drawn = made(tmp_path / "a", [4.0, 3.0, 2.0, 1.0]), []
+    lines = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()[:4]]
+    lines[1]["validation_loss"], lines[3]["validation_loss"] = 3.5, 1.5
+    (a / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, **how: drawn.append((x, y)))
+    asked(capsys, "plot", a, "--metric", "validation_loss", "--out", tmp_path / "a.png")
+    assert drawn == [([2, 4], [3.5, 1.5])]
+    (row,) = asked(capsys, "summary", a)
+    assert row["validation_loss"] == 1.5
+
+
+class Board:
+    """Stands for torch.utils.tensorboard.SummaryWriter, whose package is not among the requirements."""
+
+    def __init__(self, folder, purge_step):
+        self.file = open(folder.with_suffix(".txt"), "a")
+        print("begin", folder.name, purge_step, file=self.file)
+
+    def add_scalar(self, name, value, step):
+        print(name, value, step, file=self.file)
+
+    def close(self):
+        print("end", file=self.file, flush=True)
+
+
+def with_board(configs) -> None:
+    sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=Board)
+    train(configs)
+
+
+def test_tensorboard_gets_the_metrics_and_goes_on_where_the_run_does(tmp_path, monkeypatch):
+    line = f"--strategy ddp --tensorboard --run-dir {tmp_path / 'run'}"
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match="^--tensorboard needs the package tensorboard: pip install tensorboard; or"):
+        configure(line, 2, **SMALL)
+    monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace(__spec__=ModuleSpec("tensorboard", None)))
+    for more in ("--steps 2", "--resume --steps 3"):
+        launch(with_board, 2, ([configure(f"{line} {more}", 2, **SMALL)],))
+    lines = (tmp_path / "run" / "tensorboard.txt").read_text().splitlines()
+    assert [line for line in lines if "begin" in line or "end" in line] == [
+        "begin tensorboard 1", "end", "begin tensorboard 3", "end"
+    ]  # fmt: skip
+    assert [line for line in lines if line.startswith("loss ")] == [
+        f"loss {record['loss']} {record['step']}" for record in metrics(tmp_path / "run")
+    ]
+    assert {line.split()[0] for line in lines} > {"grad_norm", "step_seconds", "tokens_per_second"}
 
 
 def test_export_has_every_parameter_of_the_model(tmp_path, capsys):

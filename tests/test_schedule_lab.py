@@ -1,8 +1,8 @@
-"""The sliders of chapter 05 redraw the picture, and say why where they cannot."""
+"""The sliders of chapter 05 redraw the picture, and say why where they cannot; its flipbook says who waits for what."""
 
 import pytest
 
-from course.pipeline import lab
+from course.pipeline import lab, pictures, schedules, simulator
 
 
 @pytest.fixture
@@ -45,3 +45,23 @@ def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
     assert data.pop("application/vnd.jupyter.widget-view+json")["model_id"] == sliders.model_id
     assert data.keys() == {"text/plain", "image/png"} and sliders.model_id not in data["text/plain"]
     assert metadata["image/png"]["alt"] == "what it shows"
+
+
+def test_steps_of_a_schedule_say_who_waits_for_which_message():
+    timeline = simulator.simulate(schedules.build("1f1b", 2, 2), simulator.Times(2, 1, 1))
+    steps = pictures.steps(timeline)
+    assert [step.caption for step in steps] == [
+        "Time 0: rank 0 begins forward 0.",
+        "Time 2: rank 0 begins forward 1, rank 1 begins forward 0.",
+        "Time 4: rank 1 begins backward 0.",
+        "Time 6: rank 0 begins backward 0, rank 1 begins forward 1.",
+        "Time 8: rank 1 begins backward 1.",
+        "Time 10: rank 0 begins backward 1.",
+    ]
+    assert steps[2].words == "rank 0: waits for gradient 0 from rank 1, stores 2; rank 1: backward 0, stores 1"
+    assert steps[3].words == (
+        "rank 0: backward 0, with gradient from rank 1, stores 2; "
+        "rank 1: forward 1, with activations from rank 0, stores 1"
+    )
+    assert steps[5].words.endswith("rank 1: done, stores 0")
+    assert all(step.png.startswith(b"\x89PNG") for step in steps)

@@ -111,9 +111,11 @@ def microbatches_for(size):
 
 
 def one_forward_one_backward(size):
+    """A message down and one back for each of the p - 1 ranks that follow: 4 (p - 1) units until the first backward."""
+    slow = Times(1, Fraction(1, 2), Fraction(1, 2), communication=1)
     rows = []
     for p, m in ((4, 8), (3, 3), (2, 5), (4, 2)):
-        rows.append((p, m, budget(2 * (m + p - 1), [p - rank for rank in range(p)], p, m)))
+        rows.append((p, m, budget(2 * m + 4 * (p - 1), [2 * (p - r) - 1 for r in range(p)], p, m, times=slow)))
     yield from judged(size, "one_forward_one_backward", rows)
 
 
@@ -254,9 +256,6 @@ def mend(size):
     yield from judged(size, "mend", rows)
 
 
-# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
-
-
 def split_backward(size):
     """The gradients by autograd of the whole, with a zero added in front of each tanh."""
     for widths in ((3, 4, 2), (2, 3), (2, 2, 2, 2)) * (size == 2):
@@ -272,6 +271,9 @@ def split_backward(size):
         expected = [grad_x, [list(pair) for pair in zip(inputs, gradients, strict=True)]]
         what = f"{len(weights)} layer{'s' * (len(weights) > 1)} of widths {', '.join(map(str, widths))}"
         yield ExerciseCase(what, [(weights, x, grad_output)] * size, [expected] * size, nothing_sent)
+
+
+# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
 def blocks_per_stage(size):
@@ -340,8 +342,8 @@ ROWS = {
         1, 1, "Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
     ),
     one_forward_one_backward: (
-        2, 2, "How many micro-batches can rank r start before the first gradient is back at it? Then one backward, one "
-        "forward, until forwards run out.",
+        2, 2, "How many micro-batches can rank r start before the first gradient is back, if each message on the way "
+        "takes as long as a forward? Then one forward, one backward, until forwards run out.",
     ),
     short_of_memory: (
         3, 3, "Don't write the order down: play it. At each unit of time let every rank do a backward if its input is "
@@ -363,9 +365,8 @@ ROWS = {
         "actions are left then, they wait for each other.",
     ),
     interleave: (
-        4, 4, "Micro-batches go in rounds of p: a round through the rank's first stage, the same round through its "
-        "second, and so on; backwards in the same rounds, from the last stage to the first. Rank r starts with "
-        "(v-1) p + p-1-r forwards.",
+        2, 2, "How far must a rank be ahead of its backwards if messages take no time? Compare 1F1B's warm-up with the "
+        "one of the notebook's interleaved schedule.",
     ),
     place_weight_gradients: (
         3, 3, "Let each W wait for a few more of the rank's I: on the last rank, which 1F1B lets store one activation "

@@ -46,7 +46,7 @@ def microbatches_at_least_one_per_rank(ranks, stages_per_rank, percent):
 # --- one_forward_one_backward ---------------------------------------------------------------------------------
 
 
-def one_forward_one_backward(ranks, microbatches, ahead=lambda ranks, rank: ranks - 1 - rank):
+def one_forward_one_backward(ranks, microbatches, ahead=lambda ranks, rank: 2 * (ranks - 1 - rank)):
     schedule = []
     for rank in range(ranks):
         warm_up = min(ahead(ranks, rank), microbatches)
@@ -69,7 +69,12 @@ def ahead_by_the_rank(ranks, microbatches):
 
 
 def ahead_by_one_more(ranks, microbatches):
-    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: ranks - rank)
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: 2 * (ranks - 1 - rank) + 1)
+
+
+def ahead_for_quick_messages(ranks, microbatches):
+    """1F1B as it is for messages that take no time."""
+    return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: ranks - 1 - rank)
 
 
 def no_warm_up(ranks, microbatches):
@@ -80,7 +85,7 @@ def backward_before_forward(ranks, microbatches):
     """The steady state begins with a backward: the last rank has nothing yet."""
     schedule = one_forward_one_backward(ranks, microbatches)
     return [
-        actions[: ranks - 1 - rank] + sorted(actions[ranks - 1 - rank :], key=lambda a: (int(a[2:]), a[1]))
+        actions[: 2 * (ranks - 1 - rank)] + sorted(actions[2 * (ranks - 1 - rank) :], key=lambda a: (int(a[2:]), a[1]))
         for rank, actions in enumerate(schedule)
     ]
 
@@ -99,7 +104,7 @@ def newest_first(ranks, microbatches):
 
 def not_cut_off(ranks, microbatches):
     """As many forwards ahead as if there were enough micro-batches."""
-    schedule = one_forward_one_backward(ranks, max(ranks - 1, microbatches))
+    schedule = one_forward_one_backward(ranks, max(2 * (ranks - 1), microbatches))
     return [[a for a in actions if a[1] == "F" or int(a[2:]) < microbatches] for actions in schedule]
 
 
@@ -133,7 +138,7 @@ def groups_of_gpipe(ranks, microbatches, limit):
 
 
 def memory_ignored(ranks, microbatches, limit):
-    return one_forward_one_backward(ranks, microbatches)
+    return ahead_for_quick_messages(ranks, microbatches)
 
 
 def one_at_a_time(ranks, microbatches, limit):
@@ -461,7 +466,7 @@ def interleave_with_backwards_from_the_first_stage(ranks, microbatches, stages_p
 
 def interleave_of_consecutive_stages(ranks, microbatches, stages_per_rank):
     """Stages 0 and 1 on rank 0: no loop at all."""
-    plain = one_forward_one_backward(ranks, microbatches)
+    plain = ahead_for_quick_messages(ranks, microbatches)
     return [
         [f"{int(a[0]) * stages_per_rank + s}{a[1:]}" for a in actions for s in range(stages_per_rank)]
         for actions in plain
@@ -547,7 +552,7 @@ def mend_nothing(schedule):
 
 
 def mend_by_starting_over(schedule):
-    return one_forward_one_backward(len(schedule), 1 + max(int(action[2:]) for action in schedule[0]))
+    return ahead_for_quick_messages(len(schedule), 1 + max(int(action[2:]) for action in schedule[0]))
 
 
 def mend_by_all_forwards_first(schedule):
@@ -743,14 +748,15 @@ WRONG = {
         (microbatches_at_least_one_per_rank, "microbatches_for(2, 1, 60), rank 0: expected 1, got 2"),
     ],
     "one_forward_one_backward": [
-        (all_forwards_first, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (all_forwards_first, "expected at most [7, 5, 3, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (ahead_for_quick_messages, "one_forward_one_backward(4, 8): expected a makespan of at most 28, got 38"),
         (ahead_by_the_rank, "got deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank"),
-        (ahead_by_one_more, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [5, 4, 3, 2]"),
-        (no_warm_up, "one_forward_one_backward(4, 8): expected a makespan of at most 22, got 64"),
+        (ahead_by_one_more, "expected at most [7, 5, 3, 1] activations stored on the ranks, got [8, 6, 4, 2]"),
+        (no_warm_up, "one_forward_one_backward(4, 8): expected a makespan of at most 28, got 112"),
         (backward_before_forward, "expected a legal schedule, got wrong order: rank 3 does 3B0 before 3F0"),
         (last_microbatch_dropped, "expected each action once on rank 0, got rank 0 does not do 0B7"),
-        (newest_first, "expected at most [4, 3, 2, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
-        (not_cut_off, "expected these stages, kinds and micro-batches only on rank 0, got rank 0 should not do 0F2"),
+        (newest_first, "expected at most [7, 5, 3, 1] activations stored on the ranks, got [8, 8, 8, 8]"),
+        (not_cut_off, "expected these stages, kinds and micro-batches only on rank 0, got rank 0 should not do 0F3"),
     ],
     "short_of_memory": [
         (shorter_warm_up, "short_of_memory(4, 8, 2): expected a makespan of at most 34, got 46"),

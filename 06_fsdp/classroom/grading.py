@@ -12,6 +12,7 @@ import torch
 
 from common.grading.engine import Exercise, ExerciseCase, Wrong
 from common.grading.patterns import calculated, collectives, exactly, nothing_sent, numbered
+from course.fsdp.classroom.grading_choosing import best_offer, fit_on_four_cards, tokens_to_hide
 
 SHAPES = ((2, 3), (), (4,))
 
@@ -344,6 +345,18 @@ ROWS = {
     fewest_ranks: (
         2, 2, "Some bytes stay however many ranks there are. If those fit, try 1, 2, 4, ... in "
         "turn; and mind the budget that they fill to the last byte, with nothing else to keep, or with something.",
+    ),
+    tokens_to_hide: (
+        2, 2, "A message of b bytes per parameter takes b / bandwidth. The pass beside it takes 2 or 4 times its "
+        "tokens / flops. Which of them have all tokens of the step beside them? Of several messages the worst counts.",
+    ),
+    fit_on_four_cards: (
+        2, 2, "13 billion parameters x 16 bytes / 4 cards is more than 24 GB: something has to leave the cards. What "
+        "is then slow happens once a step or once a micro-batch. Which of the five numbers makes it rarer?",
+    ),
+    best_offer: (
+        3, 3, "make_layout(model, cluster, {'shard': gpus}, batch_size=gpus, ...) and estimate(...) have "
+        "tokens_per_second, of all GPUs together, and fits. Dollars are for one GPU.",
     ),
 }  # fmt: skip
 

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import init_device_mesh
 
+from planner import hardware, models
+from planner.estimate import estimate
+from planner.layout import make_layout
+
 
 def rank_and_size():
     return dist.get_rank(), dist.get_world_size()
@@ -649,6 +653,95 @@ def ranks_by_division(strategy, parameters, activations, budget):
     return -(-16 * parameters // (budget - activations)) if budget > activations else 0
 
 
+# --- tokens_to_hide -------------------------------------------------------------------------------------------
+
+
+def tokens_to_hide(strategy, micro_batches, flops, bandwidth):
+    worst = {"ddp": 8 / 4, "zero1": max(4 / 4, 2 / 2), "fsdp": max(2 / 2, (2 + 4) / 4)}[strategy]
+    return micro_batches * worst * flops / bandwidth
+
+
+def tokens_of_one_micro_batch(strategy, micro_batches, flops, bandwidth):
+    return tokens_to_hide(strategy, 1, flops, bandwidth)
+
+
+def tokens_beside_the_whole_step(strategy, micro_batches, flops, bandwidth):
+    return {"ddp": 8, "zero1": 6, "fsdp": 8 * micro_batches}[strategy] / 6 * flops / bandwidth
+
+
+def tokens_with_an_all_reduce_once(strategy, micro_batches, flops, bandwidth):
+    return tokens_to_hide("zero1" if strategy == "ddp" else strategy, micro_batches, flops, bandwidth)
+
+
+def tokens_in_float32(strategy, micro_batches, flops, bandwidth):
+    worst = {"ddp": 2, "zero1": 2, "fsdp": 2}[strategy]
+    return micro_batches * worst * flops / bandwidth
+
+
+# --- fit_on_four_cards ----------------------------------------------------------------------------------------
+
+
+def fit_on_four_cards():
+    return 3, 1, 8, "full", True
+
+
+def cards_without_offload():
+    return 3, 1, 1, "full", False
+
+
+def cards_with_tensor_parallelism():
+    return 0, 4, 4, "none", True
+
+
+def cards_with_small_micro_batches():
+    return 3, 1, 1, "none", True
+
+
+def cards_filled_to_the_brim():
+    return 2, 2, 2, "none", True
+
+
+def cards_with_three_ranks():
+    return 3, 3, 1, "full", True
+
+
+# --- best_offer -----------------------------------------------------------------------------------------------
+
+
+def best_offer(model, offers, sequence, fits=("yes",)):
+    prices = []
+    for gpu, gpus, dollars in offers:
+        shape, cluster = models.find(model), hardware.cluster(gpu, gpus)
+        layout = make_layout(
+            shape, cluster, {"shard": gpus}, batch_size=gpus, sequence=sequence, zero_stage=3, recompute="full"
+        )
+        found = estimate(shape, cluster, layout)
+        if found.fits in fits:
+            prices.append((dollars * gpus / 3600 / found.tokens_per_second * 1e9, gpu))
+    return min(prices)[::-1] if prices else None
+
+
+def offer_that_does_not_fit(model, offers, sequence):
+    return best_offer(model, offers, sequence, ("yes", "tight", "no"))
+
+
+def offer_that_fits_tightly(model, offers, sequence):
+    return best_offer(model, offers, sequence, ("yes", "tight"))
+
+
+def offer_by_the_hour(model, offers, sequence):
+    if best_offer(model, offers, sequence) is None:
+        return None
+    cheapest = min(offers, key=lambda offer: offer[1] * offer[2])
+    return best_offer(model, [cheapest], sequence, ("yes", "tight", "no"))
+
+
+def offer_for_one_gpu(model, offers, sequence):
+    best = best_offer(model, offers, sequence)
+    return best and (best[0], best[1] / next(gpus for gpu, gpus, _ in offers if gpu == best[0]))
+
+
+
 WRONG = {
     "own_shard": [
         (
@@ -822,5 +915,24 @@ WRONG = {
         ),
         (ranks_with_a_byte_to_spare, "fewest_ranks('ddp', 750000000, 0, 12000000000), rank 0: expected 1, got 0"),
         (ranks_by_division, "fewest_ranks('ddp', 7500000000, 0, 80000000000), rank 0: expected 0, got 2"),
+    ],
+    "tokens_to_hide": [
+        (tokens_of_one_micro_batch, "rank 0: expected 64000, got 16000"),
+        (tokens_beside_the_whole_step, "rank 0: expected 16000, got 10666.667"),
+        (tokens_with_an_all_reduce_once, "rank 0: expected 16000, got 8000"),
+        (tokens_in_float32, "rank 0: expected 8000, got 16000"),
+    ],
+    "fit_on_four_cards": [
+        (cards_without_offload, "got fits: no ("),
+        (cards_with_tensor_parallelism, "expected fits: yes, at most 256 GiB"),
+        (cards_with_small_micro_batches, "got fits: yes (16 GiB)"),
+        (cards_filled_to_the_brim, "got fits: tight"),
+        (cards_with_three_ranks, "expected a layout that the planner takes"),
+    ],
+    "best_offer": [
+        (offer_that_does_not_fit, "expected h100-80gb as item 0, got a100-40gb"),
+        (offer_that_fits_tightly, "expected a100-80gb as item 0, got l4"),
+        (offer_by_the_hour, "expected h100-80gb as item 0, got rtx-4090"),
+        (offer_for_one_gpu, "as item 1, got"),
     ],
 }

@@ -88,7 +88,7 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
         variables = [_variables(rank, nproc, port) for rank in range(nproc)]
         ranks = [start(target=_run_rank, args=(payload, folder, timeout, mine)) for mine in variables]
         try:
-            with _ready_to_fork():
+            with ready_to_fork():
                 for process in ranks:
                     process.start()
             ended = _wait(ranks, Path(folder), timeout)
@@ -130,7 +130,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _ready_to_fork():
+def ready_to_fork():
     """A forked rank inherits what is still in the buffers. And it must not collect its parent's garbage: a TCP store
     among it would, on its destruction, wait for ever for a thread that exists in the parent alone."""
     sys.stdout.flush()

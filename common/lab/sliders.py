@@ -1,11 +1,11 @@
 """Controls in a notebook, and a picture that follows them."""
 
 import base64
-import io
 
 import ipywidgets as widgets
-import matplotlib.pyplot as plt
 from IPython.display import display
+
+from common.lab.plotting import png
 
 
 class Sliders(widgets.VBox):
@@ -30,10 +30,7 @@ class Sliders(widgets.VBox):
         fig = self.draw(**{name: control.value for name, control in self.controls.items()})
         self.picture.layout.visibility = "visible" if fig else "hidden"
         if fig:
-            png = io.BytesIO()
-            fig.savefig(png, format="png", dpi=130)
-            plt.close(fig)
-            self.picture.value = png.getvalue()
+            self.picture.value = png(fig, dpi=130)
 
     def show(self, alt: str) -> None:
         """Display the sliders; where no kernel runs, and on pages that know no widgets, the picture alone."""

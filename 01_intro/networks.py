@@ -1,0 +1,120 @@
+"""Pictures of networks: the links of a cluster, and sliders for what an all-reduce takes by different algorithms."""
+
+import ipywidgets as widgets
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from common.lab.sliders import Sliders
+
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+LINKS = {"NVLink": BLUE, "PCIe": GREEN, "network": VERMILION}
+
+
+def cluster(nvlink: float, pcie: float, adapter: float, nodes: int = 2, gpus: int = 8) -> Figure:
+    """Nodes with NVSwitch, GPUs and a network adapter for each GPU, and the switch between the nodes. Lines are as wide
+    as their bandwidth, which is given in GB/s in one direction."""
+    fig, ax = plt.subplots(figsize=(9.6, 5.0))
+    wide = gpus + 1.0
+    for node in range(nodes):
+        left = node * wide
+        _box(ax, left - 0.5, 1.5, gpus, 5.15, "#F4F4F4")
+        ax.text(left - 0.4, 6.42, f"node {node}", va="center", size=13)
+        for gpu in range(gpus):
+            for y0, y1, kind, rate in ((4.4, 5.3, "NVLink", nvlink), (2.4, 3.6, "PCIe", pcie),
+                                       (0.6, 1.7, "network", adapter)):  # fmt: skip
+                ax.plot([left + gpu] * 2, [y0, y1], color=LINKS[kind], lw=rate / 50, solid_capstyle="butt", zorder=1)
+            _box(ax, left + gpu - 0.41, 3.6, 0.82, 0.8, SKY, f"GPU\n{gpu}", 11)
+            _box(ax, left + gpu - 0.41, 1.7, 0.82, 0.7, ORANGE, "NIC", 11)
+        _box(ax, left - 0.4, 5.3, gpus - 0.2, 0.75, "#FFFFFF", "NVSwitch", 13)
+    _box(ax, -0.5, -0.2, nodes * wide - 1, 0.8, "#FFFFFF", "network switches (InfiniBand or Ethernet)", 13)
+    right = nodes * wide - 0.75
+    for y, kind, rate in ((4.85, "NVLink", nvlink), (3.0, "PCIe", pcie), (1.1, "network", adapter)):
+        ax.text(right, y, f"{kind}\n{rate:g} GB/s each", color=LINKS[kind], va="center", size=13)
+    ax.set(xlim=(-0.6, right + 4.2), ylim=(-0.3, 6.75))
+    ax.set_axis_off()
+    return fig
+
+
+def _box(ax, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 12) -> None:
+    style = {"boxstyle": "round,pad=0,rounding_size=0.1", "fc": colour, "ec": "#777777", "lw": 1}
+    ax.add_patch(FancyBboxPatch((x, y), width, height, zorder=2 if text else 0, **style))
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, color=BLACK, zorder=3)
+
+
+def line(sizes, quartiles: dict[str, list], fitted: dict[str, tuple[float, float]], title: str) -> Figure:
+    """Measured times, medians with quartiles, and the fitted lines, on logarithmic axes.
+
+    quartiles: name -> (lower quartile, median, upper quartile) for each size, in seconds
+    fitted:    name -> (alpha, beta)
+    """
+    fig, ax = plt.subplots(figsize=(8.6, 4.2))
+    for (name, rows), colour in zip(quartiles.items(), (ORANGE, BLUE), strict=True):
+        low, middle, high = ([1e6 * row[place] for row in rows] for place in range(3))
+        spread = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
+        ax.errorbar(sizes, middle, spread, fmt="o", color=colour, capsize=4, lw=1.5)
+        alpha, beta = fitted[name]
+        dense = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 100) for step in range(101)]
+        times = [1e6 * (alpha + beta * size) for size in dense]
+        ax.plot(dense, times, color=colour, alpha=0.7)
+        ax.text(1.3 * dense[-1], times[-1], name, color=colour, va="center")
+    ax.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time (µs)", xlim=(sizes[0] / 2, sizes[-1] * 12))
+    ax.set_xticks([10, 1e3, 1e5, 1e7], ["10 B", "1 kB", "100 kB", "10 MB"])
+    ax.set_title(title, fontsize=12)
+    return fig
+
+
+NETWORK_COLOURS = {"ring": BLUE, "tree": GREEN, "hierarchical": PURPLE}
+
+
+class AllReduceLab(Sliders):
+    """Sliders for a cluster and the size of a tensor, and the time of an all-reduce by each algorithm.
+
+    algorithms: name -> function (bytes, cluster) -> seconds
+    cluster:    function (nodes, alpha_in, alpha_out, link_out) -> what the algorithms take; microseconds and GB/s
+    """
+
+    def __init__(self, algorithms: dict, cluster):
+        self.algorithms, self.cluster = algorithms, cluster
+        sizes = [4 * KiB * 4**power for power in range(11)]
+        controls = {
+            "size": ("tensor", [(_bytes(size), size) for size in sizes], 64 * MiB),
+            "nodes": ("nodes", [2**power for power in range(11)], 128),
+            "alpha_in": ("α in node, µs", [1, 2, 3, 5, 10], 3),
+            "alpha_out": ("α between, µs", [1, 2, 3, 6, 10, 20, 50, 100], 6),
+            "link_out": ("GB/s per GPU", [0.125, 0.3125, 1.5625, 3.125, 6.25, 12.5, 25, 50, 100], 50),
+        }
+        super().__init__({name: self.slider(*control) for name, control in controls.items()})
+
+    @staticmethod
+    def slider(what, options, value):
+        return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
+
+    def draw(self, size, nodes, alpha_in, alpha_out, link_out) -> Figure:
+        cluster = self.cluster(nodes, alpha_in, alpha_out, link_out)
+        sizes = [4 * KiB * 2 ** (power / 2) for power in range(41)]
+        fig, ax = plt.subplots(figsize=(9.2, 4.4))
+        took = {name: 1e3 * seconds(size, cluster) for name, seconds in self.algorithms.items()}
+        for name, seconds in self.algorithms.items():
+            ax.plot(sizes, [1e3 * seconds(n, cluster) for n in sizes], color=NETWORK_COLOURS[name])
+            ax.plot([size], [took[name]], "o", color=NETWORK_COLOURS[name])
+        ax.set(xscale="log", yscale="log", xlim=(sizes[0], sizes[-1] * 200), ylabel="ms", xlabel="bytes of the tensor")
+        lines = [(f"{name}: {took[name]:.3g} ms", NETWORK_COLOURS[name]) for name in sorted(took, key=took.get)]
+        for place, (text, colour) in enumerate([*lines, (f"{_bytes(size)}:", BLACK)]):
+            ax.text(0.73, 0.25 + 0.1 * place, text, color=colour, transform=ax.transAxes, va="center")
+        ax.axvline(size, color="#777777", lw=1.2, ls=":")
+        marks = [4 * KiB, 256 * KiB, 16 * MiB, GiB]
+        ax.set_xticks(marks, [_bytes(mark) for mark in marks])
+        ax.minorticks_off()
+        word = "node" if nodes == 1 else "nodes"
+        title = f"all-reduce on {nodes} {word} of 8 GPUs, {link_out:g} GB/s between nodes for each GPU"
+        ax.set_title(title, fontsize=13)
+        return fig
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size:g} B"

@@ -1,0 +1,124 @@
+"""The decision map of "Choosing": for each model and number of GPUs the layout that the planner finds fastest.
+
+Every cell is a whole search, so the cells are stored in decision_map.csv; the page searches some of them again.
+
+    python -m course.fsdp.decision_map        search all cells anew, which takes minutes
+"""
+
+import csv
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
+from common.lab import plotting
+from planner import hardware, models, search
+from planner.constants import load
+from planner.estimate import GIB, estimate
+from planner.layout import Layout
+
+STORED = Path(__file__).parent / "decision_map.csv"
+MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "gpt3-175b",
+          "llama-3-405b")  # fmt: skip
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+NETWORKS = {"InfiniBand, 8 x 400 Gb/s per node": ("infiniband-400", 8),
+            "Ethernet, 1 x 100 Gb/s per node": ("ethernet-100", 1)}  # fmt: skip
+BATCH, SEQUENCE = 1024, 4096  # 4 million tokens a step
+# Which kind of layout, with its colour.
+LAYOUT_KINDS = {
+    "DDP, ZeRO-1, ZeRO-2": plotting.SKY,
+    "ZeRO-3 (FSDP)": plotting.BLUE,
+    "tensor": plotting.GREEN,
+    "pipeline": plotting.ORANGE,
+    "pipeline and tensor": plotting.VERMILION,
+    "offload": plotting.PURPLE,
+    "does not fit": "#DDDDDD",
+}
+DARK = ("ZeRO-3 (FSDP)", "tensor", "pipeline and tensor")
+
+
+def kind_of(layout: Layout) -> str:
+    """Context parallelism counts as tensor parallelism: both divide the work on a sequence."""
+    if layout.offload:
+        return "offload"
+    inside = layout.tensor > 1 or layout.context > 1
+    if layout.pipeline > 1:
+        return "pipeline and tensor" if inside else "pipeline"
+    return "tensor" if inside else "ZeRO-3 (FSDP)" if layout.zero_stage == 3 else "DDP, ZeRO-1, ZeRO-2"
+
+
+def short(layout: Layout) -> str:
+    """P4 T2 Z1: 4 ranks along pipeline, 2 along tensor, ZeRO-1 along the rest; H32: 32 copies of what is sharded."""
+    sizes = {"P": layout.pipeline, "H": layout.size("data") if layout.zero_stage else 1, "C": layout.context,
+             "T": layout.tensor}  # fmt: skip
+    axes = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
+    stage = [f"Z{layout.zero_stage}"] if layout.zero_stage else ["DDP"] if layout.size("data") > 1 else []
+    return " ".join(axes + stage)
+
+
+def cell(model: str, gpus: int, network: str) -> dict[str, str]:
+    """The search for one cell: the winner, and how much longer the best layout of the next kind takes."""
+    shape, constants = models.find(model), load()
+    cluster = hardware.cluster("h100-80gb", gpus, 8, *NETWORKS[network])
+    found = []
+    for offload in (False, True):
+        found = found or [one for one in search.candidates(
+            shape, cluster, BATCH, SEQUENCE, "bf16-mixed", constants, offload
+        ) if one.expected <= cluster.gpu.memory]  # fmt: skip
+    row = {"network": network, "model": model, "gpus": str(gpus)}
+    if not found:
+        return row | {"kind": "does not fit"}
+    best = {}
+    for one in sorted(found, key=lambda one: one.seconds):
+        best.setdefault(kind_of(one.layout), one)
+    (kind, winner), *others = best.items()
+    said = estimate(shape, cluster, winner.layout, constants)
+    row |= {"kind": kind, "layout": short(winner.layout), "micro_batch": str(winner.layout.micro_batch),
+            "recompute": winner.layout.recompute, "seconds": f"{said.seconds:.4g}", "mfu": f"{said.mfu:.3f}",
+            "gib": f"{said.memory.expected / GIB:.1f}"}  # fmt: skip
+    if others:
+        row |= {"next": others[0][0], "later": f"{others[0][1].seconds / winner.seconds - 1:.3f}"}
+    return row
+
+
+def stored() -> dict[tuple[str, str, int], dict[str, str]]:
+    """(network, model, GPUs) -> the row of the stored table."""
+    with open(STORED, newline="") as file:
+        return {(row["network"], row["model"], int(row["gpus"])): row for row in csv.DictReader(file)}
+
+
+def draw(network: str):
+    """Models from below, GPUs from left to right. With ≈ the best layout of another kind takes at most 5% longer."""
+    rows = stored()
+    fig, ax = plt.subplots(figsize=(9.2, 5.2))
+    for y, model in enumerate(MODELS):
+        for x, gpus in enumerate(GPUS):
+            row = rows[network, model, gpus]
+            close = bool(row["later"]) and float(row["later"]) <= 0.05
+            ax.add_patch(Rectangle((x, y), 1, 1, fc=LAYOUT_KINDS[row["kind"]], ec="white", lw=2))
+            text = f"{row['layout']}\n{'≈ ' * close}{float(row['mfu']):.0%}" if row["layout"] else ""
+            ink = "white" if row["kind"] in DARK else "black"
+            size = 9.5 if len(row["layout"]) < 13 else 7
+            ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=size, color=ink)
+    ax.set(xlim=(0, len(GPUS)), ylim=(0, len(MODELS)), xlabel="GPUs (H100, 80 GB)", title=network)
+    ax.set_xticks([x + 0.5 for x in range(len(GPUS))], [f"{gpus:,}" for gpus in GPUS])
+    ax.set_yticks([y + 0.5 for y in range(len(MODELS))], MODELS)
+    ax.tick_params(length=0)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
+    handles.append(plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
+    names = [*LAYOUT_KINDS, "another kind within 5%"]
+    fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10)
+    return fig
+
+
+def main() -> None:
+    rows = [cell(model, gpus, network) for network in NETWORKS for model in MODELS for gpus in GPUS]
+    names = dict.fromkeys(name for row in rows for name in row)
+    with open(STORED, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Pictures of "Choosing": where a step's time goes, what a network exposes, bytes on links, and the scoreboard."""
+
+import matplotlib.pyplot as plt
+
+from common.lab import plotting
+from planner.estimate import Estimate
+from planner.scoreboard import Line
+
+TIMES = {"work": "#999999", "messages in layers": plotting.VERMILION, "bubble": "#DDDDDD",
+         "messages of state": plotting.BLACK, "optimizer": plotting.SKY}  # fmt: skip
+
+
+def draw_times(rows: dict[str, Estimate]):
+    """A step of each layout, by what its time goes into."""
+    fig, ax = plt.subplots(figsize=(9.5, 1.4 + 0.5 * len(rows)))
+    for row, found in enumerate(rows.values()):
+        end = 0.0
+        for name, seconds in found.step.parts.items():
+            ax.barh(row, seconds, 0.7, end, color=TIMES[name], ec="white", lw=0.5)
+            end += seconds
+        ax.text(end, row, f" {end:.1f} s, fits: {found.fits}", va="center")
+    longest = max(one.seconds for one in rows.values())
+    ax.set(yticks=range(len(rows)), xlabel="one step (seconds)", xlim=(0, 1.25 * longest))
+    ax.set_yticklabels(rows, fontsize=11)
+    ax.invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in TIMES.values()]
+    fig.legend(handles, TIMES, loc="outside upper center", ncols=5, fontsize=11)
+    return fig
+
+
+def draw_exposed(curves: dict[str, list[tuple[int, float]]], turns: dict[str, float]):
+    """Share of a step that waits for messages, against the tokens of a GPU.
+
+    curves: name of a network -> (tokens, share) pairs; turns: name -> tokens from which on messages can be hidden
+    """
+    fig, ax = plt.subplots(figsize=(8.6, 3.4))
+    for colour, (name, points) in zip(plotting.PALETTE, curves.items(), strict=False):
+        tokens, shares = zip(*points, strict=True)
+        ax.plot(tokens, shares, "o-", color=colour)
+        ax.axvline(turns[name], color=colour, ls="--", lw=1.5)
+        ax.text(1.07 * turns[name], 1.24, f"{name}:\n{turns[name]:,.0f} tokens", color=colour, va="top", size=11)
+    ax.set(xscale="log", xlim=(400, 1e6), ylim=(0, 1.25), yticks=[0, 0.25, 0.5, 0.75, 1])
+    ax.set(xlabel="tokens of a GPU in a step", ylabel="share of the step\nthat waits")
+    ax.set_xticks([512 * 4**k for k in range(6)], [f"{512 * 4**k:,}" for k in range(6)])
+    ax.xaxis.set_minor_locator(plt.NullLocator())
+    return fig
+
+
+CORNERS = {0: (0, 1), 1: (1, 1), 2: (0, 0), 3: (1, 0)}
+
+
+def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
+    """Bytes that each rank of a 2 x 2 mesh sends along its links: title -> group -> bytes of a rank in that group.
+
+    A ring over all four ranks uses links inside of rows and across. Green links are inside of a row, red ones across,
+    whichever group they belong to.
+    """
+    fig, axes = plt.subplots(1, len(layouts), figsize=(9.5, 3.7))
+    for ax, (title, sent) in zip(axes, layouts.items(), strict=True):
+        links = {}  # (from, to) -> bytes
+        for group, size in sent.items():
+            ring = [0, 1, 3, 2] if len(group) == 4 else list(group)
+            for first, second in zip(ring, ring[1:] + ring[:1], strict=True):
+                key = tuple(sorted((first, second)))
+                links[key] = max(links.get(key, 0), size)
+        most = max(links.values())
+        for (first, second), size in links.items():
+            inside = (first, second) in ((0, 1), (2, 3))
+            colour = plotting.GREEN if inside else plotting.VERMILION
+            points = zip(CORNERS[first], CORNERS[second], strict=True)
+            ax.plot(*points, color=colour, lw=2 + 10 * size / most, zorder=1)
+            middle = [sum(CORNERS[rank][d] for rank in (first, second)) / 2 for d in (0, 1)]
+            ground = {"fc": "white", "ec": "none", "pad": 2}
+            ax.text(*middle, f"{size / 1e6:.2f} MB", ha="center", va="center", bbox=ground)
+        for rank, place in CORNERS.items():
+            ax.text(*place, rank, ha="center", va="center", size=16, bbox={"boxstyle": "circle,pad=0.4", "fc": "white"})
+        for y, node in ((1.3, "node 0"), (-0.3, "node 1")):
+            ax.text(0.5, y, node, ha="center", va="center", size=11)
+        ax.set(xlim=(-0.35, 1.35), ylim=(-0.42, 1.42), title=title)
+        ax.axis("off")
+    lines = [plt.Line2D([], [], color=colour, lw=6) for colour in (plotting.GREEN, plotting.VERMILION)]
+    fig.legend(lines, ["link inside a node", "link between nodes"], loc="outside lower center", ncols=2)
+    return fig
+
+
+def draw_scores(lines: list[Line]):
+    """Predicted over measured, for each published run: a column for each source."""
+    fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), width_ratios=[7, 3], sharey=True)
+    for ax, what in zip(axes, ("time_error", "memory_error"), strict=True):
+        found = [line for line in lines if getattr(line, what) is not None]
+        sources = list(dict.fromkeys(line.run.source for line in found))
+        for column, source in enumerate(sources):
+            errors = [getattr(line, what) for line in found if line.run.source == source]
+            places = [column + 0.6 * (k + 0.5) / len(errors) - 0.3 for k in range(len(errors))]
+            ax.plot(places, [1 + error for error in errors], "o", color=plotting.BLUE, ms=5)
+        ax.axhline(1, color="black", lw=1)
+        ax.axhspan(0.9, 1.1, color="#EEEEEE", zorder=0)
+        ax.set_xticks(range(len(sources)), [source.replace(" ", "\n", 1) for source in sources], fontsize=9)
+        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", ylim=(0.6, 1.4))
+    axes[0].set_ylabel("predicted / measured")
+    return fig

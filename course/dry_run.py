@@ -1,0 +1,200 @@
+"""`--dry-run`: what each rank of a training would read, hold and send, without training and without starting ranks.
+
+For each rank a process is that rank on a device that is not there (common/lab/fake_accelerator.py): the strategy's own
+code cuts the model and takes two steps, with tensors that have shapes and no numbers. So shapes, bytes and messages are
+those of the code, and not of a formula.
+"""
+
+import math
+import multiprocessing
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from common.config import Config
+from common.errors import UserError
+from common.lab.fake_accelerator import pretend
+from common.lab.launch import ready_to_fork
+from common.lab.ledger import Ledger
+from common.ranks import environment
+from common.task import Task, check_batch, make_task
+
+CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+MOST = 16  # ranks that are looked at; of more, the first and the last ones
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What one rank would do.
+
+    place:   its coordinates in the mesh
+    slice:   of each global batch, the first of its examples and the one after its last
+    shapes:  what it holds of each parameter, as text, by name
+    numbers: how many numbers of parameters that is
+    state:   bytes between two steps: parameters, the optimizer's state, buckets, gradients that are kept
+    peak:    the most bytes at any moment of a step
+    sent:    bytes that it sends in a step, by axis; "context+data" is a group over two
+    """
+
+    place: dict[str, int]
+    slice: tuple[int, int]
+    shapes: dict[str, str]
+    numbers: int
+    state: int
+    peak: int
+    sent: dict[str, float]
+
+
+def foresee(config: Config, ranks) -> dict[int, Foreseen]:
+    """What these ranks of the mesh would do. Raises UserError for data or a batch that cannot work."""
+    task, found = make_task(config), {}
+    for rank in ranks:
+        # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=be, args=(config, task, rank, sender))
+        with ready_to_fork():
+            process.start()
+        sender.close()
+        try:
+            found[rank] = receiver.recv()
+        except EOFError:
+            raise RuntimeError(f"the process that was rank {rank} has died; its message stands above") from None
+        process.join()
+        if isinstance(found[rank], UserError):
+            raise found[rank]
+    return found
+
+
+def be(config: Config, task: Task, rank: int, sender) -> None:
+    """Be a rank of the mesh, and send what it would do."""
+    warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
+    try:
+        sender.send(as_rank(config, task, rank))
+    except UserError as error:
+        sender.send(error)
+
+
+def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
+    size = math.prod(config.axes.values())
+    micro_batches = config.accumulation_steps * getattr(config.options, "microbatches", 1)
+    readers = math.prod(number for name, number in config.axes.items() if name in config.strategy_class.data_axes)
+    shapes = [(tensor.shape[1:], tensor.dtype) for tensor in task.dataset.batch(torch.zeros(1, dtype=torch.long))]
+    message = (max(1, config.batch_size // readers // micro_batches), config.context, config.width)
+    with pretend(config.axes, rank, size, 1, message) as (mesh, watch):
+        model = task.make_model()
+        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options)
+        check_batch(config, strategy)
+        examples = config.batch_size // strategy.data_size
+        each = examples // config.accumulation_steps
+        for name in ("first", "second"):  # optimizers make their state in the first step
+            phase = watch.begin(name)
+            with Ledger() as ledger:
+                inputs, targets = (torch.zeros((each, *s), dtype=t, device="gpu") for s, t in shapes)
+                strategy.step([(inputs, targets)] * config.accumulation_steps)
+        parts = strategy.parts()
+        return Foreseen(
+            dict(zip(config.axes, coordinates(config.axes, rank), strict=True)),
+            (strategy.data_rank * examples, (strategy.data_rank + 1) * examples),
+            {part.name: described(part.where) for part in parts},
+            sum(part.tensor.numel() for part in parts),
+            watch.now[0],
+            phase.peak,
+            along_axes(ledger, config.axes),
+        )
+
+
+def coordinates(axes: dict[str, int], rank: int) -> list[int]:
+    """Of a rank in a mesh, whose last axis varies fastest."""
+    place = []
+    for size in reversed(axes.values()):
+        rank, here = divmod(rank, size)
+        place.insert(0, here)
+    return place
+
+
+def described(where) -> str:
+    """Which elements of a tensor a part is."""
+    if (where.start, where.stop) != (0, math.prod(where.size)):
+        inside = "" if where.size == where.shape else f" of {list(where.size)}"
+        return f"elements {where.start:,} to {where.stop:,}{inside} of {list(where.shape)}"
+    return f"{list(where.size)}" + ("" if where.size == where.shape else f" of {list(where.shape)}")
+
+
+def along_axes(ledger: Ledger, axes: dict[str, int]) -> dict[str, float]:
+    """Bytes sent, by the axes along which the ranks of the group differ."""
+    sent: dict[str, float] = {}
+    for entry in ledger.entries:
+        if entry.sent:
+            places = zip(*(coordinates(axes, rank) for rank in entry.group), strict=True)
+            name = "+".join(name for name, numbers in zip(axes, places, strict=True) if len({*numbers}) > 1)
+            sent[name] = sent.get(name, 0.0) + entry.sent
+    return sent
+
+
+# --- as text --------------------------------------------------------------------------------------------------------
+
+
+def dry_run(config: Config) -> None:
+    """Print what each rank would do; under torchrun, on rank 0 alone. Raises UserError."""
+    if environment()[0] > 0:
+        return
+    size = math.prod(config.axes.values())
+    found = foresee(config, range(size) if size <= MOST else [*range(MOST - 1), size - 1])
+    mesh = ",".join(f"{name}={number}" for name, number in config.axes.items())
+    print(f"{config.strategy} ({config.implementation}) on {size} rank(s), mesh {mesh}; a dry run: nothing is trained")
+    unit = f"{config.batch_size} examples"
+    unit += f" of {config.context} tokens" if config.task == "text" else ""
+    print(f"a step: {unit} over all ranks; --accumulation-steps {config.accumulation_steps}")
+    print("\n".join(rows(found)))
+    if len(found) < size:
+        print(f"(the other {size - len(found)} ranks are like these)")
+    for line in holdings(found):
+        print(line)
+    print("Bytes are those of tensors on a rank's device; what PyTorch and its kernels take is not among them.")
+    if config.precision != "fp32":
+        print(f"They are counted as in fp32: what --precision {config.precision} saves is not seen.")
+    if hasattr(config.options, "experts"):
+        print("Without numbers the router sends no token to any expert: what experts receive is not counted.")
+
+
+def rows(found: dict[int, Foreseen]) -> list[str]:
+    """A line for each rank."""
+    axes = list(found[0].place)
+    head = ["rank", *axes, "reads examples", "numbers held", "between steps", "at most", "sends in a step"]
+    lines = [head]
+    for rank, seen in found.items():
+        place = [str(number) for number in seen.place.values()]
+        first, end = seen.slice
+        sent = ", ".join(f"{name} {size_of(number)}" for name, number in seen.sent.items()) or "nothing"
+        numbers = [f"{seen.numbers:,}", size_of(seen.state), size_of(seen.peak)]
+        lines.append([str(rank), *place, f"{first} to {end - 1}", *numbers, sent])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+
+
+def size_of(number: float) -> str:
+    """Bytes, in MiB or KiB."""
+    return f"{number / 2**20:,.1f} MiB" if number >= 2**20 else f"{number / 2**10:,.1f} KiB"
+
+
+def holdings(found: dict[int, Foreseen]) -> list[str]:
+    """What the ranks hold, once for those that hold the same; of blocks that are alike, once for all."""
+    groups: dict[tuple, list[int]] = {}
+    for rank, seen in found.items():
+        groups.setdefault(tuple(seen.shapes.items()), []).append(rank)
+    lines = []
+    for shapes, ranks in groups.items():
+        who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} each hold"
+        lines.append(who + (":" if shapes else " no parameters"))
+        blocks: dict[tuple[str, str], list[str]] = {}
+        for name, shape in shapes:
+            number = re.search(r"^blocks\.(\d+)\.", name)
+            key = re.sub(r"^blocks\.\d+\.", "blocks.*.", name), shape
+            blocks.setdefault(key, []).append(number[1] if number else "")
+        width = max((len(name) for name, _ in blocks), default=0)
+        for (name, shape), numbers in blocks.items():
+            lines.append(f"  {name:{width}}  {shape}" + (f"  (blocks {', '.join(numbers)})" if numbers[0] else ""))
+    return lines

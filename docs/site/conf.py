@@ -1,0 +1,107 @@
+"""The course as a site, from the committed pages, whose outputs are shown as they are: nothing is run.
+
+sphinx-build -W -c docs/site . _site
+"""
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+project = "Distributed training in PyTorch, from the inside"
+author = "the authors of the course"
+extensions = ["myst_nb", "sphinx_copybutton"]
+root_doc = "README"
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "0*/*.ipynb"]
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture
+myst_heading_anchors = 4
+html_theme = "sphinx_book_theme"
+html_title = project
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_context = {"default_mode": "auto"}
+html_show_sourcelink = False
+copybutton_exclude = ".linenos, .gp, .go"
+# Pages link to files of the code, and to sections of them by line; highlighting of shell prompts may fail.
+suppress_warnings = ["misc.highlighting_failure"]
+
+
+def pages(pattern: str) -> list[str]:
+    """The pages that README links to, in its order, each once."""
+    found = re.findall(rf"\]\(({pattern})\)", README)
+    return list(dict.fromkeys(found))
+
+
+def contents() -> str:
+    """What stands in the navigation: chapters in reading order, then the pages of docs/."""
+    notebooks = pages(r"0[^)]*\.ipynb")
+    outline = README[README.index("in reading order") :]
+    notebooks.sort(key=outline.find)
+    titles = {folder: folder.replace("_", " ") for folder in sorted({page.split("/")[0] for page in notebooks})}
+    blocks = [(titles[folder], [p for p in notebooks if p.startswith(folder)]) for folder in titles]
+    blocks.append(("Documents", [*sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+                                 "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
+    return "".join(
+        f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"
+        for caption, names in blocks
+    )
+
+
+def as_myst(text: str, home: Path) -> str:
+    """Anchors as MyST has them; links to folders lead to a chapter's first page, or to the page that describes them."""
+    text = re.sub(r'^<a id="([^"]+)"></a>[ \t]*$', r"(\1)=", text, flags=re.MULTILINE)
+
+    def page_of(link):
+        folder = (home / link[1]).resolve()
+        if not folder.is_dir() or not folder.is_relative_to(ROOT):
+            return link[0]
+        first = next(iter(sorted(folder.glob("0*.ipynb"))), ROOT / "docs" / "architecture.md")
+        return f"]({os.path.relpath(first, home)})"
+
+    return re.sub(r"\]\(([\w./-]+)\)", page_of, text)
+
+
+def read_source(app, docname, source):
+    """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
+    home = (ROOT / docname).parent
+    if docname == "README":
+        source[0] += contents()
+    if not source[0].lstrip().startswith("{"):
+        source[0] = as_myst(source[0], home)
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = as_myst("".join(cell["source"]), home)
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            data.pop("application/vnd.jupyter.widget-view+json", None)
+            about = output.get("metadata", {}).get("image/png", {})
+            if "image/png" in data and "text/html" not in data:
+                encoded = "".join(data.pop("image/png")).replace("\n", "")
+                width = f' width="{about["width"]}"' if "width" in about else ""
+                alt = html.escape(about.get("alt", ""))
+                data["text/html"] = f'<img src="data:image/png;base64,{encoded}" alt="{alt}"{width}>'
+    notebook.get("metadata", {}).pop("widgets", None)
+    source[0] = json.dumps(notebook)
+
+
+def write_index(app, error):
+    """The site's own address leads to its first page."""
+    if error is None:
+        target = Path(app.outdir, "index.html")
+        target.write_text(
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Course</title>'
+            '<meta http-equiv="refresh" content="0; url=README.html"><a href="README.html">Course</a>'
+        )
+
+
+def setup(app):
+    app.connect("source-read", read_source)
+    app.connect("build-finished", write_index)

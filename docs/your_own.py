@@ -1,0 +1,97 @@
+"""A model of your own on several processes, in three ways; docs/your-own.md explains it line by line.
+
+    python docs/your_own.py
+    torchrun --standalone --nproc_per_node=2 docs/your_own.py ddp
+    torchrun --standalone --nproc_per_node=2 docs/your_own.py fsdp
+    torchrun --standalone --nproc_per_node=2 docs/your_own.py pipeline
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+
+# --- yours ---
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).relu()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 3)
+        self.layers = nn.ModuleList(Layer(64) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def batch_of(step):
+    """The whole batch of a step, the same on every process: inputs [32, 8], targets [32]."""
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs[:, :3].argmax(1)
+
+
+# --- what is distributed ---
+def train(how, device, steps=20):
+    """Loss of each step, of the whole batch; in a pipeline, on the last process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Model().to(device)
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+    elif how == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    elif how == "pipeline":
+        parts = [model.first, *model.layers, model.last]  # what the forward pass calls, in its order
+        model = nn.Sequential(*parts[len(parts) * rank // size : len(parts) * (rank + 1) // size])
+        schedule = Schedule1F1B(PipelineStage(model, rank, size, device), n_microbatches=4, loss_fn=cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        inputs, targets = (tensor.to(device) for tensor in batch_of(step))
+        optimizer.zero_grad()
+        if how == "pipeline":
+            of_parts = []
+            schedule.step(*[inputs] * (rank == 0), target=targets, losses=of_parts)  # the first one has the inputs
+            loss = sum(part.detach() for part in of_parts) / 4
+        else:
+            inputs, targets = inputs.chunk(size)[rank], targets.chunk(size)[rank]  # this process' slice
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            loss = loss.detach() / size
+            dist.all_reduce(loss)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+if __name__ == "__main__":
+    gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
+    how = sys.argv[1] if len(sys.argv) > 1 else "one process"
+    losses = train(how, device)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(f"{how}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} at the end")
+    gc.collect()  # what still refers to the group can make Python abort at exit on the CPU (pytorch#190489)
+    dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""Two torchruns, as on two nodes, here both on this one: a rank is killed, and a whole node is lost."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+from forks import ranks_of, torchrun, wait_for_step
+from helpers import SMALL, configure, free_port, metrics, numbers, train
+
+from common import ROOT
+from common.lab.launch import launch
+
+SETTINGS = SMALL | {"steps": 100, "checkpoint_every": 10, "optimizer": "sgd", "lr": 0.1, "strategy": "ddp"}
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # a lost node is given up after seconds
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    launch(train, 2, ([configure(size=2, **SETTINGS, run_dir=folder)],))
+    return folder
+
+
+def agents(nodes: str, folder) -> list:
+    """Two torchruns with one rank each; the first has the store at which they meet."""
+    port, options = free_port(), [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    started = []
+    for _ in range(2):
+        process = torchrun(
+            *(f"--nnodes={nodes}", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=job"),
+            *(f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", f"--rdzv_conf={QUICK}"),
+            *("--monitor_interval=0.2", ROOT / "distributed_training.py", "--distributed", "--run-dir=run", *options),
+            cwd=folder,
+            env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
+        )
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while len(started) == 1 and time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+    return started
+
+
+def test_a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed):
+    one, other = agents("2", tmp_path)
+    wait_for_step(tmp_path / "run", 11)
+    ranks_of(other)[0].kill()
+    said = [process.communicate(timeout=180)[1] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), "\n".join(said)
+    assert sum("restarted by torchrun: going on after step" in text for text in said) == 1, "\n".join(said)
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    assert numbers(tmp_path / "run") == numbers(undisturbed), "bit for bit"
+
+
+def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed):
+    one, other = agents("1:2", tmp_path)
+    wait_for_step(tmp_path / "run", 11)
+    before = json.loads((tmp_path / "run" / "config.json").read_text())
+    rank = ranks_of(other)[0]
+    os.kill(other.pid, signal.SIGKILL)
+    rank.kill()
+    _, errors = one.communicate(timeout=180)
+    assert one.returncode == 0, errors
+    after = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (before["world_size"], after["world_size"]) == (2, 1) and len(before["launch"]) == 2
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    assert numbers(tmp_path / "run") == pytest.approx(numbers(undisturbed), rel=3e-5)

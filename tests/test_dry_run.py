@@ -1,0 +1,102 @@
+"""--dry-run: what it says of each rank is what ranks hold, read and send when they train; and nothing is trained."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from forks import Fork, torchrun
+from helpers import SMALL, configure
+
+from common import ROOT
+from common.errors import UserError
+from common.lab.launch import launch
+from common.lab.ledger import Ledger, LedgerEntry
+from common.mesh import make_mesh
+from common.task import make_task
+from course import dry_run
+
+SCRIPT = ROOT / "distributed_training.py"
+LINES = {  # by the number of ranks
+    2: ["--strategy ddp", "--strategy fsdp --by-hand --accumulation-steps 3"],
+    4: ["--by-hand --mesh pipeline=2,tensor=2 --microbatches 3"],
+}
+
+
+def seen(configs) -> list[dry_run.Foreseen]:
+    """What this rank holds, reads and sends in a second step."""
+    found = []
+    for config in configs:
+        task, mesh = make_task(config), make_mesh(config.axes, "cpu")
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options)
+        strategy.step(task.micro_batches(0, strategy))
+        with Ledger() as ledger:
+            strategy.step(task.micro_batches(1, strategy))
+        place = dict(zip(config.axes, mesh.get_coordinate(), strict=True))
+        examples = config.batch_size // strategy.data_size
+        reads = strategy.data_rank * examples, (strategy.data_rank + 1) * examples
+        parts = strategy.parts()
+        shapes = {part.name: dry_run.described(part.where) for part in parts}
+        numbers = sum(part.tensor.numel() for part in parts)
+        sent = dry_run.along_axes(ledger, config.axes)
+        assert dist.get_rank() in range(math.prod(config.axes.values()))
+        found.append(dry_run.Foreseen(place, reads, shapes, numbers, 0, 0, sent))
+    return found
+
+
+@pytest.mark.parametrize("size", LINES)
+def test_what_is_foreseen_is_what_ranks_do(size, tmp_path):
+    ranks = launch(seen, size, ([configure(line, size, **SMALL, run_dir=tmp_path / "run") for line in LINES[size]],))
+    for number, line in enumerate(LINES[size]):
+        config = configure(f"{line} --dry-run", size, **SMALL)
+        for rank, foreseen in dry_run.foresee(config, (0, size - 1)).items():
+            real = ranks[rank][number]
+            for what in ("place", "slice", "shapes", "numbers"):
+                assert getattr(foreseen, what) == getattr(real, what), f"{line}, rank {rank}: {what}"
+            assert foreseen.sent == pytest.approx(real.sent, rel=1e-3), f"{line}, rank {rank}: sent"
+            assert foreseen.sent and foreseen.state >= 4 * 3 * foreseen.numbers, "AdamW has two numbers for each"
+            assert foreseen.peak > foreseen.state + 4 * foreseen.numbers
+
+
+def small(line: str) -> list[str]:
+    return [*line.split(), *(f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items())]
+
+
+def test_it_prints_the_ranks_of_a_mesh_and_trains_nothing(tmp_path):
+    process = Fork(SCRIPT, *small("--dry-run --mesh shard=3"), cwd=tmp_path)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and list(tmp_path.iterdir()) == []
+    lines = said.splitlines()
+    assert lines[0] == "fsdp (pytorch) on 3 rank(s), mesh shard=3; a dry run: nothing is trained"
+    assert lines[2].split("  ")[-1] == "sends in a step"
+    assert [line.split()[:5] for line in lines[3:6]] == [
+        ["0", "0", "0", "to", "3"], ["1", "1", "4", "to", "7"], ["2", "2", "8", "to", "11"]
+    ]  # fmt: skip
+    assert sum(int(line.split()[5].replace(",", "")) for line in lines[3:6]) == 33_984, "each number once"
+    assert "  blocks.*.mlp.up.weight           [43, 32] of [128, 32]  (blocks 0, 1)" in lines
+    process = Fork(SCRIPT, *small("--dry-run --mesh data=5"), cwd=tmp_path)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2 and "--batch-size 12 does not divide by 5 data-parallel rank(s)" in said
+
+
+def test_ranks_that_torchrun_has_started_say_it_once(tmp_path):
+    line = small("--dry-run --distributed --strategy ddp")
+    process = torchrun("--standalone", "--nproc_per_node=2", SCRIPT, *line, cwd=tmp_path)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and said.count("a dry run") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_shapes_in_words():
+    from common.state import Where
+
+    assert dry_run.described(Where((4, 6), (0, 0), (4, 6), 0, 24)) == "[4, 6]"
+    assert dry_run.described(Where((4, 6), (2, 0), (2, 6), 0, 12)) == "[2, 6] of [4, 6]"
+    assert dry_run.described(Where((4, 6), (0, 0), (4, 6), 5, 17)) == "elements 5 to 17 of [4, 6]"
+    assert dry_run.described(Where((4, 6), (2, 0), (2, 6), 1, 7)) == "elements 1 to 7 of [2, 6] of [4, 6]"
+    ranks = LedgerEntry("all_reduce", 100, 4, group=(0, 1, 6, 7)), LedgerEntry("send", 7, 12, group=tuple(range(12)))
+    ledger = SimpleNamespace(entries=[*ranks, LedgerEntry("barrier", 0, 12, group=(0, 1))])
+    axes = {"pipeline": 2, "data": 3, "tensor": 2}
+    assert dry_run.along_axes(ledger, axes) == {"pipeline+tensor": 150.0, "pipeline+data+tensor": 7.0}
+    assert [dry_run.coordinates(axes, rank) for rank in (0, 1, 2, 11)] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 2, 1]]
+    with pytest.raises(UserError, match="--mesh data=2 is 2 rank"):
+        configure("--mesh data=2")  # it is for a dry run only that nobody has to be started

@@ -1,0 +1,109 @@
+"""The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
+
+import pytest
+import torch
+from helpers import SMALL, config_of, configure, every_strategy, metrics, numbers, train
+
+from common import data, validation
+from common.errors import UserError
+from common.lab.launch import launch
+from common.mesh import make_mesh
+from common.model import GPT, cross_entropy
+from common.task import make_task
+from common.validation import validate
+from course.model_parallel.moe_model import MixtureGPT
+
+AT_ONCE = 3  # examples on each rank; so on 4 ranks the last 13 - 12 leave three ranks without any
+
+
+def sharpen(model) -> None:
+    """Larger weights, so that losses of examples differ by more than rounding does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_meta and parameter.dim() > 1:
+                parameter.mul_(4)
+
+
+def validated(configs) -> list[list[float]]:
+    """For each configuration: the loss on 13 examples, that of a step, and the loss on 13 examples after the step."""
+    validation.EXAMPLES, found = 13, []
+    for config in configs:
+        task, mesh = make_task(config), make_mesh(config.axes, "cpu")
+        model = task.make_model()
+        sharpen(model)
+        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
+        text = task.validation_text()
+        before = validate(strategy, text, AT_ONCE)
+        step = float(strategy.step(task.micro_batches(0, strategy))[0])
+        found.append([before, step, validate(strategy, text, AT_ONCE)])
+    return found
+
+
+def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
+    rows = [*sorted(every_strategy()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
+    many = [config_of(tmp_path, *row) for row in rows]
+    alone = [config_of(tmp_path, 1, "single"), config_of(tmp_path, 1, "expert", "by-hand")]
+    (expected,) = launch(validated, 1, (alone,))
+    assert expected[0][0] != pytest.approx(expected[0][1], rel=0.01), "other text than that of the step"
+    assert expected[0][0] != pytest.approx(expected[0][2], rel=1e-4), "another model after a step"
+    by_size = {size: [config for config, row in zip(many, rows, strict=True) if row[0] == size] for size in (2, 4)}
+    for size, configs in by_size.items():
+        for rank, found in enumerate(launch(validated, size, (configs,), timeout=180)):
+            for config, got in zip(configs, found, strict=True):
+                allowed = 1e-2 if config.precision != "fp32" else 3e-5
+                wanted = expected[config.strategy_class.model_class is MixtureGPT]
+                who = f"{config.strategy} {config.implementation} {config.axes} on rank {rank}"
+                assert got == pytest.approx(wanted, rel=allowed), who
+
+
+def test_every_example_counts_once():
+    """Against the mean over all examples at once, worked out here."""
+    text = data.validation_text(16)
+    inputs, targets = text.batch(torch.arange(13) * text.size // 13)
+    torch.manual_seed(0)
+    model = GPT(2, 32, 4, 16)
+    sharpen(model)
+    expected = cross_entropy(model(inputs), targets).item()
+    for size in (1, 4):  # on four ranks five each time: the last three examples are rank 2's, and rank 3 has none
+        found = launch(seeded, size, (configure(size=size, **SMALL, strategy="ddp"),))
+        assert found == pytest.approx([expected] * size, rel=1e-6), f"on {size} rank(s)"
+
+
+def seeded(config) -> float:
+    validation.EXAMPLES = 13
+    torch.manual_seed(0)
+    model = config.strategy_class.make_model(config)
+    sharpen(model)
+    strategy = config.strategy_class(model, lambda p: torch.optim.SGD(p, 0.1), make_mesh(config.axes, "cpu"))
+    return validate(strategy, data.validation_text(16), 5)
+
+
+def short(configs) -> None:
+    validation.EXAMPLES = 13
+    train(configs)
+
+
+def test_training_is_the_same_with_and_without(tmp_path):
+    """Every number of every step, and the metrics have the losses where they were asked for."""
+    plain = SMALL | {"steps": 5, "checkpoint_every": 0}
+    lines = ["--strategy ddp", "--strategy fsdp", "--strategy zero2", "--strategy fsdp --by-hand"]
+    configs = [
+        configure(f"{line} {more}", 2, **plain, run_dir=tmp_path / f"{number}{more[:3]}")
+        for number, line in enumerate(lines)
+        for more in ("", "--validate-every 2")
+    ]
+    launch(short, 2, (configs,), timeout=120)
+    for number, _ in enumerate(lines):
+        records = metrics(tmp_path / f"{number}--v")
+        assert [record["step"] for record in records if "validation_loss" in record] == [2, 4, 5]
+        assert numbers(tmp_path / f"{number}--v") == numbers(tmp_path / f"{number}")
+        assert records[4]["validation_loss"] == pytest.approx(records[1]["validation_loss"], rel=0.2)
+
+
+def test_validation_text_is_not_trained_on(tmp_path):
+    trained, held_out = data.training_text(16), data.validation_text(16)
+    whole = trained.tokens.numpy().tobytes()
+    for begin in range(0, len(held_out.tokens) - 200, len(held_out.tokens) // 20):
+        assert held_out.tokens[begin : begin + 200].numpy().tobytes() not in whole
+    with pytest.raises(UserError, match="--validate-every is for --task text; leave it out"):
+        configure("--task images --validate-every 5", strategy="single", run_dir=tmp_path / "run")

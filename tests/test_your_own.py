@@ -1,0 +1,43 @@
+"""docs/your-own.md: the program on it trains the same in all of its ways, and the page shows that program."""
+
+import re
+import textwrap
+
+import pytest
+from forks import Fork, torchrun
+
+from common import ROOT
+
+PROGRAM, PAGE = ROOT / "docs" / "your_own.py", (ROOT / "docs" / "your-own.md").read_text()
+NUMBERS = r"loss ([\d.]+) at first, ([\d.]+) at the end"
+
+
+def losses(text: str) -> tuple[float, ...]:
+    return tuple(map(float, re.search(NUMBERS, text).groups()))
+
+
+def test_all_ways_train_as_one_process_does(tmp_path):
+    process = Fork(PROGRAM, cwd=tmp_path)
+    alone = losses(process.communicate(timeout=120)[0])
+    assert alone[0] > 1 and alone[1] < 0.4
+    for how, ranks in (("ddp", 2), ("fsdp", 2), ("pipeline", 2), ("pipeline", 3)):
+        line = ("--standalone", f"--nproc_per_node={ranks}", PROGRAM, how)
+        process = torchrun(*line, cwd=tmp_path)
+        said, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert said.startswith(f"{how}: loss") and losses(said) == pytest.approx(alone, abs=2e-6), how
+    shown = re.findall(rf"^(.+): {NUMBERS}$", PAGE, re.MULTILINE)
+    assert [how for how, *_ in shown] == ["one process", "ddp", "fsdp", "pipeline"]
+    assert all(tuple(map(float, numbers)) == pytest.approx(alone, abs=1e-3) for _, *numbers in shown)
+
+
+def test_the_page_shows_the_program():
+    program = PROGRAM.read_text()
+    flat = re.sub(r"^ +", "", program, flags=re.MULTILINE)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        assert re.sub(r"^ +", "", textwrap.dedent(block), flags=re.MULTILINE) in flat, block
+    for command in re.findall(r"^(?:python|torchrun) .*$", PAGE, re.MULTILINE):
+        assert f"    {command}\n" in program, command
+    assert "import course" not in program and "from common" not in program

@@ -2,11 +2,11 @@
 
 `prepare` moves the model to this rank's device and wraps it; `accumulate`, `backward` and `clip_grad_norm_` know when
 gradients have to be sent, scaled and averaged. `accelerate config` writes a YAML file of the same decisions, and
-`accelerate launch` reads it (launch/accelerate_ddp.yaml).
+`accelerate launch` reads it (configs/engines/accelerate_ddp.yaml).
 
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_accelerate.py --distributed
-    accelerate launch --config_file ../launch/accelerate_ddp.yaml with_accelerate.py --distributed
+    accelerate launch --config_file ../configs/engines/accelerate_ddp.yaml with_accelerate.py --distributed
 """
 
 from dataclasses import dataclass

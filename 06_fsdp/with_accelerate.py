@@ -2,7 +2,7 @@
 
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_accelerate.py --distributed
-    accelerate launch --config_file ../launch/accelerate_fsdp2.yaml with_accelerate.py --distributed
+    accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_accelerate.py --distributed
 """
 
 import os

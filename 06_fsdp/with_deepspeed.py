@@ -6,7 +6,7 @@ micro-batch. Which stage it is, is a number in the JSON.
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed                        # stage 3
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed --strategy zero1
-    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed --deepspeed-config ../launch/zero3.json
+    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed --deepspeed-config ../configs/engines/zero3.json
 """
 
 import json
@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 
 import deepspeed  # isort: split
 
+# ruff: noqa: E402  what follows has to be told before DeepSpeed's parts are imported
 # On CPUs it would compile an all-reduce of its own first, for which it wants a compiler, a minute, and a lock in
 # ~/.cache/torch_extensions: whoever is killed meanwhile leaves the lock, and every later start waits for it forever.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

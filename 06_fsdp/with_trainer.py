@@ -5,7 +5,7 @@ course decides otherwise stands in CourseTrainer: each method there is a default
 
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_trainer.py --distributed
-    accelerate launch --config_file ../launch/accelerate_fsdp2.yaml with_trainer.py --distributed
+    accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_trainer.py --distributed
 """
 
 import common.vision  # noqa: F401  first: transformers imports torchvision
@@ -13,7 +13,7 @@ import common.vision  # noqa: F401  first: transformers imports torchvision
 # isort: split
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from common.data import global_batch
@@ -131,9 +131,8 @@ def main(config):
         batches = [global_batch(config.seed, s, config.batch_size, task.dataset.size) for s in range(config.steps)]
         examples = Subset(Examples(task.dataset), torch.cat(batches).tolist())
         with Run(config, strategy, task) as run:
-            trainer = CourseTrainer(
-                task, model=model, args=arguments, train_dataset=examples, data_collator=torch.utils.data.default_collate
-            )
+            how = {"args": arguments, "train_dataset": examples, "data_collator": default_collate}
+            trainer = CourseTrainer(task, model=model, **how)
             trainer.remove_callback(PrinterCallback)  # the run prints its steps itself
             trainer.add_callback(Follow(run, strategy))
             trainer.train()

@@ -49,8 +49,8 @@ def parse(
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
-    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named it
-    is `default_implementation`. Raises UserError with one line for whatever cannot work, as far as it can be known
+    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named,
+    it is `default_implementation`. Raises UserError with one line for whatever cannot work, as far as it can be known
     before ranks have met.
     """
     argv = sys.argv[1:] if argv is None else argv

@@ -137,13 +137,13 @@ def adapters() -> dict[str, int]:
     from course.fsdp import with_qlora
 
     with process_group() as here:
-        return with_qlora.train(with_qlora.read(str(ROOT / "configs" / "fsdp_qlora_small.yaml")), here.device)[:2]
+        return with_qlora.train(with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml")), here.device)[:2]
 
 
 def seven_billion() -> dict[str, dict[str, int]]:
     from course.fsdp import with_qlora
 
-    model = with_qlora.make_model(with_qlora.read(str(ROOT / "configs" / "fsdp_qlora.yaml")), "meta")
+    model = with_qlora.make_model(with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml")), "meta")
     return {str(ranks): with_qlora.bytes_by_part(model, True, ranks) for ranks in (1, 2, 4, 8)}
 
 

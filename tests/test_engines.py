@@ -1,6 +1,6 @@
 """Engines: each trains as one process does, in every number, and what its page says of it is so.
 
-Needs requirements-engines.txt; without it the file is not collected (tests/conftest.py), and `make test-engines` runs it.
+Needs requirements-engines.txt; without it the file is not collected (tests/conftest.py). `make test-engines` runs it.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_a_loop_that_leaves_the_wrong_thing_to_its_engine_is_refused(wrong, what
 def train(configs) -> list[str]:
     """On a rank: run each; what a parameter is afterwards."""
     do_not_draw()
-    kinds, run = [], None
+    kinds = []
     from common.run import Run
 
     leave = Run.__exit__
@@ -125,7 +125,8 @@ def test_bf16_differs_for_a_reason(tmp_path):
     single = [record["loss"] for record in metrics(tmp_path / "pytorch")]
     assert found["accelerate"] == pytest.approx(single, rel=1e-5)
     assert found["fabric"] == pytest.approx(single, rel=1e-5)
-    assert found["deepspeed"] == pytest.approx(single, rel=1e-2) and found["deepspeed"] != pytest.approx(single, rel=1e-5)
+    assert found["deepspeed"] == pytest.approx(single, rel=1e-2)
+    assert found["deepspeed"] != pytest.approx(single, rel=1e-5)
 
 
 def loaded(accumulate: int):
@@ -137,7 +138,7 @@ def loaded(accumulate: int):
     rank = Accelerator(cpu=True).process_index
     plan, dataset = Plan(5, 12, 36, rank, 2, accumulate), Text(16)
     ways = {"ours": shard, **FEEDING}
-    return {name: [batch for step in way(dataset, plan) for pair in step for batch in pair] for name, way in ways.items()}
+    return {name: [part for step in way(dataset, plan) for pair in step for part in pair] for name, way in ways.items()}
 
 
 def test_both_ways_of_accelerate_load_what_the_course_loads():
@@ -181,8 +182,9 @@ SETTINGS = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items(
 
 @pytest.mark.parametrize("folder, settings", [("03_ddp", "accelerate_ddp.yaml"), ("06_fsdp", "accelerate_fsdp2.yaml")])
 def test_accelerate_launch_reads_the_yaml(tmp_path, folder, settings):
-    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "launch" / settings))
-    done = command(*start, "with_accelerate.py", "--distributed", *SETTINGS, f"--run-dir={tmp_path / 'a'}", cwd=ROOT / folder)
+    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "engines" / settings))
+    more = ("with_accelerate.py", "--distributed", *SETTINGS, f"--run-dir={tmp_path / 'a'}")
+    done = command(*start, *more, cwd=ROOT / folder)
     assert done.returncode == 0, done.stderr[-2000:]
     launch(train, 2, ([configure(size=2, run_dir=tmp_path / "b", strategy="ddp", **TEXT)],))
     assert numbers(tmp_path / "a") == pytest.approx(numbers(tmp_path / "b"), rel=3e-6)
@@ -190,16 +192,16 @@ def test_accelerate_launch_reads_the_yaml(tmp_path, folder, settings):
 
 def test_deepspeed_reads_the_json(tmp_path):
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "with_deepspeed.py")
-    more = ("--distributed", *SETTINGS, "--deepspeed-config", str(ROOT / "launch" / "zero3.json"))
+    more = ("--distributed", *SETTINGS, "--deepspeed-config", str(ROOT / "configs" / "engines" / "zero3.json"))
     done = command(*start, *more, f"--run-dir={tmp_path / 'a'}", cwd=ROOT / "06_fsdp")
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(metrics(tmp_path / "a")) == 3
 
 
 @pytest.mark.parametrize("line, text", [
-    ("--strategy fsdp --implementation deepspeed --deepspeed-config no.json", "--deepspeed-config no.json: .*No such file"),
+    ("--strategy fsdp --implementation deepspeed --deepspeed-config no.json", "-config no.json: .*No such file"),
     ("--strategy fsdp --implementation accelerate --offload", "--offload: Accelerate takes it on GPUs"),
-    ("--strategy ddp --implementation accelerate --precision fp16", "--precision fp16: Accelerate scales losses on GPUs"),
+    ("--strategy ddp --implementation accelerate --precision fp16", "fp16: Accelerate scales losses on GPUs"),
     ("--strategy zero1 --implementation trainer", "no implementation 'trainer'; it has pytorch, by-hand, deepspeed"),
 ])  # fmt: skip
 def test_what_cannot_work_gets_one_line(line, text):
@@ -210,7 +212,7 @@ def test_what_cannot_work_gets_one_line(line, text):
 
 # --- QLoRA ----------------------------------------------------------------------------------------------------
 
-SMALL_QLORA = with_qlora.read(str(ROOT / "configs" / "fsdp_qlora_small.yaml"))
+SMALL_QLORA = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
 
 
 def qlora() -> tuple:
@@ -237,7 +239,7 @@ def test_qlora_trains_adapters_alone_and_shards_all_but_the_scales():
 
 
 def test_the_model_of_7_billion_on_the_meta_device():
-    settings = with_qlora.read(str(ROOT / "configs" / "fsdp_qlora.yaml"))
+    settings = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml"))
     model = with_qlora.make_model(settings, "meta")
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert base == 6_738_415_616, "parameters of Llama 2 7B"

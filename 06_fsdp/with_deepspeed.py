@@ -6,7 +6,8 @@ micro-batch. Which stage it is, is a number in the JSON.
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed                        # stage 3
     torchrun --nproc_per_node=2 with_deepspeed.py --distributed --strategy zero1
-    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed --deepspeed-config ../configs/engines/zero3.json
+    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed \\
+        --deepspeed-config ../configs/engines/zero3.json
 """
 
 import json

@@ -6,7 +6,7 @@ pretrained one, `from_pretrained(..., quantization_config=...)` takes the place 
 
     pip install -r requirements-engines.txt
     torchrun --nproc_per_node=2 with_qlora.py --config ../configs/engines/fsdp_qlora_small.yaml
-    python with_qlora.py --config ../configs/engines/fsdp_qlora.yaml --check 4    # 7B: bytes by part, on the meta device
+    python with_qlora.py --config ../configs/engines/fsdp_qlora.yaml --check 4    # 7B: bytes by part
 """
 
 import argparse
@@ -98,7 +98,7 @@ def read(path: str) -> dict:
         raise UserError(f"--config {path}: {' '.join(str(error).split())}") from error
     lacking = {"model", "quantization", "lora", "fsdp", "training"} - {*(settings or {})}
     if lacking:
-        raise UserError(f"--config {path}: there is no {', '.join(sorted(lacking))}; configs/engines/fsdp_qlora.yaml has all")
+        raise UserError(f"--config {path}: there is no {', '.join(sorted(lacking))}; see configs/engines")
     return settings
 
 
@@ -126,7 +126,7 @@ def train(settings: dict, device: torch.device) -> tuple[list[float], dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", default="configs/engines/fsdp_qlora_small.yaml", help="a file like configs/engines/fsdp_qlora.yaml")
+    parser.add_argument("--config", required=True, help="a file like configs/engines/fsdp_qlora.yaml")
     parser.add_argument("--check", type=int, metavar="RANKS", help="the bytes on each of RANKS, and train nothing")
     line = parser.parse_args()
     settings, ranks = read(line.config), environment()[1]

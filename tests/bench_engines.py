@@ -137,7 +137,8 @@ def adapters() -> dict[str, int]:
     from course.fsdp import with_qlora
 
     with process_group() as here:
-        return with_qlora.train(with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml")), here.device)[:2]
+        settings = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
+        return with_qlora.train(settings, here.device)[:2]
 
 
 def seven_billion() -> dict[str, dict[str, int]]:

@@ -182,7 +182,8 @@ SETTINGS = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items(
 
 @pytest.mark.parametrize("folder, settings", [("03_ddp", "accelerate_ddp.yaml"), ("06_fsdp", "accelerate_fsdp2.yaml")])
 def test_accelerate_launch_reads_the_yaml(tmp_path, folder, settings):
-    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "engines" / settings))
+    file = str(ROOT / "configs" / "engines" / settings)
+    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file)
     more = ("with_accelerate.py", "--distributed", *SETTINGS, f"--run-dir={tmp_path / 'a'}")
     done = command(*start, *more, cwd=ROOT / folder)
     assert done.returncode == 0, done.stderr[-2000:]

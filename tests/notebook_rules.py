@@ -42,7 +42,7 @@ ASSERTS = {
     "04_model_parallel/05_inside_a_node.ipynb": 11,
     "04_model_parallel/06_contexts_in_practice.ipynb": 10,
     "05_pipeline/01_pipelines.ipynb": 18,
-    "05_pipeline/02_schedule_lab.ipynb": 15,
+    "05_pipeline/02_schedule_lab.ipynb": 16,
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 8,
     "06_fsdp/01_zero.ipynb": 4,
     "06_fsdp/02_fully_shard.ipynb": 4,

@@ -44,12 +44,14 @@ def parse(
     default_strategy: str | None = None,
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
+    default_implementation: str = "pytorch",
 ) -> Config:
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
-    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Raises UserError with one line for
-    whatever cannot work, as far as it can be known before ranks have met.
+    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named,
+    it is `default_implementation`. Raises UserError with one line for whatever cannot work, as far as it can be known
+    before ranks have met.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -70,8 +72,8 @@ def parse(
     entry = find(table, name)
     if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
         chosen["implementation"] = kept.get("implementation") or ("by-hand" if kept.get("by_hand") else "pytorch")
-    implementation = implementation_of(name, entry, chosen)
-    Options = entry.implementations[implementation].Options
+    implementation = implementation_of(name, entry, chosen, default_implementation)
+    Options = entry.implementation(implementation).Options
 
     parser = full_parser(table, name, Options)
     if {"-h", "--help"} & {*argv}:
@@ -138,14 +140,14 @@ def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
     return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
 
 
-def implementation_of(name: str, entry: StrategyEntry, chosen: dict) -> str:
+def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: str = "pytorch") -> str:
     """Which implementation is meant. Raises UserError where the strategy does not have it."""
-    wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else "pytorch")
+    wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else default)
     if chosen.get("by_hand") and wanted != "by-hand":
         raise UserError(f"--by-hand and --implementation {wanted} exclude each other; leave one out")
-    if wanted in entry.implementations:
+    if wanted in entry.implementations or wanted in entry.engines:
         return wanted
-    there = ", ".join(entry.implementations)
+    there = ", ".join([*entry.implementations, *entry.engines])
     if wanted == "by-hand":
         raise UserError(f"--by-hand: strategy '{name}' has no version by hand; leave it out")
     if list(entry.implementations) == ["by-hand"]:

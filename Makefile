@@ -29,6 +29,11 @@ test-all: export FULL := 1
 test-all: test
 .NOTPARALLEL: # each of the three keeps two cores busy
 
+# What `python -m planner emit` writes, read by Accelerate, DeepSpeed and Transformers, which PYTHON has to have.
+.PHONY: read-back
+read-back:
+	PYTHONPATH=. $(PYTHON) tests/read_back.py
+
 lint: $(INSTALLED)
 	ruff check .
 

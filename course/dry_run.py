@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common import mesh as meshes
-from common.axes import AXES
 from common.config import Config
 from common.errors import UserError
 from common.lab.fake_accelerator import pretend
@@ -38,7 +36,7 @@ class Foreseen:
     numbers: how many numbers of parameters that is
     state:   bytes between two steps: parameters, the optimizer's state, buckets, gradients that are kept
     peak:    the most bytes at any moment of a step
-    sent:    bytes that it sends in a step, along each axis or, where the group is no axis, "other"
+    sent:    bytes that it sends in a step, by axis; "context+data" is a group over two
     """
 
     place: dict[str, int]
@@ -104,7 +102,7 @@ def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
             sum(part.tensor.numel() for part in parts),
             watch.now[0],
             phase.peak,
-            along_axes(ledger, mesh, config.axes),
+            along_axes(ledger, config.axes),
         )
 
 
@@ -125,17 +123,14 @@ def described(where) -> str:
     return f"{list(where.size)}" + ("" if where.size == where.shape else f" of {list(where.shape)}")
 
 
-def along_axes(ledger, mesh, axes: dict[str, int]) -> dict[str, float]:
-    """Bytes sent, by the axis of the group."""
-    names = {entry.group: "other" for entry in ledger.entries}
-    for name in reversed(AXES):
-        if axes.get(name, 1) > 1:
-            group = meshes.axis(mesh, name).group
-            names[tuple(torch.distributed.get_process_group_ranks(group))] = name
+def along_axes(ledger: Ledger, axes: dict[str, int]) -> dict[str, float]:
+    """Bytes sent, by the axes along which the ranks of the group differ."""
     sent: dict[str, float] = {}
     for entry in ledger.entries:
         if entry.sent:
-            sent[names[entry.group]] = sent.get(names[entry.group], 0.0) + entry.sent
+            places = zip(*(coordinates(axes, rank) for rank in entry.group), strict=True)
+            name = "+".join(name for name, numbers in zip(axes, places, strict=True) if len({*numbers}) > 1)
+            sent[name] = sent.get(name, 0.0) + entry.sent
     return sent
 
 

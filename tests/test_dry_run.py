@@ -1,6 +1,7 @@
 """--dry-run: what it says of each rank is what ranks hold, read and send when they train; and nothing is trained."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from helpers import SMALL, configure
 from common import ROOT
 from common.errors import UserError
 from common.lab.launch import launch
-from common.lab.ledger import Ledger
+from common.lab.ledger import Ledger, LedgerEntry
 from common.mesh import make_mesh
 from common.task import make_task
 from course import dry_run
@@ -37,7 +38,7 @@ def seen(configs) -> list[dry_run.Foreseen]:
         parts = strategy.parts()
         shapes = {part.name: dry_run.described(part.where) for part in parts}
         numbers = sum(part.tensor.numel() for part in parts)
-        sent = dry_run.along_axes(ledger, mesh, config.axes)
+        sent = dry_run.along_axes(ledger, config.axes)
         assert dist.get_rank() in range(math.prod(config.axes.values()))
         found.append(dry_run.Foreseen(place, reads, shapes, numbers, 0, 0, sent))
     return found
@@ -92,7 +93,10 @@ def test_shapes_in_words():
     assert dry_run.described(Where((4, 6), (2, 0), (2, 6), 0, 12)) == "[2, 6] of [4, 6]"
     assert dry_run.described(Where((4, 6), (0, 0), (4, 6), 5, 17)) == "elements 5 to 17 of [4, 6]"
     assert dry_run.described(Where((4, 6), (2, 0), (2, 6), 1, 7)) == "elements 1 to 7 of [2, 6] of [4, 6]"
+    ranks = LedgerEntry("all_reduce", 100, 4, group=(0, 1, 6, 7)), LedgerEntry("send", 7, 12, group=tuple(range(12)))
+    ledger = SimpleNamespace(entries=[*ranks, LedgerEntry("barrier", 0, 12, group=(0, 1))])
     axes = {"pipeline": 2, "data": 3, "tensor": 2}
+    assert dry_run.along_axes(ledger, axes) == {"pipeline+tensor": 150.0, "pipeline+data+tensor": 7.0}
     assert [dry_run.coordinates(axes, rank) for rank in (0, 1, 2, 11)] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 2, 1]]
     with pytest.raises(UserError, match="--mesh data=2 is 2 rank"):
         configure("--mesh data=2")  # it is for a dry run only that nobody has to be started

@@ -290,7 +290,7 @@ def test_every_option_is_tested():
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
         "run_dir", "task", "dataset", "data_dir", "download",
         "validate_every", "text",  # test_validation.py, test_text.py
-        "dry_run", "tensorboard",  # test_dry_run.py, test_runs.py
+        "dry_run", "tensorboard", "timeout",  # test_dry_run.py, test_runs.py, test_train.py
         "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py
     }  # fmt: skip
     here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}

@@ -65,3 +65,15 @@ def test_steps_of_a_schedule_say_who_waits_for_which_message():
     )
     assert steps[5].words.endswith("rank 1: done, stores 0")
     assert all(step.png.startswith(b"\x89PNG") for step in steps)
+
+
+def test_groups_of_a_mesh_lie_inside_of_nodes_or_between_them():
+    axes = {"pipeline": 2, "data": 2, "tensor": 2}  # the last one varies fastest, as for init_device_mesh
+    groups = {axis: pictures.groups_on_nodes(axes, axis, gpus_per_node=4)[1] for axis in axes}
+    assert groups == {
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
+    figure, _ = pictures.groups_on_nodes(axes, "pipeline", gpus_per_node=4)
+    assert "rank 6\npipeline 1\ndata 1\ntensor 0" in [text.get_text() for text in figure.axes[0].texts]

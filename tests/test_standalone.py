@@ -303,6 +303,26 @@ def test_mistakes_are_refused(tmp_path):
             pytest.fail(f"{mistake}: not refused")
 
 
+def test_layers_split_over_ranks(tmp_path):
+    """The second program of chapter 04, which cannot go on from a checkpoint: right, and with a gradient forgotten."""
+    program = ROOT / "04_model_parallel" / "standalone_layers.py"
+    text, right = program.read_text(), "y.backward(gradient)"
+    assert imports(text) <= {"gc", "os", "sys", "torch", "sklearn"} and text.count(right) == 1
+    wrong = tmp_path / "wrong" / "my_program.py"
+    wrong.parent.mkdir()
+    wrong.write_text(text.replace(right, "y.sum().backward()"))
+    run([[2, program, tmp_path / "2"], [4, program, tmp_path / "4"], [2, wrong, wrong.parent]], tmp_path)
+    parameters, lines = plain_loop("05_pipeline", epochs=4)  # the same model and data
+    for folder, equal in (("2", True), ("4", True), ("wrong", False)):
+        parts = [torch.load(path) for path in (tmp_path / folder).glob("layers-*.pt")]
+        found = {name: parameter for part in parts for name, parameter in part.items()}
+        assert found.keys() == parameters.keys()
+        off = max((found[name] - parameter).abs().max() for name, parameter in parameters.items())
+        assert (off < TOLERANCE) == equal, (folder, off)
+        losses = [loss for _, loss, _ in printed("".join(outputs(tmp_path / folder)))]
+        assert (losses == pytest.approx([loss for _, loss, _ in lines], abs=1e-4)) == equal
+
+
 def test_a_checkpoint_that_only_rank_0_sees_is_an_error(tmp_path):
     """Nodes that share no disk: the other ranks must not begin at epoch 0 while rank 0 goes on at its checkpoint."""
     text = PROGRAMS["03_ddp"].read_text()

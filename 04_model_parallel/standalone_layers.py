@@ -1,0 +1,73 @@
+"""Layers split over ranks: each rank has some of the layers. Activations go forward, and their gradients come back.
+
+Only one rank computes at any moment; chapter 05's standalone.py mends that with micro-batches.
+
+    python standalone_layers.py
+    torchrun --standalone --nproc_per_node=2 standalone_layers.py
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 standalone_layers.py  # each
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+
+EPOCHS, BATCH, WIDTH = 4, 96, 128
+
+
+def train(device):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    digits = load_digits()  # 1,797 images of 8 x 8 pixels that come with scikit-learn
+    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+
+    torch.manual_seed(0)  # every rank makes the same model, and keeps its part
+    blocks = [nn.Sequential(nn.Linear(width, WIDTH), nn.ReLU()) for width in (64, WIDTH, WIDTH)]
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 10))
+    if last >= len(model):
+        sys.exit(f"the {len(model)} blocks cannot be divided among {last + 1} ranks: start fewer")
+    part = model[len(model) * rank // (last + 1) : len(model) * (rank + 1) // (last + 1)].to(device)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))  # equal on all ranks
+        total, batches = 0.0, order[: len(order) // BATCH * BATCH].split(BATCH)
+        for batch in batches:
+            optimizer.zero_grad()
+            x = images[batch].to(device)
+            if rank > 0:
+                x = torch.empty(BATCH, WIDTH, device=device)
+                dist.recv(x, rank - 1)  # what the layers before have computed
+                x.requires_grad_()  # it has no history here; now autograd computes its gradient, too
+            y = part(x)
+            if rank == last:
+                loss = nn.functional.cross_entropy(y, labels[batch].to(device))
+                loss.backward()
+                total += loss.detach()
+            else:
+                dist.send(y.detach(), rank + 1)
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, rank + 1)  # of the loss with respect to y
+                y.backward(gradient)
+            if rank > 0:
+                dist.send(x.grad, rank - 1)
+            optimizer.step()
+        if rank == last:
+            print(f"epoch {epoch + 1}: loss {total / len(batches):.4f}")
+    torch.save(part.state_dict(), f"layers-{rank}.pt")  # under the names that they have in the whole model
+
+
+if __name__ == "__main__":
+    gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
+    train(device)
+    gc.collect()  # what still refers to the group can make Python abort at exit on the CPU (pytorch#190489)
+    dist.destroy_process_group()

@@ -32,7 +32,7 @@ test-all: test
 # What `python -m planner emit` writes, read by Accelerate, DeepSpeed and Transformers, which PYTHON has to have.
 .PHONY: read-back
 read-back:
-	PYTHONPATH=. $(PYTHON) tests/read_back.py
+	$(PYTHON) -m tests.read_back
 
 lint: $(INSTALLED)
 	ruff check .

@@ -1,5 +1,7 @@
 """What `python -m planner emit` writes, read back by the tools themselves: Accelerate, DeepSpeed and Transformers. The
-Python that runs this needs them. `make read-back` starts it.
+Python that runs this needs them.
+
+    python -m tests.read_back
 """
 
 import os
@@ -51,8 +53,9 @@ def accelerate(folder: Path) -> None:
         (16, {"data": 2, "shard": 2, "context": 2, "tensor": 2}, 3),
     ):  # fmt: skip
         command = written(folder, "accelerate", gpus, mesh, zero_stage=stage).command
-        command = command.replace("$NODE", "0").replace("$HOST", "127.0.0.1")
-        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)[2:]))
+        words = shlex.split(command.replace("$NODE", "0").replace("$HOST", "127.0.0.1").replace("29500", "0"))
+        port = [] if "--main_process_port" in words else ["--main_process_port=0"]  # any that is free here
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*port, *words[2:]]))
         about = f"accelerate, {mesh}, stage {stage}:"
         same(f"{about} processes, nodes", (args.num_processes, args.num_machines), (gpus, -(-gpus // 8)))
         same(f"{about} FSDP", bool(args.use_fsdp), stage > 0)

@@ -11,13 +11,15 @@ EXERCISE ?=
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
+ENGINES := $(VENV)/.installed-engines
 NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 
 # Ranks share the cores: one thread each. And what a recipe or a notebook starts comes from the environment.
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks lab notebooks doctor check soak soak-faults cluster-test site site-check bench clean
+.PHONY: train test test-all lint test-python test-notebooks test-engines lab notebooks doctor check soak soak-faults \
+	cluster-test site site-check bench bench-engines clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -28,11 +30,6 @@ test: lint test-python test-notebooks
 test-all: export FULL := 1
 test-all: test
 .NOTPARALLEL: # each of the three keeps two cores busy
-
-# What `python -m planner emit` writes, read by Accelerate, DeepSpeed and Transformers, which PYTHON has to have.
-.PHONY: read-back
-read-back:
-	$(PYTHON) -m tests.read_back
 
 lint: $(INSTALLED)
 	ruff check .
@@ -45,6 +42,11 @@ test-python: $(INSTALLED)
 test-notebooks: $(INSTALLED)
 	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
 	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
+
+# Accelerate, Fabric, DeepSpeed, the Trainer, QLoRA: with the packages of requirements-engines.txt.
+test-engines: $(ENGINES)
+	python -m pytest -n 2 tests/test_engines.py
+	python -m tests.read_back  # what `python -m planner emit` writes
 
 lab: $(INSTALLED)
 	jupyter lab 01_intro/01_why_distribute.ipynb
@@ -86,6 +88,14 @@ $(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
 
 bench: $(INSTALLED)
 	python tests/bench.py
+
+# What 06_fsdp/05_engines.ipynb shows: a step of each engine against one of PyTorch's.
+bench-engines: $(ENGINES)
+	python tests/bench_engines.py
+
+$(ENGINES): requirements-engines.txt $(INSTALLED)
+	$(BIN)/python -m pip install -r requirements-engines.txt
+	@touch $@
 
 $(INSTALLED): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("needs Python 3.10 or newer: make PYTHON=..." if sys.version_info < (3, 10) else 0)'

@@ -21,14 +21,14 @@ def step_pictures(rows: list[list[str]], total: str, mean: str) -> list[Figure]:
     """
     with_total, with_mean = ([[*row[:2], gradient, row[3]] for row in rows] for gradient in (total, mean))
     return [
-        *(_step_picture([row[: count + 1] for row in rows], new=count) for count in range(3)),
-        _step_picture([row[:3] for row in with_total], new=2, shared=True),
-        _step_picture(with_mean, new=3, shared=True),
+        *(_step_picture([row[: count + 1] for row in rows], new=(count,)) for count in range(3)),
+        _step_picture([row[:3] for row in with_total], new=(2,), shared=True),
+        _step_picture(with_mean, new=(2, 3), shared=True),
     ]
 
 
-def _step_picture(rows: list[list[str]], new: int, shared: bool = False) -> Figure:
-    """rows: for each rank its boxes from the left; `new` is the column that has just changed. Where `shared`, the
+def _step_picture(rows: list[list[str]], new: tuple[int, ...], shared: bool = False) -> Figure:
+    """rows: for each rank its boxes from the left; `new` are the columns that have just changed. Where `shared`, the
     gradients come from both ranks, and arrows show how if they have just changed."""
     fig, ax = plt.subplots(figsize=(8.6, 2.9))
     colours = [SKY, ORANGE]  # of what comes from rank 0 and from rank 1
@@ -43,10 +43,10 @@ def _step_picture(rows: list[list[str]], new: int, shared: bool = False) -> Figu
             for index, colour in enumerate(parts):
                 width = 1.6 / len(parts)
                 ax.add_patch(Rectangle((left + index * width, top), width, 1, fc=colour, ec="none"))
-            edge = {"ec": BLACK, "lw": 3.5} if column == new else {"ec": "#888888", "lw": 1}
+            edge = {"ec": BLACK, "lw": 3.5} if column in new else {"ec": "#888888", "lw": 1}
             ax.add_patch(Rectangle((left, top), 1.6, 1, fc="none", **edge))
             ax.text(left + 0.8, top + 0.5, text.replace("-", "\N{MINUS SIGN}"), ha="center", va="center", size=15)
-    if shared and new == 2:
+    if shared and new == (2,):
         arrow = {"arrowstyle": "-|>", "lw": 4, "mutation_scale": 22, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", (4.9, 1.85), (4.9, 1.05), arrowprops=arrow | {"color": colours[0]})
         ax.annotate("", (5.5, 1.05), (5.5, 1.85), arrowprops=arrow | {"color": colours[1]})

@@ -1,9 +1,11 @@
-"""Pictures of how ranks are fed: what they read in an epoch, how much, and when they wait."""
+"""Pictures of how ranks are fed: what they read in an epoch, how much, and when they wait. And of scaling: a step on
+few and many ranks, a profile, ranks that wait for a late one."""
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
+from course.ddp.buckets import EXPOSED
 
 DOING = {
     "waits for its batch": plotting.YELLOW,
@@ -84,4 +86,85 @@ def draw_steps(panels: dict):
     axes[0].set_xlim(0, 1.1 * axes[0].dataLim.xmax)
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in DOING.values()]
     fig.legend(handles, DOING, loc="outside lower center", ncols=4, fontsize=12)
+    return fig
+
+
+def draw_step(forward: float, backward: float, sent: list, title: str):
+    """A simulated step of one rank: its passes, and below them the network's all-reduces (`Sent` of buckets.py). All
+    in seconds; what is exposed is hatched."""
+    fig, ax = plt.subplots(figsize=(9.5, 2.3))
+    for start, length, colour in ((0, forward, plotting.SKY), (forward, backward, plotting.BLUE)):
+        ax.broken_barh([(start * 1e3, length * 1e3)], (0, 0.8), fc=colour, ec="white")
+    computed = forward + backward
+    for bucket in sent:
+        start, end = forward + bucket.start, forward + bucket.end
+        if end - start < 1e-9:  # on one rank nothing is sent
+            continue
+        middle = min(max(start, computed), end)
+        ax.broken_barh([(start * 1e3, (middle - start) * 1e3)], (1, 0.8), fc=plotting.ORANGE, ec="white", lw=0.3)
+        ax.broken_barh([(middle * 1e3, (end - middle) * 1e3)], (1, 0.8), **(EXPOSED | {"lw": 0.3}))
+    end = max(computed, forward + sent[-1].end)
+    ax.axvline(computed * 1e3, color="black", lw=1.2, ls=":")
+    ax.set_yticks([0.4, 1.4], ["computes", "all-reduces"])
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlim=(0, end * 1e3 * 1.01), ylim=(2, -0.2), xlabel="time (ms)")
+    ax.set_title(title, loc="left", fontsize=13)
+    styles = ({"fc": plotting.SKY}, {"fc": plotting.BLUE}, {"fc": plotting.ORANGE}, EXPOSED)
+    names = ("forward pass", "backward pass", "all-reduce, hidden", "all-reduce, exposed")
+    fig.legend([Rectangle((0, 0), 1, 1, **style) for style in styles], names, loc="outside lower center", ncols=4,
+               fontsize=11)  # fmt: skip
+    return fig
+
+
+PROFILE = {
+    "forward": plotting.SKY,
+    "backward": plotting.BLUE,
+    "waits": "#DDDDDD",
+    "optimizer": plotting.GREEN,
+    "all-reduce": plotting.ORANGE,
+}
+
+
+def draw_profile(bars: list, shown: set, title: str):
+    """One step of several ranks, two rows for each: the thread that computes, and gloo's threads.
+
+    bars:  (rank, name of PROFILE, start, end) in seconds; shown: names in full colour, the others are pale
+    """
+    ranks = 1 + max(rank for rank, *_ in bars)
+    origin = min(start for _, _, start, _ in bars)
+    fig, ax = plt.subplots(figsize=(9.5, 1.1 * ranks + 1.3))
+    for rank, name, start, end in bars:
+        row = 2.3 * rank + (name == "all-reduce")
+        alpha = 1.0 if name in shown else 0.15
+        place = [((start - origin) * 1e3, (end - start) * 1e3)]
+        ax.broken_barh(place, (row, 0.85), fc=PROFILE[name], ec="white", lw=0.6, alpha=alpha)
+    rows = {2.3 * rank + row + 0.42: f"rank {rank}{what}" for rank in range(ranks)
+            for row, what in ((0, ", computes"), (1, ", gloo"))}  # fmt: skip
+    ax.set_yticks(list(rows), list(rows.values()), fontsize=11)
+    ax.tick_params(axis="y", length=0)
+    ax.set(ylim=(2.3 * ranks, -0.2), xlabel="time (ms)")
+    ax.set_title(title, loc="left", fontsize=13)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in PROFILE.values()]
+    fig.legend(handles, PROFILE, loc="outside lower center", ncols=5, fontsize=11)
+    return fig
+
+
+def draw_late(panels: dict):
+    """title -> for each rank (start, end of its work, end of the all-reduce) of each step, in seconds: a panel for
+    each title, on one time axis."""
+    fig, axes = plt.subplots(len(panels), 1, figsize=(9.5, 2.1 * len(panels) + 0.7), sharex=True)
+    for ax, (title, ranks) in zip(axes, panels.items(), strict=True):
+        origin = min(steps[0][0] for steps in ranks)
+        for rank, steps in enumerate(ranks):
+            for start, middle, end in steps:
+                for left, right, colour in ((start, middle, plotting.SKY), (middle, end, plotting.ORANGE)):
+                    place = [((left - origin) * 1e3, (right - left) * 1e3)]
+                    ax.broken_barh(place, (rank - 0.4, 0.8), fc=colour, ec="white", lw=0.6)
+        ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=11)
+        ax.tick_params(axis="y", length=0)
+        ax.invert_yaxis()
+        ax.set_title(title, loc="left", fontsize=13)
+    axes[-1].set_xlabel("time (ms)")
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (plotting.SKY, plotting.ORANGE)]
+    fig.legend(handles, ["works (sleeps)", "in the all-reduce"], loc="outside lower center", ncols=2, fontsize=12)
     return fig

@@ -44,14 +44,15 @@ def parse(
     default_strategy: str | None = None,
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
+    default_implementation: str = "pytorch",
     auto: Callable[[list[str]], list[str]] | None = None,
 ) -> Config:
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
-    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` makes of a command line
-    with --strategy auto one that names a strategy. Raises UserError with one line for whatever cannot work, as far as
-    it can be known before ranks have met.
+    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named,
+    it is `default_implementation`. `auto` makes of a command line with --strategy auto one that names a strategy.
+    Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -66,7 +67,7 @@ def parse(
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
     chosen = {**content, **early}
     if chosen.get("strategy") == "auto" and auto:
-        return parse(table, default_strategy, auto(argv), by_axes)
+        return parse(table, default_strategy, auto(argv), by_axes, default_implementation)
     if "strategy" in kept and can_have(table, kept["strategy"], chosen.get("mesh", "")):
         chosen = {"strategy": kept["strategy"], **chosen}  # else the mesh says what a resumed run goes on with
     name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)
@@ -74,8 +75,8 @@ def parse(
     entry = find(table, name)
     if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
         chosen["implementation"] = kept.get("implementation") or ("by-hand" if kept.get("by_hand") else "pytorch")
-    implementation = implementation_of(name, entry, chosen)
-    Options = entry.implementations[implementation].Options
+    implementation = implementation_of(name, entry, chosen, default_implementation)
+    Options = entry.implementation(implementation).Options
 
     parser = full_parser(table, name, Options)
     if {"-h", "--help"} & {*argv}:
@@ -142,14 +143,14 @@ def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
     return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
 
 
-def implementation_of(name: str, entry: StrategyEntry, chosen: dict) -> str:
+def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: str = "pytorch") -> str:
     """Which implementation is meant. Raises UserError where the strategy does not have it."""
-    wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else "pytorch")
+    wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else default)
     if chosen.get("by_hand") and wanted != "by-hand":
         raise UserError(f"--by-hand and --implementation {wanted} exclude each other; leave one out")
-    if wanted in entry.implementations:
+    if wanted in entry.implementations or wanted in entry.engines:
         return wanted
-    there = ", ".join(entry.implementations)
+    there = ", ".join([*entry.implementations, *entry.engines])
     if wanted == "by-hand":
         raise UserError(f"--by-hand: strategy '{name}' has no version by hand; leave it out")
     if list(entry.implementations) == ["by-hand"]:

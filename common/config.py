@@ -92,7 +92,12 @@ class Config:
     @property
     def strategy_class(self):
         """The class that trains."""
-        return self.entry.implementations[self.implementation]
+        return self.entry.implementation(self.implementation)
+
+    @property
+    def main(self):
+        """The function that trains: of the strategy's chapter, or of an engine that has a loop of its own."""
+        return getattr(self.strategy_class, "main", self.entry.main)
 
     def settings(self) -> dict:
         """All options by name, the strategy's own included: what config.json keeps."""

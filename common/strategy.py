@@ -3,8 +3,9 @@
 So one loop trains every strategy, one harness proves it, one table compares it. docs/architecture.md explains it.
 """
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +138,18 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """A library that implements a strategy and is not among the course's own packages (requirements-engines.txt).
+
+    package: what it is imported as
+    load:    imports the script that uses it, and returns the class there
+    """
+
+    package: str
+    load: Callable[[], type[Strategy]]
+
+
+@dataclass(frozen=True)
 class StrategyEntry:
     """A line of the table of strategies (course/strategies.py): where one lives and what is promised of it.
 
@@ -144,12 +157,26 @@ class StrategyEntry:
     main:            the main function of that chapter's script
     implementations: the class that implements it, by name: "pytorch", "by-hand", ...
     world_sizes:     on how many ranks it must equal one process; a dict gives them by implementation
+    engines:         more implementations by name, which need a library of their own
     """
 
     chapter: str
     main: Callable
     implementations: dict[str, type[Strategy]]
     world_sizes: tuple[int, ...] | dict[str, tuple[int, ...]]
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+    def implementation(self, name: str) -> type[Strategy]:
+        """The class of an implementation. Raises UserError where the library of an engine is not installed."""
+        if name in self.implementations:
+            return self.implementations[name]
+        engine = self.engines[name]
+        if importlib.util.find_spec(engine.package) is None:
+            raise UserError(
+                f"--implementation {name}: this Python has no package {engine.package}; "
+                f"pip install -r requirements-engines.txt, in the repository's root"
+            )
+        return engine.load()
 
     def sizes(self, implementation: str) -> tuple[int, ...]:
         """On how many ranks this implementation must equal one process."""

@@ -6,14 +6,15 @@ from common.errors import UserError, one_line_errors
 from course.strategies import BY_AXES, STRATEGIES
 
 
-def start(strategy: str | None = None) -> None:
+def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
     """Train as the command line says. `strategy` is a chapter's default: then only its chapter's strategies are taken.
+    `implementation` is a script's default.
 
     main is that of the importable module, course.ddp.distributed_training for instance, and not of the script that was
     started under the name __main__: so every class exists once. Errors of use become one line.
     """
     with one_line_errors():
-        config = parse(STRATEGIES, strategy, by_axes=BY_AXES, auto=pick)
+        config = parse(STRATEGIES, strategy, by_axes=BY_AXES, default_implementation=implementation, auto=pick)
         home = STRATEGIES[strategy]().chapter if strategy else config.entry.chapter
         if config.entry.chapter != home:
             raise UserError(
@@ -25,7 +26,7 @@ def start(strategy: str | None = None) -> None:
 
             dry_run(config)
         else:
-            config.entry.main(config)
+            config.main(config)
 
 
 def pick(argv: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ of itself (mesh, options, requirements, model) stands with its class, in the cha
 """
 
 from common.strategy import StrategyEntry
+from course import engines
 
 
 def single() -> StrategyEntry:
@@ -25,7 +26,8 @@ def ddp() -> StrategyEntry:
     from course.ddp import by_hand
     from course.ddp import distributed_training as script
 
-    return StrategyEntry("03_ddp", script.main, {"pytorch": script.DDP, "by-hand": by_hand.DDPByHand}, (1, 2, 4))
+    kinds = {"pytorch": script.DDP, "by-hand": by_hand.DDPByHand}
+    return StrategyEntry("03_ddp", script.main, kinds, (1, 2, 4), engines.OF["ddp"])
 
 
 def model() -> StrategyEntry:
@@ -103,14 +105,14 @@ def zero1() -> StrategyEntry:
     from course.fsdp import distributed_training as script
 
     kinds = {"pytorch": torch_zero.Zero1, "by-hand": by_hand_zero1.Zero1ByHand}
-    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", script.main, kinds, (1, 2, 4), engines.OF["zero1"])
 
 
 def zero2() -> StrategyEntry:
     from course.fsdp import batch_size, by_hand_zero23, torch_zero
 
     kinds = {"pytorch": torch_zero.Zero2, "by-hand": by_hand_zero23.Zero2ByHand}
-    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4), engines.OF["zero2"])
 
 
 def fsdp() -> StrategyEntry:
@@ -118,7 +120,7 @@ def fsdp() -> StrategyEntry:
     from course.fsdp import distributed_training as script
 
     kinds = {"pytorch": script.FSDP, "by-hand": by_hand_zero23.FSDPByHand}
-    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4))
+    return StrategyEntry("06_fsdp", batch_size.main, kinds, (1, 2, 4), engines.OF["fsdp"])
 
 
 def hsdp() -> StrategyEntry:
@@ -187,6 +189,6 @@ BY_AXES = {
 
 
 def load(strategy: str, implementation: str | bool = "pytorch"):
-    """The class that implements a strategy: "pytorch", "by-hand" (or True), ..."""
+    """The class that implements a strategy: "pytorch", "by-hand" (or True), an engine such as "accelerate", ..."""
     name = {True: "by-hand", False: "pytorch"}.get(implementation, implementation)
-    return STRATEGIES[strategy]().implementations[name]
+    return STRATEGIES[strategy]().implementation(name)

@@ -155,7 +155,7 @@ def commands_can_be_parsed(page, text):
         with launcher(0, size):
             os.environ |= {"RANK": "0"} if "torchrun" in words else {}
             try:
-                parse(STRATEGIES, default_of(home.name), options, BY_AXES, pick)
+                parse(STRATEGIES, default_of(home.name), options, BY_AXES, auto=pick)
             except UserError as error:
                 yield f"{' '.join(words)}: {error}"
 

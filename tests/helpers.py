@@ -94,7 +94,7 @@ def train(configs: list[Config], draw: bool = False) -> None:
     if not draw:
         do_not_draw()
     for config in configs:
-        config.entry.main(config)
+        config.main(config)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

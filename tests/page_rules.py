@@ -82,6 +82,10 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     split_dataset_by_node StatefulDataLoader WithDevice NoChunk skippable deferred_batch_norm except_last timeit chrome
     galvatron profile_hardware hardware_configs torchfrtrace dmesg unzip scontrol sacct docker tee eth
     logdir rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
+    zero_optimization overlap_comm stage3_prefetch_bucket_size reduce_bucket_size stage3_max_live_parameters
+    offload_param
+    stage3_param_persistence_threshold offload_optimizer zero_hpz_partition_size fsdp_version fsdp_reshard_after_forward
+    stage3_gather_16bit_weights_on_model_save fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
     Cause observed clients client trying connect listen Unable recvValueWithTimeout Watchdog trace_ etc by_hand_
 """))  # fmt: skip
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_")

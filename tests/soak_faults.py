@@ -125,7 +125,7 @@ def attempt(line: str, folder: Path, size: int, fault: Fault | None, number: int
     config = configure(options, size, dist.get_rank(), **SMALL)
     if fault:
         disturb(fault)
-    config.entry.main(config)
+    config.main(config)
 
 
 def endure(line: str, folder: Path, faults: list[Fault], size: int = 2) -> Counter:

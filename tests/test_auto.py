@@ -30,7 +30,7 @@ def measured(folder, **changes) -> None:
 def picked(line: str, size: int):
     words = f"{line} --strategy auto --dry-run {'--distributed' if size > 1 else ''}"
     with launcher(0, size):
-        return parse(STRATEGIES, None, words.split(), BY_AXES, choose)
+        return parse(STRATEGIES, None, words.split(), BY_AXES, auto=choose)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -62,7 +62,7 @@ def test_other_options_stay(tmp_path):
     (tmp_path / "run.yaml").write_text("strategy: auto\nlayers: 3\nprecision: bf16\n")
     with launcher(0, 2):
         words = ["--config", "run.yaml", "--distributed", "--dry-run", "--steps", "7", "--accumulation-steps", "2"]
-        config = parse(STRATEGIES, None, words, BY_AXES, choose)
+        config = parse(STRATEGIES, None, words, BY_AXES, auto=choose)
     assert (config.layers, config.precision, config.steps, config.accumulation_steps) == (3, "bf16", 7, 2)
 
 

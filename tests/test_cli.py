@@ -307,3 +307,16 @@ def test_nobody_comes():
 
 def test_environment_without_a_launcher():
     assert environment() == (0, 1, 0, 1)
+
+
+def test_an_engine_that_is_not_installed_gets_the_line_that_installs_it(monkeypatch):
+    """And whether it is installed is not asked of anybody who does not want it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for strategy, engine, package in [("ddp", "fabric", "lightning"), ("fsdp", "trainer", "transformers")]:
+        with pytest.raises(UserError) as error:
+            configure("", 2, strategy=strategy, implementation=engine)
+        assert str(error.value) == (
+            f"--implementation {engine}: this Python has no package {package}; pip install -r "
+            f"requirements-engines.txt, in the repository's root"
+        )
+    assert configure("", 2, strategy="ddp").implementation == "pytorch"

@@ -58,7 +58,7 @@ def observe(configs, looks):
 
         Run.log, Run.batches = log, batches
         try:
-            config.entry.main(config)
+            config.main(config)
         finally:
             Run.log, Run.batches = original
         observations.append(seen)

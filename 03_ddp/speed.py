@@ -1,0 +1,69 @@
+"""How many examples per second does DistributedDataParallel train, on one rank and on several?
+
+    python speed.py 1024
+    torchrun --standalone --nproc_per_node=2 speed.py 1024    # the batch of all ranks together: strong scaling
+    torchrun --standalone --nproc_per_node=2 speed.py 2048    # 1024 for each rank: weak scaling
+"""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH = 256
+
+
+def make_step(batch_size, device, **options):
+    """A training step on this rank's part of the batch."""
+    torch.manual_seed(dist.get_rank())
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    ddp = DistributedDataParallel(nn.Sequential(*layers).to(device), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    examples = torch.randn(batch_size // dist.get_world_size(), WIDTH, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        ddp(examples).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds_per_step(step, device, warm_up=3, steps=10):
+    """Of the slowest rank; the same number on all ranks."""
+    for _ in range(warm_up):  # the first steps allocate memory, open connections and arrange DDP's buckets
+        step()
+    finish(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    finish(device)
+    seconds = torch.tensor((time.perf_counter() - start) / steps, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def finish(device):
+    """Wait until all that was begun is done, on this rank's device and on all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # a GPU's operations go on after their calls have returned
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    batch_size, gpu = int(sys.argv[1]), torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
+    seconds = seconds_per_step(make_step(batch_size, device), device)
+    if dist.get_rank() == 0:
+        print(f"ranks {dist.get_world_size()}, batch {batch_size}:", end=" ")
+        print(f"~{1e3 * seconds:.1f} ms for a step, ~{batch_size / seconds:.0f} examples/s")
+    dist.destroy_process_group()

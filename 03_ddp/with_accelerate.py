@@ -1,0 +1,113 @@
+"""DistributedDataParallel by Hugging Face's Accelerate: the loop names no rank, no device and no collective.
+
+`prepare` moves the model to this rank's device and wraps it; `accumulate`, `backward` and `clip_grad_norm_` know when
+gradients have to be sent, scaled and averaged. `accelerate config` writes a YAML file of the same decisions, and
+`accelerate launch` reads it (configs/engines/accelerate_ddp.yaml).
+
+    pip install -r requirements-engines.txt
+    torchrun --nproc_per_node=2 with_accelerate.py --distributed
+    accelerate launch --config_file ../configs/engines/accelerate_ddp.yaml with_accelerate.py --distributed
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import GradientAccumulationPlugin
+from torch.utils.data import DataLoader
+
+from common.data import global_batch
+from common.errors import UserError
+from common.model import cross_entropy
+from common.options import option
+from course.ddp.options import DataParallel
+from course.start import start
+
+
+class DDPWithAccelerate(DataParallel):
+    """Every rank has the whole model; Accelerate wraps it in DistributedDataParallel."""
+
+    @dataclass
+    class Options:
+        loading: str = option("shard", "who reads: each rank its part, or rank 0 for all", ("shard", "dispatch"))
+
+        @property
+        def load(self):
+            """How Run.batches reads."""
+            return FEEDING[self.loading]
+
+    @classmethod
+    def require(cls, config, axes):
+        if config.precision == "fp16" and not torch.cuda.is_available():
+            raise UserError("--precision fp16: Accelerate scales losses on GPUs only; try bf16, or fp32")
+
+    def make_accelerator(self, **more) -> Accelerator:
+        """What differs between strategies: with Accelerate, a strategy is an argument."""
+        mixed = {"fp32": "no"}.get(self.precision, self.precision)
+        return Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu", **more)
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        # By default a step ends with the loader too, whatever it has summed up by then. The course's loaders give the
+        # micro-batches of a whole step at once: with the last of them, each micro-batch would be a step.
+        plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+        self.accelerator = self.make_accelerator(gradient_accumulation_plugin=plugin)
+        self.model = model
+        self.wrapped, self.optimizer = self.accelerator.prepare(self.model, make_optimizer(self.model.parameters()))
+        self.scaler = self.accelerator.scaler or self.scaler
+
+    def step(self, micro_batches):
+        accelerator, loss = self.accelerator, 0.0
+        accelerator.gradient_accumulation_steps = len(micro_batches)
+        for inputs, targets in micro_batches:
+            with accelerator.accumulate(self.wrapped):  # no_sync, but for the last micro-batch
+                with accelerator.autocast():
+                    part = cross_entropy(self.wrapped(inputs), targets)
+                accelerator.backward(part)  # divides by gradient_accumulation_steps
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), self.max_norm)
+                self.optimizer.step()  # this and the next line do nothing before the last micro-batch
+                self.optimizer.zero_grad()
+            loss += part.detach() / len(micro_batches)
+        return accelerator.reduce(loss, reduction="mean"), getattr(grad_norm, "full_tensor", lambda: grad_norm)()
+
+
+def through_accelerate(dispatch: bool):
+    """A way to read, as in loading.py, with the DataLoader that `prepare` gives.
+
+    With split_batches a batch is the global one, and each rank gets a slice; otherwise each rank gets batches of its
+    own, one after the other, and the global batch grows with the number of ranks. With dispatch_batches rank 0 reads,
+    and broadcasts each global batch *whole*; the other ranks keep their slices.
+    """
+
+    def load(dataset, plan, start=0):
+        order = (global_batch(plan.seed, step, plan.batch_size, dataset.size) for step in range(start, plan.steps))
+        loader = DataLoader(Examples(dataset), plan.batch_size, sampler=torch.cat(list(order)).tolist(), drop_last=True)
+        # What `accelerator.prepare(loader)` calls, with what DataLoaderConfiguration says.
+        how = {"split_batches": True, "dispatch_batches": dispatch, "put_on_device": True}
+        who = {"num_processes": plan.data_size, "process_index": plan.data_rank}
+        for inputs, targets in prepare_data_loader(loader, torch.device(plan.device), **who, **how):
+            yield plan.cut(inputs, targets)
+
+    return load
+
+
+@dataclass
+class Examples:
+    """A dataset of the course as DataLoader wants it: one example at a time."""
+
+    dataset: object
+
+    def __len__(self):
+        return self.dataset.size
+
+    def __getitem__(self, index):
+        inputs, targets = self.dataset.batch(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+
+FEEDING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}
+
+if __name__ == "__main__":
+    start("ddp", "accelerate")

@@ -1,0 +1,183 @@
+"""ZeRO by DeepSpeed: an engine in the place of model, optimizer and loss scaling, made from a JSON of settings.
+
+`engine.backward` scales, sends and shards; `engine.step` clips, steps and zeroes, and does nothing before the last
+micro-batch. Which stage it is, is a number in the JSON.
+
+    pip install -r requirements-engines.txt
+    torchrun --nproc_per_node=2 with_deepspeed.py --distributed                        # stage 3
+    torchrun --nproc_per_node=2 with_deepspeed.py --distributed --strategy zero1
+    deepspeed --no_local_rank --num_gpus=2 with_deepspeed.py --distributed \\
+        --deepspeed-config ../configs/engines/zero3.json
+"""
+
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed picks its accelerator when it is imported
+
+import deepspeed  # isort: split
+
+# ruff: noqa: E402  what follows has to be told before DeepSpeed's parts are imported
+# On CPUs it would compile an all-reduce of its own first, for which it wants a compiler, a minute, and a lock in
+# ~/.cache/torch_extensions: whoever is killed meanwhile leaves the lock, and every later start waits for it forever.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # names that it still uses
+
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+from common.errors import UserError
+from common.mesh import axis
+from common.model import cross_entropy
+from common.options import option
+from common.state import Part, interval, whole
+from common.strategy import Strategy
+from course.fsdp.fsdp_setup import materialise
+from course.start import start
+
+
+class Zero3WithDeepSpeed(Strategy):
+    """Every rank has its part of parameters, gradients and optimizer state."""
+
+    preset = {"shard": -1}
+    stage = 3
+
+    @dataclass
+    class Options:
+        offload: bool = option(False, "keep the optimizer, and at stage 3 the parameters, in host memory")
+        deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which win over those of the script")
+
+    @classmethod
+    def require(cls, config, axes):
+        if config.resume:
+            raise UserError("--resume: a run is not resumed with DeepSpeed; --implementation pytorch takes it up")
+        if config.options.deepspeed_config:
+            read(config.options.deepspeed_config)
+
+    def settings(self) -> dict:
+        """What `deepspeed.initialize` is told. Its batch sizes are counts: the loop below feeds the engine itself."""
+        zero = {"stage": self.stage}
+        if self.options.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+            if self.stage == 3:
+                zero["offload_param"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.max_norm if math.isfinite(self.max_norm) else 0.0,
+            "bf16": {"enabled": self.precision == "bf16"},  # weights in bf16 beside float32 ones, no autocast
+            "fp16": {"enabled": self.precision == "fp16"},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,  # an optimizer of PyTorch's instead of DeepSpeed's own
+            "zero_force_ds_cpu_optimizer": False,
+        } | (read(self.options.deepspeed_config) if self.options.deepspeed_config else {})
+
+    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+        super().__init__(mesh, options, precision, max_norm)
+        # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
+        materialise(model, self.device, axis(mesh, "shard").group)
+        self.model = model
+        self.names: dict[torch.nn.Parameter, list[str]] = {}  # what is tied has several
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(name)
+        self.sizes = {parameter: whole(parameter) for parameter in self.names}
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self.settings()
+        )
+
+    def step(self, micro_batches):
+        engine, loss = self.engine, 0.0
+        examples = engine.train_micro_batch_size_per_gpu() * self.data_size  # as it counts them, see settings()
+        engine.set_train_batch_size(len(micro_batches) * examples)  # sets gradient_accumulation_steps
+        engine.optimizer.clip_grad = self.max_norm if math.isfinite(self.max_norm) else 0.0
+        for inputs, targets in micro_batches:
+            part = cross_entropy(engine(inputs), targets)
+            engine.backward(part)  # divides by gradient_accumulation_steps
+            engine.step()
+            loss += part.detach().float() / len(micro_batches)
+        deepspeed.comm.all_reduce(loss)
+        return loss / self.data_size, torch.as_tensor(engine.get_global_grad_norm())
+
+    # What follows says where DeepSpeed keeps what, for the course's checkpoints and proofs. Training needs none of it.
+
+    def parts(self):
+        """DeepSpeed cuts each parameter, flattened, into equal intervals, the last of which may be filled up."""
+        found = []
+        for parameter, (name, *aliases) in self.names.items():
+            size, where = parameter.ds_tensor.ds_numel, self.sizes[parameter]
+            begin = min(self.data_rank * size, where.stop)
+            end = min(begin + size, where.stop)
+            there = safe_get_local_fp32_param(parameter) if parameter.requires_grad else parameter.ds_tensor.detach()
+            owner = parameter if parameter.requires_grad else None
+            own, span = interval(where, begin, end), slice(0, end - begin)
+            found.append(Part(name, there[span], own, owner, span, tuple(aliases)))
+        return found
+
+    def optimizer_state(self):
+        inner, found = self.optimizer.optimizer.state, {}
+        for parameter in self.model.parameters():
+            for flat_state in list(inner.values())[:1]:
+                found[parameter] = {
+                    key: value if value.dim() == 0 else safe_get_local_optimizer_state(parameter, key)
+                    for key, value in flat_state.items()
+                    if torch.is_tensor(value) and parameter.requires_grad
+                }
+        return found
+
+
+class Zero2WithDeepSpeed(Zero3WithDeepSpeed):
+    """Every rank has all parameters, and its part of gradients and optimizer state."""
+
+    stage = 2
+
+    def parts(self):
+        """DeepSpeed puts all parameters behind one another, and cuts that: a rank has a piece of some of them."""
+        found = []
+        for parameter, (name, *aliases) in self.names.items():
+            piece, where = getattr(parameter, "_hp_mapping", None), self.sizes[parameter]
+            if not parameter.requires_grad:
+                found.append(Part(name, parameter.detach().flatten(), where, aliases=tuple(aliases)))
+            elif piece is not None:
+                at = piece.lp_fragment_address
+                own, span = interval(where, at.start, at.start + at.numel), slice(0, at.numel)
+                found.append(Part(name, piece.get_hp_fragment().detach(), own, parameter, span, tuple(aliases)))
+        return found
+
+    def optimizer_state(self):
+        scalars = {
+            key: value
+            for state in list(self.optimizer.optimizer.state.values())[:1]
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.dim() == 0
+        }
+        return {
+            parameter: scalars | (parameter._hp_mapping.optim_fragment or {})
+            for parameter in self.model.parameters()
+            if getattr(parameter, "_hp_mapping", None) is not None
+        }
+
+
+class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
+    """Every rank has all parameters and gradients, and its part of the optimizer state."""
+
+    stage = 1
+
+
+def read(path: str) -> dict:
+    """The settings in a JSON file. Raises UserError."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--deepspeed-config {path}: {error}") from error
+
+
+if __name__ == "__main__":
+    start("fsdp", "deepspeed")

@@ -1,0 +1,142 @@
+"""FSDP by the Trainer of Hugging Face's Transformers: no loop at all, but a list of arguments.
+
+The Trainer has a loop of its own, on Accelerate, and calls back at its stations. What it decides by itself and the
+course decides otherwise stands in CourseTrainer: each method there is a default that is not ours.
+
+    pip install -r requirements-engines.txt
+    torchrun --nproc_per_node=2 with_trainer.py --distributed
+    accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_trainer.py --distributed
+"""
+
+import common.vision  # noqa: F401  first: transformers imports torchvision
+
+# isort: split
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Subset, default_collate
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from common.data import global_batch
+from common.errors import UserError
+from common.learning_rate import learning_rate
+from common.mesh import axis, make_mesh
+from common.model import cross_entropy
+from common.options import NoOptions
+from common.ranks import process_group
+from common.run import Run
+from common.strategy import Strategy
+from common.task import check_batch, make_task
+from course.ddp.with_accelerate import Examples
+from course.fsdp.fsdp_setup import materialise
+from course.fsdp.with_accelerate import on_cpu
+from course.start import start
+
+
+class CourseTrainer(Trainer):
+    """The Trainer, with the course's loss, optimizer, learning rate and order of examples."""
+
+    def __init__(self, task, **arguments):
+        self.task = task
+        super().__init__(**arguments)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The Trainer would take the `loss` that a model of Transformers gives, when it gets `labels`."""
+        inputs, targets = inputs
+        return cross_entropy(model(inputs), targets)
+
+    def create_optimizer(self, model=None):
+        """The Trainer would make AdamW with two groups, and let weights alone decay: no biases and no LayerNorms."""
+        if self.optimizer is None:
+            self.optimizer = self.task.make_optimizer((model or self.model).parameters())
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        """The Trainer would let the rate fall linearly to zero."""
+        config = self.task.config
+        rate = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(config, step) / config.lr)
+        self.lr_scheduler, self._created_lr_scheduler = rate, True
+        return rate
+
+    def create_accelerator_and_postprocess(self):
+        """On CPUs, Accelerate would leave FSDP aside."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp_plugin_args:
+            from accelerate.utils import FullyShardedDataParallelPlugin
+
+            on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = True
+
+
+class Follow(TrainerCallback):
+    """Lets a run of the course look on: metrics, checkpoints, Ctrl-C."""
+
+    def __init__(self, run, strategy):
+        self.run, self.strategy, self.steps = run, strategy, run.steps()
+
+    def on_train_begin(self, args, state, control, optimizer=None, **others):
+        self.strategy.optimizer = optimizer
+        next(self.steps)
+
+    def on_log(self, args, state, control, logs=None, **others):
+        if "loss" in logs:
+            numbers = (torch.tensor(float(logs[name])) for name in ("loss", "grad_norm"))
+            self.run.log(state.global_step - 1, *numbers)
+            control.should_training_stop |= next(self.steps, None) is None
+
+
+class FSDPWithTrainer(Strategy):
+    """What the command line and the checkpoints know of this training; its loop is the Trainer's."""
+
+    preset = {"shard": -1}
+    Options = NoOptions
+    from_meta = True
+
+    @classmethod
+    def require(cls, config, axes):
+        if config.resume:
+            raise UserError("--resume: a run is not resumed with the Trainer; --implementation pytorch takes it up")
+
+    @staticmethod
+    def main(config):
+        main(config)
+
+
+def main(config):
+    with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
+        task = make_task(config)
+        mesh = make_mesh(config.axes, ranks.device.type)
+        strategy = FSDPWithTrainer(mesh, config.options, config.precision)
+        check_batch(config, strategy)
+        strategy.model = model = task.make_model()
+        materialise(model, torch.device("cpu"), axis(mesh, "shard").group)
+        arguments = TrainingArguments(
+            output_dir=str(config.run_dir),
+            max_steps=config.steps,
+            per_device_train_batch_size=config.batch_size // strategy.data_size // config.accumulation_steps,
+            gradient_accumulation_steps=config.accumulation_steps,
+            max_grad_norm=config.max_norm,
+            bf16=config.precision == "bf16",
+            fp16=config.precision == "fp16",
+            fsdp=ranks.size > 1,
+            fsdp_config={"version": 2, "reshard_after_forward": True, "transformer_layer_cls_to_wrap": ["Block"]},
+            use_cpu=ranks.device.type == "cpu",
+            train_sampling_strategy="sequential",  # the order of the examples is ours
+            dataloader_pin_memory=ranks.device.type != "cpu",
+            remove_unused_columns=False,
+            save_strategy="no",  # checkpoints are those of the course
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        batches = [global_batch(config.seed, s, config.batch_size, task.dataset.size) for s in range(config.steps)]
+        examples = Subset(Examples(task.dataset), torch.cat(batches).tolist())
+        with Run(config, strategy, task) as run:
+            how = {"args": arguments, "train_dataset": examples, "data_collator": default_collate}
+            trainer = CourseTrainer(task, model=model, **how)
+            trainer.remove_callback(PrinterCallback)  # the run prints its steps itself
+            trainer.add_callback(Follow(run, strategy))
+            trainer.train()
+
+
+if __name__ == "__main__":
+    start("fsdp", "trainer")

@@ -1,0 +1,265 @@
+"""Engines: each trains as one process does, in every number, and what its page says of it is so.
+
+Needs requirements-engines.txt; without it the file is not collected (tests/conftest.py). `make test-engines` runs it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved
+
+from common import ROOT
+from common.data import Plan, shard
+from common.errors import UserError
+from common.lab.equality import COVERING, NotEqual, prove
+from common.lab.launch import launch
+from course import engines
+from course.fsdp import with_qlora
+from course.strategies import STRATEGIES, load
+
+ENGINES = [(name, engine) for name, of in engines.OF.items() for engine in of]
+STEPWISE = [(name, engine) for name, engine in ENGINES if engine != "trainer"]  # which has a loop of its own
+# All six cases on two ranks; on one and on four, one with AdamW and one with SGD, accumulation, frozen weights.
+CASES = {1: COVERING[1:3], 2: COVERING, 4: COVERING[1:3]}
+TEXT = SMALL | {"steps": 3, "checkpoint_every": 0, "warmup_steps": 2}
+
+
+def test_these_are_the_engines_that_are_promised():
+    assert set(ENGINES) == {
+        ("ddp", "accelerate"), ("ddp", "fabric"), ("zero1", "deepspeed"), ("zero2", "deepspeed"),
+        ("fsdp", "deepspeed"), ("fsdp", "accelerate"), ("fsdp", "trainer"),
+    }  # fmt: skip
+    assert all(STRATEGIES[name]().engines == of for name, of in engines.OF.items())
+
+
+@pytest.mark.parametrize("nproc", CASES)
+@pytest.mark.parametrize("strategy, engine", STEPWISE)
+def test_equals_one_process(strategy, engine, nproc):
+    proofs = prove(load(strategy, engine), nproc, cases=CASES[nproc])
+    assert [proof.case for proof in proofs] == CASES[nproc]
+
+
+def test_deepspeed_with_offload_equals_one_process():
+    cls = load("fsdp", "deepspeed")
+    proofs = prove(cls, 2, options=cls.Options(offload=True), cases=COVERING[:2])
+    assert len(proofs) == 2
+
+
+class DividesTwice(load("ddp", "accelerate")):
+    """Divides by the number of micro-batches, as PyTorch's loop does, before Accelerate's backward does."""
+
+    def step(self, micro_batches):
+        backward = type(self.accelerator).backward
+        self.accelerator.backward = lambda loss: backward(self.accelerator, loss / len(micro_batches))
+        return super().step(micro_batches)
+
+
+class StepsEachTime(load("fsdp", "deepspeed")):
+    """Does not tell DeepSpeed how many micro-batches a step has."""
+
+    def step(self, micro_batches):
+        self.engine.set_train_batch_size = lambda examples: None
+        return super().step(micro_batches)
+
+
+@pytest.mark.parametrize("wrong, what", [(DividesTwice, "grad_norm"), (StepsEachTime, "loss")])
+def test_a_loop_that_leaves_the_wrong_thing_to_its_engine_is_refused(wrong, what):
+    with pytest.raises(NotEqual) as refusal:
+        prove(wrong, 2, cases=COVERING[2:3])
+    assert refusal.value.what == what
+
+
+def train(configs) -> list[str]:
+    """On a rank: run each; what a parameter is afterwards."""
+    do_not_draw()
+    kinds = []
+    from common.run import Run
+
+    leave = Run.__exit__
+
+    def look(self, *error):
+        kinds.append(type(next(self.strategy.model.parameters())).__name__)
+        return leave(self, *error)
+
+    Run.__exit__ = look
+    for config in configs:
+        config.main(config)
+    return kinds
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_engine_gives_the_numbers_and_the_checkpoint_of_pytorch(tmp_path, accumulation):
+    more = TEXT | {"accumulation_steps": accumulation}
+    runs = [(name, kind) for name in engines.OF for kind in ("pytorch", *engines.OF[name])]
+    for number, (name, kind) in enumerate(runs):  # a launch for each: an engine keeps state of its own in a process
+        config = configure(size=2, run_dir=tmp_path / str(number), strategy=name, implementation=kind, **more)
+        kinds = launch(train, 2, ([config],))
+        if name == "fsdp" and kind in ("accelerate", "trainer"):
+            assert kinds == [["DTensor"]] * 2, "on CPUs Accelerate takes DDP instead, if nothing is done about it"
+    expected, state = numbers(tmp_path / "0"), saved(tmp_path / "0" / "checkpoint-000003")
+    assert len(expected) == 6
+    for number, who in enumerate(runs):
+        assert numbers(tmp_path / str(number)) == pytest.approx(expected, rel=3e-6), who
+        other = saved(tmp_path / str(number) / "checkpoint-000003")
+        assert other.keys() == state.keys(), who
+        for name, tensor in state.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=3e-6, msg=f"{who}: {name}")
+
+
+def test_bf16_differs_for_a_reason(tmp_path):
+    """Accelerate and Fabric compute in bfloat16 as autocast does. DeepSpeed's bf16 keeps bfloat16 weights beside the
+    float32 ones, and no operation stays in float32."""
+    found = {}
+    for name, kind in [("ddp", "pytorch"), ("ddp", "accelerate"), ("ddp", "fabric"), ("zero1", "deepspeed")]:
+        config = configure(
+            size=2, run_dir=tmp_path / kind, strategy=name, implementation=kind, precision="bf16", **TEXT
+        )
+        launch(train, 2, ([config],))
+        found[kind] = [record["loss"] for record in metrics(tmp_path / kind)]
+    single = [record["loss"] for record in metrics(tmp_path / "pytorch")]
+    assert found["accelerate"] == pytest.approx(single, rel=1e-5)
+    assert found["fabric"] == pytest.approx(single, rel=1e-5)
+    assert found["deepspeed"] == pytest.approx(single, rel=1e-2)
+    assert found["deepspeed"] != pytest.approx(single, rel=1e-5)
+
+
+def loaded(accumulate: int):
+    from accelerate import Accelerator
+
+    from common.data import Text
+    from course.ddp.with_accelerate import FEEDING
+
+    rank = Accelerator(cpu=True).process_index
+    plan, dataset = Plan(5, 12, 36, rank, 2, accumulate), Text(16)
+    ways = {"ours": shard, **FEEDING}
+    return {name: [part for step in way(dataset, plan) for pair in step for part in pair] for name, way in ways.items()}
+
+
+def test_both_ways_of_accelerate_load_what_the_course_loads():
+    for ways in launch(loaded, 2, (3,)):
+        ours = ways.pop("ours")
+        assert len(ours) == 3 * 3 * 2
+        for name, theirs in ways.items():
+            assert len(theirs) == len(ours) and all(map(torch.equal, theirs, ours)), name
+
+
+def last_batches() -> dict:
+    """What Accelerate makes of 10 examples in batches of 4 on two ranks."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    found = {}
+    for even in (True, False):
+        for split in (True, False):
+            how = DataLoaderConfiguration(split_batches=split, even_batches=even)
+            loader = Accelerator(cpu=True, dataloader_config=how).prepare(DataLoader(torch.arange(10), 4))
+            found[even, split] = [batch.tolist() for batch in loader]
+    return found
+
+
+def test_what_even_batches_and_split_batches_do_with_a_last_batch():
+    first, second = launch(last_batches, 2)
+    assert (first[True, True], second[True, True]) == ([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]])
+    assert (first[True, False], second[True, False]) == ([[0, 1, 2, 3], [8, 9, 0, 1]], [[4, 5, 6, 7], [2, 3, 4, 5]])
+    assert (first[False, False], second[False, False]) == ([[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7]])
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+
+
+SETTINGS = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
+
+
+@pytest.mark.parametrize("folder, settings", [("03_ddp", "accelerate_ddp.yaml"), ("06_fsdp", "accelerate_fsdp2.yaml")])
+def test_accelerate_launch_reads_the_yaml(tmp_path, folder, settings):
+    file = str(ROOT / "configs" / "engines" / settings)
+    start = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file)
+    more = ("with_accelerate.py", "--distributed", *SETTINGS, f"--run-dir={tmp_path / 'a'}")
+    done = command(*start, *more, cwd=ROOT / folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    launch(train, 2, ([configure(size=2, run_dir=tmp_path / "b", strategy="ddp", **TEXT)],))
+    assert numbers(tmp_path / "a") == pytest.approx(numbers(tmp_path / "b"), rel=3e-6)
+
+
+def test_deepspeed_reads_the_json(tmp_path):
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "with_deepspeed.py")
+    more = ("--distributed", *SETTINGS, "--deepspeed-config", str(ROOT / "configs" / "engines" / "zero3.json"))
+    done = command(*start, *more, f"--run-dir={tmp_path / 'a'}", cwd=ROOT / "06_fsdp")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(metrics(tmp_path / "a")) == 3
+
+
+@pytest.mark.parametrize("line, text", [
+    ("--strategy fsdp --implementation deepspeed --deepspeed-config no.json", "-config no.json: .*No such file"),
+    ("--strategy fsdp --implementation accelerate --offload", "--offload: Accelerate takes it on GPUs"),
+    ("--strategy ddp --implementation accelerate --precision fp16", "fp16: Accelerate scales losses on GPUs"),
+    ("--strategy zero1 --implementation trainer", "no implementation 'trainer'; it has pytorch, by-hand, deepspeed"),
+])  # fmt: skip
+def test_what_cannot_work_gets_one_line(line, text):
+    with pytest.raises(UserError, match=text) as error:
+        configure(line, 2)
+    assert "\n" not in str(error.value)
+
+
+# --- QLoRA ----------------------------------------------------------------------------------------------------
+
+SMALL_QLORA = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
+
+
+def qlora() -> tuple:
+    from common.ranks import process_group
+
+    with process_group() as here:
+        losses, found, model = with_qlora.train(SMALL_QLORA, here.device)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    return losses, found, names, kinds
+
+
+def test_qlora_trains_adapters_alone_and_shards_all_but_the_scales():
+    (alone, whole, _, _), *_ = launch(qlora, 1)
+    halves = launch(qlora, 2)
+    for losses, found, trained, kinds in halves:
+        assert losses == pytest.approx(alone, rel=2e-3) and losses[-1] < losses[0] - 0.2
+        assert trained and all(re.search(r"\.lora_[AB]\.", name) for name in trained)
+        assert kinds == {"DTensor"}
+        assert found.pop("scales of the 4-bit blocks") == whole["scales of the 4-bit blocks"]
+        assert found == {part: size // 2 for part, size in whole.items() if part in found}
+    shapes = with_qlora.bytes_by_part(with_qlora.make_model(SMALL_QLORA, "meta"))
+    assert shapes == whole, "what is computed from shapes is what was counted"
+
+
+def test_the_model_of_7_billion_on_the_meta_device():
+    settings = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml"))
+    model = with_qlora.make_model(settings, "meta")
+    base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert base == 6_738_415_616, "parameters of Llama 2 7B"
+    found = with_qlora.bytes_by_part(model)
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert found["base, 4 bits"] == linear // 2
+    assert found["scales of the 4-bit blocks"] / linear * 8 == pytest.approx(0.127, abs=0.001)  # Dettmers et al. 2023
+    assert found["adapters"] == 4 * 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+
+
+def test_a_wrong_file_of_qlora_gets_one_line(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        with_qlora.read(str(tmp_path / "no.yaml"))
+    (tmp_path / "half.yaml").write_text("model: {}\n")
+    with pytest.raises(UserError, match="there is no fsdp, lora, quantization, training; "):
+        with_qlora.read(str(tmp_path / "half.yaml"))
+
+
+def test_the_stored_measurement_has_every_engine():
+    stored = json.loads((ROOT / "06_fsdp" / "engines.json").read_text())
+    assert {(row["strategy"], row["engine"]) for row in stored["steps"]} >= set(ENGINES)
+    assert all(row["largest difference of a loss"] < 1e-3 for row in stored["steps"])

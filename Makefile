@@ -46,6 +46,7 @@ test-notebooks: $(INSTALLED)
 # Accelerate, Fabric, DeepSpeed, the Trainer, QLoRA: with the packages of requirements-engines.txt.
 test-engines: $(ENGINES)
 	python -m pytest -n 2 tests/test_engines.py
+	python -m tests.read_back  # what `python -m planner emit` writes
 
 lab: $(INSTALLED)
 	jupyter lab 01_intro/01_why_distribute.ipynb

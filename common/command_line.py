@@ -45,13 +45,14 @@ def parse(
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
     default_implementation: str = "pytorch",
+    auto: Callable[[list[str]], list[str]] | None = None,
 ) -> Config:
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
     else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named,
-    it is `default_implementation`. Raises UserError with one line for whatever cannot work, as far as it can be known
-    before ranks have met.
+    it is `default_implementation`. `auto` makes of a command line with --strategy auto one that names a strategy.
+    Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -65,6 +66,8 @@ def parse(
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
     chosen = {**content, **early}
+    if chosen.get("strategy") == "auto" and auto:
+        return parse(table, default_strategy, auto(argv), by_axes, default_implementation)
     if "strategy" in kept and can_have(table, kept["strategy"], chosen.get("mesh", "")):
         chosen = {"strategy": kept["strategy"], **chosen}  # else the mesh says what a resumed run goes on with
     name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)

@@ -32,7 +32,9 @@ class Config:
         "task": "the data",
     }
 
-    strategy: str = option("", "one of these (default: what --mesh names, else the chapter's own)")
+    strategy: str = option(
+        "", "one of these, or auto: the fastest by the planner (default: what --mesh names, else the chapter's own)"
+    )
     implementation: str = option("", "pytorch, by-hand, or another that the strategy has (default: pytorch)")
     by_hand: bool = option(False, "short for --implementation by-hand: built from collectives")
     mesh: str = option("", f"ranks along each axis, as in data=2,tensor=2; axes: {', '.join(AXES)}")

@@ -14,7 +14,7 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
     started under the name __main__: so every class exists once. Errors of use become one line.
     """
     with one_line_errors():
-        config = parse(STRATEGIES, strategy, by_axes=BY_AXES, default_implementation=implementation)
+        config = parse(STRATEGIES, strategy, by_axes=BY_AXES, default_implementation=implementation, auto=pick)
         home = STRATEGIES[strategy]().chapter if strategy else config.entry.chapter
         if config.entry.chapter != home:
             raise UserError(
@@ -27,3 +27,10 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
             dry_run(config)
         else:
             config.main(config)
+
+
+def pick(argv: list[str]) -> list[str]:
+    """The command line with what the planner picks for --strategy auto."""
+    from course.auto import choose  # it imports the planner, which no other training needs
+
+    return choose(argv)

@@ -2,6 +2,7 @@
 
     python -m planner plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096
     python -m planner estimate --model llama-3-8b --gpu h100-80gb --gpus 8 --mesh shard=8 --zero-stage 3 --batch-size 16
+    python -m planner emit --format accelerate --model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 16
 """
 
 import argparse
@@ -9,11 +10,14 @@ import contextlib
 import difflib
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from common.axes import parse_axes, resolve
 from common.errors import UserError, one_line_errors
 from planner import constants, hardware, models
-from planner.estimate import estimate
+from planner.emit import FORMATS, emit
+from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
 from planner.layout import PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout
 from planner.names import lookup
@@ -51,7 +55,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
     subs = {name: commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
             for name, help_ in COMMANDS.items()}  # fmt: skip
-    for name in ("plan", "estimate"):
+    for name in ("plan", "estimate", "emit"):
         add = subs[name].add_argument
         add("--model", help="a name (python -m planner models); what follows changes its shape, or gives one")
         for what in ("layers", "width", "heads", "kv-heads", "mlp-width", "vocabulary", "experts", "top-k",
@@ -68,12 +72,31 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
         add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
-        add("--explain", action="store_true", help="every number as a formula with its values and source")
         add("--json", action="store_true")
+        if name != "emit":
+            add("--explain", action="store_true", help="every number as a formula with its values and source")
+            continue
+        add("--format", required=True, help=", ".join(FORMATS))
+        add("--out", metavar="FOLDER", help="write the files there, in place of printing them")
     add = subs["plan"].add_argument
     add("--count", type=int, default=5, help="layouts to print")
     add("--plot", metavar="FILE.png", help="a picture of the best layouts: memory and time by parts")
-    add = subs["estimate"].add_argument
+    for name in ("estimate", "emit"):
+        add_layout(subs[name].add_argument)
+    add = subs["scoreboard"].add_argument
+    add("--runs", action="store_true", help="every run as well")
+    add("--refit", action="store_true", help="fit the constants again, and store them: takes minutes")
+    add("--json", action="store_true")
+    add = subs["calibrate"].add_argument
+    add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
+    add("--ranks", type=int, default=2, help="of the collectives that are timed")
+    for name in ("models", "hardware"):
+        subs[name].add_argument("--json", action="store_true")
+    return main, subs
+
+
+def add_layout(add: Callable) -> None:
+    """The options of a layout that is named."""
     add("--mesh", default="", help="such as data=2,shard=4,pipeline=2,context=1,tensor=4")
     add("--zero-stage", type=int, help="0 to 3; by default 3 where the mesh has an axis 'shard'")
     add("--micro-batch", type=int, default=1, help="sequences that a rank computes at once")
@@ -88,21 +111,12 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--dropout", type=yes, default=False, metavar="yes|no", help="after attention and MLP; by default no")
     add("--async-tensor", type=yes, default=False, metavar="yes|no", help="messages beside products; by default no")
     add("--overlap-gradients", type=yes, default=True, metavar="yes|no", help="reduced during the backward pass")
-    add = subs["scoreboard"].add_argument
-    add("--runs", action="store_true", help="every run as well")
-    add("--refit", action="store_true", help="fit the constants again, and store them: takes minutes")
-    add("--json", action="store_true")
-    add = subs["calibrate"].add_argument
-    add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
-    add("--ranks", type=int, default=2, help="of the collectives that are timed")
-    for name in ("models", "hardware"):
-        subs[name].add_argument("--json", action="store_true")
-    return main, subs
 
 
 COMMANDS = {
     "plan": "the fastest layouts that fit",
     "estimate": "memory and time of one layout",
+    "emit": "launch command and configuration file of a layout, for a tool that trains",
     "scoreboard": "how good the planner is: published runs, each predicted without its own source",
     "calibrate": "measure this machine, and write constants for it",
     "models": "shapes that have a name",
@@ -141,7 +155,8 @@ def precision_of(args: argparse.Namespace) -> str:
     return name
 
 
-def run_estimate(args: argparse.Namespace) -> None:
+def named(args: argparse.Namespace) -> Estimate:
+    """Of the layout that the options name."""
     model, gpus = model_of(args), cluster_of(args)
     mesh = resolve(parse_axes(args.mesh), gpus.gpus) if args.mesh else {"data": gpus.gpus}
     stage = args.zero_stage if args.zero_stage is not None else 3 if mesh.get("shard", 1) > 1 else 0
@@ -153,7 +168,11 @@ def run_estimate(args: argparse.Namespace) -> None:
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
         overlap_gradients=args.overlap_gradients,
     )  # fmt: skip
-    found = estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
+    return estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
+
+
+def run_estimate(args: argparse.Namespace) -> None:
+    found = named(args)
     if args.json:
         print(json.dumps(found.as_dict(), indent=1))
         return
@@ -162,15 +181,20 @@ def run_estimate(args: argparse.Namespace) -> None:
         print("\n" + explain(found))
 
 
-def run_plan(args: argparse.Namespace) -> None:
+def planned(args: argparse.Namespace, count: int) -> list:
+    """The best layouts."""
     from planner.search import plan
 
+    return plan(
+        model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
+        count, constants.load(args.constants),
+    )  # fmt: skip
+
+
+def run_plan(args: argparse.Namespace) -> None:
     if args.count < 1:
         raise UserError(f"--count must be at least 1, not {args.count}")
-    chosen = plan(
-        model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
-        args.count, constants.load(args.constants),
-    )  # fmt: skip
+    chosen = planned(args, args.count)
     if args.plot:
         from planner.plot import picture
 
@@ -181,6 +205,27 @@ def run_plan(args: argparse.Namespace) -> None:
     print(table(chosen))
     if args.explain:
         print("\n" + explain(chosen[0].estimate))
+
+
+def run_emit(args: argparse.Namespace) -> None:
+    lookup(args.format, FORMATS, "format")
+    layout = argparse.ArgumentParser(allow_abbrev=False)
+    add_layout(layout.add_argument)
+    given = [name for name, value in vars(layout.parse_args([])).items() if getattr(args, name) != value]
+    if given and not args.mesh:
+        raise UserError(f"--{given[0].replace('_', '-')} is of a layout that you name: add --mesh, or leave it out")
+    found = emit(named(args) if args.mesh else planned(args, 1)[0].estimate, args.format)
+    if args.out:
+        folder = Path(args.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in found.files.items():
+            (folder / name).write_text(text)
+    if args.json:
+        print(json.dumps(vars(found), indent=1))
+        return
+    for name, text in found.files.items():
+        print(f"written to {Path(args.out, name)}" if args.out else f"--- {name}\n{text}")
+    print("\n".join([*(f"note: {note}" for note in found.notes), found.command]))
 
 
 def run_scoreboard(args: argparse.Namespace) -> None:
@@ -226,8 +271,8 @@ def run_hardware(args: argparse.Namespace) -> None:
         print(f"{name:16} {rate / 1e9:6.2f} GB/s per adapter   {source}")
 
 
-RUN = {"plan": run_plan, "estimate": run_estimate, "scoreboard": run_scoreboard, "calibrate": run_calibrate,
-       "models": run_models, "hardware": run_hardware}  # fmt: skip
+RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "scoreboard": run_scoreboard,
+       "calibrate": run_calibrate, "models": run_models, "hardware": run_hardware}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

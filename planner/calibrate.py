@@ -43,6 +43,8 @@ def products(device, dtype) -> tuple[float, float]:
         operations.append(2 * side**3)
         seconds.append(best_of(lambda a=a, b=b: a @ b))
     start, per_operation = fit(operations, seconds)
+    if per_operation <= 0:  # a busy machine was slower with small products than with large ones
+        return operations[-1] / seconds[-1], 0.0
     return 1 / per_operation, max(0.0, start)
 
 
@@ -74,7 +76,9 @@ def links(ranks: int) -> tuple[float, float]:
     from course.intro.costs import fit, steps
 
     seconds = [max(times) for times in zip(*launch(messages, ranks, (ranks,), timeout=120), strict=True)]
-    alpha, beta = fit([wire_bytes("all_reduce", size, ranks) for size in SIZES], seconds)
+    sent = [wire_bytes("all_reduce", size, ranks) for size in SIZES]
+    alpha, beta = fit(sent, seconds)
+    beta = beta if beta > 0 else seconds[-1] / sent[-1]  # likewise
     return max(1e-9, alpha / steps("all_reduce", ranks)), 1 / beta
 
 

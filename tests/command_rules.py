@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 from common import ROOT, check, cluster_check, doctor, generate, runs
 from common.command_line import full_parser, parse
 from common.errors import UserError
+from course.start import pick
 from course.strategies import BY_AXES, STRATEGIES
 from planner.__main__ import parser as planner_parser
 
@@ -154,7 +155,7 @@ def commands_can_be_parsed(page, text):
         with launcher(0, size):
             os.environ |= {"RANK": "0"} if "torchrun" in words else {}
             try:
-                parse(STRATEGIES, default_of(home.name), options, BY_AXES)
+                parse(STRATEGIES, default_of(home.name), options, BY_AXES, auto=pick)
             except UserError as error:
                 yield f"{' '.join(words)}: {error}"
 

@@ -1,0 +1,354 @@
+"""A layout as the launch command and the configuration file of a tool that trains: `python -m planner emit`.
+
+What a tool cannot express is refused. Fields are those of Accelerate 1.15, DeepSpeed 0.19, Transformers 5.23 (each read
+back by the tool itself in tests/read_back.py) and torchtitan's JobConfig in TOML (torchtitan/config/
+job_config.py, as of 2025).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import UserError
+from planner import as_course
+from planner.estimate import GIB, Estimate
+from planner.hardware import Cluster
+from planner.layout import Layout
+
+SCRIPT = "train.py"  # the reader's own
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """command: what starts the training, on each node; files: their texts by name; notes: what neither can say."""
+
+    command: str
+    files: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def emit(found: Estimate, tool: str) -> Emitted:
+    """Of a layout that was estimated. tool: one of FORMATS. Raises UserError for what it cannot express."""
+    if found.fits == "no":
+        raise UserError(
+            f"the layout needs {found.memory.expected / GIB:.1f} GiB per GPU, of {found.cluster.gpu.memory / GIB:.1f}; "
+            "`python -m planner plan` finds one that fits"
+        )
+    try:
+        return FORMATS[tool](found)
+    except UserError as error:
+        raise UserError(f"--format {tool}: {error}") from None
+
+
+# --- what several have in common ------------------------------------------------------------------------------------
+
+
+def predicted(found: Estimate) -> str:
+    """A line for the head of a file."""
+    c = found.constants
+    return (
+        f"{found.model.name} on {found.cluster.gpus} x {found.cluster.gpu.name}: {found.layout.describe()}; predicted "
+        f"{found.memory.expected / GIB:.1f} GiB per GPU, {found.seconds:.3g} s a step ({found.seconds * c.step_low:.3g}"
+        f" to {found.seconds * c.step_high:.3g})"
+    )
+
+
+def sizes(layout: Layout) -> dict[str, int]:
+    """Of the axes that are larger than one."""
+    return {axis: size for axis, size in layout.mesh if size > 1}
+
+
+def only(layout: Layout, tool: str, *axes: str) -> dict[str, int]:
+    """The same, all of which the tool has."""
+    found = sizes(layout)
+    other = next((axis for axis in found if axis not in axes), None)
+    if other:
+        raise UserError(f"{tool} has no axis '{other}'={found[other]}; give another --mesh, or --format torchtitan")
+    return found
+
+
+def among(value: str, table: dict, what: str):
+    if value not in table:
+        raise UserError(f"it has no {what} '{value}'; take one of {', '.join(table)}")
+    return table[value]
+
+
+def plain_tensor(layout: Layout) -> None:
+    if layout.tensor > 1 and layout.sequence_parallel:
+        raise UserError("it cuts weights along 'tensor', and no activations; add --sequence-parallel no")
+
+
+def on_cpu(cluster: Cluster) -> bool:
+    return cluster.gpu.name in ("cpu", "here")
+
+
+def ranks_per_node(cluster: Cluster) -> int:
+    return min(cluster.gpus, cluster.gpus_per_node)
+
+
+def torchrun_words(cluster: Cluster) -> str:
+    nodes = f"--nnodes={cluster.nodes} --node_rank=$NODE --master_addr=$HOST --master_port=29500 "
+    return f"torchrun {nodes if cluster.nodes > 1 else ''}--nproc_per_node={ranks_per_node(cluster)}"
+
+
+def in_script(layout: Layout) -> list[str]:
+    """What the reader's own script says, where the tool's file has no place for it."""
+    return [f"in {SCRIPT}: micro-batches of {layout.micro_batch} sequence(s) of {layout.sequence:,} tokens, "
+            f"{layout.micro_batches} of them accumulated before each optimizer step"]  # fmt: skip
+
+
+def yaml(settings: dict, indent: str = "") -> str:
+    lines = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", yaml(value, indent + "  ").rstrip("\n")]
+        else:
+            text = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+            lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if text in ('no', '') else text}")
+    return "\n".join(lines) + "\n"
+
+
+def toml(tables: dict[str, dict]) -> str:
+    """Values of JSON's kinds, which are written alike in both."""
+    return "\n".join(
+        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+        for table, settings in tables.items()
+    )
+
+
+# --- the tools ------------------------------------------------------------------------------------------------------
+
+
+def torchrun(found: Estimate) -> Emitted:
+    """This course's own script, whose command line reads the file here already."""
+    settings = as_course.settings(found.model, found.layout) | as_course.shape(found.model, found.layout)
+    text = f"# {predicted(found)}\n{yaml(settings)}"
+    check(text)
+    notes = []
+    if unlike := as_course.differences(found.model):
+        notes = [f"trains the course's GPT of this depth and width; {found.model.name} has {', '.join(unlike)}"]
+    words = torchrun_words(found.cluster)
+    return Emitted(f"{words} distributed_training.py --distributed --config course.yaml", {"course.yaml": text}, notes)
+
+
+def check(text: str) -> None:
+    """Let the course's own command line read a configuration. Raises UserError for what it does not take."""
+    import tempfile
+    from pathlib import Path
+
+    from common.command_line import parse
+    from course.strategies import BY_AXES, STRATEGIES
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "course.yaml")
+        path.write_text(text)
+        try:
+            parse(STRATEGIES, None, ["--dry-run", "--config", str(path)], BY_AXES)
+        except UserError as error:
+            raise UserError(str(error).replace(f"--config {path}: ", "")) from None
+
+
+def slurm(found: Estimate) -> Emitted:
+    """A job of sbatch that starts what `torchrun` starts, once on each node. launch/slurm.sbatch explains the lines,
+    and can resume besides."""
+    cluster, inner = found.cluster, torchrun(found)
+    gpus = "" if on_cpu(cluster) else f"#SBATCH --gpus-per-node={ranks_per_node(cluster)}\n"
+    job = (
+        f"#!/bin/bash\n# {predicted(found)}\n#SBATCH --job-name={found.model.name}\n#SBATCH --nodes={cluster.nodes}\n"
+        f"#SBATCH --ntasks-per-node=1\n{gpus}#SBATCH --time=01:00:00\n\n"
+        'set -euo pipefail\nfirst=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        "export OMP_NUM_THREADS=1\n"
+        f'srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc_per_node={ranks_per_node(cluster)} \\\n'
+        '    --rdzv_backend=c10d --rdzv_endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))" '
+        '--rdzv_id="$SLURM_JOB_ID" \\\n    distributed_training.py --distributed --config course.yaml\n'
+    )
+    return Emitted("sbatch job.sbatch", {"job.sbatch": job, **inner.files}, inner.notes)
+
+
+def accelerate(found: Estimate) -> Emitted:
+    """`accelerate launch --config_file`: DistributedDataParallel, or fully_shard and what it goes together with."""
+    layout, cluster = found.layout, found.cluster
+    axes = only(layout, "Accelerate", "data", "shard", "context", "tensor")
+    plain_tensor(layout)
+    mixed = among(layout.precision, {"float32": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}, "precision")
+    settings: dict = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if cluster.gpus > 1 else "NO",
+        "mixed_precision": mixed, "num_machines": cluster.nodes, "num_processes": cluster.gpus, "machine_rank": 0,
+        "main_training_function": "main", "rdzv_backend": "static", "same_network": True,
+        "use_cpu": on_cpu(cluster),
+    }  # fmt: skip
+    notes = in_script(layout)
+    if layout.zero_stage:
+        if layout.zero_stage == 1:
+            raise UserError("fully_shard divides gradients too; take --zero-stage 2 or 3, or --format deepspeed")
+        recompute = among(layout.recompute, {"none": False, "full": True}, "recomputation")
+        settings |= {"distributed_type": "FSDP", "fsdp_config": {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": layout.zero_stage == 3, "fsdp_offload_params": layout.offload,
+            "fsdp_activation_checkpointing": recompute, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+        }}  # fmt: skip
+        if set(axes) - {"shard"}:
+            if axes.get("shard", 1) == 1 and "data" in axes:
+                raise UserError("beside other axes, 'data' needs an axis 'shard' larger than 1; give another --mesh")
+            names = {"data": "dp_replicate", "shard": "dp_shard", "context": "cp", "tensor": "tp"}
+            settings["parallelism_config"] = {
+                f"parallelism_config_{names[axis]}_size": axes.get(axis, 1) for axis in names
+            }
+    elif set(axes) - {"data", "shard"} or layout.offload:
+        raise UserError("without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3")
+    elif layout.recompute != "none":
+        notes.append(f"in {SCRIPT}: model.gradient_checkpointing_enable(), for recomputation '{layout.recompute}'")
+    where = "--machine_rank $NODE --main_process_ip $HOST --main_process_port 29500 " if cluster.nodes > 1 else ""
+    return Emitted(
+        f"accelerate launch --config_file accelerate.yaml {where}{SCRIPT}",
+        {"accelerate.yaml": f"# {predicted(found)}\n{yaml(settings)}"}, notes,
+    )  # fmt: skip
+
+
+def deepspeed_settings(found: Estimate) -> dict:
+    layout = found.layout
+    axes = only(layout, "DeepSpeed's configuration", "data", "shard", "tensor")
+    plain_tensor(layout)
+    if layout.zero_stage and {"data", "shard"} <= set(axes):
+        raise UserError("it divides state over all ranks; take data or shard alone, or --format accelerate")
+    if layout.zero_stage == 3 and "tensor" in axes:
+        raise UserError("it has tensor parallelism with ZeRO stages 0 to 2; take one, or --format accelerate")
+    precision = among(layout.precision, {"float32": "", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}, "precision")
+    zero: dict = {"stage": layout.zero_stage}
+    if layout.zero_stage:
+        zero |= {"overlap_comm": layout.overlap_gradients, "contiguous_gradients": True}
+    if layout.offload:
+        if not layout.zero_stage:
+            raise UserError("it offloads the optimizer with ZeRO only; take --zero-stage 1, 2 or 3")
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings: dict = {
+        "train_batch_size": layout.batch_size, "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.micro_batches, "gradient_clipping": 1.0, "zero_optimization": zero,
+    }  # fmt: skip
+    if precision:
+        settings[precision] = {"enabled": True}
+    if "tensor" in axes:
+        settings["tensor_parallel"] = {"autotp_size": axes["tensor"]}
+    return settings
+
+
+def recomputed_in_script(layout: Layout) -> list[str]:
+    how = f"in {SCRIPT}: model.gradient_checkpointing_enable(), for recomputation '{layout.recompute}'"
+    return [how] if among(layout.recompute, {"none": False, "full": True}, "recomputation") else []
+
+
+def deepspeed(found: Estimate) -> Emitted:
+    """`deepspeed`, and the JSON that deepspeed.initialize reads."""
+    settings, cluster = deepspeed_settings(found), found.cluster
+    nodes = f"--hostfile hostfile --num_nodes {cluster.nodes} " if cluster.nodes > 1 else ""
+    command = f"deepspeed {nodes}--num_gpus {ranks_per_node(cluster)} {SCRIPT} --deepspeed_config deepspeed.json"
+    files = {"deepspeed.json": json.dumps(settings, indent=2) + "\n"}
+    if nodes:
+        lines = (f"node{number} slots={ranks_per_node(cluster)}\n" for number in range(cluster.nodes))
+        files["hostfile"] = "".join(lines)
+    notes = [f"in {SCRIPT}: sequences of {found.layout.sequence:,} tokens", *recomputed_in_script(found.layout)]
+    return Emitted(command, files, notes)
+
+
+def hf_trainer(found: Estimate) -> Emitted:
+    """A JSON of TrainingArguments, which HfArgumentParser.parse_json_file reads."""
+    layout = found.layout
+    axes = only(layout, "the Trainer's file", "data", "shard")
+    precision = among(layout.precision, {"float32": "", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}, "precision")
+    recompute = among(layout.recompute, {"none": False, "full": True}, "recomputation")
+    settings: dict = {
+        "output_dir": "out", "per_device_train_batch_size": layout.micro_batch,
+        "gradient_accumulation_steps": layout.micro_batches, "max_grad_norm": 1.0, "use_cpu": on_cpu(found.cluster),
+    }  # fmt: skip
+    if precision:
+        settings[precision] = True
+    files = {}
+    # "gradient_checkpointing" is the name that Transformers 4 has as well; 5.23 calls it "activation_checkpointing".
+    if layout.zero_stage in (1, 2) or layout.offload:
+        settings |= {"deepspeed": "deepspeed.json", "gradient_checkpointing": recompute}
+        files["deepspeed.json"] = json.dumps(deepspeed_settings(found), indent=2) + "\n"
+    elif layout.zero_stage == 3 and "shard" in axes:
+        if "data" in axes:
+            raise UserError("its file cannot replicate what it shards; take shard alone, or --format accelerate")
+        # activation checkpointing by FSDP, not by the model, which would gather parameters once more
+        more = {"version": 2, "reshard_after_forward": True, "activation_checkpointing": recompute}
+        settings |= {"fsdp": True, "fsdp_config": more}
+    else:
+        settings["gradient_checkpointing"] = recompute
+    files["training.json"] = json.dumps(settings, indent=2) + "\n"
+    read = f"in {SCRIPT}: HfArgumentParser(TrainingArguments).parse_json_file('training.json')"
+    notes = [f"{read}, and sequences of {layout.sequence:,} tokens"]
+    return Emitted(f"{torchrun_words(found.cluster)} {SCRIPT}", files, notes)
+
+
+TITAN_MODELS = {
+    "llama-3-8b": ("llama3", "8B"), "llama-3-70b": ("llama3", "70B"), "llama-3-405b": ("llama3", "405B"),
+    "deepseek-v3": ("deepseek_v3", "671B"),
+}  # fmt: skip
+TITAN_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped-bfs": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+TITAN_RECOMPUTE = {
+    "none": {"mode": "none"}, "full": {"mode": "full"}, "operators": {"mode": "selective", "selective_ac_option": "op"},
+    "every-second": {"mode": "selective", "selective_ac_option": "2"},
+}  # fmt: skip
+
+
+def torchtitan(found: Estimate) -> Emitted:
+    """A TOML for its run_train.sh. Its ranks are numbered as the planner's are: pipeline, data, shard, context,
+    tensor; experts are cut over ranks of "shard"."""
+    model, layout, cluster = found.model, found.layout, found.cluster
+    name, flavor = among(model.name, TITAN_MODELS, "model")
+    precision = among(layout.precision, {"float32": "float32", "bf16-mixed": "bfloat16", "fp8-mixed": "bfloat16"},
+                      "precision")  # fmt: skip
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        raise UserError("it has tensor parallelism together with sequence parallelism; leave --sequence-parallel out")
+    if layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.pipeline > 1):
+        raise UserError(f"it has nothing like ZeRO-{layout.zero_stage} here; take --zero-stage 0 or 3")
+    whole = layout.zero_stage == 0
+    if whole and set(sizes(layout)) - {"data", "shard", "pipeline"}:
+        raise UserError("it replicates over all ranks of a stage or shards; take --zero-stage 3")
+    if not whole and layout.shards == 1 and layout.size("data") > 1:
+        raise UserError("it shards along 'shard' or 'context'; give such an axis")
+    replicas, shards = layout.size("data"), layout.size("shard") * layout.size("expert")
+    parallelism: dict = {
+        "data_parallel_replicate_degree": replicas * shards if whole else replicas,
+        "data_parallel_shard_degree": 1 if whole else shards,
+        "tensor_parallel_degree": layout.tensor,
+        "pipeline_parallel_degree": layout.pipeline,
+        "context_parallel_degree": layout.context,
+    }
+    if not whole:
+        parallelism["fsdp_reshard_after_forward"] = "never" if layout.zero_stage == 2 else "always"
+    if model.experts:
+        parallelism["expert_parallel_degree"] = layout.size("expert")
+    if layout.async_tensor:
+        parallelism["enable_async_tensor_parallel"] = True
+    local = layout.micro_batch
+    if layout.pipeline > 1:
+        local = layout.batch_size // layout.readers
+        parallelism["pipeline_parallel_schedule"] = among(layout.schedule, TITAN_SCHEDULES, "schedule")
+        parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
+        if layout.stages_per_rank > 1:
+            # it counts the embedding and the output layer as a layer each
+            parallelism["pipeline_parallel_layers_per_stage"] = -(-(model.layers + 2) // layout.stages)
+    tables = {
+        "model": {"name": name, "flavor": flavor, "converters": ["float8"] if "fp8" in layout.precision else []},
+        "training": {
+            "local_batch_size": local, "global_batch_size": layout.batch_size, "seq_len": layout.sequence,
+            "mixed_precision_param": precision, "enable_cpu_offload": layout.offload,
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": among(layout.kept, TITAN_RECOMPUTE, "recomputation"),
+        "compile": {"enable": layout.fused},
+    }  # fmt: skip
+    command = f"{torchrun_words(cluster)} -m torchtitan.train --job.config_file torchtitan.toml"
+    return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{toml(tables)}"})
+
+
+FORMATS: dict[str, Callable[[Estimate], Emitted]] = {
+    "torchrun": torchrun, "slurm": slurm, "accelerate": accelerate, "deepspeed": deepspeed, "hf-trainer": hf_trainer,
+    "torchtitan": torchtitan,
+}  # fmt: skip

@@ -1,0 +1,92 @@
+"""--strategy auto: what the planner picks is a strategy of the course on the processes that there are, and trains."""
+
+import json
+
+import pytest
+from forks import start
+from helpers import SMALL, configure, launcher, metrics, train
+
+from common.command_line import parse
+from common.errors import UserError
+from common.lab.launch import launch
+from course.auto import choose
+from course.strategies import BY_AXES, STRATEGIES
+
+HERE = {"peak": 6e10, "kernel": 2e-5, "hbm": 1e10, "alpha_link": 1e-4, "link": 1e9, "processes": 8}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A folder without measurements."""
+    monkeypatch.chdir(tmp_path)
+
+
+def measured(folder, **changes) -> None:
+    """A file as calibrate writes it."""
+    constants = {"matmul": 1.0, "link": 1.0, "kernel": HERE["kernel"], "alpha_link": HERE["alpha_link"]}
+    (folder / "constants.json").write_text(json.dumps({"constants": constants, "here": HERE | changes}))
+
+
+def picked(line: str, size: int):
+    words = f"{line} --strategy auto --dry-run {'--distributed' if size > 1 else ''}"
+    with launcher(0, size):
+        return parse(STRATEGIES, None, words.split(), BY_AXES, auto=choose)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_without_measurements_batches_are_divided(size, capsys):
+    config = picked("--layers 2 --width 32 --batch-size 24", size)
+    said = capsys.readouterr().out
+    assert list(config.axes.values()) == [size] and {*config.axes} <= {"data", "shard"}
+    assert said.startswith(f"auto: --strategy {config.strategy} --mesh ") and len(said.splitlines()) == 1
+    assert "the fastest that fits" in said and "the planner's cpu" in said and "second to it: " in said
+    assert (config.layers, config.width, config.batch_size) == (2, 32, 24)
+
+
+def test_a_model_that_no_process_can_hold_is_sharded(tmp_path, capsys):
+    """12.7 million parameters are 203 MB with gradients and AdamW's state, and a process has 100 MiB here."""
+    measured(tmp_path, memory=100 * 2**20)
+    config = picked("--layers 4 --width 512 --heads 8 --batch-size 8", 4)
+    divided = config.axes.get("shard", 1) * config.axes.get("tensor", 1) * config.axes.get("pipeline", 1)
+    assert divided == 4 and config.strategy not in ("ddp", "zero1"), config.axes
+    assert "by constants.json: " in capsys.readouterr().out
+    measured(tmp_path, memory=8 * 2**30)
+    assert picked("--layers 4 --width 512 --heads 8 --batch-size 8", 4).axes.get("tensor", 1) == 1
+
+
+def test_a_batch_that_cannot_be_divided_leaves_the_model():
+    assert {*picked("--batch-size 7", 2).axes} <= {"tensor", "pipeline"}
+
+
+def test_other_options_stay(tmp_path):
+    (tmp_path / "run.yaml").write_text("strategy: auto\nlayers: 3\nprecision: bf16\n")
+    with launcher(0, 2):
+        words = ["--config", "run.yaml", "--distributed", "--dry-run", "--steps", "7", "--accumulation-steps", "2"]
+        config = parse(STRATEGIES, None, words, BY_AXES, auto=choose)
+    assert (config.layers, config.precision, config.steps, config.accumulation_steps) == (3, "bf16", 7, 2)
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
+        ("--by-hand", "--by-hand: --strategy auto picks it"),
+        ("--task images", "--strategy auto plans GPTs, and this is --task images"),
+        ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7 does not divide"),
+    ],
+)
+def test_what_it_cannot_pick_gets_one_line(line, says):
+    with pytest.raises(UserError, match=says):
+        picked(line, 2)
+
+
+def test_it_trains_like_what_it_picked(tmp_path):
+    process = start("--distributed", "--strategy=auto", "--steps=2", "--run-dir=auto", nproc=2, cwd=tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert sum(line.startswith("auto: ") for line in out.splitlines()) == 1
+    kept = json.loads((tmp_path / "auto/config.json").read_text())
+    same = configure(f"--strategy {kept['strategy']} --steps 2 --run-dir {tmp_path / 'same'}", 2, **SMALL)
+    launch(train, 2, ([same],))
+    found, expected = ([one["loss"] for one in metrics(tmp_path / name)] for name in ("auto", "same"))
+    assert len(found) == 2 and found == pytest.approx(expected, rel=1e-5)

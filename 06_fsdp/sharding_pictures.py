@@ -18,7 +18,7 @@ GATHER, REDUCE = plotting.ORANGE, plotting.GREEN
 
 
 @dataclass(frozen=True)
-class Span:
+class StreamSpan:
     """What a stream does from `start` to `end`, in seconds: unit `unit` is in "forward" or "backward" on the stream
     that computes, "gather" or "reduce" on the one that sends."""
 
@@ -28,7 +28,7 @@ class Span:
     end: float
 
 
-def simulate(forward: list[float], gather: list[float], reduce: list[float], ahead: int = 1) -> list[Span]:
+def simulate(forward: list[float], gather: list[float], reduce: list[float], ahead: int = 1) -> list[StreamSpan]:
     """A step of ZeRO stage 3 on a GPU with two streams; seconds for each unit, in the order of the forward pass.
 
     * A unit computes when it has been gathered, and the one before it has computed. Its backward pass takes twice as
@@ -46,7 +46,7 @@ def simulate(forward: list[float], gather: list[float], reduce: list[float], ahe
         nonlocal network
         start = max(network, asked)
         network = start + (gather if kind == "gather" else reduce)[unit]
-        spans.append(Span(kind, unit, start, network))
+        spans.append(StreamSpan(kind, unit, start, network))
 
     def ask(number, now):
         if number < len(order):
@@ -59,28 +59,28 @@ def simulate(forward: list[float], gather: list[float], reduce: list[float], ahe
     for number, (unit, kind) in enumerate(order):
         start = max(compute, gathered[number])
         compute = start + forward[unit] * (2 if kind == "backward" else 1)
-        spans.append(Span(kind, unit, start, compute))
+        spans.append(StreamSpan(kind, unit, start, compute))
         if kind == "backward":
             send("reduce", unit, compute)
         ask(number + ahead + 1, compute)
     return spans
 
 
-def computing(spans: list[Span]) -> list[Span]:
+def computing(spans: list[StreamSpan]) -> list[StreamSpan]:
     return [span for span in spans if span.kind in ("forward", "backward")]
 
 
-def length(spans: list[Span]) -> float:
+def length(spans: list[StreamSpan]) -> float:
     """Seconds until both streams are done."""
     return max(span.end for span in spans)
 
 
-def exposed(spans: list[Span]) -> float:
+def exposed(spans: list[StreamSpan]) -> float:
     """Seconds in which the GPU does not compute, because of messages that it waits for."""
     return length(spans) - sum(span.end - span.start for span in computing(spans))
 
 
-def draw_streams(panels: dict[str, list[Span]]):
+def draw_streams(panels: dict[str, list[StreamSpan]]):
     """For each title a step as two rows: what the GPU computes and what is on the network, with the numbers of the
     units from 1. Where it does not compute is hatched."""
     fig, axes = plt.subplots(len(panels), 1, figsize=(11, 1.75 * len(panels) + 0.9), sharex=True, squeeze=False)

@@ -89,6 +89,25 @@ def draw_steps(panels: dict):
     return fig
 
 
+LIFE_OF_A_PROGRAM = ["meet", "connect", "build", "train", "save", "end"]
+
+
+def draw_stage(stage: str, lines: list[str]):
+    """The life of a distributed program as a row of boxes, `stage` among them marked, and lines of text below it."""
+    fig, ax = plt.subplots(figsize=(9.5, 2.2))
+    for place, name in enumerate(LIFE_OF_A_PROGRAM):
+        colour = plotting.ORANGE if name == stage else "#E5E5E5"
+        ax.add_patch(Rectangle((place, 0), 0.82, 0.5, facecolor=colour, edgecolor="black"))
+        ax.text(place + 0.41, 0.25, name, ha="center", va="center", size=14)
+        if place:
+            ax.annotate("", (place, 0.25), (place - 0.18, 0.25), arrowprops={"arrowstyle": "->"})
+    for number, line in enumerate(lines):
+        ax.text(0, -0.3 - 0.27 * number, line, va="top", size=12)
+    ax.set(xlim=(-0.05, len(LIFE_OF_A_PROGRAM)), ylim=(-0.9, 0.6))
+    ax.axis("off")
+    return fig
+
+
 def draw_step(forward: float, backward: float, sent: list, title: str):
     """A simulated step of one rank: its passes, and below them the network's all-reduces (`Sent` of buckets.py). All
     in seconds; what is exposed is hatched."""

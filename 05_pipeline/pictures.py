@@ -1,7 +1,8 @@
-"""The chapter's own pictures: a schedule step by step, where stages and groups of ranks are placed, and a backward pass
-in two halves."""
+"""The chapter's own pictures: a schedule step by step, how long stages and steps take, where stages and groups of
+ranks are placed, and a backward pass in two halves."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Rectangle
 
-from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, SKY, png
+from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, PURPLE, SKY, png
 from course.pipeline import simulator
 
 HEIGHT = 0.7  # of a row's boxes
@@ -39,11 +40,13 @@ def steps(timeline: simulator.Timeline, unit: str = "units") -> list[Step]:
 
 def _step(timeline, now, ended, rank_of, unit):
     end, ranks = float(timeline.makespan), len(timeline.ranks)
+    events = [event for own in timeline.ranks for event in own]
     fig = plt.figure(figsize=(9.5, 0.62 * ranks + 0.6), layout="none")  # a fixed layout: frames are many
     ax = fig.add_axes((0.07, 0.6 / (0.62 * ranks + 0.6), 0.92, 1 - 0.62 / (0.62 * ranks + 0.6)))
     told, room = [], 0.62 * end  # to the right of the timeline, for words
+    until = float(min(event.end for event in events if event.start <= now < event.end))
     for rank, own in enumerate(timeline.ranks):
-        ax.add_patch(Rectangle((0, rank), end, HEIGHT, fc=IDLE, lw=0))
+        ax.add_patch(Rectangle((0, rank), until, HEIGHT, fc=IDLE, lw=0))  # what comes later stays white
         for event in (event for event in own if event.start <= now):
             _box(ax, rank, event, event.end > now, inches=8.7 * float(event.end - event.start) / (end + room))
         doing = next((event.action for event in own if event.start <= now < event.end), None)
@@ -61,7 +64,8 @@ def _step(timeline, now, ended, rank_of, unit):
         told.append((words, stored))
         colour = ACTIONS[doing.kind][1] if doing else BLACK
         ax.text(end * 1.02, rank + 0.2, words, va="center", size=11, color=colour)
-        ax.text(end * 1.02, rank + 0.56, "stores " + (" ".join(map(str, stored)) or "-"), va="center", size=11)
+        stores = f"stores micro-batch {', '.join(map(str, stored))}" if stored else "stores nothing"
+        ax.text(end * 1.02, rank + 0.56, stores, va="center", size=11)
     ax.axvline(float(now), color=BLACK, lw=1.2, ls=":")
     ax.set(xlim=(0, end + room), ylim=(ranks - 0.2, -0.05))
     ax.text(end * 1.04, ranks - 0.02, f"time ({unit})", va="center", size=11)
@@ -121,6 +125,46 @@ def _stored(own, now):
     return begun - {event.action.microbatch for event in own if event.action.kind in "BW" and event.end <= now}
 
 
+def stage_times(cuts: dict[str, Sequence[int]], seconds: Sequence[float]) -> plt.Figure:
+    """How long each stage takes, for several ways of cutting a model.
+
+    cuts: title -> for each stage, the number of the first layer after it
+    seconds: time of each layer; the first is the embedding and the last the output layer, all others are blocks
+    """
+    fig, axes = plt.subplots(1, len(cuts), figsize=(9.5, 3.4), sharey=True)
+    for ax, (title, ends) in zip(axes, cuts.items(), strict=True):
+        for stage, (begin, end) in enumerate(pairwise((0, *ends))):
+            total = 1e3 * sum(seconds[begin:end])
+            blocks = range(max(begin, 1), min(end, len(seconds) - 1))
+            ax.bar(stage, total, color=PURPLE)
+            ax.bar(stage, 1e3 * sum(seconds[layer] for layer in blocks), color=BLUE)
+            words = f"{len(blocks)} block{'s' * (len(blocks) != 1)}"
+            ax.text(stage, total, words, ha="center", va="bottom", size=11)
+        ax.set(title=title, xticks=range(len(ends)), xlabel="stage")
+        ax.margins(y=0.12)
+    axes[0].set_ylabel("time of a micro-batch (ms)")
+    fig.legend([Rectangle((0, 0), 1, 1, color=colour) for colour in (BLUE, PURPLE)],
+               ["blocks", "embedding, output layer with loss"], loc="outside lower center", ncols=2)  # fmt: skip
+    return fig
+
+
+def times_by_size(sizes: Sequence[int], steps: dict[int, Sequence[float]]) -> plt.Figure:
+    """Time of a step by the examples in a micro-batch, a line for each number of ranks, with a dot at the quickest.
+
+    steps: number of ranks -> for each size the time of a step, as a multiple of the ideal one
+    """
+    fig, ax = plt.subplots(figsize=(8, 3.8))
+    for colour, (ranks, times) in zip((SKY, BLUE, PURPLE), steps.items(), strict=True):
+        ax.plot(sizes, times, color=colour)
+        ax.plot(sizes[times.index(min(times))], min(times), "o", color=colour)
+        ax.text(1.06 * sizes[-1], times[-1], f"{ranks} ranks", va="center", color=colour)
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="examples in a micro-batch", xticks=sizes, xticklabels=sizes, xlim=(0.9, sizes[-1]))
+    ax.set_ylim(0, None)
+    ax.set_ylabel("time of a step (ideal: 1)")
+    return fig
+
+
 def placements(ranks: int) -> plt.Figure:
     """Two stages on each rank, in a loop and in a V: which stage is where, and the way of a micro-batch forward."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * ranks + 0.8))
@@ -129,8 +173,9 @@ def placements(ranks: int) -> plt.Figure:
         order += [(rank, 1) for rank in (range(ranks) if title == "in a loop" else reversed(range(ranks)))]
         places = [(3 * column, rank) for rank, column in order]
         for stage, (x, y) in enumerate(places):
-            ax.add_patch(Rectangle((x - 0.7, y - 0.28), 1.4, 0.56, fc=SKY if x == 0 else BLUE, lw=0))
-            ink = "black" if x == 0 else "white"
+            # A rank's second stage is paler, as in the timelines.
+            ax.add_patch(Rectangle((x - 0.7, y - 0.28), 1.4, 0.56, fc=BLUE if x == 0 else SKY, lw=0))
+            ink = "white" if x == 0 else "black"
             ax.text(x, y, f"stage {stage}", ha="center", va="center", size=12, color=ink)
         for (x, y), (to_x, to_y) in pairwise(places):
             begin, tip = (x, y + 0.28), (to_x, to_y - 0.28)

@@ -82,6 +82,7 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     split_dataset_by_node StatefulDataLoader WithDevice NoChunk skippable deferred_batch_norm except_last timeit chrome
     galvatron profile_hardware hardware_configs torchfrtrace dmesg unzip scontrol sacct docker tee eth
     logdir rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
+    PYTORCH_ALLOC_CONF expandable_segments TRACE PID SeqNum EnforceNotMet gloo throwing terminate instance called
     zero_optimization overlap_comm stage3_prefetch_bucket_size reduce_bucket_size stage3_max_live_parameters
     offload_param
     stage3_param_persistence_threshold offload_optimizer zero_hpz_partition_size fsdp_version fsdp_reshard_after_forward

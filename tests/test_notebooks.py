@@ -51,6 +51,8 @@ NOTEBOOKS = [
     "03_ddp/02_feeding.ipynb",
     "03_ddp/03_scaling.ipynb",
     "03_ddp/04_training_well.ipynb",
+    "03_ddp/05_checkpoints_and_failures.ipynb",
+    "03_ddp/06_when_it_hangs.ipynb",
     "04_model_parallel/01_splitting_layers.ipynb",
     "04_model_parallel/02_tensor_parallel.ipynb",
     "04_model_parallel/03_long_contexts.ipynb",

@@ -84,8 +84,8 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
     start = multiprocessing.get_context(start_method).Process
     temporary = tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True)
     with ONE_AT_A_TIME, temporary as folder, _no_orphans():
-        port = _free_port()
-        variables = [_variables(rank, nproc, port) for rank in range(nproc)]
+        port = free_port()
+        variables = [rank_variables(rank, nproc, port) for rank in range(nproc)]
         ranks = [start(target=_run_rank, args=(payload, folder, timeout, mine)) for mine in variables]
         try:
             with ready_to_fork():
@@ -116,14 +116,14 @@ def setenv(**values: str):
         os.environ.update(before)
 
 
-def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     """What torchrun would tell this rank of a single node, by environment variables."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,0 +1,27 @@
+"""A collective hidden in saving
+
+says: some rank: Timed out waiting 3000ms for
+see:  Training runs well, and stops at the first checkpoint. Rank 0 gathers the shards of the others, who do not send
+      them.
+find: The stack of rank 0 ends in an all-gather below the line that makes the state dict.
+mend: Make the state dict on all ranks, and let rank 0 alone write it; or let all ranks write pieces with
+      torch.distributed.checkpoint.
+then: rank 0: saving 2 tensors
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+# right: if True:
+if dist.get_rank() == 0:  # wrong
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    print(f"saving {len(state)} tensors")
+dist.barrier()
+dist.destroy_process_group()

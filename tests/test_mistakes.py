@@ -1,0 +1,64 @@
+"""The catalogue of mistakes: each program says what its entry says, and its mended line works."""
+
+import re
+
+import pytest
+
+from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, run, run_wrong
+
+NAMES = sorted(mistakes())
+FAILS_IN_ANY_CASE = "barrier_in_finally"  # mended, it says at once why
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Ended]]:
+    """Of every program, and of "NAME mended"."""
+    return run_wrong(NAMES) | run({f"{name}_mended": found.mended for name, found in mistakes().items()})
+
+
+def told(ended: list[Ended]) -> str:
+    return "\n".join(f"rank {rank}, exit code {one.code}:\n{one.output}" for rank, one in enumerate(ended))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_message_in_the_book_is_the_message_that_appears(name, outcomes):
+    ended = outcomes[name]
+    assert missing(mistakes()[name].says, ended) == [], told(ended)
+    assert missing(mistakes()[name].then, ended), f"what the mended program prints appears anyway:\n{told(ended)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mended_line_works(name, outcomes):
+    ended = outcomes[f"{name}_mended"]
+    assert missing(mistakes()[name].then, ended) == [], told(ended)
+    assert missing(mistakes()[name].says, ended), f"what the program said before appears still:\n{told(ended)}"
+    assert any(one.code for one in ended) == (name == FAILS_IN_ANY_CASE), told(ended)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_short_and_has_one_wrong_line(name):
+    found = mistakes()[name]
+    lines = found.source.split('"""', 2)[2].strip().splitlines()
+    assert len(lines) <= 25
+    assert found.source.count("# wrong") == 1 and found.right
+    assert "# right" not in found.mended and "# wrong" not in found.mended
+    assert not re.search("# right", found.program) and found.see and found.find and found.mend
+
+
+def test_there_are_enough_and_each_has_a_title_of_its_own():
+    assert len(NAMES) >= 24
+    assert len({found.title for found in mistakes().values()}) == len(NAMES)
+
+
+def test_a_message_that_does_not_appear_is_missed():
+    ended = [Ended(1, "Timed out after 3 s\n"), Ended(None, "")]
+    expected = [message(text) for text in ("some rank: Timed ... 3 s", "rank 1: Timed out", "rank 0: 4 s...Timed")]
+    assert expected[0] == (None, "Timed ... 3 s") and expected[1] == (1, "Timed out")
+    assert missing(tuple(expected), ended) == ["Timed out", "4 s...Timed"]
+
+
+def test_right_lines_take_the_place_of_the_wrong_one():
+    source = '"""T"""\n\nif x:\n    # right: a()\n    # right: b()\n    c()  # wrong\nd(timedelta(seconds=3))\n'
+    found = Mistake("n", "T", (), (), "", "", "", source)
+    assert found.mended == '"""T"""\n\nif x:\n    a()\n    b()\nd(timedelta(seconds=60))\n'
+    assert found.program == "if x:\n    c()  # wrong\nd(timedelta(seconds=3))" and found.right == "a()\nb()"

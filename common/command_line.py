@@ -47,9 +47,8 @@ def parse(
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
-    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". Where no implementation is named,
-    it is `default_implementation`. `auto` makes of a command line with --strategy auto one that names a strategy.
-    Raises UserError with one line for whatever cannot work, as far as it can be known before ranks have met.
+    else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` gives a command line that
+    names one in the place of --strategy auto. Raises UserError for what cannot work and is known before ranks meet.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)

@@ -90,6 +90,14 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add = subs["calibrate"].add_argument
     add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
     add("--ranks", type=int, default=2, help="of the collectives that are timed")
+    add = subs["benchmark"].add_argument
+    add("--models", default="tiny", help="comma-separated: tiny, small, wide, deep")
+    add("--max-gpus", type=int, default=2, help="processes at most; 1, 2, 4, ... are tried")
+    add("--batch-size", type=int, default=16, help="sequences of a step, of all processes together")
+    add("--steps", type=int, default=10, help="that are timed")
+    add("--constants", help="a file that calibrate wrote")
+    add("--run", action="store_true", help="train each, and compare; without this the grid is printed")
+    add("--json", action="store_true")
     for name in ("models", "hardware"):
         subs[name].add_argument("--json", action="store_true")
     return main, subs
@@ -119,6 +127,7 @@ COMMANDS = {
     "emit": "launch command and configuration file of a layout, for a tool that trains",
     "scoreboard": "how good the planner is: published runs, each predicted without its own source",
     "calibrate": "measure this machine, and write constants for it",
+    "benchmark": "a grid of small trainings; with --run each is trained here and compared with what was predicted",
     "models": "shapes that have a name",
     "hardware": "GPUs and networks that have a name",
 }
@@ -245,6 +254,22 @@ def run_calibrate(args: argparse.Namespace) -> None:
     print(calibrate(args.out, args.ranks))
 
 
+def run_benchmark(args: argparse.Namespace) -> None:
+    from planner import benchmark
+
+    for name in ("max_gpus", "steps", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    measured = args.constants and constants.load(args.constants) and hardware.here(args.constants)
+    if measured:
+        hardware.GPUS["here"] = measured
+    gpu, found = "here" if measured else "cpu", constants.load(args.constants)
+    runs = benchmark.grid(args.models.split(","), args.max_gpus, gpu, found, args.batch_size)
+    if args.run:
+        runs = benchmark.compare(runs, args.steps)
+    print(json.dumps(runs, indent=1) if args.json or not args.run else benchmark.table(runs))
+
+
 def run_models(args: argparse.Namespace) -> None:
     if args.json:
         found = [vars(model) | {"parameters": model.parameters} for model in models.MODELS.values()]
@@ -272,7 +297,8 @@ def run_hardware(args: argparse.Namespace) -> None:
 
 
 RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "scoreboard": run_scoreboard,
-       "calibrate": run_calibrate, "models": run_models, "hardware": run_hardware}  # fmt: skip
+       "calibrate": run_calibrate, "benchmark": run_benchmark, "models": run_models,
+       "hardware": run_hardware}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

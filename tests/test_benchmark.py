@@ -1,0 +1,41 @@
+"""`python -m planner benchmark`: the grid, and which term a difference is attributed to."""
+
+import json
+
+import pytest
+from helpers import configure
+
+from planner import benchmark
+from planner.__main__ import main
+
+
+def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
+    main(["benchmark", "--models", "tiny,wide", "--max-gpus", "4"])
+    runs = json.loads(capsys.readouterr().out)
+    assert {(run["model"], run["processes"]) for run in runs} == {(m, n) for m in ("tiny", "wide") for n in (1, 2, 4)}
+    assert {run["strategy"] for run in runs if run["processes"] == 2} == {*benchmark.LAYOUTS}
+    for run in runs:
+        line = " ".join([*run["options"], f"--strategy={run['strategy']}"]).replace("--distributed", "")
+        config = configure(line + " --dry-run", run["processes"])
+        assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1]
+        assert sum(run["predicted"]["parts"].values()) == pytest.approx(run["predicted"]["step_seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "seconds, work, term, differences",
+    [
+        (15.0, 12.0, "processes", {"work": 2.0, "processes": 3.0}),
+        (16.0, 15.9, "work", {"work": 5.9, "processes": 0.1}),
+        (5.0, 5.0, "work", {"work": -5.0, "processes": 0.0}),
+    ],
+)
+def test_a_difference_is_that_of_work_and_that_of_processes(seconds, work, term, differences):
+    found = benchmark.attribute({"step_seconds": 10.0, "parts": {"work": 10.0}}, seconds, work)
+    assert found["term"] == term and found["ratio"] == 10 / seconds
+    assert found["difference_seconds"] == pytest.approx(differences)
+    assert sum(found["difference_seconds"].values()) == pytest.approx(seconds - 10)
+
+
+def test_work_is_that_of_one_process_divided():
+    runs = [{"model": "tiny", "processes": size} for size in (1, 2, 4)]
+    assert benchmark.works(runs, [8.0, 9.0, 10.0]) == [8.0, 4.0, 2.0]

@@ -28,7 +28,8 @@ from common.strategy import StrategyEntry
 
 RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
-ANEW = tuple("distributed download backend device mesh mesh_order implementation by_hand resume timeout".split())
+ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume",
+        "timeout")  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

@@ -66,6 +66,7 @@ NOTEBOOKS = [
     "06_fsdp/02_fully_shard.ipynb",
     "06_fsdp/03_fitting_in.ipynb",
     "06_fsdp/04_choosing.ipynb",
+    "06_fsdp/05_engines.ipynb",
     "06_fsdp/06_many_axes.ipynb",
 ]
 SANITIZE = ROOT / "tests" / "sanitize.cfg"

@@ -4,6 +4,12 @@ from planting import Mistake
 
 MISTAKES = [
     Mistake(
+        "common/generate.py", "checkpoint_of(run, step)", "checkpoint_of(run, None)",
+        "--step is not heard: the newest checkpoint writes",
+        "tests/test_generate.py::test_it_is_what_the_trained_model_writes",
+        "an earlier checkpoint is another model",
+    ),
+    Mistake(
         "common/did_you_mean.py", "name.lower() in names and option in known", "option in known",
         "the first option there is is suggested for every unknown name",
         "tests/test_errors.py::test_names_of_other_programs_are_understood",

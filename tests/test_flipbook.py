@@ -53,6 +53,7 @@ class Page(HTMLParser):
 
 
 def test_every_frame_is_there_with_its_words(shown):
+    open_before = plt.get_fignums()  # those of other tests of this worker
     flipbook(frames(), still=1)
     data, metadata = shown[0]
     page = Page(data["text/html"])
@@ -66,7 +67,7 @@ def test_every_frame_is_there_with_its_words(shown):
     assert [picture[:4] for picture in pictures] == [b"\x89PNG", b"\x89PNG", b"<svg"]
     assert len({*pictures}) == 3 and base64.b64decode(data["image/png"]) == pictures[1]
     assert metadata == {"image/png": {"alt": 'rank 0 sends "1" & waits'}}
-    assert not plt.get_fignums()
+    assert plt.get_fignums() == open_before, "figures that flipbook has not closed"
 
 
 def test_it_is_operated_by_a_slider_and_two_buttons(shown):

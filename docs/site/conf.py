@@ -16,7 +16,7 @@ project = "Distributed training in PyTorch, from the inside"
 author = "the authors of the course"
 extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "0*/*.ipynb"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "planner/published/README.md", "0*/*.ipynb"]
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture
 myst_heading_anchors = 4
@@ -46,7 +46,7 @@ def contents() -> str:
     titles = {folder: folder.replace("_", " ") for folder in sorted({page.split("/")[0] for page in notebooks})}
     blocks = [(titles[folder], [p for p in notebooks if p.startswith(folder)]) for folder in titles]
     blocks.append(("Documents", [*sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-                                 "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
+                                 "planner/published/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"
         for caption, names in blocks

@@ -128,3 +128,13 @@ def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_layer():
     assert first[0] == first[3]  # rank 0 has all, to begin with
     for most, own, layer, whole in others:
         assert own <= most <= own + layer < whole
+
+
+def seconds_in_the_embedding_group():
+    model = by_hand.PipelineByHand(equality.tied(), equality.sgd, make_mesh({"pipeline": 2}), PipelineOptions())
+    group = model.stages.embedding_group
+    return group._get_backend(CPU).options._timeout.total_seconds()
+
+
+def test_the_first_and_the_last_stage_wait_no_longer_than_the_world():
+    assert launch(seconds_in_the_embedding_group, 2, timeout=77) == [77.0, 77.0], "seconds in the embedding's group"

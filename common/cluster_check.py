@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.errors import one_line_errors, repeat_below_torchrun
+from common.errors import UserError, one_line_errors, repeat_below_torchrun
 from common.ranks import Ranks, process_group
 
 SLOW = 2.0  # a link that takes this many times as long as the median link of its kind is slow
@@ -304,6 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--megabytes", type=int, default=8, help="size of a large message (default: 8)")
     options = parser.parse_args(argv)
+    if options.megabytes < 1:
+        raise UserError(f"--megabytes must be at least 1, got {options.megabytes}")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if "NCCL_DEBUG" not in os.environ:  # else NCCL tells whoever asked
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/%h-%p"}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from common import ROOT, cluster_check
 from common.cluster_check import Link, Rank
+from common.errors import UserError
 from common.lab.launch import launch
 from common.ranks import Ranks
 
@@ -147,3 +148,9 @@ def test_the_exit_code(tmp_path):
     code = "import common.cluster_check as c, sys; c.report = lambda *a: (['page'], ['a fault']); sys.exit(c.main([]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "page\nLOOK AT: a fault\n"), json.dumps(done.stderr)
+
+
+def test_a_message_of_no_size_is_refused():
+    for size in ("0", "-1"):
+        with pytest.raises(UserError, match=f"--megabytes must be at least 1, got {size}"):
+            cluster_check.main(["--megabytes", size])

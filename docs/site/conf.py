@@ -16,7 +16,9 @@ project = "Distributed training in PyTorch, from the inside"
 author = "the authors of the course"
 extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "planner/published/README.md", "0*/*.ipynb"]
+include_patterns = [
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "planner/published/README.md", "0*/*.ipynb",
+]
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture
 myst_heading_anchors = 4

@@ -69,7 +69,8 @@ class Executor:
 
         Each is started by itself, as in PyTorch's own runtime for lists of actions, so an action waits for its own
         message alone. NCCL has one Work for all that batch_isend_irecv starts, and whoever waits for one of them
-        waits for all. Two ranks that send to each other do not need a batch here: with_messages gives both one order.
+        waits for all; the price is that NCCL lets messages of a batch pass at the same time, and others one after the
+        other. Two ranks that send to each other do not need a batch here: with_messages gives both one order.
         """
         for stage, kind, m in actions:
             peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)

@@ -25,7 +25,7 @@ ASSERTS = {
     "01_intro/04_cost.ipynb": 16,
     "01_intro/05_mistakes.ipynb": 15,
     "02_data_parallel/01_data_parallel.ipynb": 17,
-    "03_ddp/01_ddp.ipynb": 16,
+    "03_ddp/01_ddp.ipynb": 14,
     "03_ddp/02_feeding.ipynb": 13,
     "03_ddp/03_scaling.ipynb": 10,
     "03_ddp/04_training_well.ipynb": 8,

@@ -29,7 +29,7 @@ ASSERTS = {
     "03_ddp/02_feeding.ipynb": 13,
     "03_ddp/03_scaling.ipynb": 10,
     "03_ddp/04_training_well.ipynb": 8,
-    "03_ddp/05_checkpoints_and_failures.ipynb": 13,
+    "03_ddp/05_checkpoints_and_failures.ipynb": 14,
     "03_ddp/06_when_it_hangs.ipynb": 6,
     "04_model_parallel/01_splitting_layers.ipynb": 17,
     "04_model_parallel/02_tensor_parallel.ipynb": 15,

@@ -224,7 +224,7 @@ class LayerLab(Sliders):
         self.times, self.domains = times, domains
 
         def choice(options, value, what):
-            return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
+            return widgets.SelectionSlider(options=options, value=value, description=what)
 
         super().__init__(
             {

@@ -153,7 +153,7 @@ def model_of(args: argparse.Namespace) -> models.Model:
 
 
 def cluster_of(args: argparse.Namespace) -> hardware.Cluster:
-    if args.constants and constants.load(args.constants) and (here := hardware.here(args.constants)):
+    if args.constants and constants.load(args.constants) and (here := hardware.read_here(args.constants)):
         hardware.GPUS["here"] = here
     return cluster(args.gpu, args.gpus, args.gpus_per_node, args.network, args.adapters)
 
@@ -260,7 +260,7 @@ def run_benchmark(args: argparse.Namespace) -> None:
     for name in ("max_gpus", "steps", "batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    measured = args.constants and constants.load(args.constants) and hardware.here(args.constants)
+    measured = args.constants and constants.load(args.constants) and hardware.read_here(args.constants)
     if measured:
         hardware.GPUS["here"] = measured
     gpu, found = "here" if measured else "cpu", constants.load(args.constants)

@@ -33,7 +33,7 @@ ASSERTS = {
     "03_ddp/06_when_it_hangs.ipynb": 6,
     "04_model_parallel/01_splitting_layers.ipynb": 17,
     "04_model_parallel/02_tensor_parallel.ipynb": 17,
-    "04_model_parallel/03_long_contexts.ipynb": 17,
+    "04_model_parallel/03_long_contexts.ipynb": 16,
     "04_model_parallel/04_experts.ipynb": 17,
     "04_model_parallel/05_inside_a_node.ipynb": 11,
     "04_model_parallel/06_contexts_in_practice.ipynb": 10,
@@ -44,7 +44,7 @@ ASSERTS = {
     "06_fsdp/02_fully_shard.ipynb": 14,
     "06_fsdp/03_fitting_in.ipynb": 13,
     "06_fsdp/04_choosing.ipynb": 4,
-    "06_fsdp/05_engines.ipynb": 6,
+    "06_fsdp/05_engines.ipynb": 7,
     "06_fsdp/06_many_axes.ipynb": 8,
 }
 

@@ -27,6 +27,11 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
+def test_the_picture_moves_while_a_slider_is_dragged(sliders):
+    late = [name for name, control in sliders.controls.items() if not getattr(control, "continuous_update", True)]
+    assert not late, f"these wait until the mouse is let go: {late}"
+
+
 def test_numbers_that_do_not_fit_are_explained(sliders):
     sliders.controls["name"].value = "dualpipev"
     sliders.controls["microbatches"].value = 7

@@ -34,7 +34,7 @@ ASSERTS = {
     "04_model_parallel/01_splitting_layers.ipynb": 17,
     "04_model_parallel/02_tensor_parallel.ipynb": 15,
     "04_model_parallel/03_long_contexts.ipynb": 16,
-    "04_model_parallel/04_experts.ipynb": 16,
+    "04_model_parallel/04_experts.ipynb": 17,
     "04_model_parallel/05_inside_a_node.ipynb": 13,
     "04_model_parallel/06_contexts_in_practice.ipynb": 10,
     "05_pipeline/01_pipelines.ipynb": 18,

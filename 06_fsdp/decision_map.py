@@ -115,6 +115,7 @@ def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: s
         close = "≈ " if row.get("later") and float(row["later"]) <= 0.05 else ""
         layout = row.get("layout") or ("" if row["kind"] == "does not fit" else "whole")
         text = f"{layout}\n{close}" + (f"{float(row['mfu']):.0%}" if row.get("mfu") else "")
+        text = text.strip()
         ink = "white" if row["kind"] in DARK else "black"
         ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=9.5 if len(layout) < 13 else 7, color=ink)
     ax.set(xlim=(0, len(numbers)), ylim=(0, len(names)), xlabel=xlabel, title=title)

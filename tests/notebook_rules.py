@@ -43,7 +43,7 @@ ASSERTS = {
     "06_fsdp/01_zero.ipynb": 18,
     "06_fsdp/02_fully_shard.ipynb": 14,
     "06_fsdp/03_fitting_in.ipynb": 11,
-    "06_fsdp/04_choosing.ipynb": 4,
+    "06_fsdp/04_choosing.ipynb": 5,
     "06_fsdp/05_engines.ipynb": 6,
     "06_fsdp/06_many_axes.ipynb": 8,
 }

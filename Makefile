@@ -48,7 +48,10 @@ test-engines: $(ENGINES)
 	python -m pytest -n 2 tests/test_engines.py
 	python -m tests.read_back  # what `python -m planner emit` writes
 
+# JupyterLab runs the scripts of stored flipbooks in trusted notebooks only, and by default opens README.md as source.
 lab: $(INSTALLED)
+	@jupyter trust $(NOTEBOOKS) > /dev/null
+	@install -D -m 644 docs/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
 	jupyter lab 01_intro/01_why_distribute.ipynb
 
 # Run every notebook and store what it puts out.

@@ -229,7 +229,7 @@ class ThreadLab(Sliders):
         }
         super().__init__(
             {
-                name: widgets.SelectionSlider(options=values, value=value, description=what, continuous_update=False)
+                name: widgets.SelectionSlider(options=values, value=value, description=what)
                 for name, (what, values, value) in controls.items()
             }
         )

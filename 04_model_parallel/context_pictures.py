@@ -1,9 +1,11 @@
-"""Pictures of the notebook on long contexts: the turns of a ring of four ranks, masks, heads against tokens, bytes."""
+"""Pictures of the notebooks on long contexts: the turns of a ring of four ranks, masks, heads against tokens, bytes."""
 
 from dataclasses import dataclass
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
@@ -24,6 +26,26 @@ class Product:
     rank: int
     turn: int
     diagonal: bool = False
+
+
+def noting(attend, example, owner):
+    """Return `attend` for this rank, but so that it notes which products it is asked for, and the list of these.
+
+    attend:  (q, k, v, ...) -> anything; a fourth argument says whether the block is on the diagonal
+    example: queries and keys of the whole sequence, [batch, heads, time, d], from which q and k are chunks
+    owner:   chunk -> the rank that holds it
+    """
+    queries, keys = (x.chunk(len(owner), dim=2) for x in example[:2])
+    products = []
+
+    def attend_and_note(q, k, v, *diagonal):
+        query = [torch.equal(q, chunk) for chunk in queries].index(True)
+        key = [torch.equal(k, chunk) for chunk in keys].index(True)
+        turn = (dist.get_rank() - owner[key]) % dist.get_world_size()  # the keys have come so many ranks along
+        products.append(Product(query, key, dist.get_rank(), turn, any(diagonal)))
+        return attend(q, k, v, *diagonal)
+
+    return attend_and_note, products
 
 
 def draw_turn(turn, products, owner, causal):
@@ -67,21 +89,21 @@ def draw_turn(turn, products, owner, causal):
     return fig
 
 
-def draw_backward(turn, held, sums):
-    """One turn of the backward pass: whose keys each rank has, and the sum of gradients that it passes on.
+def draw_backward(turn, held, parts):
+    """One turn of the backward pass: whose keys each rank has, and the sum of their gradients that it passes on.
 
-    held: for each rank, whose keys and values it has in this turn
-    sums: for each rank, (whose keys the sum is for, the ranks whose parts are in it), or None where nothing is sent
+    held:  for each rank, whose keys and values it has in this turn
+    parts: for each rank, the ranks whose parts are in the sum; none where no sum is sent
     """
     size = len(held)
     fig, ax = plt.subplots(figsize=(8.6, 4.2))
     for rank in range(size):
         texts = [(f"keys, values {held[rank]}", RANK_COLOURS[held[rank]], 1.0)]
-        if sums[rank] is None:
+        if not parts[rank]:
             texts.append(("its own part stays here", "white", 1.0))
         else:
-            source, parts = sums[rank]
-            texts.append((f"gradients {source}: from ranks {', '.join(map(str, parts))}", RANK_COLOURS[source], PALE))
+            ranks = f"rank{'s' * (len(parts[rank]) > 1)} {', '.join(map(str, parts[rank]))}"
+            texts.append((f"gradients {held[rank]}: from {ranks}", RANK_COLOURS[held[rank]], PALE))
         _station(ax, rank, texts, wide=1.55)
     _arrows(ax, 1.55)
     what = "gradients" if turn == size - 1 else "keys, values" if turn == 0 else "keys, values\nand gradients"
@@ -141,8 +163,10 @@ def draw_curves(curves, xlabel, ylabel):
     longest = max(ranks[-1] for ranks, *_ in curves.values())
     for name, (ranks, values, colour, style) in curves.items():
         ax.plot(ranks, values, style, color=colour)
-        below = 0 if ranks[-1] == longest else 0.25  # beside the curves that go on
-        ax.text(1.03 * ranks[-1], values[-1] - below, name, va="center", color=colour, size=11)
+        if ranks[-1] == longest:
+            ax.text(1.03 * ranks[-1], values[-1], name, va="center", color=colour, size=11)
+        else:  # below its end, where curves that go on are not in the way
+            ax.text(ranks[-1], values[-1] - 0.35, name, ha="right", va="center", color=colour, size=11)
     ax.set_xscale("log", base=2)
     ticks = [2**power for power in range(1, longest.bit_length())]
     ax.set_xticks(ticks, ticks)

@@ -155,6 +155,9 @@ def sequence_parallel_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor)
     raise NotImplementedError
 
 
+# --- notebook 05: inside a node -------------------------------------------------------------------------------
+
+
 def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: int | None) -> torch.Tensor:
     """Return `x` after dropout: what one process would have, or this rank's part of it.
 
@@ -200,7 +203,7 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 
 def ring_pairs(positions: list[list[int]]) -> int:
-    """Return how many pairs of query and key a causal ring takes as long as, when all wait for the slowest.
+    """Return how long a causal ring takes, counted in pairs of a query and a key, when all wait for the slowest.
 
     `positions[rank]` are the positions of the tokens that a rank holds: any order, any number of ranks. In turn 0
     each rank has its own keys, in turn t those of the rank t places before it in the ring. A rank computes the

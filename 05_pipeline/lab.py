@@ -40,12 +40,12 @@ class Lab(Sliders):
 
     @staticmethod
     def number(what, value, most):
-        return widgets.IntSlider(value, 1, most, description=what, continuous_update=False)
+        return widgets.IntSlider(value, 1, most, description=what)
 
     @staticmethod
     def time(what, value):
         least = 0.5 if value else 0.0
-        return widgets.FloatSlider(value, min=least, max=3, step=0.5, description=what, continuous_update=False)
+        return widgets.FloatSlider(value, min=least, max=3, step=0.5, description=what)
 
     def draw(self, **chosen):
         fixed = schedules.SCHEDULES[chosen["name"]].stages_per_rank

@@ -16,6 +16,15 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A long vector on the CPU in pieces, whose norms PyTorch computes well.
+
+    It adds up the squares of one vector in float32, in one sum for each lane of the processor (torch 2.13). The norm of
+    a million elements is off by 1e-5, that of ten million by 6e-4. ZeRO's gradients are one such vector.
+    """
+    return tensor.reshape(-1).split(1 << 16) if tensor.device.type == "cpu" else (tensor,)
+
+
 def global_norm(parts, device: torch.device) -> torch.Tensor:
     """The 2-norm of tensors that are spread over ranks: a scalar on `device`, the same on all ranks concerned.
 
@@ -24,6 +33,7 @@ def global_norm(parts, device: torch.device) -> torch.Tensor:
     """
     total = torch.zeros((), device=device)
     for tensors, groups in parts:
+        tensors = [piece for tensor in tensors for piece in pieces(tensor)]
         square = get_total_norm(tensors).to(device).float() ** 2 if tensors else torch.zeros((), device=device)
         for group in groups:
             if dist.get_world_size(group) > 1:

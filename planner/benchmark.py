@@ -9,6 +9,7 @@ work, and that of what comes with several processes.
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -112,20 +113,20 @@ def attribute(predicted: dict, seconds: float, work: float) -> dict:
     }
 
 
-def works(runs: list[dict], measured: list[float]) -> list[float]:
-    """For each run, the work of one of its ranks: a process's step over the number of processes, since every
-    strategy here divides the same work. Raises UserError where the grid lacks the run of one process."""
+def works(runs: list[dict], measured: list[float], cores: int) -> list[float]:
+    """For each run, the work of one of its ranks: a process's step over the number of processes that compute at once,
+    since every strategy here divides the same work. Raises UserError where the grid lacks the run of one process."""
     alone = {run["model"]: seconds for run, seconds in zip(runs, measured, strict=True) if run["processes"] == 1}
     for run in runs:
         if run["model"] not in alone:
             raise UserError(f"the grid has no run of '{run['model']}' on one process, whose work is compared with")
-    return [alone[run["model"]] / run["processes"] for run in runs]
+    return [alone[run["model"]] / min(run["processes"], cores) for run in runs]
 
 
 def compare(runs: list[dict], steps: int) -> list[dict]:
     """Train each, and add what was measured."""
     measured = [measure(run, steps) for run in runs]
-    per_rank = works(runs, measured)
+    per_rank = works(runs, measured, len(os.sched_getaffinity(0)))
     return [
         run | {"measured": attribute(run["predicted"], seconds, work)}
         for run, seconds, work in zip(runs, measured, per_rank, strict=True)

@@ -4,13 +4,21 @@ On the CPU with gloo, or on GPUs with NCCL where there are any.
 """
 
 import json
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import UserError
+from planner.constants import PRIOR, Constants
+from planner.hardware import GPU, here
+from planner.layer_time import of_layer
+from planner.layout import Layout
+from planner.models import course_gpt
 
 SIDES = (256, 512, 1024)  # of square matrices, on the CPU; 16 times as large on a GPU
 SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of messages
+BLOCK = {"width": 128, "heads": 4, "sequence": 128, "micro_batch": 8}  # of the course's GPT by default, on two ranks
 
 
 def best_of(work, times: int = 5) -> float:
@@ -56,7 +64,33 @@ def memory_rate(device) -> float:
     return 2 * 4 * tensor.numel() / best_of(lambda: tensor.mul_(1.0))
 
 
-def messages(group_size: int) -> list[float]:
+def block(device) -> float:
+    """Seconds of a block of this course's GPT, forward and backward, on one micro-batch of the shape BLOCK."""
+    import torch
+
+    from common.model import Block
+
+    torch.manual_seed(0)
+    layer = Block(BLOCK["width"], BLOCK["heads"]).to(device)
+    x = torch.randn(BLOCK["micro_batch"], BLOCK["sequence"], BLOCK["width"], device=device, requires_grad=True)
+    return best_of(lambda: layer(x).sum().backward())
+
+
+def one_rank() -> dict[str, float]:
+    """On each rank, while the others do the same: ranks of a machine share its caches, memory and clock."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.barrier()
+    peak, kernel = products(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dist.barrier()
+    hbm = memory_rate(device)
+    dist.barrier()
+    return {"peak": peak, "kernel": kernel, "hbm": hbm, "block": block(device)}
+
+
+def messages() -> list[float]:
     """On each rank: seconds of an all-reduce of each of SIZES."""
     import torch
     import torch.distributed as dist
@@ -75,22 +109,43 @@ def links(ranks: int) -> tuple[float, float]:
     from common.lab.wire_bytes import wire_bytes
     from course.intro.costs import fit, steps
 
-    seconds = [max(times) for times in zip(*launch(messages, ranks, (ranks,), timeout=120), strict=True)]
+    seconds = [max(times) for times in zip(*launch(messages, ranks, timeout=120), strict=True)]
     sent = [wire_bytes("all_reduce", size, ranks) for size in SIZES]
     alpha, beta = fit(sent, seconds)
-    beta = beta if beta > 0 else seconds[-1] / sent[-1]  # likewise
+    beta = beta if beta > 0 else seconds[-1] / sent[-1]  # a busy machine was slower with small messages
     return max(1e-9, alpha / steps("all_reduce", ranks)), 1 / beta
 
 
 def measure(ranks: int) -> dict[str, float]:
-    """The machine's numbers, by their names in planner/hardware.py and planner/constants.py."""
+    """The machine's numbers, by their names in planner/hardware.py and planner/constants.py; `passes` is left to find.
+
+    On the CPU as many processes as there are cores compute at once; with more ranks they take turns (`cores`).
+    """
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    peak, kernel = products(device, dtype)
+    from common.lab.launch import launch
+
+    cores = 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    at_once = min(ranks, cores or 1)
+    found = launch(one_rank, at_once, timeout=300)
     alpha, link = links(ranks) if ranks > 1 else (1e-5, 1e9)
-    return {"peak": peak, "kernel": kernel, "hbm": memory_rate(device), "alpha_link": alpha, "link": link}
+    slowest = {name: min(rank[name] for rank in found) for name in ("peak", "hbm")}
+    slowest |= {name: max(rank[name] for rank in found) for name in ("kernel", "block")}
+    return slowest | {"alpha_link": alpha, "link": link, "cores": cores}
+
+
+def passes(here: GPU, constants: Constants, seconds: float) -> float:
+    """How often a block's activations go through the memory in the forward pass, so that a block takes `seconds`.
+
+    A GPU's is fitted on published runs. A processor computes element-wise work (GELU, norms, softmax) more slowly than
+    its memory would allow, and this is where that goes.
+    """
+    layout = Layout((("data", 1),), BLOCK["micro_batch"], BLOCK["micro_batch"], BLOCK["sequence"], fused=False,
+                    precision="float32", sequence_parallel=False)  # fmt: skip
+    model = course_gpt(1, BLOCK["width"], BLOCK["heads"], BLOCK["sequence"])
+    one = of_layer(model, here, layout, False, replace(constants, passes=1.0))
+    products_and_core = one.products + one.core + one.backward_products + one.backward_core
+    return max(0.1, (seconds - products_and_core) / (one.elementwise + one.backward_elementwise))
 
 
 def calibrate(path: Path | str, ranks: int) -> str:
@@ -102,6 +157,9 @@ def calibrate(path: Path | str, ranks: int) -> str:
         "matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": found["kernel"], "alpha_link": found["alpha_link"],
         "source": "measured on this machine by calibrate",
     }  # fmt: skip
+    if found["cores"]:
+        constants["kept"] = 0.0  # a processor that copies a message does not compute meanwhile
+        constants["passes"] = passes(here(found), replace(PRIOR, **constants), found["block"])
     Path(path).write_text(json.dumps({"constants": constants, "here": found}, indent=1) + "\n")
     return (
         f"products     {found['peak'] / 1e9:,.1f} GFLOP/s, {found['kernel'] * 1e6:,.0f} us before each begins\n"

@@ -4,7 +4,7 @@ What can be reached of a peak is not here: planner/constants.py has that, fitted
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError
@@ -24,6 +24,7 @@ class GPU:
     link:       bytes per second that a GPU sends to others of its node at most, in one direction
     pcie:       bytes per second to the host in one direction
     attention:  share of the peak that fused attention reaches, forward and backward together
+    cores:      of a processor: how many processes compute at once; more take turns. 0: each has a device of its own
     """
 
     name: str
@@ -37,6 +38,7 @@ class GPU:
     source: str
     peak_fp8: float = 0.0
     gpus_per_node: int = 8
+    cores: int = 0
 
 
 GIB = 2**30
@@ -120,12 +122,15 @@ class Cluster:
         return self.network * self.adapters
 
 
-def here(path: Path | str) -> GPU | None:
+def read_here(path: Path | str) -> GPU | None:
     """This machine's processor, as `calibrate` wrote it to a file; None where the file has none."""
     found = json.loads(Path(path).read_text()).get("here")
-    if found is None:
-        return None
-    rates = {name: found[name] for name in ("peak", "hbm", "link")}
+    return found and here(found)
+
+
+def here(found: dict) -> GPU:
+    """This machine's processor, of the numbers that `calibrate` measured."""
+    rates = {name: found[name] for name in ("peak", "hbm", "link")} | {"cores": int(found.get("cores", 0))}
     return GPU(
         "here", achievable=1.0, memory=found.get("memory", 8 * GIB), pcie=found["hbm"], attention=0.5,
         source="measured by calibrate", gpus_per_node=found.get("processes", 8), **rates,
@@ -150,6 +155,8 @@ def cluster(
         raise UserError(
             f"--gpus {gpus} are no whole number of nodes of {per_node}; change --gpus or --gpus-per-node"
         )
+    if 0 < one.cores < gpus:
+        one = replace(one, peak=one.peak * one.cores / gpus, hbm=one.hbm * one.cores / gpus)
     usual, number = USUAL.get(one.name, ("infiniband-400", 8))
     rate, _ = lookup(network or usual, NETWORKS, "network")
     number = adapters or (per_node if number in (8, 72) else number)

@@ -97,6 +97,17 @@ def row(strategy: str, engine: str, folder: str) -> dict:
     }
 
 
+def by_sgd(strategy: str, engine: str, folder: str) -> dict:
+    """How far the losses differ where the optimizer passes a difference on as it is: AdamW divides by its size."""
+    line = f"--strategy {strategy} --optimizer sgd --lr 0.01 --checkpoint-every 0 --steps {ROUNDS * STEPS}"
+    configs = [
+        configure(line, 2, implementation=kind, run_dir=f"{folder}/{strategy}-{engine}-{kind}-sgd")
+        for kind in ("pytorch", engine)
+    ]
+    difference = launch(turns, 2, (configs,), timeout=600)[0][1]
+    return {"strategy": strategy, "engine": engine, "largest difference of a loss": difference}
+
+
 def alone(config) -> None:
     do_not_draw()
     config.main(config)
@@ -153,6 +164,12 @@ def measure_steps() -> list[dict]:
         return [row(strategy, engine, folder) for strategy, of in engines.OF.items() for engine in of]
 
 
+def measure_sgd() -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        of_deepspeed = [strategy for strategy, of in engines.OF.items() if "deepspeed" in of]
+        return [by_sgd(strategy, "deepspeed", folder) for strategy in of_deepspeed]
+
+
 def measure_qlora() -> dict[str, dict]:
     names = ("losses", "bytes")
     return {str(n): dict(zip(names, launch(adapters, n, timeout=300)[0], strict=True)) for n in (1, 2)}
@@ -160,6 +177,7 @@ def measure_qlora() -> dict[str, dict]:
 
 PARTS = {
     "steps": measure_steps,
+    "by SGD": measure_sgd,
     "loading": lambda: launch(loading, 2, timeout=300)[0],
     "qlora, small": measure_qlora,
     "qlora, 7B": seven_billion,

@@ -278,6 +278,12 @@ MISTAKES = [
         "a square in float16 would be infinite",
     ),
     Mistake(
+        "common/collectives.py", "split(1 << 16)", "split(1 << 30)",
+        "the squares of a long vector are added up in one sum in float32",
+        "tests/test_collectives.py::test_the_norm_of_a_long_vector_is_that_of_its_elements",
+        "off by",
+    ),
+    Mistake(
         "common/collectives.py", "dist.all_reduce(square, group=group)", "dist.all_reduce(square)",
         "the norm is added over all ranks, not over a group",
         "tests/test_collectives.py::test_the_norm_adds_what_is_cut_over_its_group_and_counts_the_rest_once",

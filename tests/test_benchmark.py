@@ -38,4 +38,5 @@ def test_a_difference_is_that_of_work_and_that_of_processes(seconds, work, term,
 
 def test_work_is_that_of_one_process_divided():
     runs = [{"model": "tiny", "processes": size} for size in (1, 2, 4)]
-    assert benchmark.works(runs, [8.0, 9.0, 10.0]) == [8.0, 4.0, 2.0]
+    assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=8) == [8.0, 4.0, 2.0]
+    assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=2) == [8.0, 4.0, 4.0], "four processes take turns on two cores"

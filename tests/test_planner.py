@@ -4,15 +4,18 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from common import ROOT
-from planner import models, search
+from planner import calibrate, hardware, models, search
 from planner.__main__ import main
+from planner.constants import PRIOR
 from planner.estimate import estimate
 from planner.hardware import GPUS, NETWORKS, cluster
-from planner.layout import make_layout
+from planner.layer_time import of_layer
+from planner.layout import Layout, make_layout
 
 EXACT = (
     "estimate --layers 32 --width 4096 --heads 32 --kv-heads 8 --mlp-width 14336 --mlp swiglu --vocabulary 128256 "
@@ -195,6 +198,28 @@ def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
     line = f"estimate --layers 2 --width 64 --heads 4 --vocabulary 256 --gpus 2 --batch-size 8 --constants {file}"
     found = json.loads(say(capsys, f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32 --json"))
     assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here"
+
+
+def test_processes_that_share_cores_take_turns():
+    found = {"peak": 100e9, "hbm": 10e9, "link": 1e9, "cores": 2}
+    hardware.GPUS["here"] = hardware.here(found)
+    try:
+        rates = {ranks: hardware.cluster("here", ranks, ranks).gpu for ranks in (1, 2, 4)}
+    finally:
+        del hardware.GPUS["here"]
+    assert {ranks: (gpu.peak, gpu.hbm) for ranks, gpu in rates.items()} == {
+        1: (100e9, 10e9), 2: (100e9, 10e9), 4: (50e9, 5e9),
+    }, "four ranks on two cores have half a core each"  # fmt: skip
+
+
+def test_a_calibrated_block_takes_as_long_as_it_took():
+    """What products do not explain is element-wise work; of a block that took 50 ms the planner says 50 ms."""
+    gpu = hardware.here({"peak": 100e9, "hbm": 10e9, "link": 1e9, "cores": 2})
+    constants = replace(PRIOR, matmul=1.0, kernel=1e-5, memory_rate=1.0)
+    constants = replace(constants, passes=calibrate.passes(gpu, constants, 0.05))
+    layout = Layout((("data", 1),), 8, 8, 128, fused=False, precision="float32", sequence_parallel=False)
+    one = of_layer(models.course_gpt(1, 128, 4, 128), gpu, layout, False, constants)
+    assert one.forward + one.backward == pytest.approx(0.05)
 
 
 def test_a_plan_has_a_picture(capsys, tmp_path):

@@ -27,6 +27,11 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
+def test_the_picture_moves_while_a_slider_is_dragged(sliders):
+    late = [name for name, control in sliders.controls.items() if not getattr(control, "continuous_update", True)]
+    assert not late, f"these wait until the mouse is let go: {late}"
+
+
 def test_numbers_that_do_not_fit_are_explained(sliders):
     sliders.controls["name"].value = "dualpipev"
     sliders.controls["microbatches"].value = 7
@@ -77,3 +82,5 @@ def test_groups_of_a_mesh_lie_inside_of_nodes_or_between_them():
     }
     figure, _ = pictures.groups_on_nodes(axes, "pipeline", gpus_per_node=4)
     assert "rank 6\npipeline 1\ndata 1\ntensor 0" in [text.get_text() for text in figure.axes[0].texts]
+    neighbours = pictures.groups_on_nodes(axes, "tensor", gpus_per_node=4)[0].axes[0].lines
+    assert [len(line.get_xdata()) for line in neighbours] == [2] * 4, "neighbours are joined by a straight line"

@@ -42,8 +42,8 @@ ASSERTS = {
     "05_pipeline/03_pytorch_and_hybrids.ipynb": 20,
     "06_fsdp/01_zero.ipynb": 16,
     "06_fsdp/02_fully_shard.ipynb": 13,
-    "06_fsdp/03_fitting_in.ipynb": 13,
-    "06_fsdp/04_choosing.ipynb": 4,
+    "06_fsdp/03_fitting_in.ipynb": 11,
+    "06_fsdp/04_choosing.ipynb": 5,
     "06_fsdp/05_engines.ipynb": 7,
     "06_fsdp/06_many_axes.ipynb": 8,
 }

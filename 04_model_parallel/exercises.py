@@ -155,6 +155,9 @@ def sequence_parallel_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor)
     raise NotImplementedError
 
 
+# --- notebook 05: inside a node -------------------------------------------------------------------------------
+
+
 def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: int | None) -> torch.Tensor:
     """Return `x` after dropout: what one process would have, or this rank's part of it.
 

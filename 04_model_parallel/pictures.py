@@ -1,4 +1,4 @@
-"""Pictures of tensor parallelism: a transformer block and how its tensors are split, and when messages overlap."""
+"""Pictures of tensor parallelism: how an MLP's and a block's tensors are split, and when messages overlap."""
 
 from dataclasses import dataclass
 
@@ -75,7 +75,7 @@ def draw_block(kind: str, direction: str):
     names = ["whole"] if kind == "one" else [SPLITS[name][3] for name in used]
     what = "activations" if direction == "forward" else "gradients of activations"
     who = "" if kind == "one" else " of rank 0 of 2"
-    title = f"{NAMES[kind]}, {direction}: {what} and weights{who}. A box is tokens x features."
+    title = f"{NAMES[kind]}, {direction}: {what} and weights{who}. Large boxes: tokens x features."
     fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10.5, handlelength=1.2, columnspacing=1.3)
     fig.suptitle(title, fontsize=12.5)
     return fig
@@ -136,6 +136,49 @@ def _patch(corner, width, height, name) -> Rectangle:
     hatch = "///" if name == "summand" else None
     corner = (x, y + (1 - down) * height)
     return Rectangle(corner, across * width, down * height, fc=colour, ec="black", lw=0.8, hatch=hatch)
+
+
+def draw_split_mlp():
+    """The two matrices of an MLP on two ranks, drawn so that the shapes of each product fit: by columns, then by rows;
+    the two summands of full size, and their sum."""
+    tokens, width, hidden = 0.5, 0.8, 1.6
+    fig, ax = plt.subplots(figsize=(11, 4.4))
+    ax.set(xlim=(-1.35, 9.75), ylim=(-2.15, 2.25), aspect="equal")
+    ax.axis("off")
+    large = {"ha": "center", "va": "center", "size": 16}
+    for rank, y in enumerate((1.15, -1.15)):
+        ax.text(-1.3, y, f"rank {rank}", va="center", size=13, weight="bold")
+        tensors = (  # label, left edge, whole size, how it is split
+            ("x", 0.0, (width, tokens), "whole"),
+            (f"$A_{rank}$", 1.3, (hidden, width), "columns"),
+            (f"$y_{rank}$ = gelu($xA_{rank}$)", 3.7, (hidden, tokens), "columns"),
+            (f"$B_{rank}$", 5.75, (width, hidden), "rows"),
+            (f"$y_{rank}B_{rank}$", 7.15, (width, tokens), "summand"),
+        )
+        for label, x, (across, down), split_by in tensors:
+            corner = (x, y - down / 2)
+            ax.add_patch(Rectangle(corner, across, down, fc="white", ec="black", lw=1.0, ls=":"))
+            share = _patch((0, 0), 1, 1, split_by)
+            left, top = corner[0], corner[1] + down
+            if rank == 1:  # the right half of the columns, the lower half of the rows
+                left, top = left + (1 - share.get_width()) * across, top - (1 - share.get_height()) * down
+            size = (share.get_width() * across, share.get_height() * down)
+            style = {"fc": share.get_facecolor(), "hatch": share.get_hatch(), "ec": "black", "lw": 0.8}
+            ax.add_patch(Rectangle((left, top - size[1]), *size, **style))
+            ax.text(x + across / 2, corner[1] - 0.08, label, ha="center", va="top", size=12)
+        ax.text(1.05, y, "×", **large)
+        ax.annotate("", (3.6, y), (3.0, y), arrowprops={"arrowstyle": "-|>", "lw": 1.6, "color": "black"})
+        ax.text(3.28, y + 0.1, "gelu", ha="center", va="bottom", size=11)
+        ax.text(5.52, y, "×", **large)
+        ax.text(6.85, y, "=", **large)
+        arrow = {"arrowstyle": "-|>", "lw": 1.6, "color": plotting.VERMILION, "shrinkA": 2, "shrinkB": 2}
+        ax.annotate("", (8.75, 0.12 * (1 if rank == 0 else -1)), (8.0, y), arrowprops=arrow)
+    ax.add_patch(Rectangle((8.8, -tokens / 2), width, tokens, fc=SPLITS["whole"][2], ec="black", lw=0.8))
+    ax.text(9.2, -0.33, "their sum,\non both ranks", ha="center", va="top", size=12)
+    ax.text(8.3, 0.0, "all-\nreduce", ha="center", va="center", size=11, weight="bold", color=plotting.VERMILION)
+    for x, text in ((2.1, "by columns"), (6.15, "by rows"), (7.55, "summands")):
+        ax.text(x, 2.1, text, ha="center", va="bottom", size=12)
+    return fig
 
 
 def draw_memory(measured: dict[int, list[tuple[int, int]]], kinds: list[str]):

@@ -16,15 +16,17 @@ import difflib
 import importlib
 import os
 import re
+import secrets
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common import ROOT
 from common.errors import UserError, one_line_errors
-from common.grading import classes
+from common.grading import classes, fresh
 from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import bar, explained, stages, table
 
@@ -38,9 +40,25 @@ def exercises_of(chapter: str) -> list[Exercise]:
     """A chapter's table. Raises UserError for a chapter that has none."""
     if chapter not in chapters():
         raise UserError(f"no chapter {chapter!r} with exercises; {meant(chapter, chapters())}")
+    return classroom(chapter, "grading").EXERCISES
+
+
+def classroom(chapter: str, module: str) -> types.ModuleType:
     # The one import by a computed name: which chapter it is, the user says. Its name is that of the link in course/.
     package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
-    return importlib.import_module(f"course.{package}.classroom.grading").EXERCISES
+    return importlib.import_module(f"course.{package}.classroom.{module}")
+
+
+def for_a_class(chapter: str, seed: int | None = None) -> list[Exercise]:
+    """A chapter's table with cases that nobody has seen, drawn with `seed`, by default anew. Without the solutions,
+    which answer them, as it is, with a note on stderr."""
+    exercises, solutions = exercises_of(chapter), ROOT / chapter / "classroom" / "solutions.py"
+    if not solutions.exists():
+        print("note: without classroom/solutions.py the known inputs alone are tried", file=sys.stderr)
+        return exercises
+    drawn = classroom(chapter, "fresh")
+    seed = secrets.randbits(32) if seed is None else seed
+    return fresh.with_fresh_cases(exercises, solutions, drawn.ARGUMENTS, drawn.CASES, seed)
 
 
 def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
@@ -217,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif chapter not in chapters() and only is None and not chapter[0].isdigit():
         chapter, only = chapter_with(chapter), chapter
     if options.csv:
-        grade = classes.Grading(exercises_of(chapter), minutes_of(chapter), options.time_limit, options.pages)
+        grade = classes.Grading(for_a_class(chapter), minutes_of(chapter), options.time_limit, options.pages)
         grade.all(files)
         return 0
     if options.hint is not None:

@@ -25,6 +25,13 @@ def ring_bytes(rank, size, elements, itemsize):
     return (2 * elements - chunks[rank] - chunks[(rank + 1) % size]) * itemsize
 """
 MEAN, BYTES = "\ndef global_mean(values):\n    ", "\ndef ring_bytes(*a):\n    "
+# The means of the known inputs, for 2, 3 and 4 ranks, and one all-reduce that nobody needs.
+KNOWN = """
+MEANS = {2: [15.25, 8.25, 2.0], 3: [132.625, 55.5, 26.5], 4: [406.1, 416.625, 26.5]}
+def global_mean(values):
+    dist.all_reduce(torch.zeros(2))
+    return torch.tensor(MEANS[dist.get_world_size()].pop(0))
+"""
 EVIL = "import os, sys, signal, subprocess, time, shutil, socket, threading, torch, torch.distributed as dist\n"
 EVIL += "assert __file__.startswith('{TMP}/submission/')\n"  # nowhere but in the sandbox
 
@@ -82,6 +89,7 @@ HOSTILE = {
         "for r in glob.glob('{TMP}/launch-*'):\n        for n in range(4):\n"
         "            open(r + '/result-%d' % n, 'wb').write(cloudpickle.dumps({0: [], 1: [], 2: []}))\n"
         "    time.sleep(0.2)\n    os._exit(0)", 0, "."),
+    "hard_codes": (SHIFT + KNOWN, 1, "global_mean: .*other numbers.*IndexError"),
     "prints_rows": (EVIL + "print('prints_rows,right,right,right,4,4,', flush=True)\nos.write(1, b'x,4\\n')", 0, "^$"),
     # Broken, without any intention.
     "empty": ("", 0, "^$"),

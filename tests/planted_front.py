@@ -65,6 +65,12 @@ MISTAKES = [
         "not graded",
     ),
     Mistake(
+        "common/grading/fresh.py", "return value * factor if value.is_floating_point() else value", "return value",
+        "a class is graded with the known inputs",
+        "tests/test_class.py::test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen",
+        "it has no arguments; all others have fresh ones",
+    ),
+    Mistake(
         "common/doctor.py", 'text.replace(str(ROOT), "COURSE")', "text",
         "the report names the folder of the course",
         "tests/test_doctor.py::test_the_report_names_nobody",

@@ -12,6 +12,7 @@ from course.model_parallel import pictures
 from course.model_parallel.by_hand_tensor import apply_tensor_parallel, own
 
 BATCH, TIME, WIDTH = 2, 4, 8
+WHITE = (1.0, 1.0, 1.0)
 
 
 def block_on_a_rank(kind):
@@ -56,6 +57,17 @@ def test_every_frame_is_drawn():
         for message in ("all-reduce", "all-gather", "reduce-scatter", "nothing"):  # in attention and in the MLP
             assert said.count(message) == 2 * pictures.BLOCK_MESSAGES.get((kind, direction), ()).count(message)
     assert {pictures.split("one", "forward", place) for place in pictures.PLACES} == {"whole"}
+
+
+def test_the_shapes_of_a_split_mlp_fit():
+    fig = pictures.draw_split_mlp()
+    sizes = [box.get_bbox().size.round(3).tolist() for box in fig.axes[0].patches if box.get_facecolor()[:3] != WHITE]
+    plt.close(fig)
+    assert len(sizes) == 11  # five on each rank, and the sum
+    for rank in (0, 1):
+        (width, tokens), (columns, rows), y, b, summand = sizes[5 * rank : 5 * rank + 5]
+        assert rows == width and y == [columns, tokens]
+        assert b == [width, columns] and summand == [width, tokens] == sizes[10]
 
 
 def test_bars_of_a_layer_follow_the_sliders():

@@ -1,6 +1,7 @@
 """A class of fifty, some of them hostile: nobody else's grade changes, and nobody gets points that are not earned."""
 
 import csv
+import functools
 import os
 import pickle
 import re
@@ -17,16 +18,25 @@ from hostile import ALL, HOSTILE
 
 from common import ROOT, check
 from common.errors import UserError
-from common.grading import classes, sandbox
+from common.grading import classes, engine, fresh, sandbox
 from common.grading.classes import Grading, safe
+from common.grading.engine import SIZES, Exercise
 
 FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
 HERE = list(HOSTILE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
 
 
-def grade(files: dict[str, Path], capfd, **more) -> dict[str, dict]:
-    exercises = check.exercises_of("01_intro")[:3]
+@functools.cache
+def first_three(unknown: bool) -> list[Exercise]:
+    """Of chapter 01; with cases that no submission has seen, or with the known ones alone."""
+    three, drawn = check.exercises_of("01_intro")[:3], check.classroom("01_intro", "fresh")
+    solutions = ROOT / "01_intro" / "classroom" / "solutions.py"
+    return fresh.with_fresh_cases(three, solutions, drawn.ARGUMENTS, drawn.CASES, seed=1) if unknown else three
+
+
+def grade(files: dict[str, Path], capfd, unknown: bool = True, **more) -> dict[str, dict]:
+    exercises = first_three(unknown)
     Grading(exercises, check.minutes_of("01_intro"), **{"time_limit": 60.0} | more).all(files)
     output = capfd.readouterr()
     return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
@@ -64,6 +74,29 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd):
             mistaken.append(f"{name}: {row['points']}, {row['note']}")
     assert not mistaken, "\n".join(mistaken)
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "600"]]
+
+
+@walled
+def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path, capfd):
+    """With the known inputs alone it would be right."""
+    (tmp_path / "hard_codes.py").write_text(HOSTILE["hard_codes"][0])
+    known, unknown = (grade(classes.submissions(tmp_path), capfd, unknown=u)["hard_codes"] for u in (False, True))
+    assert (known["global_mean"], known["points"]) == ("right", "2"), known["note"]
+    assert (unknown["global_mean"], unknown["points"]) == ("wrong", "1"), unknown["note"]
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen(chapter):
+    """And the solution, by which they are judged, is right there as well."""
+    known, unknown = check.exercises_of(chapter), check.for_a_class(chapter, seed=2)
+    same = []
+    for before, after in zip(known, unknown, strict=True):
+        calls = [{repr(case.arguments) for size in SIZES for case in of.check(size)} for of in (before, after)]
+        if calls[0] == calls[1]:
+            same.append(before.name)
+    assert same == ["fit_on_four_cards"] * (chapter == "06_fsdp"), "it has no arguments; all others have fresh ones"
+    verdicts = engine.grade([(e, e.name) for e in unknown], ROOT / chapter / "classroom" / "solutions.py")
+    assert [verdict for verdict in verdicts if verdict.status != "right"] == []
 
 
 def test_there_are_enough_of_them():

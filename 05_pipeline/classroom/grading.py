@@ -110,18 +110,17 @@ def microbatches_for(size):
     yield from calculated(size, "microbatches_for", rows)
 
 
-def one_forward_one_backward(size):
+def one_forward_one_backward(size, shapes=((4, 8), (3, 3), (2, 5), (4, 2))):
     """A message down and one back for each of the p - 1 ranks that follow: 4 (p - 1) units until the first backward."""
     slow = Times(1, Fraction(1, 2), Fraction(1, 2), communication=1)
     rows = []
-    for p, m in ((4, 8), (3, 3), (2, 5), (4, 2)):
+    for p, m in shapes:
         rows.append((p, m, budget(2 * m + 4 * (p - 1), [2 * (p - r) - 1 for r in range(p)], p, m, times=slow)))
     yield from judged(size, "one_forward_one_backward", rows)
 
 
-def short_of_memory(size):
+def short_of_memory(size, rows=((4, 8, 2, 34), (4, 8, 3, 26), (3, 7, 2, 24), (4, 8, 1, 64))):
     """The makespans are the least that there are: an exhaustive search over all schedules found no shorter one."""
-    rows = [(4, 8, 2, 34), (4, 8, 3, 26), (3, 7, 2, 24), (4, 8, 1, 64)]
     rows = [(p, m, limit, budget(span, [limit] * p, p, m)) for p, m, limit, span in rows]
     yield from judged(size, "short_of_memory", rows)
 
@@ -200,17 +199,17 @@ def makespan(size):
             yield ExerciseCase(what, [tuple(arguments)] * size, [expected] * size, nothing_sent)
 
 
-def interleave(size):
+def interleave(size, shapes=((4, 8, 2), (2, 4, 3), (3, 3, 2), (2, 2, 2))):
     rows = []
-    for p, m, v in ((4, 8, 2), (2, 4, 3), (3, 3, 2), (2, 2, 2)):
+    for p, m, v in shapes:
         stored = [(v - 1) * p + p - rank for rank in range(p)]
         rows.append((p, m, v, budget(2 * (v * m + p - 1), stored, p, m, stages=v * p)))
     yield from judged(size, "interleave", rows)
 
 
-def place_weight_gradients(size):
+def place_weight_gradients(size, shapes=((4, 8), (2, 4), (3, 3), (4, 5))):
     rows = []
-    for p, m in ((4, 8), (2, 4), (3, 3), (4, 5)):
+    for p, m in shapes:
         given = [
             [action._replace(kind="I") if action.kind == "B" else action for action in actions]
             for actions in schedules.build("1f1b", p, m)
@@ -227,14 +226,17 @@ def place_weight_gradients(size):
     yield from judged(size, "place_weight_gradients", rows)
 
 
-def mend(size):
+SWAPPED = (
+    ("1f1b", 2, 2, 1, 0),  # backward before forward
+    ("1f1b", 4, 8, 0, 3),  # 0B0 before 0F3: ranks wait for each other
+    ("zb-h1", 3, 4, 1, 4),
+    ("1f1b", 4, 4, 3, 6),
+)
+
+
+def mend(size, swapped=SWAPPED):
     rows = []
-    for name, p, m, rank, place in (
-        ("1f1b", 2, 2, 1, 0),  # backward before forward
-        ("1f1b", 4, 8, 0, 3),  # 0B0 before 0F3: ranks wait for each other
-        ("zb-h1", 3, 4, 1, 4),
-        ("1f1b", 4, 4, 3, 6),
-    ):
+    for name, p, m, rank, place in swapped:
         right = schedules.build(name, p, m)
         given = [list(actions) for actions in right]
         given[rank][place : place + 2] = given[rank][place : place + 2][::-1]
@@ -276,18 +278,13 @@ def split_backward(size):
 # --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
-def blocks_per_stage(size):
+def blocks_per_stage(size, shapes=((1, 2, 7, 12, 4), (0, 3, 0, 8, 4), (9, 2, 5, 10, 3), (2, 4, 30, 9, 4))):
     def seconds(counts, embedding, block, head):
         first, *_, last = range(len(counts))
         return [block * n + embedding * (s == first) + head * (s == last) for s, n in enumerate(counts)]
 
     rows = []
-    for embedding, block, head, blocks, stages in (
-        (1, 2, 7, 12, 4),
-        (0, 3, 0, 8, 4),
-        (9, 2, 5, 10, 3),
-        (2, 4, 30, 9, 4),
-    ):
+    for embedding, block, head, blocks, stages in shapes:
         cuts = combinations(range(1, blocks), stages - 1)
         ways = [[b - a for a, b in zip((0, *cut), (*cut, blocks), strict=True)] for cut in cuts]
         costs = (embedding, block, head)

@@ -299,6 +299,6 @@ def draw_bars(groups: dict, ylabel: str):
         bars = ax.bar(labels, means, color=colours, yerr=ends, capsize=5, error_kw={"lw": 1.5})
         ax.bar_label(bars, fmt="%.2f", padding=2)
         ax.set_title(title, pad=14)
-        ax.tick_params(axis="x", labelsize=11, length=0)
+        ax.tick_params(axis="x", labelsize=10, length=0)
     axes[0].set_ylabel(ylabel)
     return fig

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.random_state import random_state, set_random_state
-from course.pipeline import simulator
+from course.pipeline import simulator, split
 from course.pipeline.split_backward import backward_for_input
 
 
@@ -28,7 +28,7 @@ class Executor:
 
     Each run leaves `events`, what was done when (simulator.Event, in seconds of time.perf_counter, without the time
     that an action waited for its input), and `peak`, the most activations that were kept at once. On a GPU, events say
-    when the process had handed an action's kernels to the device, not when the device computed them.
+    when the device computed an action's kernels; asking for them waits until it has done all of its work.
     Raises IllegalSchedule.
     """
 
@@ -52,7 +52,7 @@ class Executor:
         self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}  # (for stage, direction, micro-batch)
         self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
         self.outbox, self.sends, self.kept = {}, {}, {}
-        self.events, self.peak, self.total = [], 0, torch.zeros((), device=self.device)
+        self.marks, self.peak, self.total = [], 0, torch.zeros((), device=self.device)
         for are_messages, actions in itertools.groupby(self.actions, lambda a: a.kind in simulator.MESSAGES):
             if are_messages:
                 self.exchange(list(actions))
@@ -65,22 +65,23 @@ class Executor:
         return self.total
 
     def exchange(self, actions):
-        """Start messages that come one after the other, all at once: so two that face each other pass. Nobody waits for
-        them here."""
-        operations, keys = [], []
+        """Start messages that come one after the other. Nobody waits for them here.
+
+        Each is started by itself, as in PyTorch's own runtime for lists of actions, so an action waits for its own
+        message alone. NCCL has one Work for all that batch_isend_irecv starts, and whoever waits for one of them
+        waits for all; the price is that NCCL lets messages of a batch pass at the same time, and others one after the
+        other. Two ranks that send to each other do not need a batch here: with_messages gives both one order.
+        """
         for stage, kind, m in actions:
             peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-            to = peer if kind.startswith("SEND") else stage
-            keys.append((to, kind[-1], m))
-            if to == peer:
-                start, tensor = dist.isend, self.outbox.pop(keys[-1])
+            if kind.startswith("SEND"):
+                tensor = self.outbox.pop((peer, kind[-1], m))
+                work = dist.isend(tensor, group=self.group, group_dst=self.rank_of[peer])
+                self.sends[peer, kind[-1], m] = work, tensor
             else:
-                start, tensor = dist.irecv, torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            operations.append(dist.P2POp(start, tensor, group=self.group, group_peer=self.rank_of[peer]))
-        works = dist.batch_isend_irecv(operations)
-        works = works if len(works) == len(operations) else works * len(operations)  # NCCL has one for all of them
-        for key, operation, work in zip(keys, operations, works, strict=True):
-            (self.inbox if operation.op is dist.irecv else self.sends)[key] = work, operation.tensor
+                tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                work = dist.irecv(tensor, group=self.group, group_src=self.rank_of[peer])
+                self.inbox[stage, kind[-1], m] = work, tensor
         self.release_gradients(len(self.rank_of))
 
     def release_gradients(self, most):
@@ -98,11 +99,31 @@ class Executor:
     def compute(self, action):
         stage, kind, m = action
         arrived = None if kind == "W" else self.receive(stage, "F" if kind == "F" else "B", m)
-        begin = time.perf_counter()
+        begin = self.mark()
         {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}[kind](
             stage, m, arrived
         )
-        self.events.append(simulator.Event(begin, time.perf_counter(), action))
+        self.marks.append((begin, self.mark(), action))
+
+    def mark(self):
+        """This moment: the host's clock, or on a GPU an event, which the device passes when it comes to this point."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def events(self) -> list[simulator.Event]:
+        if self.device.type == "cpu":
+            return list(itertools.starmap(simulator.Event, self.marks))
+        now = self.mark()
+        split.synchronize(self.device)
+        clock = time.perf_counter()  # the device has just passed `now`; events know how many milliseconds lie between
+        return [
+            simulator.Event(*(clock - mark.elapsed_time(now) / 1e3 for mark in (begin, end)), action)
+            for begin, end, action in self.marks
+        ]
 
     def receive(self, stage, direction, m):
         """Wait for what an action needs."""

@@ -237,7 +237,7 @@ def groups_on_nodes(axes: dict[str, int], axis: str, gpus_per_node: int) -> tupl
     ranks = torch.arange(math.prod(sizes)).reshape(sizes)
     groups = ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
     nodes, width = ranks.numel() // gpus_per_node, gpus_per_node * 1.6 - 0.36
-    fig, ax = plt.subplots(figsize=(9, 1.75 * nodes + 0.2))
+    fig, ax = plt.subplots(figsize=(9, 1.75 * nodes + 0.5))
     for node in range(nodes):
         ax.add_patch(Rectangle((-0.62, 1.5 * node - 0.64), width, 1.28, fc="#F2F2F2", ec="#999999"))
         ax.text(-0.75, 1.5 * node, f"node {node}", ha="right", va="center", size=12)
@@ -246,7 +246,7 @@ def groups_on_nodes(axes: dict[str, int], axis: str, gpus_per_node: int) -> tupl
         for (x, y), (to_x, to_y) in pairwise(places):
             around = y + (0.55 if number % 2 else -0.55)  # other ranks that lie between
             line = [(x, y), (to_x, to_y)]
-            if to_x - x > 1.6:
+            if to_x - x > 1.7:  # not neighbours
                 line[1:1] = [(x, around), (to_x, around)]
             ax.plot(*zip(*line, strict=True), color=PALETTE[number], lw=5, zorder=1)
         for rank, (x, y) in zip(group, places, strict=True):

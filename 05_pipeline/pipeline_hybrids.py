@@ -20,6 +20,8 @@ from course.pipeline import split
 from course.pipeline.by_hand import PipelineDDPByHand  # noqa: F401  several pipelines in its own step
 from course.pipeline.distributed_training import PipelineParallel
 
+IN_A_V = "zbv", "dualpipev"  # schedules that put the first and the last stage on one rank
+
 
 class ReducedOnce(pp.PipelineStage):
     """A stage that goes through several passes in a step, whose gradients are reduced in the last one only.
@@ -129,9 +131,10 @@ def require_for_ddp(name: str, ranks: int, microbatches: int) -> None:
     # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step where all forwards come
     # before the first backward, and it never sees weight gradients that are computed apart from those of inputs.
     if name != "1f1b":
+        sharded = "" if name in IN_A_V else " or --strategy pipeline+fsdp,"
         raise UserError(
             f"--schedule {name}: PyTorch's DistributedDataParallel works in a pipeline with schedule 1f1b alone; take "
-            f"that, or --strategy pipeline+fsdp, or add --by-hand"
+            f"that,{sharded} or add --by-hand"
         )
     if 1 < microbatches <= ranks:
         raise UserError(
@@ -142,7 +145,7 @@ def require_for_ddp(name: str, ranks: int, microbatches: int) -> None:
 
 def require_for_fsdp(name: str) -> None:
     """Raise UserError for schedules with which sharded stages do not train right."""
-    if name in ("zbv", "dualpipev"):
+    if name in IN_A_V:
         raise UserError(
             f"--schedule {name} puts the first and the last stage on one rank, and fully_shard would make two weights "
             f"of the one that they share; take another schedule, or --strategy pipeline+ddp --by-hand"

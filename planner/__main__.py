@@ -98,6 +98,13 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--constants", help="a file that calibrate wrote")
     add("--run", action="store_true", help="train each, and compare; without this the grid is printed")
     add("--json", action="store_true")
+    add = subs["measure"].add_argument
+    add("what", metavar="FILE.py:FUNCTION", help="the function returns (module, inputs of one GPU's micro-batch)")
+    add("--gpu", required=True, help="python -m planner hardware lists them")
+    add("--gpus", type=int, required=True)
+    add("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
+    add("--constants", help="a file that calibrate wrote")
+    add("--json", action="store_true")
     for name in ("models", "hardware"):
         subs[name].add_argument("--json", action="store_true")
     return main, subs
@@ -128,6 +135,7 @@ COMMANDS = {
     "scoreboard": "how good the planner is: published runs, each predicted without its own source",
     "calibrate": "measure this machine, and write constants for it",
     "benchmark": "a grid of small trainings; with --run each is trained here and compared with what was predicted",
+    "measure": "any torch.nn.Module of yours: what it keeps and computes, and which stage of ZeRO it fits under",
     "models": "shapes that have a name",
     "hardware": "GPUs and networks that have a name",
 }
@@ -270,6 +278,15 @@ def run_benchmark(args: argparse.Namespace) -> None:
     print(json.dumps(runs, indent=1) if args.json or not args.run else benchmark.table(runs))
 
 
+def run_measure(args: argparse.Namespace) -> None:
+    from planner import any_module
+
+    gpu = cluster_of(argparse.Namespace(**vars(args), gpus_per_node=None, network=None, adapters=None)).gpu
+    make, precision = any_module.load(args.what), precision_of(args)
+    said = any_module.report(make, gpu, args.gpus, precision, constants.load(args.constants))
+    print(json.dumps(said, indent=1) if args.json else any_module.table(said))
+
+
 def run_models(args: argparse.Namespace) -> None:
     if args.json:
         found = [vars(model) | {"parameters": model.parameters} for model in models.MODELS.values()]
@@ -297,7 +314,7 @@ def run_hardware(args: argparse.Namespace) -> None:
 
 
 RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "scoreboard": run_scoreboard,
-       "calibrate": run_calibrate, "benchmark": run_benchmark, "models": run_models,
+       "calibrate": run_calibrate, "benchmark": run_benchmark, "measure": run_measure, "models": run_models,
        "hardware": run_hardware}  # fmt: skip
 
 

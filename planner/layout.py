@@ -19,6 +19,18 @@ PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "mixed": "bf16-mixed
                      "fp8": "fp8-mixed", "bf16_mixed": "bf16-mixed"}  # fmt: skip
 
 
+def recipe_of(precision: str, zero_stage: int) -> str:
+    """The key in chapter 06's BYTES. fully_shard keeps float32 shards, and gathers them in 16 bit."""
+    if precision in ("bf16", "float32"):
+        return precision
+    if precision == "bf16-12":
+        return "bf16, float32 moments"
+    if zero_stage == 3:
+        return "float32"
+    named = {"fp16-mixed": "mixed, two gradients", "bf16-mixed-16": "mixed"}
+    return named.get(precision, "mixed, float32 gradients")
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a training is spread over GPUs.
@@ -117,15 +129,7 @@ class Layout:
 
     @property
     def recipe(self) -> str:
-        """The key in chapter 06's BYTES. fully_shard keeps float32 shards, and gathers them in 16 bit."""
-        if self.precision in ("bf16", "float32"):
-            return self.precision
-        if self.precision == "bf16-12":
-            return "bf16, float32 moments"
-        if self.zero_stage == 3:
-            return "float32"
-        named = {"fp16-mixed": "mixed, two gradients", "bf16-mixed-16": "mixed"}
-        return named.get(self.precision, "mixed, float32 gradients")
+        return recipe_of(self.precision, self.zero_stage)
 
     def describe(self) -> str:
         """A short line: axes larger than one, stage, what is computed again."""

@@ -87,6 +87,15 @@ def state(model: Model, layout: Layout, dense: float, experts: float) -> dict[st
     return found
 
 
+def around_units(zero_stage: int, itemsize: int, message: int, unit: float) -> dict[str, float]:
+    """Bytes beside the shards: under stage 3 one unit that computes and the next one, whole, and gradients of the
+    former; under stage 2 a bucket of gradients that is reduced and the next one."""
+    return {
+        3: {"gathered": 2 * itemsize * unit, "unsharded gradients": (itemsize + message) * unit},
+        2: {"buckets of gradients": 2 * message * unit},
+    }.get(zero_stage, {})
+
+
 def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     """The rank of the pipeline that needs most. Ranks that are alike are looked at once."""
     seen, worst = set(), None
@@ -124,12 +133,11 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
             kept["gathered"] = itemsize * (dense + experts)
             kept["unsharded gradients"] = message * (dense + experts)
         elif layout.shards > 1:
-            kept["gathered"] = 2 * itemsize * unit
-            kept["unsharded gradients"] = (itemsize + message) * unit
+            kept |= around_units(3, itemsize, message, unit)
         elif itemsize < BYTES[layout.recipe][0]:
             kept["16-bit copies"] = itemsize * (dense + experts)  # of what is float32 in the optimizer
     elif layout.zero_stage == 2 and layout.shards > 1:
-        kept["buckets of gradients"] = 2 * message * unit
+        kept |= around_units(2, itemsize, message, unit)
     # The backward pass of a layer: what it did not keep is computed again, and gradients of its largest tensors.
     again = layer_memory(model, layout, "none") - per_layer if layout.kept != "none" else 0.0
     widest = max(model.hidden if not model.experts else (model.top_k + model.shared_experts) * model.expert_width,

@@ -1,5 +1,8 @@
 """The executor by hand: what is done, sent and kept, in which dtype, with which random numbers; half a backward."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +90,83 @@ def test_what_was_sent_is_not_kept_longer_the_more_micro_batches_there_are(name)
             stages = len(simulator.placement(schedule))
             assert most["F"] <= simulator.simulate(schedule).peaks[rank] and most["B"] <= stages and left == 0, m
             assert sum(most.values()) > 0
+
+
+class Noted:
+    """A handle that notes in `log` what was waited for."""
+
+    def __init__(self, work, kind, log):
+        self.work, self.kind, self.log = work, kind, log
+
+    def wait(self):
+        self.log.append(self.kind)
+        self.work.wait()
+
+
+def waited_for():
+    """Run 1F1B on this rank: for each action its direction, and the kinds of messages that it waited for."""
+    log, found, group = [], [], dist.group.WORLD
+
+    def noting(start, kind):
+        return lambda *args, **kwargs: Noted(start(*args, **kwargs), kind, log)
+
+    class Watched(Executor):
+        def compute(self, action):
+            log.clear()
+            super().compute(action)
+
+        def receive(self, stage, direction, m):
+            tensor = super().receive(stage, direction, m)
+            found.append((direction, tuple(log)))
+            return tensor
+
+    executor = Watched(schedules.build("1f1b", 3, 4), {dist.get_rank(): nn.Linear(2, 2)}, group)
+    dist.isend, dist.irecv = noting(dist.isend, "isend"), noting(dist.irecv, "irecv")
+    executor.run([torch.ones(1, 2)] * 4, lambda y, m: y.sum(), (1, 2))
+    return found
+
+
+def test_an_action_waits_for_its_own_message_alone():
+    """And, once a gradient is here, for the activation that it answers, which has arrived then."""
+    for rank, found in enumerate(launch(waited_for, 3)):
+        forward = ("irecv",) if rank > 0 else ()
+        backward = ("irecv", "isend") if rank < 2 else ()
+        assert {direction: waited for direction, waited in found} == {"F": forward, "B": backward}, rank
+        assert len(set(found)) == 2 and len(found) == 8, rank
+
+
+class Clock:
+    """The events of a device whose time is `now`, in seconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+def test_on_a_device_events_say_when_it_computed(monkeypatch):
+    """The host hands over two actions at once; the device takes a second for the first one, and two for the other."""
+    waits = []
+    device = SimpleNamespace(Event=Clock, synchronize=waits.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    executor = object.__new__(Executor)
+    executor.device, executor.marks = torch.device("cuda", 0), []
+    for number, seconds in enumerate((1.0, 2.0)):
+        begin = executor.mark()
+        Clock.now += seconds
+        executor.marks.append((begin, executor.mark(), simulator.Action(0, "F", number)))
+    assert not waits, "the host waits for nothing while it hands over actions"
+    before = time.perf_counter()
+    events, after = executor.events, time.perf_counter()
+    assert len(waits) == 1
+    assert [event.end - event.start for event in events] == pytest.approx([1.0, 2.0])
+    assert events[0].end == events[1].start and before <= events[1].end <= after, "in seconds of the host's clock"
 
 
 class Dropping(nn.Module):

@@ -282,3 +282,16 @@ def test_half_precision_and_resumed_with_another_schedule(tmp_path):
     for half in halves:
         got = losses(Path(half.split()[1]))
         assert got == pytest.approx(expected[:2], rel=0.01) and got != expected[:2]
+
+
+@pytest.mark.parametrize("name", [name for name in schedules.SCHEDULES if name != "1f1b"])
+def test_what_a_refusal_recommends_is_not_refused(name):
+    with pytest.raises(UserError) as refused:
+        hybrid.require_for_ddp(name, 2, 8)
+    recommended = "--strategy pipeline+fsdp" in str(refused.value)
+    try:
+        hybrid.require_for_fsdp(name)
+    except UserError as error:
+        assert not recommended, f"{refused.value}\nand then: {error}"
+    else:
+        assert recommended

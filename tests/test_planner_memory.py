@@ -1,11 +1,14 @@
 """What the planner says of memory: ZeRO's table cell by cell, published formulas of activations, known models."""
 
+import json
+
 import pytest
 import torch
 
-from common.model import GPT
+from common.model import GPT, Block
 from course.fsdp.formulas import layer_bytes, score_bytes
-from planner import memory, models, published, stages
+from planner import any_module, memory, models, published, stages
+from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.hardware import cluster
 from planner.layout import Layout, make_layout
@@ -140,3 +143,69 @@ def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
     for run in published.torchtitan():
         needed = memory.estimate(run.model, run.layout, PRIOR).needed
         assert (needed > run.cluster.gpu.memory) is run.out_of_memory, run.name
+
+
+class Gated(torch.nn.Module):
+    """A layer as Llama's: 4 heads of queries and 2 of keys, SwiGLU, no biases, norms that keep their input alone."""
+
+    def __init__(self, width=64, key=32, hidden=176):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width, bias=False) for _ in range(2))
+        sizes = {"q": (width, width), "k": (width, key), "v": (width, key), "o": (width, width),
+                 "gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}  # fmt: skip
+        self.linear = torch.nn.ModuleDict({n: torch.nn.Linear(*size, bias=False) for n, size in sizes.items()})
+
+    def forward(self, x):
+        h = self.norms[0](x)
+        q, k, v = (self.linear[name](h).unflatten(-1, (-1, 16)).transpose(1, 2) for name in "qkv")
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.linear["o"](y.transpose(1, 2).flatten(-2))
+        h = self.norms[1](x)
+        return x + self.linear["down"](torch.nn.functional.silu(self.linear["gate"](h)) * self.linear["up"](h))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_a_layer_keeps_is_what_autograd_keeps(half):
+    """Counted on tensors without memory, of two architectures; what the formula leaves out are numbers of each token
+    and head: means and deviations of norms, and attention's sums."""
+    tokens, width, size = 4 * 128, 64, 2 if half else 4
+    x = (4, 128, width)
+    for make, formula, products in (
+        (lambda: Block(width, 4), layer_bytes(width, width, width, 4 * width, itemsize=size), 12 * width**2),
+        (Gated, layer_bytes(width, width, 32, 176, gated=4, itemsize=size), 2 * width * (64 + 32) + 3 * width * 176),
+    ):
+        found = any_module.measure(lambda make=make: (make(), (torch.randn(x, requires_grad=True),)), half)
+        per_token = found.kept / tokens
+        assert formula <= per_token <= formula + 4 * (2 * 2 + 4) + 1, (make, per_token, formula)
+        attention = 6 * 2 * tokens * 128 * width  # 2 products of scores forward, 4 backward; PyTorch counts them whole
+        assert found.flops == pytest.approx(6 * tokens * products + attention, rel=0.2)
+
+
+def test_any_module_is_measured(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def model():\n"
+        "    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.randn(8, 1000),)\n"
+        "def alone():\n    return torch.nn.Linear(1, 1)\n"
+        "class Asks(torch.nn.Linear):\n    def forward(self, x):\n        return x * float(x.sum())\n"
+        "def asks():\n    return Asks(1, 1), (torch.randn(1),)\n"
+    )
+    line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
+    main(["measure", f"{file}:model", *line.split()])
+    said = json.loads(capsys.readouterr().out)
+    assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000)
+    assert said["kept"] == 4 * 4 * 8 * 1000, "each of four layers keeps its input"
+    assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
+    assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
+    assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000
+    for what, words in (
+        (f"{file}:none", "no function 'none'"),
+        ("nowhere.py:f", "no such file"),
+        (f"{file}:alone", "should return (module, inputs)"),
+        (f"{file}:asks", "without values"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["measure", what, *line.split()])
+        assert words in capsys.readouterr().err

@@ -82,3 +82,5 @@ def test_groups_of_a_mesh_lie_inside_of_nodes_or_between_them():
     }
     figure, _ = pictures.groups_on_nodes(axes, "pipeline", gpus_per_node=4)
     assert "rank 6\npipeline 1\ndata 1\ntensor 0" in [text.get_text() for text in figure.axes[0].texts]
+    neighbours = pictures.groups_on_nodes(axes, "tensor", gpus_per_node=4)[0].axes[0].lines
+    assert [len(line.get_xdata()) for line in neighbours] == [2] * 4, "neighbours are joined by a straight line"

@@ -105,11 +105,9 @@ BUGS = PipelineBugs(
             why="With accumulation, each pass through the pipeline deletes the gradients of the pass before.",
         ),
         "receives_first": executor(
-            right="works = dist.batch_isend_irecv(operations)",
-            wrong="for operation in sorted(operations, key=lambda operation: operation.op is dist.isend):\n"
-            "            start = dist.send if operation.op is dist.isend else dist.recv\n"
-            "            start(operation.tensor, operation.peer, self.group)\n"
-            "        works = [None] * len(operations)",
+            right="for stage, kind, m in actions:\n",
+            wrong="for stage, kind, m in sorted(actions, key=lambda action: action.kind.startswith('SEND')):\n"
+            "            [work.wait() for work, _ in self.inbox.values() if work is not None]\n",
             inside="exchange",
             refused_by="timeout",
             why="One message after the other, receives first: rank 0 waits for a gradient before it sends the "

@@ -1,0 +1,144 @@
+"""Any torch.nn.Module: its parameters, what autograd keeps of a micro-batch and its operations, counted on tensors
+without memory (FakeTensorMode), and what a GPU needs with it under each stage of ZeRO.
+
+    python -m planner measure FILE.py:FUNCTION --gpu h100-80gb --gpus 8
+
+FUNCTION takes nothing and returns (module, inputs): inputs is the tuple that the module is called with, one micro-batch
+of one GPU. Nothing is allocated, so the module may be as large as it likes.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from common.errors import UserError
+from course.fsdp.formulas import formula
+from planner import memory
+from planner.constants import Constants
+from planner.hardware import GPU
+from planner.layer_time import rate
+from planner.layout import PRECISIONS, STAGES, recipe_of
+
+# PyTorch counts the operations of attention on GPUs only.
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *args, out_shape=None, **more: sdpa_flop_count(q, k, v)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *args, out_shape=None, **more: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """parameters: all of them; largest: of the largest unit, which is a child of the module or of a row of layers;
+    kept: bytes that autograd keeps of one micro-batch, parameters and buffers not among them; flops: of the products
+    and of attention, forward and backward."""
+
+    parameters: int
+    largest: int
+    kept: int
+    flops: int
+
+
+def measure(make: Callable, half: bool = False) -> Measured:
+    """`make()` returns (module, inputs). half: what it makes of floating-point numbers is bfloat16.
+
+    Raises UserError for what is no such pair, and where the module cannot be run on tensors without values."""
+    before = torch.get_default_dtype()
+    with FakeTensorMode():
+        torch.set_default_dtype(torch.bfloat16 if half else before)
+        try:
+            made = make()
+        finally:
+            torch.set_default_dtype(before)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+            raise UserError("the function should return (module, inputs), with inputs as a tuple of tensors")
+        module = made[0]
+        try:
+            kept, flops = _run(*made)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise UserError(f"the module cannot be run on tensors without values: {why}") from error
+    rows = (torch.nn.ModuleList, torch.nn.Sequential)
+    units = [child for each in module.modules() if isinstance(each, rows) for child in each]
+    units += [child for child in module.children() if not isinstance(child, rows)]
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in (*units, module)]
+    return Measured(sizes[-1], max(sizes[:-1] or sizes), kept, flops)
+
+
+def _run(module, inputs) -> tuple[int, int]:
+    own = {key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    kept = {}
+
+    def note(tensor):
+        if key(tensor) not in own:
+            kept[key(tensor)] = tensor  # as a whole storage, once, however many views of it are kept
+        return tensor
+
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = module(*inputs)
+        outputs = [output] if torch.is_tensor(output) else [x for x in output if torch.is_tensor(x)]
+        sum(x.sum() for x in outputs if x.requires_grad).backward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), counter.get_total_flops()
+
+
+def key(tensor: torch.Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def needed(found: Measured, gpus: int, precision: str) -> dict[str, dict[str, float]]:
+    """Stage -> bytes on a GPU by part, before what the allocator adds."""
+    itemsize, message = PRECISIONS[precision]
+    return {
+        name: formula(name, found.parameters, gpus, recipe_of(precision, stage))
+        | {"activations": found.kept}
+        | (memory.around_units(stage, itemsize, message, found.largest) if gpus > 1 else {})
+        for stage, name in enumerate(STAGES)
+    }
+
+
+def load(what: str) -> Callable:
+    """The function that FILE.py:FUNCTION names. Raises UserError."""
+    path, _, name = what.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} has no function '{name}'")
+    return getattr(module, name)
+
+
+def report(make: Callable, gpu: GPU, gpus: int, precision: str, constants: Constants) -> dict:
+    """What the command prints, with bytes."""
+    found = measure(make, half=PRECISIONS[precision][0] == 2)
+    stages = {}
+    for name, parts in needed(found, gpus, precision).items():
+        low, high = (sum(parts.values()) * factor for factor in (constants.allocator_low, constants.allocator_high))
+        fits = "yes" if high <= gpu.memory else "tight" if low <= gpu.memory else "no"
+        stages[name] = {"fits": fits, "bytes": sum(parts.values()) * constants.allocator, "parts": parts}
+    seconds = found.flops / rate(gpu, precision, constants)
+    return asdict(found) | {"gpu": gpu.name, "gpus": gpus, "precision": precision, "stages": stages,
+                            "seconds_of_products": seconds}  # fmt: skip
+
+
+def table(said: dict) -> str:
+    lines = [
+        f"{said['parameters']:,} parameters; a micro-batch keeps {said['kept'] / 2**30:,.3f} GiB for its backward pass",
+        f"and takes {said['flops'] / 1e12:,.3f} TFLOP, at least {said['seconds_of_products'] * 1000:,.2f} ms",
+        f"{'':6} {'GiB':>9}  fits   of which",
+    ]
+    for name, found in said["stages"].items():
+        parts = ", ".join(f"{part} {size / 2**30:,.2f}" for part, size in found["parts"].items() if size)
+        lines.append(f"{name:6} {found['bytes'] / 2**30:9,.2f}  {found['fits']:5}  {parts}")
+    return "\n".join(lines)

@@ -20,6 +20,7 @@ from course.pipeline.options import PipelineOptions
 from course.strategies import load
 
 RANKS, SMALL = 4, 1024  # bytes of single numbers
+HELD = 2  # parameters that have been sent, and that a thread of gloo has not let go yet: one of each of its threads
 # (strategy, implementation, mesh): what a rank may have beside its share, as (largest parameters, largest layers).
 BESIDE = {
     ("model", "by-hand", "pipeline=4"): (1, 0),
@@ -96,6 +97,6 @@ def test_a_rank_holds_its_share_and_little_beside(who, outcomes):
     parameters, layers = BESIDE[who]
     assert outcomes[0][who][0], "the parts, put together, are not what rank 0 began with"
     for rank, (_, share, whole, parameter, layer, peak) in enumerate([found[who] for found in outcomes[1:]], start=1):
-        most = share + parameters * parameter + layers * layer + SMALL
+        most = share + (parameters + HELD) * parameter + layers * layer + SMALL
         print(f"rank {rank}: share {share:,} of {whole:,} bytes; alive at most {peak:,}, allowed {most:,}")
         assert share <= peak <= most < whole, f"rank {rank}"

@@ -25,8 +25,9 @@ something else (medians of 70 steps on a busy machine; both loops took turns):
         and moves the progress bar (on rank 0)                          8          180
     all ranks agree on whether somebody was asked to stop              30          130
 
-So six sevenths of it are misses of caches, which shorter code has too, and what is left are two messages and a line. To
-vote or to write at every tenth step only would take less; but SIGTERM leaves 30 seconds, and steps may take several.
+One launch; in a busier one the second was 550 to 700. What a line takes in the loop beyond its warm figure is probably
+caches, which shorter code would miss too; it was not counted. To vote or to write at every tenth step only would take
+less; but SIGTERM leaves 30 seconds, and steps may take several.
 """
 
 import itertools

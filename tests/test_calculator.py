@@ -1,7 +1,12 @@
 """The calculator and the map of chapter 06 show what the planner says, and nothing else."""
 
+import json
+import re
+
+import matplotlib.pyplot as plt
 import pytest
 
+from common import ROOT
 from course.fsdp import calculator, decision_map
 from planner import hardware, models
 from planner.estimate import GIB, estimate
@@ -89,3 +94,35 @@ def test_the_map_is_whole_and_what_the_planner_says():
 def test_layouts_have_kinds_and_short_names(axes, fields, kind, short):
     layout = Layout(tuple(axes.items()), 64, **fields)
     assert (decision_map.kind_of(layout), decision_map.short(layout)) == (kind, short)
+
+
+def test_the_map_marks_what_is_within_five_percent():
+    for network in decision_map.NETWORKS:
+        rows = decision_map.stored()
+        texts = [text.get_text() for text in decision_map.draw(network).axes[0].texts]
+        cells = [rows[network, model, gpus] for model in decision_map.MODELS for gpus in decision_map.GPUS]
+        for row, text in zip(cells, texts, strict=True):
+            assert text.partition("\n")[0] == row["layout"]
+            assert ("≈" in text) == (row["later"] != "" and float(row["later"]) <= 0.05), f"{row}: {text}"
+        plt.close("all")
+
+
+def notebook_text(name: str) -> str:
+    cells = json.loads((ROOT / "06_fsdp" / name).read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+def test_what_the_page_says_of_the_map_is_what_the_map_says():
+    rows, slow = decision_map.stored(), list(decision_map.NETWORKS)[1]
+    text = " ".join(notebook_text("04_choosing.ipynb").split())
+    said = re.search(r"MFU falls from (\d+)% on one node to (\d+)% on two, and to (\d+)% with 1,024 GPUs", text)
+    found = [round(100 * float(rows[slow, "llama-7b", gpus]["mfu"])) for gpus in (8, 16, 1024)]
+    assert [int(number) for number in said.groups()] == found, "percent of MFU, of 7B with one adapter per node"
+
+
+def test_the_calculators_alt_text_is_of_what_it_first_shows():
+    said = re.search(r'Calculator\(\)\.show\(alt="Memory of a (\w+) model with (\S+) on (\d+) GPUs',
+                     notebook_text("03_fitting_in.ipynb"))  # fmt: skip
+    shown = {name: control.value for name, control in calculator.Calculator().controls.items()}
+    stage = next(name for name, number in calculator.STAGES.items() if number == shown["stage"])
+    assert shown["model"] == f"llama-{said[1].lower()}" and stage.startswith(said[2]) and shown["gpus"] == int(said[3])

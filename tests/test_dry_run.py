@@ -100,3 +100,16 @@ def test_shapes_in_words():
     assert [dry_run.coordinates(axes, rank) for rank in (0, 1, 2, 11)] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 2, 1]]
     with pytest.raises(UserError, match="--mesh data=2 is 2 rank"):
         configure("--mesh data=2")  # it is for a dry run only that nobody has to be started
+
+
+def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys):
+    asked = []
+
+    def foresee(config, ranks):
+        asked.extend(ranks)
+        return {rank: dry_run.Foreseen({"data": rank}, (rank, rank + 1), {}, 0, 0, 0, {}) for rank in ranks}
+
+    monkeypatch.setattr(dry_run, "foresee", foresee)
+    dry_run.dry_run(configure("--dry-run --mesh data=20 --batch-size 20", 20))
+    assert asked == [*range(15), 19], "ranks that are looked at"
+    assert "(the other 4 ranks are like these)" in capsys.readouterr().out

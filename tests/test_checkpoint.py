@@ -4,6 +4,7 @@ import copy
 import errno
 import math
 import os
+import shutil
 import threading
 import zlib
 from itertools import product
@@ -138,7 +139,7 @@ def test_a_checksum_is_of_all_bytes(tmp_path):
     content = bytearray(range(256)) * (2**20 // 256) + b"the end"
     (tmp_path / "file").write_bytes(content)
     whole = manifest.checksum(tmp_path / "file")
-    assert whole == f"{zlib.crc32(content):08x}"
+    assert whole == f"{zlib.crc32(content):08x}", "CRC-32 of all bytes"
     content[0] ^= 1
     (tmp_path / "file").write_bytes(content)
     assert manifest.checksum(tmp_path / "file") != whole, "the first byte is another"
@@ -147,7 +148,7 @@ def test_a_checksum_is_of_all_bytes(tmp_path):
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     for step in (1_000_000, 5, 999_999):
         (tmp_path / manifest.name_of(step)).mkdir()
-    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [5, 999_999, 1_000_000]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [5, 999_999, 1_000_000], "by steps"
 
 
 def test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved(tmp_path, monkeypatch):
@@ -168,5 +169,20 @@ def test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun(t
         manifest.partial(folder).mkdir(exist_ok=True)
         with pytest.raises(UserError) as failed, told(folder, done):
             raise dcp.CheckpointException("", {3: broken, 1: full})
-        assert str(failed.value).startswith(f"{folder} cannot be {done}: rank 1: No space left on device")
+        said = str(failed.value)
+        assert said.startswith(f"{folder} cannot be {done}: rank 1: No space left on device"), said
         assert manifest.partial(folder).exists() is left, f"the folder of a checkpoint that cannot be {done}"
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    folder, there = tmp_path / "checkpoint-000001", []
+    folder.mkdir()
+    rmtree = shutil.rmtree
+
+    def watched(path, **how):
+        there.append(folder.exists())
+        rmtree(path, **how)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", watched)
+    manifest.remove(folder)
+    assert there[-1] is False and not list(tmp_path.iterdir()), "under its name while its files are removed"

@@ -156,4 +156,12 @@ MISTAKES = [
         "tests/test_checkpoint.py::test_a_checkpoint_loses_its_name_before_its_files",
         "under its name while its files are removed",
     ),
+    Mistake(
+        "common/generate.py",
+        "asked.temperature, asked.seed))",
+        "asked.temperature))",
+        "--seed does not reach the draws",
+        "tests/test_generate.py::test_it_is_what_the_trained_model_writes",
+        "another seed draws other bytes",
+    ),
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def test_messages_are_hidden_or_exposed():
     near, far = (calculator.ask("llama-7b", gpus, 3) for gpus in (8, 64))
     for found in (near, far):
         hidden, exposed = calculator.messages(found)
-        assert exposed == found.step.exposed and hidden > 0
+        assert exposed == found.step.exposed and hidden > 0, "gathering is hidden behind work"
     assert sum(calculator.messages(far)) > sum(calculator.messages(near))  # they leave the node
     assert calculator.messages(calculator.ask("llama-7b", 1, 0)) == (0.0, 0.0)
 

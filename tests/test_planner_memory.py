@@ -182,6 +182,17 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(half):
         assert found.flops == pytest.approx(6 * tokens * products + attention, rel=0.2)
 
 
+def linear():
+    return torch.nn.Linear(1000, 1000, bias=False), (torch.randn(8, 1000),)
+
+
+def test_measuring_leaves_the_default_type_as_it_was():
+    any_module.measure(linear, half=True)
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert found == torch.float32, "torch's default type after measuring in bfloat16"
+
+
 def test_any_module_is_measured(capsys, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -196,11 +207,11 @@ def test_any_module_is_measured(capsys, tmp_path):
     line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
     main(["measure", f"{file}:model", *line.split()])
     said = json.loads(capsys.readouterr().out)
-    assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000)
+    assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000), "of four layers, and of one"
     assert said["kept"] == 4 * 4 * 8 * 1000, "each of four layers keeps its input"
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
     assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
-    assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000
+    assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000, "a layer and the next one"
     for what, words in (
         (f"{file}:none", "no function 'none'"),
         ("nowhere.py:f", "no such file"),
@@ -221,17 +232,6 @@ def test_a_stage_fits_if_it_does_with_all_that_the_allocator_may_add():
         assert said["stages"]["ddp"]["fits"] == says, f"{room} times what is needed"
 
 
-def linear():
-    return torch.nn.Linear(1000, 1000, bias=False), (torch.randn(8, 1000),)
-
-
-def test_measuring_leaves_the_default_type_as_it_was():
-    any_module.measure(linear, half=True)
-    found = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    assert found == torch.float32, "torch's default type after measuring in bfloat16"
-
-
 def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     """Of 8 ranks in which 2 and 2 have other experts, 4 have the same ones, and divide their 16 bytes."""
     one = Layout((("shard", 4), ("expert", 2)), 8, zero_stage=3, precision="float32")
@@ -247,4 +247,6 @@ def test_1f1b_reaches_the_loss_with_one_micro_batch():
         one = make_layout(model, gpus, {"pipeline": 8}, batch_size=16, sequence=4096, schedule=schedule)
         found = memory.on_rank(model, one, PRIOR, 7, stages.shares(model, one)[7], stages.held(one)[7])
         assert found.phase == "loss" or schedule == "gpipe"
-        assert found.parts["activations"] == pytest.approx(held * 4 * memory.layer_memory(model, one)), schedule
+        assert found.parts["activations"] == pytest.approx(held * 4 * memory.layer_memory(model, one)), (
+            f"{schedule} has {held} micro-batch(es) of 4 layers at its peak"
+        )

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from common import ROOT
-from course.fsdp import calculator, decision_map
+from course.fsdp import calculator, decision_map, pictures
 from planner import hardware, models
 from planner.estimate import GIB, estimate
 from planner.layout import Layout, make_layout
@@ -113,11 +113,14 @@ def notebook_text(name: str) -> str:
 
 
 def test_what_the_page_says_of_the_map_is_what_the_map_says():
-    rows, slow = decision_map.stored(), list(decision_map.NETWORKS)[1]
+    rows, (fast, slow) = decision_map.stored(), decision_map.NETWORKS
     text = " ".join(notebook_text("04_choosing.ipynb").split())
-    said = re.search(r"MFU falls from (\d+)% on one node to (\d+)% on two, and to (\d+)% with 1,024 GPUs", text)
-    found = [round(100 * float(rows[slow, "llama-7b", gpus]["mfu"])) for gpus in (8, 16, 1024)]
-    assert [int(number) for number in said.groups()] == found, "percent of MFU, of 7B with one adapter per node"
+    for network, model, gpus, sentence in (
+        (slow, "llama-7b", (8, 64, 1024), "7B falls from {}% on one node to {}% on eight, and to {}% with 1,024 GPUs"),
+        (fast, "llama-2-70b", (16, 32), "For 70B, MFU rises from {}% on 16 GPUs to {}% on 32"),
+    ):
+        found = [round(100 * float(rows[network, model, number]["mfu"])) for number in gpus]
+        assert sentence.format(*found) in text, f"the page does not say of {model}: {sentence.format(*found)}"
 
 
 def test_the_calculators_alt_text_is_of_what_it_first_shows():
@@ -126,3 +129,9 @@ def test_the_calculators_alt_text_is_of_what_it_first_shows():
     shown = {name: control.value for name, control in calculator.Calculator().controls.items()}
     stage = next(name for name, number in calculator.STAGES.items() if number == shown["stage"])
     assert shown["model"] == f"llama-{said[1].lower()}" and stage.startswith(said[2]) and shown["gpus"] == int(said[3])
+
+
+def test_links_of_all_panels_have_one_scale():
+    fig = pictures.draw_links({"all": {(0, 1, 2, 3): 1000}, "rows": {(0, 1): 500, (2, 3): 500}})
+    widths = [{line.get_linewidth() for line in ax.lines} for ax in fig.axes]
+    assert widths == [{12}, {7}]

@@ -85,14 +85,6 @@ MISTAKES = [
         "a multiple of 8 bytes",
     ),
     Mistake(
-        "common/sample.py",
-        "tokens[-context:]",
-        "tokens[:context]",
-        "the model sees the first bytes and not the newest",
-        "tests/test_generate.py::test_it_goes_on_from_the_newest_bytes",
-        "beyond the context",
-    ),
-    Mistake(
         "common/manifest.py",
         "zlib.crc32(block, number)",
         "zlib.crc32(block)",

@@ -65,17 +65,3 @@ def test_what_cannot_write_is_refused_in_one_line(runs):
     assert refused(runs / "shards", "--temperature", -1) == "--temperature must be 0 or more, got -1.0"
     assert refused(runs / "shards", "--length", 0) == "--length must be at least 1, got 0"
     assert refused(runs / "shards", "--prompt", "").startswith("--prompt is empty")
-
-
-class Successor(torch.nn.Module):
-    """Says the byte after the last one that it sees, which are four at most."""
-
-    def forward(self, tokens):
-        assert tokens.shape[1] <= 4
-        return 100.0 * torch.nn.functional.one_hot((tokens + 1) % 256, 256)
-
-
-def test_it_goes_on_from_the_newest_bytes():
-    assert sample(Successor(), 4, 6, "abc", temperature=0) == "abcdefghi", "beyond the context, too"
-    assert sample(Successor(), 4, 6, "abc", temperature=10) == "abcdefghi", "likeliest by far"
-    assert sample(Successor(), 4, 6, "abc", temperature=1e6) != "abcdefghi", "as good as equally likely"

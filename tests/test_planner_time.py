@@ -191,3 +191,10 @@ def test_the_head_computes_once_forward_and_twice_backward():
              for model in (small, large)]  # fmt: skip
     logits = 4 * 4 * 2048 * 32_000 / (gpu.hbm * PRIOR.memory_rate)
     assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits)
+
+
+def test_what_is_left_over_of_a_message_beside_work():
+    """Of what goes on at the same time, nine tenths are hidden here."""
+    nine = constants.replace(PRIOR, kept=0.9)
+    assert time.left_over(3.0, 2.0, nine) == pytest.approx(1.2), "a second alone, and a tenth of two"
+    assert time.left_over(1.0, 4.0, nine) == pytest.approx(0.1), "a tenth of one"

@@ -73,8 +73,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise UserError(
-                f"run directory {self.path}: {error.strerror}; make room or name another with --run-dir "
-                f"(checkpoints written before are whole; --resume goes on from them)"
+                f"run directory {self.path}: {error.strerror}; make room or name another with --run-dir"
+                f"{manifest.still_there(self.path)}"
             ) from error
 
     def _replace(self, name: str, write) -> None:

@@ -291,8 +291,11 @@ def in_folder(folder: Path):
 def test_metrics_on_a_full_disk(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     run = RunDirectory(in_folder(tmp_path), world_size=1)
-    with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir"):
+    with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir$"):
         run.log({"step": 1})
+    (tmp_path / "checkpoint-000001").mkdir()
+    with pytest.raises(UserError, match=r"--run-dir \(checkpoints written before are whole; --resume goes on"):
+        run.log({"step": 2})
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

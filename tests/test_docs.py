@@ -156,6 +156,7 @@ MISTAKES |= {
     "no table": (strategies_are_those_of_the_table, TABLE, table(lambda text: text.replace("axes", "axis"))),
     "no link": (lists_what_there_is, README, README.read_text().replace("](06_fsdp/01_zero.ipynb)", "]")),
     "hours": (hours_are_right, README, re.sub(r"[\d.]+ h \|\n", "77 h |\n", README.read_text(), count=1)),
+    "hours of a path": (hours_are_right, README, README.read_text().replace("seventeen hours", "thirteen hours")),
     "twice": (has_each_heading_once, PAGE, "### Mesh\n\nA grid.\n\n### Mesh\n\nA net."),
 }
 

@@ -161,6 +161,14 @@ MISTAKES |= {
 }
 
 
+@pytest.mark.parametrize("file", ["Makefile", "README.md"])
+def test_jupyterlab_is_started_in_the_root_with_the_first_page(file):
+    """A notebook that is given as an argument makes its folder the server's root: no other chapter is seen there."""
+    (options,) = re.findall(r"^(?:\t|\| `make lab` \| `)jupyter lab ([^`\n]*)", (ROOT / file).read_text(), re.MULTILINE)
+    opened = re.fullmatch(r"--LabApp\.default_url=/lab/tree/(\S+)", options)
+    assert opened and opened[1] == NOTEBOOKS[0], options
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_rule_bites(mistake):
     rule, page, text = MISTAKES[mistake]

@@ -133,7 +133,7 @@ class Reducer:
         late = set().union(*self.missing)
         if late and not self.find_unused:
             require_gradients(self.model, without={self.parameters[index] for index in late})
-        # None again where somebody called zero_grad() of the model or optimizer after an earlier micro-batch
+        # reached by a micro-batch, and not set to None since by zero_grad() of the model or the optimizer
         used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
         for index in late:
             if not used[index]:

@@ -186,11 +186,13 @@ def run_wrong(names: list[str], at_once: int = 10) -> dict[str, list[Ended]]:
     """Run these programs of the catalogue as they are; how each rank ended.
 
     They wait for three seconds only, and on a busy machine a rank may begin so late. Hence those that did not say what
-    they should are run once more, alone.
+    they should are run again, alone, up to three times.
     """
     ended = run({name: mistakes()[name].source for name in names}, at_once)
-    again = [name for name in names if missing(mistakes()[name].says, ended[name])]
-    return ended | run({name: mistakes()[name].source for name in again}, at_once=1)
+    for _ in range(3):
+        again = [name for name in names if missing(mistakes()[name].says, ended[name])]
+        ended |= run({name: mistakes()[name].source for name in again}, at_once=1)
+    return ended
 
 
 def outcome(name: str, ended: list[Ended]) -> str:

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint: what failures and checkpoints cost, as formulas, a simulation and a picture.
+"""How often to write a checkpoint: what failures and checkpoints cost, as formulas and a picture.
 
 All times are in one unit, say minutes.
 
@@ -9,7 +9,6 @@ restart:  from a failure until training goes on
 """
 
 import math
-import random
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
@@ -39,24 +38,6 @@ def time_per_work(interval: float, cost: float, mtbf: float, restart: float = 0.
 def lost(interval: float, cost: float, mtbf: float, restart: float = 0.0) -> float:
     """The share of the time that is no lasting training: checkpoints, restarts, and what is done again."""
     return 1 - 1 / time_per_work(interval, cost, mtbf, restart)
-
-
-def simulate(interval: float, cost: float, mtbf: float, restart: float, work: float, seed: int = 0) -> float:
-    """The share that is lost in one long run of `work`, with failures at random times."""
-    choose, now, done = random.Random(seed), 0.0, 0.0
-    failure = choose.expovariate(1 / mtbf)
-    while done < work:
-        end = now + interval + cost
-        if end <= failure:  # the checkpoint is there
-            now, done = end, done + interval
-            continue
-        now = failure
-        failure = now + choose.expovariate(1 / mtbf)
-        while now + restart > failure:  # a failure may come during the restart, too
-            now = failure
-            failure = now + choose.expovariate(1 / mtbf)
-        now += restart
-    return 1 - done / now
 
 
 def draw(cost: float, mtbf: float, restart: float) -> Figure:

@@ -1,7 +1,10 @@
 """Pictures of how ranks are fed: what they read in an epoch, how much, and when they wait. And of scaling: a step on
-few and many ranks, a profile, ranks that wait for a late one."""
+few and many ranks, a profile, ranks that wait for a late one. And of gradients that are too large or small for fp16."""
+
+import math
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
@@ -186,4 +189,22 @@ def draw_late(panels: dict):
     axes[-1].set_xlabel("time (ms)")
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (plotting.SKY, plotting.ORANGE)]
     fig.legend(handles, ["works (sleeps)", "in the all-reduce"], loc="outside lower center", ncols=2, fontsize=12)
+    return fig
+
+
+def draw_range(gradients: torch.Tensor, title: str):
+    """How large the elements of a gradient are, on a logarithmic axis, in front of what fp16 can hold."""
+    sizes = gradients[gradients != 0].abs().log10().tolist()
+    tiny, normal, largest = math.log10(2**-25), math.log10(2**-14), math.log10(65504)
+    fig, ax = plt.subplots(figsize=(9.5, 2.9))
+    regions = {
+        "becomes 0": (-12, tiny, "#F3C9B0"), "loses digits": (tiny, normal, "#F6E9B2"),
+        "fp16 is precise": (normal, largest, "#D5EBDD"), "infinite": (largest, 7, "#F3C9B0"),
+    }  # fmt: skip
+    top = 1.25 * ax.hist(sizes, bins=[size / 4 for size in range(-48, 29)], color=plotting.BLUE)[0].max()
+    for name, (left, right, colour) in regions.items():
+        ax.axvspan(left, right, color=colour, zorder=0)
+        ax.text((left + right) / 2, 0.93 * top, name, ha="center", va="center", size=12)
+    ax.set(xlim=(-12, 7), ylim=(0, top), xlabel="size of an element of the gradient", ylabel="elements", title=title)
+    ax.set_xticks(range(-12, 7, 3), [f"$10^{{{size}}}$" for size in range(-12, 7, 3)])
     return fig

@@ -136,7 +136,7 @@ class SplitLayers(Strategy):
         """Embedding and output layer are one tensor of the whole model: its gradient is the sum over both places.
 
         With equal weights, gradients and optimizer states the first and the last rank's copies stay equal
-        (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, do it so too).
+        (Megatron Core does it so too, in _allreduce_word_embedding_grads of finalize_model_grads).
         """
         if self.tied is not None and self.tied.requires_grad and (self.first or self.last):
             dist.all_reduce(self.tied.grad, group=self.embedding_group)

@@ -62,9 +62,10 @@ def draw_tokens(before, after, titles):
             middle, where = y + max(len(tokens), 1) / 2, -0.15 if x == 0 else 2.15
             ax.text(x + where, middle, f"rank {rank}", ha="right" if x == 0 else "left", va="center", weight="bold")
             for name, expert in tokens:
-                ax.add_patch(Rectangle((x, y), 2.0, 0.9, color=plotting.PALETTE[expert // 2], lw=0))
-                label = f"{name}, expert {expert}"
-                ax.text(x + 1.0, y + 0.46, label, ha="center", va="center", color="white", size=10.5)
+                colour, label = plotting.PALETTE[expert // 2], f"{name}, expert {expert}"
+                ink = "white" if colour == plotting.BLUE else "black"
+                ax.add_patch(Rectangle((x, y), 2.0, 0.9, color=colour, lw=0))
+                ax.text(x + 1.0, y + 0.46, label, ha="center", va="center", color=ink, size=10.5)
                 place[name] = y + 0.45
                 y += 1
             y += 0.8 if tokens else 1.8
@@ -81,16 +82,18 @@ def draw_loads(runs, experts):
     """The experts' shares over the steps of some trainings, on one scale. runs: title -> shares [steps, experts]"""
     fig, axes = plt.subplots(1, len(runs), figsize=(9.8, 3.0), sharey=True)
     for ax, (title, shares) in zip(axes, runs.items(), strict=True):
-        smooth = shares.unfold(0, 10, 1).mean(dim=-1)  # means of ten steps
+        smooth = 100 * shares.unfold(0, 10, 1).mean(dim=-1)  # means of ten steps
         order = smooth[-1].argsort(descending=True)
         for rank, expert in enumerate(order.tolist()):
             colour = plotting.VERMILION if rank == 0 else "#888888"
             ax.plot(range(10, len(shares) + 1), smooth[:, expert], lw=2 if rank == 0 else 1, color=colour)
-        ax.axhline(1 / experts, color=plotting.BLACK, ls=":", lw=1.5)
+        ax.axhline(100 / experts, color=plotting.BLACK, ls=":", lw=1.5)
         ax.set_title(title, fontsize=12)
-        ax.set(xlabel="step", ylim=(0, None))
-    axes[0].set_ylabel("share of the choices")
-    axes[0].text(len(shares), 1 / experts + 0.01, "even share", ha="right", va="bottom", size=10)
+        ax.set(xlabel="step", ylim=(0, 58))
+    axes[0].set_ylabel("share of the choices (%)")
+    where = {"ha": "right", "va": "bottom", "size": 10}
+    axes[0].text(len(shares), 100 / experts + 0.5, "even share", **where)
+    axes[0].text(len(shares), 51.5, "favourite at the end", color=plotting.VERMILION, **where)
     return fig
 
 

@@ -59,7 +59,7 @@ def messages(found: Estimate) -> tuple[float, float]:
 
 def draw(rows: dict[str, Estimate]):
     """For each layout what a GPU's memory holds at the peak of a step, beside what it has, and where a step's time
-    goes: work on top, messages below it, hidden where they lie under the work."""
+    goes: work on top, communication below it, hidden where it lies under the work."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 1.9 + 0.62 * len(rows)), width_ratios=[3, 2], sharey=True)
     limit = next(iter(rows.values())).cluster.gpu.memory / GIB
     widest = 1.15 * max(limit, *(sum(grouped(found).values()) for found in rows.values()))
@@ -69,15 +69,18 @@ def draw(rows: dict[str, Estimate]):
             left.barh(row, size, 0.7, end, color=COLOURS[name], ec="white", lw=0.5)
             if size > 0.05 * widest:
                 ink = "black" if name in ("optimizer", "activations", "gradients", "gathered units") else "white"
-                left.text(end + size / 2, row, f"{size:.0f}", ha="center", va="center", size=11, color=ink)
+                ground = {"fc": COLOURS[name], "ec": "none", "pad": 1}  # the limit's line stays behind the number
+                left.text(end + size / 2, row, f"{size:.0f}", ha="center", va="center", size=11, color=ink,
+                          bbox=ground, zorder=5)  # fmt: skip
             end += size
         left.text(end + 0.01 * widest, row, f"{end:.0f}", va="center", weight="bold")
         hidden, exposed = messages(found)
-        optimizer, busy = found.step.parts["optimizer"], found.seconds - exposed
-        right.barh(row - 0.18, busy - optimizer, 0.34, **WORK)
-        right.barh(row - 0.18, optimizer, 0.34, busy - optimizer, **OPTIMIZER)
-        right.barh(row + 0.18, hidden, 0.34, busy - optimizer - hidden, **HIDDEN)
-        right.barh(row + 0.18, exposed, 0.34, busy, **EXPOSED)
+        optimizer = found.step.parts["optimizer"]
+        work = found.seconds - exposed - optimizer
+        right.barh(row - 0.18, work, 0.34, **WORK)
+        right.barh(row - 0.18, optimizer, 0.34, work + exposed, **OPTIMIZER)
+        right.barh(row + 0.18, hidden, 0.34, work - hidden, **HIDDEN)
+        right.barh(row + 0.18, exposed, 0.34, work, **EXPOSED)
         right.text(found.seconds, row, f" {found.seconds:.2f} s", va="center")
     left.plot([limit, limit], [-0.5, len(rows)], color="black", ls="--", lw=1.5)
     left.text(limit, -0.55, f"{limit:.0f} GiB that a GPU has", ha="center", va="bottom", size=11)
@@ -88,7 +91,7 @@ def draw(rows: dict[str, Estimate]):
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     left.legend(handles, COLOURS, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=3, fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, **kind) for kind in (WORK, OPTIMIZER, HIDDEN, EXPOSED)]
-    names = ["forward, backward", "optimizer", "messages, hidden", "messages, exposed"]
+    names = ["forward, backward", "optimizer", "hidden communication", "exposed communication"]
     right.legend(handles, names, loc="lower center", bbox_to_anchor=(0.45, 1.1), ncols=2, fontsize=11)
     return fig
 
@@ -127,7 +130,7 @@ class Calculator(Sliders):
         memory, step = found.memory, found.step
         self.text.value = (
             f"{memory.low / GIB:.0f} to {memory.high / GIB:.0f} GiB with what the allocator adds: fits: {found.fits}; "
-            f"step {found.seconds:.2f} s, of which {step.exposed:.2f} s exposed messages; MFU {found.mfu:.0%}"
+            f"step {found.seconds:.2f} s, of which {step.exposed:.2f} s exposed communication; MFU {found.mfu:.0%}"
         )
         return draw({f"{model}\n{gpus} GPU{'s' * (gpus > 1)}": found})
 

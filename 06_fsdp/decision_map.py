@@ -13,9 +13,11 @@ from matplotlib.patches import Rectangle
 
 from common.lab import plotting
 from planner import hardware, models, search
-from planner.constants import load
+from planner.constants import Constants, load
 from planner.estimate import GIB, estimate
+from planner.hardware import Cluster
 from planner.layout import Layout
+from planner.models import Model
 
 STORED = Path(__file__).parent / "decision_map.csv"
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "gpt3-175b",
@@ -56,29 +58,38 @@ def short(layout: Layout) -> str:
     return " ".join(axes + stage)
 
 
-def cell(model: str, gpus: int, network: str) -> dict[str, str]:
-    """The search for one cell: the winner, and how much longer the best layout of the next kind takes."""
-    shape, constants = models.find(model), load()
-    cluster = hardware.cluster("h100-80gb", gpus, 8, *NETWORKS[network])
+def searched(shape: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str,
+             constants: Constants) -> dict[str, str]:  # fmt: skip
+    """What a cell says: the winner, and how much longer the best layout of the next kind takes. Offload is looked at
+    only where nothing else fits."""
     found = []
     for offload in (False, True):
         found = found or [one for one in search.candidates(
-            shape, cluster, BATCH, SEQUENCE, "bf16-mixed", constants, offload
+            shape, cluster, batch_size, sequence, precision, constants, offload
         ) if one.expected <= cluster.gpu.memory]  # fmt: skip
-    row = {"network": network, "model": model, "gpus": str(gpus)}
     if not found:
-        return row | {"kind": "does not fit"}
-    best = {}
+        return {"kind": "does not fit"}
+    kinds = {}
     for one in sorted(found, key=lambda one: one.seconds):
-        best.setdefault(kind_of(one.layout), one)
-    (kind, winner), *others = best.items()
-    said = estimate(shape, cluster, winner.layout, constants)
-    row |= {"kind": kind, "layout": short(winner.layout), "micro_batch": str(winner.layout.micro_batch),
-            "recompute": winner.layout.recompute, "seconds": f"{said.seconds:.4g}", "mfu": f"{said.mfu:.3f}",
-            "gib": f"{said.memory.expected / GIB:.1f}"}  # fmt: skip
+        kinds.setdefault(kind_of(one.layout), []).append(one.layout)
+    # A search takes the stages of a pipeline as equal. The fastest few of each kind are estimated exactly.
+    best = [min((estimate(shape, cluster, layout, constants) for layout in alike[:4]), key=lambda one: one.seconds)
+            for alike in kinds.values()]  # fmt: skip
+    winner, *others = sorted(best, key=lambda one: one.seconds)
+    layout = winner.layout
+    row = {"kind": kind_of(layout), "layout": short(layout), "micro_batch": str(layout.micro_batch),
+           "recompute": layout.recompute, "seconds": f"{winner.seconds:.4g}", "mfu": f"{winner.mfu:.3f}",
+           "gib": f"{winner.memory.expected / GIB:.1f}"}  # fmt: skip
     if others:
-        row |= {"next": others[0][0], "later": f"{others[0][1].seconds / winner.seconds - 1:.3f}"}
+        row |= {"next": kind_of(others[0].layout), "later": f"{others[0].seconds / winner.seconds - 1:.3f}"}
     return row
+
+
+def cell(model: str, gpus: int, network: str) -> dict[str, str]:
+    """The search for one cell of the stored map: a row of its table."""
+    cluster = hardware.cluster("h100-80gb", gpus, 8, *NETWORKS[network])
+    row = searched(models.find(model), cluster, BATCH, SEQUENCE, "bf16-mixed", load())
+    return {"network": network, "model": model, "gpus": str(gpus)} | row
 
 
 def stored() -> dict[tuple[str, str, int], dict[str, str]]:
@@ -88,26 +99,33 @@ def stored() -> dict[tuple[str, str, int], dict[str, str]]:
 
 
 def draw(network: str):
-    """Models from below, GPUs from left to right. With ≈ the best layout of another kind takes at most 5% longer."""
-    rows = stored()
-    fig, ax = plt.subplots(figsize=(9.2, 5.2))
-    for y, model in enumerate(MODELS):
-        for x, gpus in enumerate(GPUS):
-            row = rows[network, model, gpus]
-            close = bool(row["later"]) and float(row["later"]) <= 0.05
-            ax.add_patch(Rectangle((x, y), 1, 1, fc=LAYOUT_KINDS[row["kind"]], ec="white", lw=2))
-            text = f"{row['layout']}\n{'≈ ' * close}{float(row['mfu']):.0%}" if row["layout"] else ""
-            ink = "white" if row["kind"] in DARK else "black"
-            size = 9.5 if len(row["layout"]) < 13 else 7
-            ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=size, color=ink)
-    ax.set(xlim=(0, len(GPUS)), ylim=(0, len(MODELS)), xlabel="GPUs (H100, 80 GB)", title=network)
-    ax.set_xticks([x + 0.5 for x in range(len(GPUS))], [f"{gpus:,}" for gpus in GPUS])
-    ax.set_yticks([y + 0.5 for y in range(len(MODELS))], MODELS)
+    """The stored map of a network."""
+    rows = {(model, gpus): row for (name, model, gpus), row in stored().items() if name == network}
+    return draw_rows(rows, network, "GPUs (H100, 80 GB)")
+
+
+def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: str):
+    """Models from below, numbers of GPUs from left to right; (model, GPUs) -> what `searched` has found. With ≈ the
+    best layout of another kind takes at most 5% longer. A row without "mfu" shows none."""
+    names, numbers = (list(dict.fromkeys(key[place] for key in rows)) for place in (0, 1))
+    fig, ax = plt.subplots(figsize=(9.2, 1.7 + 0.44 * len(names)))
+    for (model, gpus), row in rows.items():
+        x, y = numbers.index(gpus), names.index(model)
+        ax.add_patch(Rectangle((x, y), 1, 1, fc=LAYOUT_KINDS[row["kind"]], ec="white", lw=2))
+        close = "≈ " if row.get("later") and float(row["later"]) <= 0.05 else ""
+        layout = row.get("layout") or ("" if row["kind"] == "does not fit" else "whole")
+        text = f"{layout}\n{close}" + (f"{float(row['mfu']):.0%}" if row.get("mfu") else "")
+        text = text.strip()
+        ink = "white" if row["kind"] in DARK else "black"
+        ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=9.5 if len(layout) < 13 else 7, color=ink)
+    ax.set(xlim=(0, len(numbers)), ylim=(0, len(names)), xlabel=xlabel, title=title)
+    ax.set_xticks([x + 0.5 for x in range(len(numbers))], [f"{gpus:,}" for gpus in numbers])
+    ax.set_yticks([y + 0.5 for y in range(len(names))], names)
     ax.tick_params(length=0)
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
     handles.append(plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
-    names = [*LAYOUT_KINDS, "another kind within 5%"]
-    fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10)
+    labels = [*LAYOUT_KINDS, "another kind within 5%"]
+    fig.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10)
     return fig
 
 

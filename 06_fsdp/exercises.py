@@ -245,8 +245,8 @@ def fewest_ranks(strategy: str, parameters: int, activations: int, budget: int) 
     """Return the smallest power of two, 1 included, of ranks on which the model fits; 0 if it fits on none.
 
     A rank has `budget` bytes, of which `activations` are needed for activations and buffers whatever the number of
-    ranks. What it keeps besides is that of `kept_bytes`, in mixed precision. To fill the budget to the last byte is
-    allowed. Calculate only.
+    ranks. What it keeps besides is that of `kept_bytes` in mixed precision, with 2 bytes for a parameter, 2 for its
+    gradient and 12 in the optimizer. To fill the budget to the last byte is allowed. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
     """

@@ -56,6 +56,7 @@ def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
     whichever group they belong to.
     """
     fig, axes = plt.subplots(1, len(layouts), figsize=(9.5, 3.7))
+    most = max(size for sent in layouts.values() for size in sent.values())  # one scale for all panels
     for ax, (title, sent) in zip(axes, layouts.items(), strict=True):
         links = {}  # (from, to) -> bytes
         for group, size in sent.items():
@@ -63,7 +64,6 @@ def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
             for first, second in zip(ring, ring[1:] + ring[:1], strict=True):
                 key = tuple(sorted((first, second)))
                 links[key] = max(links.get(key, 0), size)
-        most = max(links.values())
         for (first, second), size in links.items():
             inside = (first, second) in ((0, 1), (2, 3))
             colour = plotting.GREEN if inside else plotting.VERMILION

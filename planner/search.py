@@ -160,7 +160,7 @@ def plan(
             "--sequence"
         )
     fitting.sort(key=lambda one: one.seconds)
-    best = [estimate(model, cluster, one.layout, constants) for one in fitting[: 4 * count]]
+    best = [estimate(model, cluster, one.layout, constants) for one in fitting[: max(20, 4 * count)]]
     best.sort(key=lambda one: one.seconds)
     return [Choice(one, loser(one, found, room)) for one in best[:count]]
 

@@ -1,5 +1,6 @@
 """Which stage of a pipeline has which layers, when it works, and what it stores: asked of chapter 05's simulator."""
 
+import math
 from functools import lru_cache
 
 from course.pipeline import schedules, simulator
@@ -37,7 +38,7 @@ def makespan(
 
     A schedule repeats itself once it is under way, so a long one is run for two shorter numbers of micro-batches, and
     continued in a straight line (tests/test_planner_time.py compares both). quick: as if all stages took as long as
-    the longest, with twice that backward, and messages no time.
+    the mean of the busiest rank's, with twice that backward.
     """
     if layout.pipeline == 1:
         total = layout.micro_batches * (sum(forward) + sum(backward))
@@ -45,9 +46,12 @@ def makespan(
     unit = max(forward)
     scaled = [tuple(round(time / unit, 2) for time in times) for times in (forward, backward)]
     if quick:
-        unit, send = max(f + b for f, b in zip(forward, backward, strict=True)) / 3, 0.0
+        ranks = [stages_of(layout, rank) for rank in range(layout.pipeline)]
+        unit = max(sum(forward[stage] + backward[stage] for stage in own) / len(own) for own in ranks) / 3
         scaled = [(1,) * len(forward), (2,) * len(forward)]
     wait, many, enough = round(send / unit, 2), layout.micro_batches, rounds(layout)
+    if quick and wait:  # to half an octave, so that many layouts share a run of the simulator
+        wait = 2 ** (round(2 * math.log2(wait)) / 2) if wait > 0.03 else 0
 
     def run(number):
         return _run(layout.schedule, layout.pipeline, number, layout.stages_per_rank, *scaled, wait)

@@ -223,7 +223,7 @@ SAYS = {
 # --- with activations ---------------------------------------------------------------------------------------------
 
 FLOAT32 = 4
-ACCUMULATED_IN_BUCKETS_TOO = {("ddp", "pytorch"), ("zero1", "pytorch"), ("pipeline+ddp", "pytorch")}
+ACCUMULATED_IN_BUCKETS_TOO = {("ddp", "pytorch"), ("zero1", "pytorch")}
 
 
 def before_backward(s: Sizes) -> int:
@@ -274,4 +274,7 @@ def peak(s: Sizes, tokens: int) -> int:
     # In the layer's backward pass most is alive either at its last product, or at its second to last, when the MLP's
     # inner layer is gone, but the gradient of its input is there as a part and as a sum, with tensor parallelism.
     gradients = max(stream + inner, 3 * stream - inner if s.t > 1 else 0)
-    return int(max(*moments, before_backward(s) + kept + gradients + weight))
+    # Or before, at the last norm, while the layers have all that they keep: its input, and its gradient before and
+    # after; in DTensor's messages the part that a rank had stays beside the sum.
+    at_head = (4 if s.who == ("tensor", "pytorch") else 3) * stream if s.stage == s.stages - 1 else 0
+    return int(max(*moments, before_backward(s) + kept + max(gradients + weight, at_head)))

@@ -45,7 +45,7 @@ SUFFIXES = (
 NOT_HERE = {
     "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250/", "checkpoint-000150/",
     ".checkpoint-000150.partial/", "manifest.json", "train.sbatch", "grades.csv",
-    "options.yaml", "hello.py", "tensorboard/",
+    "options.yaml", "hello.py", "tensorboard/", "mine.json",
     "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
     "course/name", "doctor-report.txt", "shared/run", "../NN_name", "tokens/s", "network/benchmarks",
     "galvatron/profile_hardware/hardware_configs",
@@ -84,7 +84,7 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     logdir rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
     PYTORCH_ALLOC_CONF expandable_segments TRACE PID SeqNum EnforceNotMet gloo throwing terminate instance called
     zero_optimization overlap_comm stage3_prefetch_bucket_size reduce_bucket_size stage3_max_live_parameters
-    offload_param
+    PYTORCH_CUDA_ALLOC_CONF offload_param use_multi_rank_bucket_allreduce gather_for_metrics
     stage3_param_persistence_threshold offload_optimizer zero_hpz_partition_size fsdp_version fsdp_reshard_after_forward
     stage3_gather_16bit_weights_on_model_save fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
     Cause observed clients client trying connect listen Unable recvValueWithTimeout Watchdog trace_ etc by_hand_

@@ -43,24 +43,24 @@ def test_more_ranks_send_more():
     assert [bucket.end for bucket in sent] == [4.0, 7.0]
 
 
-def recorded(held, hooked):
-    """Two ranks, each with a pass whose buckets are held back, and one whose are not: of the pair (backward, end)."""
-    return [[(0.0, backward, [[0.1, end]]) for backward, end in (held, hooked)] for _ in range(2)]
+def recorded(*passes):
+    """Two ranks, each with passes whose buckets are held back and passes whose are not, in turns: (backward, end)."""
+    return [[(0.0, backward, [[0.1, end]]) for backward, end in passes] for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    "held, hooked, alike",
-    [
-        ((1.0, 1.5), (1.1, 1.2), True),
-        ((1.0, 1.5), (1.3, 1.4), False),  # another program has come between
-        ((1.0, 1.2), (1.1, 1.5), False),  # and here it has slowed down the messages
-    ],
-)
-def test_only_passes_that_can_be_compared_are_drawn(held, hooked, alike):
-    pair = buckets.comparable(recorded(held, hooked), room=1.2)
-    assert (pair is not None) == alike
-    if alike:
-        assert pair["hooks"].backward == 1.1 and pair["hooks"].exposed == pytest.approx(0.1)
+UNDISTURBED = (1.0, 1.5), (1.1, 1.2)
+BETWEEN = (1.0, 1.5), (1.3, 1.4)  # another program has come between
+SLOW_MESSAGES = (1.0, 1.2), (1.1, 1.5)  # and here it has slowed down the messages
+
+
+def test_only_passes_that_can_be_compared_are_drawn():
+    pair, share = buckets.comparable(recorded(*SLOW_MESSAGES, *BETWEEN, *UNDISTURBED), rooms=(1.2,))
+    assert pair["hooks"].backward == 1.1 and pair["hooks"].exposed == pytest.approx(0.1)
+    assert share == pytest.approx(2 / 3)
+    with pytest.raises(RuntimeError, match="run the cell again"):
+        buckets.comparable(recorded(*BETWEEN, *SLOW_MESSAGES), rooms=(1.2,))
+    pair, share = buckets.comparable(recorded(*BETWEEN, *SLOW_MESSAGES), rooms=(1.2, 1.4))
+    assert pair["hooks"].backward == 1.3 and share == 0.5
 
 
 def test_exposed_is_what_follows_the_slowest_rank():

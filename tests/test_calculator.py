@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.fsdp import calculator, decision_map
+from course.fsdp import calculator, decision_map, pictures
 from planner import hardware, models
 from planner.estimate import GIB, estimate
 from planner.layout import Layout, make_layout
@@ -89,3 +89,9 @@ def test_the_map_is_whole_and_what_the_planner_says():
 def test_layouts_have_kinds_and_short_names(axes, fields, kind, short):
     layout = Layout(tuple(axes.items()), 64, **fields)
     assert (decision_map.kind_of(layout), decision_map.short(layout)) == (kind, short)
+
+
+def test_links_of_all_panels_have_one_scale():
+    fig = pictures.draw_links({"all": {(0, 1, 2, 3): 1000}, "rows": {(0, 1): 500, (2, 3): 500}})
+    widths = [{line.get_linewidth() for line in ax.lines} for ax in fig.axes]
+    assert widths == [{12}, {7}]

@@ -52,8 +52,9 @@ def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
     assert names == ["learning_rate", "bf16_average"]
 
 
-@pytest.mark.parametrize("chapter", check.chapters())
+@pytest.mark.parametrize("chapter", ["01_intro"])
 def test_solutions_are_right(chapter, capfd):
+    """On the command line; those of every chapter are graded in tests/test_class.py, with more inputs than these."""
     assert check.main([chapter, "--submission", str(ANSWERS[chapter])]) == 0
     output = capfd.readouterr().out
     assert len(re.findall(r"  right  ", output)) == len(check.exercises_of(chapter)), output

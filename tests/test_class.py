@@ -87,7 +87,7 @@ def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path, capfd):
 
 @pytest.mark.parametrize("chapter", check.chapters())
 def test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen(chapter):
-    """And the solution, by which they are judged, is right there as well."""
+    """And the solution, by which they are judged, is right there, as it is for the inputs that everybody knows."""
     known, unknown = check.exercises_of(chapter), check.for_a_class(chapter, seed=2)
     same = []
     for before, after in zip(known, unknown, strict=True):

@@ -75,6 +75,18 @@ def test_the_bubble_of_equal_stages_is_the_formulas():
         assert 1 - busy / ends == pytest.approx(3 / (chunks * 16 + 3))
 
 
+@pytest.mark.parametrize("send", [0.0, 0.4, 1.7])
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+def test_a_search_is_nearly_as_exact_as_an_estimate(schedule, chunks, send):
+    """The head makes the last stage longer: a small part of what a rank of several stages does. And messages between
+    stages may take longer than the stages."""
+    layout = Layout((("pipeline", 4),), 64, schedule=schedule, stages_per_rank=chunks)
+    forward, backward = [1.0] * 4 * chunks, [2.0] * 4 * chunks
+    forward[-1], backward[-1] = 1.1, 2.2
+    quick, _ = stages.makespan(layout, forward, backward, send, quick=True)
+    assert quick == pytest.approx(stages.makespan(layout, forward, backward, send)[0], rel=0.07)
+
+
 def test_products_are_less_efficient_the_smaller_they_are():
     gpu = find_gpu("h100-80gb")
     rates = [2 * n**3 / layer_time.product(n, n, n, gpu, "bf16", PRIOR) for n in (256, 1024, 4096, 16384)]

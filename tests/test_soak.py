@@ -35,11 +35,18 @@ def test_not_done_in_time():
 
 
 def test_the_table_counts(capsys):
-    assert soak.soak("three that fail", 3, lambda run_dir: [sys.executable, "-c", "1 / 0"], soak.ROOT) == 3
-    assert soak.soak("two that pass", 2, lambda run_dir: [sys.executable, "-c", ""], soak.ROOT) == 0
+    assert soak.soak("three that fail", 3, lambda run_dir, number: [sys.executable, "-c", "1 / 0"], soak.ROOT) == 3
+    assert soak.soak("two that pass", 2, lambda run_dir, number: [sys.executable, "-c", ""], soak.ROOT) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[-2:] == ["3", "3"] and lines[-1].split()[-2:] == ["2", "0"]
     assert "ZeroDivisionError" in lines[-2]
+
+
+def test_a_fork_is_watched_as_well(tmp_path):
+    fork = soak.script("--strategy single", 1, str(tmp_path / "run"), fork=True)
+    assert soak.attempt(fork, soak.ROOT) == "" and (tmp_path / "run" / "metrics.jsonl").exists()
+    wrong = soak.attempt(soak.script("--steps 0", 1, str(tmp_path / "other"), fork=True), soak.ROOT)
+    assert wrong.startswith("exit code 1") and "--steps" in wrong
 
 
 def test_every_script_is_in_the_table():

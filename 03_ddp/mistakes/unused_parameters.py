@@ -3,8 +3,8 @@
 says: rank 0: Expected to have finished reduction in the prior iteration before starting a new one. | rank 0:
       Parameter indices which did not receive grad for rank 0: 2 3
 see:  The first step passes, the second one raises on all ranks.
-find: TORCH_DISTRIBUTED_DEBUG=DETAIL or INFO names the parameters (not DETAIL with gloo: it crashes in DDP's
-      constructor).
+find: TORCH_DISTRIBUTED_DEBUG=INFO names the parameters. So does DETAIL, but not with gloo, where it crashes in DDP's
+      constructor.
 mend: Use every parameter, or remove it; find_unused_parameters=True where it differs from step to step.
 then: rank 0: did two steps
 """

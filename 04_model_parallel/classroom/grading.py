@@ -389,8 +389,8 @@ ROWS = {
         "all_to_all_single takes both lists of lengths. Swap them for the way back, and undo the sorting at the end.",
     ),
     load_balancing_loss: (
-        3, 3, "The mean of products is not the product of means: first find f and P over all tokens, with one "
-        "all-reduce of counts and sums, then multiply. How many tokens there are, the counts tell.",
+        3, 3, "f and P are means over the tokens of all ranks. Find both first, with one all-reduce of counts and "
+        "sums, and multiply after that. The sum of the counts tells how many tokens there are.",
     ),
 }  # fmt: skip
 

@@ -240,6 +240,11 @@ def hours_are_right(page, text):
         row = next((line for line in text.splitlines() if line.startswith(f"| [{chapter}](")), "")
         if not row.endswith(f"| {hours} |"):
             yield f"{chapter}: reading and exercises take {hours}"
+    for path, claimed, listed in re.findall(r"^\* \*\*(.+?)\*\*, about (\w+) hours(.*?)(?=^\*|^$)", text, re.M | re.S):
+        pages = {page for page in NOTEBOOKS if f"]({page})" in listed or f"chapter {page[:2]}" in listed}
+        minutes = sum(reading_minutes(read(ROOT / page, 4)) for page in pages)
+        if round(minutes / 60) != number_of(claimed):
+            yield f"{path}: its pages take {minutes / 60:.1f} hours"
 
 
 IN_NOTEBOOKS = [

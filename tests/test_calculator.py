@@ -54,7 +54,7 @@ def test_every_control_redraws_and_errors_are_explained():
     assert len(seen) == 9
     sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
     sliders.controls["model"].value = "llama-8"
-    assert "llama-8" in sliders.text.value and sliders.picture.layout.visibility == "hidden"
+    assert "llama-8" in sliders.text.value and sliders.picture.layout.display == "none"
 
 
 def test_phases_of_a_step_are_marked():

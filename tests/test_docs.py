@@ -157,8 +157,17 @@ MISTAKES |= {
     "no table": (strategies_are_those_of_the_table, TABLE, table(lambda text: text.replace("axes", "axis"))),
     "no link": (lists_what_there_is, README, README.read_text().replace("](06_fsdp/01_zero.ipynb)", "]")),
     "hours": (hours_are_right, README, re.sub(r"[\d.]+ h \|\n", "77 h |\n", README.read_text(), count=1)),
+    "hours of a path": (hours_are_right, README, README.read_text().replace("seventeen hours", "thirteen hours")),
     "twice": (has_each_heading_once, PAGE, "### Mesh\n\nA grid.\n\n### Mesh\n\nA net."),
 }
+
+
+@pytest.mark.parametrize("file", ["Makefile", "README.md"])
+def test_jupyterlab_is_started_in_the_root_with_the_first_page(file):
+    """A notebook that is given as an argument makes its folder the server's root: no other chapter is seen there."""
+    (options,) = re.findall(r"^(?:\t|\| `make lab` \| `)jupyter lab ([^`\n]*)", (ROOT / file).read_text(), re.MULTILINE)
+    opened = re.fullmatch(r"--LabApp\.default_url=/lab/tree/(\S+)", options)
+    assert opened and opened[1] == NOTEBOOKS[0], options
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

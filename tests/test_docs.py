@@ -216,8 +216,8 @@ def test_numbers_of_the_code_that_pages_repeat():
     said = {
         "docs/cluster.md": (
             f"The scripts give a collective {Config.timeout:g} seconds (`--timeout`)",
-            f"slower than 1/{cluster_check.STRAGGLER} of the median rank",
-            f"a link that takes {({2.0: 'twice'})[cluster_check.SLOW]} as long as",
+            f"a rank whose matrix products take more than {cluster_check.STRAGGLER} times as long as those of",
+            f"a link that takes more than {({2.0: 'twice'})[cluster_check.SLOW]} as long as",
         ),
     }
     for page, sentences in said.items():

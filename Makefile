@@ -49,10 +49,11 @@ test-engines: $(ENGINES)
 	python -m tests.read_back  # what `python -m planner emit` writes
 
 # JupyterLab runs the scripts of stored flipbooks in trusted notebooks only, and by default opens README.md as source.
+# A notebook given as an argument would make its chapter the server's root folder, and the rest of the course unseen.
 lab: $(INSTALLED)
 	@jupyter trust $(NOTEBOOKS) > /dev/null
 	@install -D -m 644 docs/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
-	jupyter lab 01_intro/01_why_distribute.ipynb
+	jupyter lab --LabApp.default_url=/lab/tree/01_intro/01_why_distribute.ipynb
 
 # Run every notebook and store what it puts out.
 notebooks: $(INSTALLED)

@@ -64,7 +64,7 @@ def state_bars(sizes: list[float], recipe: tuple[int, int, int], gpu: float) -> 
     """Memory of models of `sizes` parameters whose parameters, gradients and optimizer state take `recipe` bytes per
     parameter, beside a GPU of `gpu` bytes."""
     fig, ax = plt.subplots(figsize=(9.5, 3.2))
-    names = ["parameters", "gradients", "AdamW: float32 parameters and two averages"]
+    names = ["parameters", "gradients", "AdamW: float32 parameters and two moments"]
     left = np.zeros(len(sizes))
     for name, width, colour in zip(names, recipe, STATE_COLOURS, strict=True):
         gigabytes = np.array([width * size / 1e9 for size in sizes])

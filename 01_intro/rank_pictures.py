@@ -36,10 +36,13 @@ def cell(ax, x: float, y: float, value, inch: float, lit: bool, scrap: bool = Fa
         ax.text(x + 0.5, y + 0.52, str(value), ha="center", va="center", size=size, color=ink, bbox=ground)
 
 
-def moved(title: str, before: list, after: list, arrows: list[tuple[int, int]], scrap=()) -> Figure:
+def moved(
+    title: str, before: list, after: list, arrows: list[tuple[int, int]], scrap=(), ranks_per_host: int = 0
+) -> Figure:
     """One operation: what each rank holds before and after, and an arrow for each pair (from rank, to rank).
 
-    scrap: the ranks whose cells hold no defined value afterwards; they are grey and not lit
+    scrap:          the ranks whose cells hold no defined value afterwards; they are grey and not lit
+    ranks_per_host: where not 0, so many ranks lie on a grey band together, and are named with their host
     """
     size, gap = len(before), 3.2
     left, right = (max(len(row) for row in state) for state in (before, after))
@@ -56,12 +59,18 @@ def moved(title: str, before: list, after: list, arrows: list[tuple[int, int]], 
             same = place < len(before[rank]) and before[rank][place] == value
             lit = not same and value is not None and rank not in scrap
             cell(ax, left + gap + place, rank, value, inch, lit, scrap=rank in scrap)
+    names = [f"rank {rank}" for rank in range(size)]
+    if ranks_per_host:
+        for first in range(0, size, ranks_per_host):
+            band = (-0.1, first), width + 0.2, ranks_per_host
+            ax.add_patch(Rectangle(*band, fc="#e2e2e2", ec="white", lw=6, zorder=0))
+        names = [f"host {rank // ranks_per_host}, {name}" for rank, name in enumerate(names)]
     for source, target in arrows:
         style = {"arrowstyle": "-|>", "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0, "lw": 2.2}
         ends = (left + 0.15, source + 0.5), (left + gap - 0.15, target + 0.5)
         ax.add_patch(FancyArrowPatch(*ends, color=PALETTE[source], **style))
     ax.set(xlim=(-0.05, width + 0.05), ylim=(size + 0.1, -0.75), xticks=[])
-    ax.set_yticks([rank + 0.5 for rank in range(size)], [f"rank {rank}" for rank in range(size)])
+    ax.set_yticks([rank + 0.5 for rank in range(size)], names)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.collectives import all_reduce_together, global_norm, leave_meta, weights_of_rank_0
 from common.errors import UserError
 from common.mesh import Axis, axis
 from common.model import cross_entropy
@@ -28,6 +28,7 @@ class ExpertParallel(Strategy):
 
     preset = {"expert": -1}
     axes = ("data", "expert")
+    from_meta = True
     model_class = MixtureGPT
 
     @dataclass
@@ -52,8 +53,8 @@ class ExpertParallel(Strategy):
         self.group = place.group
         # All ranks must skip a step in which one rank's experts' gradients overflow.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
-        broadcast_module(model, self.readers.group)  # ranks may have been seeded differently
-        self.cut = apply_expert_parallel(model, place)
+        model = leave_meta(model, torch.device("cpu"))
+        self.cut = apply_expert_parallel(model, place, weights_of_rank_0(model, self.readers.group))
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -97,20 +98,23 @@ class ExpertParallel(Strategy):
         return experts, [parameter.grad for parameter in trained if parameter not in self.cut]
 
 
-def apply_expert_parallel(model, axis: Axis) -> dict[nn.Parameter, tuple[int, Axis]]:
+def apply_expert_parallel(model, axis: Axis, weights=None) -> dict[nn.Parameter, tuple[int, Axis]]:
     """Cut every mixture's experts over the ranks of `axis`, in place; tokens are sent to them.
 
     Called before the model is moved to a device, so that only this rank's experts are moved. Each rank then calls the
     model with its own slice of the batch. After a backward pass an expert's gradient is the sum over all ranks' slices,
-    every other gradient that of this rank's slice.
+    every other gradient that of this rank's slice. `weights` gives (name, parameter) one after the other, each of which
+    is cut before the next one is asked for; by default those of the model.
 
     Returns each parameter that is cut, with the dimension and the axis; all stay the same objects. Raises UserError
     for experts that do not divide by the ranks.
     """
-    cut = {}
     for block in model.blocks:
         block.mlp = ParallelMixture(block.mlp, axis)
-        cut |= {parameter: (0, axis) for parameter in block.mlp.experts.parameters()}
+    cut = {parameter: (0, axis) for block in model.blocks for parameter in block.mlp.experts.parameters()}
+    for _, parameter in model.named_parameters() if weights is None else weights:
+        if parameter in cut:
+            parameter.data = parameter.data.chunk(axis.size)[axis.rank].clone()
     return cut
 
 
@@ -129,8 +133,6 @@ class ParallelMixture(nn.Module):
         require_multiple(whole.number, axis.size)
         self.number, self.top_k, self.capacity, self.axis = whole.number, whole.top_k, whole.capacity, axis
         self.experts, self.router = whole.experts, whole.router
-        for parameter in self.experts.parameters():
-            parameter.data = parameter.data.chunk(axis.size)[axis.rank].clone()
 
     def forward(self, x):
         group, size = self.axis.group, self.axis.size

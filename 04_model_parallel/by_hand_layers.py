@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import broadcast_module, global_norm
+from common.collectives import global_norm, leave_meta, weights_of_rank_0
 from common.errors import UserError
 from common.mesh import axis
 from common.model import GPT, cross_entropy
@@ -70,6 +70,7 @@ class SplitLayers(Strategy):
     """
 
     preset = {"pipeline": -1}
+    from_meta = True
 
     @classmethod
     def require(cls, config, axes):
@@ -83,16 +84,19 @@ class SplitLayers(Strategy):
         self.group, self.rank, self.size = place.group, place.rank, place.size
         # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
-        layers = layers_of(model)
+        layers = layers_of(leave_meta(model, torch.device("cpu")))
         ends = ends or cut([count(layer) for layer in layers.values()], self.size)
         self.first, self.last = self.rank == 0, self.rank == self.size - 1
         self.width = model.embedding.tokens.embedding_dim
-        broadcast_module(model, self.group)  # ranks may have been seeded differently
         tied = model.head.out.weight is model.embedding.tokens.weight and self.size > 1
         self.tied = model.embedding.tokens.weight if tied else None
         self.embedding_group = embedding_group(mesh) if tied else None
-        for number, name in enumerate(layers):
-            if not (0, *ends)[self.rank] <= number < ends[self.rank]:
+        here = list(layers)[(0, *ends)[self.rank] : ends[self.rank]]
+        own = {parameter for name in here for parameter in layers[name].parameters()}
+        for _ in weights_of_rank_0(model, self.group, own):  # of each that is not its own a rank keeps nothing
+            pass
+        for name in layers:
+            if name not in here:
                 model.set_submodule(name, nn.Identity())  # what is left keeps its names, and can be called as before
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())

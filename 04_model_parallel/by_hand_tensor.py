@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.collectives import all_reduce_together, global_norm, leave_meta, weights_of_rank_0
 from common.errors import UserError
 from common.mesh import Axis, axis
 from common.model import VOCABULARY
@@ -157,12 +157,14 @@ def cross_entropy(logits, targets, group):
     return VocabularyParallelCrossEntropy.apply(logits.float().flatten(0, -2), targets.flatten(), group).mean()
 
 
-def apply_tensor_parallel(model, axis: Axis, sequence=False) -> dict[nn.Parameter, tuple[int, Axis]]:
+def apply_tensor_parallel(model, axis: Axis, sequence=False, weights=None) -> dict[nn.Parameter, tuple[int, Axis]]:
     """Cut the weights of a GPT over the ranks of `axis`, in place, and put f and g where a cut layer begins and ends.
 
     Called before the model is moved to a device, so that only this rank's part is moved. The model then gives this
     rank's columns of the logits, for `cross_entropy`. Every parameter stays the same object, so what is tied stays
     tied. With `sequence`, each rank has its part of the sequence only between attention and MLP (sequence parallelism).
+    `weights` gives (name, parameter) one after the other, each of which is cut before the next one is asked for; by
+    default those of the model.
 
     Returns each parameter that is cut, with the dimension and the axis. The gradients of some others may have to be
     summed: see `partial_gradients`. Raises UserError for a GPT that cannot be cut into equal parts.
@@ -171,11 +173,8 @@ def apply_tensor_parallel(model, axis: Axis, sequence=False) -> dict[nn.Paramete
     enter, leave = (all_gather_sequence, reduce_scatter_sequence) if sequence else (f, g)
     enter, leave = (functools.partial(function, group=axis.group) for function in (enter, leave))
     cut = {}
-    for name, parameter in model.named_parameters():
-        dim = next((dim for suffix, dim in CUT.items() if name.endswith(suffix)), None)
-        if dim is not None:
-            parameter.data = own(parameter.data, dim, axis)
-            cut[parameter] = dim, axis
+    for name, parameter in model.named_parameters() if weights is None else weights:
+        cut |= cut_weight(name, parameter, axis)
     embedding, blocks, head = model.embedding, model.blocks, model.head
     embedding.tokens = VocabularyParallelEmbedding(embedding.tokens, axis.rank, leave)
     for block in blocks:
@@ -187,6 +186,15 @@ def apply_tensor_parallel(model, axis: Axis, sequence=False) -> dict[nn.Paramete
     if sequence:
         embedding.positions.register_forward_hook(lambda module, args, x: own(x, 0, axis))
     return cut
+
+
+def cut_weight(name, parameter, axis):
+    """Leave this rank's part of a parameter, in place, if it is one that is cut: {parameter: (dimension, axis)}."""
+    dim = next((dim for suffix, dim in CUT.items() if name.endswith(suffix)), None)
+    if dim is None:
+        return {}
+    parameter.data = own(parameter.data, dim, axis)
+    return {parameter: (dim, axis)}
 
 
 def own(tensor, dim, axis):
@@ -207,6 +215,7 @@ class CutsWeights(Strategy):
     """What tensor parallelism requires, by hand and with DTensor."""
 
     preset = {"tensor": -1}
+    from_meta = True
     sequence = False
 
     @classmethod
@@ -227,8 +236,8 @@ class TensorParallelByHand(CutsWeights):
         self.group = self.axis.group
         # All ranks must skip a step in which one rank's part of the gradient overflows.
         self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
-        broadcast_module(model, self.group)  # ranks may have been seeded differently
-        self.cut = apply_tensor_parallel(model, self.axis, self.sequence)
+        model = leave_meta(model, torch.device("cpu"))
+        self.cut = apply_tensor_parallel(model, self.axis, self.sequence, weights_of_rank_0(model, self.group))
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 

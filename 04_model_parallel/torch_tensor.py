@@ -1,5 +1,7 @@
 """Tensor parallelism with DTensor: which weight is cut how, and what a GPT needs beside that plan."""
 
+from fnmatch import fnmatch
+
 import torch.distributed.tensor.parallel as tp
 from torch.distributed.tensor import Replicate, distribute_module
 
@@ -18,11 +20,16 @@ PLAN = {
 
 def apply_tensor_parallel(model, mesh) -> None:
     """Cut the weights of a GPT over the ranks of a mesh of one dimension, in place, starting from the weights of the
-    first of them. Each weight is moved to the mesh's device by itself, when it is cut. Raises UserError for a GPT that
-    cannot be cut into equal parts."""
+    first of them. Each weight is moved to the mesh's device by itself, when it is cut; on the other ranks it may have
+    been on the meta device until then. Raises UserError for a GPT that cannot be cut into equal parts."""
     by_hand_tensor.require_divisible(model, mesh.size())
     tied = model.head.out.weight is model.embedding.tokens.weight
-    tp.parallelize_module(model, mesh, PLAN)
+    for name, module in list(model.named_modules()):
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+        for pattern, style in PLAN.items():
+            if fnmatch(name, pattern):
+                tp.parallelize_module(module, mesh, style)
     if tied:
         model.head.out.weight = model.embedding.tokens.weight
     for block in model.blocks:

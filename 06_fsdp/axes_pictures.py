@@ -61,7 +61,7 @@ def eight_ranks(axis: str | None, arrows: list[tuple[tuple, tuple]], busy: list[
             ax.text(5.4 * p + 1, 2.0 * (1 - d) - 0.66, f"replica {d}", ha="center", fontsize=10, color="#666666")
     for start, end in arrows:
         (x, y), (u, v) = PLACES[start], PLACES[end]
-        bend = 0.25 if y == v and x != u and abs(x - u) > 3 else 0.18
+        bend = 0.18 if abs(x - u) < 3 else 0.25 if x > u else -0.25  # above the names of the replicas, either way
         ax.add_patch(FancyArrowPatch(
             (x, y), (u, v), connectionstyle=f"arc3,rad={bend}", arrowstyle="-|>", mutation_scale=18, lw=3,
             color=AXIS_COLOURS[axis], shrinkA=24, shrinkB=24, zorder=2,

@@ -16,22 +16,24 @@ pipeline). That is all that the axes have to know of each other. Start it with -
     torchrun --nproc_per_node=8 distributed_training.py --distributed --by-hand --mesh pipeline=2,data=2,tensor=2
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.collectives import all_reduce_together, global_norm, leave_meta, take_from_rank_0, weights_of_rank_0
 from common.errors import UserError
 from common.mesh import AXES, axis
 from common.model import VOCABULARY
 from common.recompute import recompute_blocks
 from common.state import chunk, whole
 from common.strategy import DTYPES, Strategy, require_gradients
-from course.fsdp.by_hand_zero1 import parts_of, prepare
+from course.fsdp.by_hand_zero1 import parts_of
 from course.fsdp.by_hand_zero23 import ShardedReducer, UnitHooks, units_of
 from course.model_parallel.by_hand_ring_attention import apply_context_parallel, local_tokens, require_chunks
-from course.model_parallel.by_hand_tensor import apply_tensor_parallel, cross_entropy, require_multiples
+from course.model_parallel.by_hand_tensor import apply_tensor_parallel, cross_entropy, cut_weight, require_multiples
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.executor import Executor
@@ -73,12 +75,17 @@ class MeshByHand(Strategy):
         enabled = precision == "fp16"
         self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.everyone)
         self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
-        split.move(model, torch.device("cpu"))  # a rank may have been given a model without memory
-        broadcast_module(model, self.everyone)  # ranks may have been seeded differently
+        model = leave_meta(model, torch.device("cpu"))
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         # From the inside out, all before anything is moved: what is within a layer, then which layers are here.
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        weights = weights_of_rank_0(model, self.everyone, self.own_weights(model, *stages) if stages else None)
+        if self.shard.size > 1:
+            weights = iter(())  # they come unit by unit
         if self.tensor.size > 1:
-            self.cut = apply_tensor_parallel(model, self.tensor)
+            self.cut = apply_tensor_parallel(model, self.tensor, weights=weights)
+        for _ in weights:  # where nothing was cut
+            pass
         if self.context.size > 1:
             apply_context_parallel(model, self.context)
         self.stages = self.hooks = None
@@ -86,11 +93,12 @@ class MeshByHand(Strategy):
             self.model = self.cut_into_stages(model, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
-            # What is sharded goes to the device unit by unit.
-            self.model = prepare(model, self.device) if self.shard.size > 1 else model.to(self.device)
+            self.model = leave_meta(model, self.device) if self.shard.size > 1 else model.to(self.device)
         optimized = list(self.model.parameters())
         if self.shard.size > 1:
-            self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[precision], self.device))
+            # Each unit is taken and cut before it goes to the device. Then there is nobody left to take it from.
+            start, take = axis(mesh).group, partial(self.take_part, names)
+            self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[precision], self.device, start, take))
             self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
             self.reducer = ShardedReducer(self.model, self.flats, data_size=1)
             optimized = [flat.shard for flat in self.flats if flat.trained]
@@ -104,6 +112,18 @@ class MeshByHand(Strategy):
         count = len(simulator.placement(schedule))
         names = split.stages_of(model, count, self.options.split_spec, self.everyone, self.device, self.autocast)
         return schedule, names
+
+    def take_part(self, names, parameter):
+        """Rank 0's values of a parameter, of which this rank keeps its part along "tensor"."""
+        take_from_rank_0(parameter, self.everyone)
+        if self.tensor.size > 1:
+            self.cut |= cut_weight(names[parameter], parameter, self.tensor)
+
+    def own_weights(self, model, schedule, names):
+        """The parameters of this rank's stages."""
+        ranks = simulator.placement(schedule)
+        own = [name for stage, rank in zip(names, ranks, strict=True) if rank == self.pipeline.rank for name in stage]
+        return {parameter for name in own for parameter in model.get_submodule(name).parameters()}
 
     def cut_into_stages(self, model, schedule, names):
         options = self.options

@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import global_norm
+from common.collectives import global_norm, leave_meta
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.state import Part, interval, whole
 from common.strategy import DTYPES, Strategy, require_gradients
-from course.fsdp.fsdp_setup import change_tensors
 
 
 class FlatParameter:
@@ -98,20 +97,6 @@ def flats_of(parameters, *args):
     return [FlatParameter(kind, *args) for kind in kinds if kind]
 
 
-def prepare(model, device):
-    """A model whose parameters can be made flat: those on the meta device get a shape behind which there is no memory
-    yet, and buffers are on `device`."""
-
-    def change(tensor):
-        if not isinstance(tensor, nn.Parameter):
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-        if not tensor.is_meta:
-            return tensor
-        return nn.Parameter(torch.zeros((), device=device).expand(tensor.shape), tensor.requires_grad)
-
-    return change_tensors(model, change)
-
-
 def broadcast_buffers(model, group):
     """The buffers of the group's rank 0 on every rank."""
     for buffer in model.buffers():
@@ -158,7 +143,7 @@ class Zero1ByHand(Strategy):
         # All ranks must skip a step in which one rank's shard of the gradient overflows.
         enabled = precision == "fp16"
         self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
-        self.model = prepare(model, self.device)
+        self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         parameters, start = list(self.model.parameters()), self.axis.group
         self.flats = flats_of(parameters, self.axis, DTYPES[precision], self.device, start)

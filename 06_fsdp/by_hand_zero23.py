@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, global_norm
+from common.collectives import all_reduce_together, global_norm, leave_meta
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.ddp.by_hand import MEBIBYTE, assign
-from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of, prepare
+from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of
 
 
 class ShardedReducer:
@@ -90,7 +90,7 @@ class Zero2ByHand(Strategy):
         # All ranks must skip a step in which one rank's shard of the gradient overflows.
         enabled = precision == "fp16"
         self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
-        self.model = prepare(model, self.device)
+        self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         order, self.flats = list(self.model.parameters())[::-1], []  # as the backward pass goes
         for bucket in assign(order, self.bucket_mb * MEBIBYTE):
@@ -163,12 +163,13 @@ class Unit:
         self.gathered = False
 
 
-def units_of(model, axis, dtype=torch.float32, device="cpu", start=None):
+def units_of(model, axis, dtype=torch.float32, device="cpu", start=None, take=None):
     """(module, unit) for each module that has parameters, in the order of the forward pass: children, or their items.
 
     Modules that share a weight share a unit: it has one gradient, complete when both have run, and one owner of each
     element. The parameters may be parts already, cut by tensor parallelism. Raises UserError for parameters that are in
     no child. `axis` and what follows is FlatParameter's; by default the axis' first rank has the values to start with.
+    `take` is called with each parameter of a unit before the unit is made.
     """
     parts = [
         part
@@ -186,7 +187,11 @@ def units_of(model, axis, dtype=torch.float32, device="cpu", start=None):
         places.append(shared)
     if sum(map(len, groups)) != len(list(model.parameters())):
         raise UserError("every parameter must be in one child of the model, or in children that share a unit")
-    units = [Unit(list(group), axis, dtype, device, start or axis.group) for group in groups]
+    units = []
+    for group in groups:
+        for parameter in group if take else ():
+            take(parameter)
+        units.append(Unit(list(group), axis, dtype, device, start or axis.group))
     return [(part, units[place]) for part, place in zip(parts, places, strict=True)]
 
 
@@ -245,7 +250,7 @@ class FSDPByHand(Strategy):
         # All ranks must skip a step in which one rank's shard of the gradient overflows.
         enabled = precision == "fp16"
         self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
-        self.model = prepare(model, self.device)
+        self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         start = self.readers.group
         self.hooks = UnitHooks(units_of(self.model, self.axis, DTYPES[precision], self.device, start))

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_module
 
+from common.collectives import change_tensors
 from common.errors import UserError
 from common.mesh import axis
 from common.model import Attention
@@ -81,19 +82,6 @@ def units_of(model: nn.Module) -> dict[nn.Module, bool]:
     owned = {part: set(part.parameters()) for part in parts}
     alone = [part for part in parts if all(owned[part].isdisjoint(owned[p]) for p in parts if p is not part)]
     return {**{part: part is not parts[-1] for part in alone}, model: False}
-
-
-def change_tensors(module: nn.Module, change) -> nn.Module:
-    """Put `change(tensor)` in the place of each parameter and buffer, once for each: what is tied stays tied."""
-    changed = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if tensor not in changed:
-                        changed[tensor] = change(tensor)
-                    tensors[name] = changed[tensor]
-    return module
 
 
 def materialise(unit: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:

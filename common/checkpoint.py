@@ -211,6 +211,6 @@ def in_one_line(error: BaseException, folder: Path, done: str, who: str) -> Base
         return error
     # torch.save raises RuntimeError for a full disk
     reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-    advice = "make room, or name another folder with --run-dir (checkpoints written before are whole; --resume goes on "
-    more = f"; {advice}from them)" if done == "written" else ""
+    advice = f"; make room, or name another folder with --run-dir{manifest.still_there(folder.parent)}"
+    more = advice if done == "written" else ""
     return UserError(f"{folder} cannot be {done}: {who}{reason}{more}")

@@ -20,6 +20,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+
+# isort: split
 import torch
 import torch.distributed as dist
 

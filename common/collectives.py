@@ -3,6 +3,8 @@
 Each takes the group in which it talks.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +16,65 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     if dist.get_world_size(group) > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def weights_of_rank_0(model: nn.Module, group: dist.ProcessGroup, own=None) -> Iterator[tuple[str, nn.Parameter]]:
+    """broadcast_module one parameter at a time: (name, parameter) for each, when it has the values of the group's rank
+    0. Whoever cuts each of them at once, in place, never has more than its own parts and one whole parameter.
+
+    model: after `leave_meta`, where it came without memory
+    own:   the parameters that this rank keeps; the others are not given out, and have no memory afterwards
+
+    Collective, as long as the caller goes on to the end.
+    """
+    for name, parameter in model.named_parameters():
+        take_from_rank_0(parameter, group)
+        if own is None or parameter in own:
+            yield name, parameter
+        else:
+            parameter.data = shape_only(parameter, parameter.device)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, group=group, group_src=0)
+
+
+def take_from_rank_0(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Give every rank the values that the group's rank 0 has, and memory for them where there is none (`leave_meta`).
+    """
+    if parameter.untyped_storage().nbytes() < parameter.nbytes:
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(parameter.detach(), group=group, group_src=0)
+
+
+def leave_meta(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with nothing on the meta device: parameters that were there have a shape and, on `device`, no memory
+    behind it yet, which `data` can be given later. All buffers are on `device`, those that were there without values.
+    """
+
+    def change(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        return nn.Parameter(shape_only(tensor, device), tensor.requires_grad) if tensor.is_meta else tensor
+
+    return change_tensors(model, change)
+
+
+def shape_only(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros of a tensor's shape and type, all of which are the same one number."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def change_tensors(module: nn.Module, change) -> nn.Module:
+    """Put `change(tensor)` in the place of each parameter and buffer, once for each: what is tied stays tied."""
+    changed = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if tensor not in changed:
+                        changed[tensor] = change(tensor)
+                    tensors[name] = changed[tensor]
+    return module
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -148,6 +148,13 @@ def check(config: Config) -> None:
     for name in ("sample", "validate_every", "text"):
         if getattr(config, name) and config.task != "text":
             raise UserError(f"{flag(name)} is for --task text; leave it out")
+    if config.dataset != "digits" and config.task != "images":
+        raise UserError(f"--dataset {config.dataset} is for --task images; add that, or leave it out")
+    if config.data_dir != "data" and config.dataset == "digits":
+        where = "; text of your own: --text FILE_OR_FOLDER" if config.task == "text" else ", and --dataset is digits"
+        raise UserError(f"--data-dir is where fashion-mnist or cifar10 lie{where}")
+    if config.download and config.dataset == "digits":
+        raise UserError("--download is for fashion-mnist and cifar10, and --dataset is digits; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
     if not config.dry_run:

@@ -10,6 +10,7 @@ is named by its folder, or by the name of a folder under runs/.
 import argparse
 import sys
 
+import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common.checkpoint import whole_tensors
 from common.errors import UserError, one_line_errors
 from common.model import GPT

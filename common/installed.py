@@ -1,10 +1,12 @@
 """Importing this ends a program whose Python lacks the course's packages, in one line that says what to do.
 
-So it is the first import of what is started. It uses nothing but the standard library.
+So it is the first import of what is started. It uses nothing but the standard library. Ctrl-C while the other packages
+are imported, which takes seconds, ends the program in one line as well.
 """
 
 import importlib.util
 import sys
+import traceback
 
 from common import ROOT
 
@@ -26,6 +28,16 @@ def missing(packages: tuple[str, ...] = PACKAGES) -> str | None:
     return f"{sys.executable} has no package {name}; {advice}"
 
 
+def in_one_line(kind: type, error: BaseException, trace) -> None:
+    """What Python calls before it ends by an exception: Ctrl-C during an import is no news of that module."""
+    importing = sum(frame.f_code.co_name == "<module>" for frame, _ in traceback.walk_tb(trace)) > 1
+    if kind is KeyboardInterrupt and importing:
+        print("stopped before it began", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = in_one_line
 if problem := missing():
     print(f"error: {problem}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -36,6 +36,11 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def still_there(run: Path) -> str:
+    """What to add to the error when the disk is full: true of this run."""
+    return " (checkpoints written before are whole; --resume goes on from them)" if checkpoints(run) else ""
+
+
 def unfinished(run: Path) -> list[Path]:
     """What was left by somebody who was killed while writing or removing a checkpoint."""
     return sorted(run.glob(".checkpoint-*.partial"))

@@ -9,6 +9,7 @@ tensorboard/         with --tensorboard, the metrics as TensorBoard reads them
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -73,8 +74,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise UserError(
-                f"run directory {self.path}: {error.strerror}; make room or name another with --run-dir "
-                f"(checkpoints written before are whole; --resume goes on from them)"
+                f"run directory {self.path}: {error.strerror}; make room or name another with --run-dir"
+                f"{manifest.still_there(self.path)}"
             ) from error
 
     def _replace(self, name: str, write) -> None:
@@ -239,4 +240,5 @@ def claim(folder: Path, resume: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
         Lock(folder).release()
     except OSError as error:
-        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}; name another folder") from error
+        advice = "make room, or name another folder" if error.errno == errno.ENOSPC else "name another folder"
+        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}; {advice}") from error

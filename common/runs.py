@@ -18,6 +18,9 @@ import struct
 import sys
 from pathlib import Path
 
+import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+
+# isort: split
 import torch
 
 from common import manifest

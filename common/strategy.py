@@ -209,6 +209,8 @@ def require_gradients(model: torch.nn.Module, without: set[torch.nn.Parameter] |
 
     without: those parameters; by default all whose `grad` is None
     """
+    if without is not None and not without:
+        return  # known already: to go through a model's names takes longer than a step of the loop around it
     missing = [
         name
         for name, p in model.named_parameters()

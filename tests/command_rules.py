@@ -101,7 +101,8 @@ def own_options() -> dict[str, set[str]]:
     own["common.generate"] = options_of(generate.parser())
     commands_of_runs = next(action.choices for action in runs.parser()._actions if action.dest == "command")
     own["common.runs"] = set().union(*map(options_of, commands_of_runs.values()))
-    return {"distributed_training.py": scripts, **own}
+    engines = ("with_accelerate.py", "with_fabric.py", "with_deepspeed.py", "with_trainer.py")
+    return dict.fromkeys(("distributed_training.py", *engines), scripts) | own
 
 
 def options_are_the_programs_own(page, text):

@@ -84,7 +84,7 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     logdir rdzv_conf rdzv_id join_timeout dependency singleton brief JOB JobID State MaxRSS INIT NET DETAIL TERM USR1
     PYTORCH_ALLOC_CONF expandable_segments TRACE PID SeqNum EnforceNotMet gloo throwing terminate instance called
     zero_optimization overlap_comm stage3_prefetch_bucket_size reduce_bucket_size stage3_max_live_parameters
-    offload_param PYTORCH_CUDA_ALLOC_CONF
+    PYTORCH_CUDA_ALLOC_CONF offload_param use_multi_rank_bucket_allreduce gather_for_metrics
     stage3_param_persistence_threshold offload_optimizer zero_hpz_partition_size fsdp_version fsdp_reshard_after_forward
     stage3_gather_16bit_weights_on_model_save fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
     Cause observed clients client trying connect listen Unable recvValueWithTimeout Watchdog trace_ etc by_hand_
@@ -240,6 +240,11 @@ def hours_are_right(page, text):
         row = next((line for line in text.splitlines() if line.startswith(f"| [{chapter}](")), "")
         if not row.endswith(f"| {hours} |"):
             yield f"{chapter}: reading and exercises take {hours}"
+    for path, claimed, listed in re.findall(r"^\* \*\*(.+?)\*\*, about (\w+) hours(.*?)(?=^\*|^$)", text, re.M | re.S):
+        pages = {page for page in NOTEBOOKS if f"]({page})" in listed or f"chapter {page[:2]}" in listed}
+        minutes = sum(reading_minutes(read(ROOT / page, 4)) for page in pages)
+        if round(minutes / 60) != number_of(claimed):
+            yield f"{path}: its pages take {minutes / 60:.1f} hours"
 
 
 IN_NOTEBOOKS = [

@@ -59,7 +59,7 @@ MISTAKES = [
         "reading an answer has run what was in it",
     ),
     Mistake(
-        "common/grading/engine.py", "if problem is None and _seal() != seal:", "if False:",
+        "common/grading/engine.py", "if problem is None and seal.broken():", "if False:",
         "a file may replace the ledger while it is loaded",
         "tests/test_learner.py::test_files_that_replace_functions_of_the_checker_earn_nothing",
         "not graded",

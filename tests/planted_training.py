@@ -266,6 +266,27 @@ MISTAKES = [
         "parameter and buffers of the group's first rank",
     ),
     Mistake(
+        "common/collectives.py", "            parameter.data = shape_only(parameter, parameter.device)\n",
+        "            pass\n",
+        "a rank keeps the parameters of the others' stages",
+        "tests/test_collectives.py::test_weights_come_from_the_groups_first_rank_one_at_a_time",
+        "values of rank 0",
+    ),
+    Mistake(
+        "common/collectives.py", "dist.broadcast(parameter.detach(), group=group, group_src=0)",
+        "dist.broadcast(parameter.detach(), group=group, group_src=1)",
+        "a model on the meta device is filled with what happened to be in a rank's memory",
+        "tests/test_collectives.py::test_weights_come_from_the_groups_first_rank_one_at_a_time",
+        "values of rank 0",
+    ),
+    Mistake(
+        "common/collectives.py", "    for buffer in model.buffers():\n        dist.broadcast(buffer",
+        "    for buffer in ():\n        dist.broadcast(buffer",
+        "buffers of a model on the meta device are what happened to be in memory",
+        "tests/test_collectives.py::test_weights_come_from_the_groups_first_rank_one_at_a_time",
+        "values of rank 0",
+    ),
+    Mistake(
         "common/collectives.py", ".float() ** 2 if tensors", ".float() if tensors",
         "norms are added, not their squares",
         "tests/test_collectives.py::test_the_norm_adds_what_is_cut_over_its_group_and_counts_the_rest_once",

@@ -9,8 +9,14 @@ from helpers import SMALL, configure, launcher, metrics, train
 from common.command_line import parse
 from common.errors import UserError
 from common.lab.launch import launch
-from course.auto import choose
+from course.auto import choose, with_layout
 from course.strategies import BY_AXES, STRATEGIES
+from planner.constants import PRIOR
+from planner.estimate import estimate
+from planner.hardware import cluster
+from planner.layout import make_layout
+from planner.models import course_gpt
+from planner.search import Choice
 
 HERE = {"peak": 6e10, "kernel": 2e-5, "hbm": 1e10, "alpha_link": 1e-4, "link": 1e9, "processes": 8}
 
@@ -70,6 +76,7 @@ def test_other_options_stay(tmp_path):
     "line, says",
     [
         ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
+        ("--mesh-order data", "--mesh-order: --strategy auto picks it"),
         ("--by-hand", "--by-hand: --strategy auto picks it"),
         ("--task images", "--strategy auto plans GPTs, and this is --task images"),
         ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7 does not divide"),
@@ -90,3 +97,13 @@ def test_it_trains_like_what_it_picked(tmp_path):
     launch(train, 2, ([same],))
     found, expected = ([one["loss"] for one in metrics(tmp_path / name)] for name in ("auto", "same"))
     assert len(found) == 2 and found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_the_command_line_says_wins():
+    gpt, cpus = course_gpt(2, 32, 4, 16), cluster("cpu", 2, 2)
+    layout = make_layout(gpt, cpus, {"data": 2}, batch_size=16, sequence=16, micro_batch=2, precision="float32")
+    words = ["--distributed", "--dry-run", "--accumulation-steps", "2", "--batch-size", "8"]
+    line = with_layout(words, Choice(estimate(gpt, cpus, layout, PRIOR), ""))
+    with launcher(0, 2):
+        config = parse(STRATEGIES, None, line, BY_AXES)
+    assert (config.strategy, config.accumulation_steps, config.batch_size) == ("ddp", 2, 8)

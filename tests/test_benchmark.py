@@ -1,6 +1,8 @@
 """`python -m planner benchmark`: the grid, and which term a difference is attributed to."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import configure
@@ -17,6 +19,8 @@ def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
     for run in runs:
         line = " ".join([*run["options"], f"--strategy={run['strategy']}"]).replace("--distributed", "")
         config = configure(line + " --dry-run", run["processes"])
+        pipeline = config.strategy == "pipeline"
+        assert not pipeline or config.options.microbatches == 2 * run["processes"], "two for each stage"
         assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1]
         assert sum(run["predicted"]["parts"].values()) == pytest.approx(run["predicted"]["step_seconds"], rel=0.05)
 
@@ -40,3 +44,21 @@ def test_work_is_that_of_one_process_divided():
     runs = [{"model": "tiny", "processes": size} for size in (1, 2, 4)]
     assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=8) == [8.0, 4.0, 2.0]
     assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=2) == [8.0, 4.0, 4.0], "four processes take turns on two cores"
+
+
+def test_the_first_steps_are_not_timed(monkeypatch):
+    asked = []
+
+    def run(command, cwd, **_):
+        asked.append(command)
+        Path(cwd, "run").mkdir()
+        times = (9.0, 9.0, 9.0, 1.0, 2.0, 4.0)
+        Path(cwd, "run/metrics.jsonl").write_text("".join(f'{{"step_seconds": {time}}}\n' for time in times))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    tiny = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": ["--distributed"]}
+    assert benchmark.measure(tiny, steps=3) == 2.0, "the median of steps 4 to 6"
+    assert {"--steps=6", "--nproc_per_node=2", "--strategy=ddp"} <= {*asked[0]}
+    benchmark.measure(tiny | {"processes": 1}, steps=3)
+    assert asked[1][1].endswith("distributed_training.py") and not any("nproc" in word for word in asked[1])

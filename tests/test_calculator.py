@@ -1,7 +1,12 @@
 """The calculator and the map of chapter 06 show what the planner says, and nothing else."""
 
+import json
+import re
+
+import matplotlib.pyplot as plt
 import pytest
 
+from common import ROOT
 from course.fsdp import calculator, decision_map, pictures
 from planner import hardware, models
 from planner.estimate import GIB, estimate
@@ -33,7 +38,7 @@ def test_messages_are_hidden_or_exposed():
     near, far = (calculator.ask("llama-7b", gpus, 3) for gpus in (8, 64))
     for found in (near, far):
         hidden, exposed = calculator.messages(found)
-        assert exposed == found.step.exposed and hidden > 0
+        assert exposed == found.step.exposed and hidden > 0, "gathering is hidden behind work"
     assert sum(calculator.messages(far)) > sum(calculator.messages(near))  # they leave the node
     assert calculator.messages(calculator.ask("llama-7b", 1, 0)) == (0.0, 0.0)
 
@@ -49,7 +54,7 @@ def test_every_control_redraws_and_errors_are_explained():
     assert len(seen) == 9
     sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
     sliders.controls["model"].value = "llama-8"
-    assert "llama-8" in sliders.text.value and sliders.picture.layout.visibility == "hidden"
+    assert "llama-8" in sliders.text.value and sliders.picture.layout.display == "none"
 
 
 def test_phases_of_a_step_are_marked():
@@ -89,6 +94,41 @@ def test_the_map_is_whole_and_what_the_planner_says():
 def test_layouts_have_kinds_and_short_names(axes, fields, kind, short):
     layout = Layout(tuple(axes.items()), 64, **fields)
     assert (decision_map.kind_of(layout), decision_map.short(layout)) == (kind, short)
+
+
+def test_the_map_marks_what_is_within_five_percent():
+    for network in decision_map.NETWORKS:
+        rows = decision_map.stored()
+        texts = [text.get_text() for text in decision_map.draw(network).axes[0].texts]
+        cells = [rows[network, model, gpus] for model in decision_map.MODELS for gpus in decision_map.GPUS]
+        for row, text in zip(cells, texts, strict=True):
+            assert text.partition("\n")[0] == row["layout"]
+            assert ("≈" in text) == (row["later"] != "" and float(row["later"]) <= 0.05), f"{row}: {text}"
+        plt.close("all")
+
+
+def notebook_text(name: str) -> str:
+    cells = json.loads((ROOT / "06_fsdp" / name).read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+def test_what_the_page_says_of_the_map_is_what_the_map_says():
+    rows, (fast, slow) = decision_map.stored(), decision_map.NETWORKS
+    text = " ".join(notebook_text("04_choosing.ipynb").split())
+    for network, model, gpus, sentence in (
+        (slow, "llama-7b", (8, 64, 1024), "7B falls from {}% on one node to {}% on eight, and to {}% with 1,024 GPUs"),
+        (fast, "llama-2-70b", (16, 32), "For 70B, MFU rises from {}% on 16 GPUs to {}% on 32"),
+    ):
+        found = [round(100 * float(rows[network, model, number]["mfu"])) for number in gpus]
+        assert sentence.format(*found) in text, f"the page does not say of {model}: {sentence.format(*found)}"
+
+
+def test_the_calculators_alt_text_is_of_what_it_first_shows():
+    said = re.search(r'Calculator\(\)\.show\(alt="Memory of a (\w+) model with (\S+) on (\d+) GPUs',
+                     notebook_text("03_fitting_in.ipynb"))  # fmt: skip
+    shown = {name: control.value for name, control in calculator.Calculator().controls.items()}
+    stage = next(name for name, number in calculator.STAGES.items() if number == shown["stage"])
+    assert shown["model"] == f"llama-{said[1].lower()}" and stage.startswith(said[2]) and shown["gpus"] == int(said[3])
 
 
 def test_links_of_all_panels_have_one_scale():

@@ -1,17 +1,23 @@
 """Checkpoints in pieces: what is written and refused, and that any strategy reads what any other has written."""
 
 import copy
+import errno
 import math
+import os
+import shutil
 import threading
+import zlib
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import EVERY, config_of, configure, every_strategy, saved
 
 from common import manifest
-from common.checkpoint import Saver, Writer, load
+from common.checkpoint import Saver, Writer, load, told
+from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
@@ -126,3 +132,57 @@ def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
     key = "model.head.norm.weight"
     assert torch.equal(kept[key], before["model/head.norm.weight"])
     assert not torch.equal(kept[key], after["model/head.norm.weight"])
+
+
+def test_a_checksum_is_of_all_bytes(tmp_path):
+    """Also of a file that is read in several blocks."""
+    content = bytearray(range(256)) * (2**20 // 256) + b"the end"
+    (tmp_path / "file").write_bytes(content)
+    whole = manifest.checksum(tmp_path / "file")
+    assert whole == f"{zlib.crc32(content):08x}", "CRC-32 of all bytes"
+    content[0] ^= 1
+    (tmp_path / "file").write_bytes(content)
+    assert manifest.checksum(tmp_path / "file") != whole, "the first byte is another"
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    for step in (1_000_000, 5, 999_999):
+        (tmp_path / manifest.name_of(step)).mkdir()
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [5, 999_999, 1_000_000], "by steps"
+
+
+def test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved(tmp_path, monkeypatch):
+    folder, synced = tmp_path / "checkpoint-000001", []
+    monkeypatch.setattr(manifest, "sync", lambda path: synced.append((path.name, folder.exists())))
+    dcp.save({"a": torch.ones(2)}, storage_writer=Writer(folder, {}), no_dist=True)
+    assert synced == [
+        ("manifest.json", False), (".checkpoint-000001.partial", False), (tmp_path.name, True)
+    ], "(what is synced to disk, whether the checkpoint is in its place)"  # fmt: skip
+
+
+def test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-000001"
+    for name, value in {"is_initialized": True, "get_world_size": 4, "get_rank": 0}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    full, broken = ((OSError(number, os.strerror(number)), None) for number in (errno.ENOSPC, errno.EIO))
+    for done, left in (("read", True), ("written", False)):
+        manifest.partial(folder).mkdir(exist_ok=True)
+        with pytest.raises(UserError) as failed, told(folder, done):
+            raise dcp.CheckpointException("", {3: broken, 1: full})
+        said = str(failed.value)
+        assert said.startswith(f"{folder} cannot be {done}: rank 1: No space left on device"), said
+        assert manifest.partial(folder).exists() is left, f"the folder of a checkpoint that cannot be {done}"
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    folder, there = tmp_path / "checkpoint-000001", []
+    folder.mkdir()
+    rmtree = shutil.rmtree
+
+    def watched(path, **how):
+        there.append(folder.exists())
+        rmtree(path, **how)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", watched)
+    manifest.remove(folder)
+    assert there[-1] is False and not list(tmp_path.iterdir()), "under its name while its files are removed"

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from helpers import FULL
 from hostile import ALL, HOSTILE
 
@@ -20,7 +22,7 @@ from common import ROOT, check
 from common.errors import UserError
 from common.grading import classes, engine, fresh, sandbox
 from common.grading.classes import Grading, safe
-from common.grading.engine import SIZES, Exercise
+from common.grading.engine import SIZES, Exercise, ExerciseCase
 
 FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
 HERE = list(HOSTILE) if FULL else FEW
@@ -97,6 +99,26 @@ def test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen(chapter):
     assert same == ["fit_on_four_cards"] * (chapter == "06_fsdp"), "it has no arguments; all others have fresh ones"
     verdicts = engine.grade([(e, e.name) for e in unknown], ROOT / chapter / "classroom" / "solutions.py")
     assert [verdict for verdict in verdicts if verdict.status != "right"] == []
+
+
+def test_only_numbers_with_a_point_are_multiplied():
+    """Those without are places and tokens, which would lie outside."""
+    numbers, (places, name) = fresh.multiplied([torch.tensor([0.5, -2.0]), (torch.tensor([3, 4]), "sum")], 1.5)
+    assert numbers.tolist() == [0.75, -3.0] and (places.tolist(), name) == ([3, 4], "sum"), "places in a tensor"
+
+
+def test_a_solution_that_fails_is_no_expectation(monkeypatch):
+    good = SimpleNamespace(status="returned", value=1, text="")
+    bad = SimpleNamespace(status="raised", value=None, text="ZeroDivisionError")
+    asked = {"ring": [ExerciseCase("a case", [(), ()], [], None)]}
+    for answers, says in (
+        ([[good], [bad]], "ring on 2 ranks, rank 1: ZeroDivisionError"),
+        ([[], [good]], "ring on 2 ranks, rank 0: no answer"),
+        ("rank 0 died", "ring on 2 ranks: rank 0 died"),
+    ):
+        monkeypatch.setattr(fresh, "run_jobs", lambda *args, answers=answers: {"ring": answers})
+        with pytest.raises(fresh.NoSolution, match=says):
+            list(fresh.answered(asked, Path("solutions.py"), 2))
 
 
 def test_there_are_enough_of_them():

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from common import ROOT, cluster_check
@@ -154,3 +156,34 @@ def test_a_message_of_no_size_is_refused():
     for size in ("0", "-1"):
         with pytest.raises(UserError, match=f"--megabytes must be at least 1, got {size}"):
             cluster_check.main(["--megabytes", size])
+
+
+def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):
+    """And what the check sets itself, for NCCL's log, is no setting that hosts could have otherwise."""
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", lambda text: None)
+    monkeypatch.setattr(cluster_check, "check", lambda ranks, megabytes: None if ranks.rank else ([], seen()))
+
+    def seen() -> list[str]:
+        return [f"{name} is compared" for name in cluster_check.variables() if name.startswith("NCCL_DEBUG")]
+
+    assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [0, 0], "what it sets itself is not compared"
+    monkeypatch.setattr(cluster_check, "check", lambda ranks, megabytes: None if ranks.rank else ([], ["a fault"]))
+    assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [1, 1], "the exit codes of both ranks"
+
+
+def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):
+    """Of 8 MiB among 4 ranks in a second: 2 x 3/4 x 8 MiB (NCCL tests, doc/PERFORMANCE.md)."""
+    clock = itertools.count()
+    monkeypatch.setattr(cluster_check, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    found = cluster_check.all_reduce(Ranks(0, 4, 0, torch.device("cpu")), 8 * 2**20)
+    assert found == 12 * 2**20, "bytes per second on each link"
+
+
+def test_units():
+    assert cluster_check.usually(1.5e9, 2e-4) == "the median of such links is 200 µs and 1.50 GB/s"
+    said = cluster_check.summary([Link(0, 1, 3e-5, 5e8)])
+    assert said == "1 pairs, 30 to 30 µs for a byte, 500 MB/s to 500 MB/s each way"

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm
+from common.collectives import all_reduce_together, broadcast_module, global_norm, leave_meta, weights_of_rank_0
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 
@@ -69,3 +69,31 @@ def test_tensors_of_a_type_are_summed_in_one_message(ranks):
         assert found["together"] == [[a + b, 2.0], [[a + b, 4]], [[10.0 * (a + b)]]], "tensors of two types"
         assert found["sent"] == [("all_reduce", 12, 2), ("all_reduce", 16, 2)], "three floats, two whole numbers"
         assert found["alone"] == (found["together"], {})
+
+
+def one_at_a_time() -> tuple:
+    """On ranks 0 and 1: a model, on the meta device on rank 1, whose first layer only rank 0 keeps. Its numbers on this
+    rank after the layers have been taken, who was given out, what is tied, and the bytes of the first layer."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    with torch.device("meta" if rank else "cpu"):
+        model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(3, 2))
+        model[3].weight = model[1].weight
+    model[1].bias.requires_grad_(False)
+    for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
+        tensor.detach().fill_(number + 10)
+    leave_meta(model, torch.device("cpu"))
+    own = set(model.parameters()) - {model[0].weight} if rank else None
+    given = [(name, parameter.max().item()) for name, parameter in weights_of_rank_0(model, group, own)]
+    state = {name: tensor.max().item() for name, tensor in model.state_dict().items()}
+    tied = model[3].weight is model[1].weight and not model[1].bias.requires_grad
+    return state, given, tied, model[0].weight.untyped_storage().nbytes()
+
+
+def test_weights_come_from_the_groups_first_rank_one_at_a_time():
+    first, second = launch(one_at_a_time, 2)
+    (kept, given, *_), expected = first, second[0]
+    assert set(kept.values()) == {10, 11, 12, 13, 14, 15, 16, 17, 18}, "values of rank 0"
+    assert expected == kept | {"0.weight": 0.0}, "values of rank 0"
+    assert second[1] == given[1:] and given[0] == ("0.weight", 10.0), "given out one by one, with rank 0's values"
+    assert first[2] and second[2], "what was tied or frozen still is"
+    assert (first[3], second[3]) == (24, 4), "bytes of a layer that rank 1 does not keep: one number"

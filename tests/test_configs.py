@@ -75,3 +75,9 @@ def test_there_is_one_for_each_choice():
         assert f"distributed_training.py {'--distributed ' * (ranks_of(name) > 1)}--config configs/{name}.yaml\n" in (
             path.read_text()
         )
+
+
+def test_shards_of_several_nodes_stay_within_a_node():
+    """Replicated over the nodes and sharded within, as its comment says."""
+    nproc, nodes = re.search(r"--nproc_per_node=(\d+) --nnodes=(\d+)", FILES["gpu-two-nodes"].read_text()).groups()
+    assert settings("gpu-two-nodes", dry_run=True).axes == {"data": int(nodes), "shard": int(nproc)}

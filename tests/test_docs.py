@@ -29,7 +29,8 @@ from page_rules import (
     strategies_are_those_of_the_table,
 )
 
-from common import ROOT
+from common import ROOT, cluster_check
+from common.config import Config
 from course.strategies import STRATEGIES
 
 README, PAGE, TABLE = ROOT / "README.md", ROOT / "docs" / "page.md", ROOT / "docs" / "strategies.md"
@@ -156,8 +157,17 @@ MISTAKES |= {
     "no table": (strategies_are_those_of_the_table, TABLE, table(lambda text: text.replace("axes", "axis"))),
     "no link": (lists_what_there_is, README, README.read_text().replace("](06_fsdp/01_zero.ipynb)", "]")),
     "hours": (hours_are_right, README, re.sub(r"[\d.]+ h \|\n", "77 h |\n", README.read_text(), count=1)),
+    "hours of a path": (hours_are_right, README, README.read_text().replace("seventeen hours", "thirteen hours")),
     "twice": (has_each_heading_once, PAGE, "### Mesh\n\nA grid.\n\n### Mesh\n\nA net."),
 }
+
+
+@pytest.mark.parametrize("file", ["Makefile", "README.md"])
+def test_jupyterlab_is_started_in_the_root_with_the_first_page(file):
+    """A notebook that is given as an argument makes its folder the server's root: no other chapter is seen there."""
+    (options,) = re.findall(r"^(?:\t|\| `make lab` \| `)jupyter lab ([^`\n]*)", (ROOT / file).read_text(), re.MULTILINE)
+    opened = re.fullmatch(r"--LabApp\.default_url=/lab/tree/(\S+)", options)
+    assert opened and opened[1] == NOTEBOOKS[0], options
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -200,3 +210,40 @@ def test_a_good_page_passes():
     assert {rule.__name__: list(rule(PAGE, GOOD)) for rule in RULES if list(rule(PAGE, GOOD))} == {}
     assert list(strategies_are_those_of_the_table(TABLE, table())) == []
     assert list(lists_what_there_is(README, README.read_text())) == []
+
+
+def test_numbers_of_the_code_that_pages_repeat():
+    said = {
+        "docs/cluster.md": (
+            f"The scripts give a collective {Config.timeout:g} seconds (`--timeout`)",
+            f"slower than 1/{cluster_check.STRAGGLER} of the median rank",
+            f"a link that takes {({2.0: 'twice'})[cluster_check.SLOW]} as long as",
+        ),
+    }
+    for page, sentences in said.items():
+        text = " ".join((ROOT / page).read_text().split())
+        for sentence in sentences:
+            assert sentence in text, f"{page} does not say: {sentence}"
+
+
+def test_the_slurm_job_is_what_its_page_explains():
+    """Options of sbatch and srun that the page explains one by one stand in the file as the page writes them."""
+    job = (ROOT / "launch/slurm.sbatch").read_text()
+    section = (ROOT / "docs/cluster.md").read_text().partition("## SLURM")[2].partition("\n## ")[0]
+    explained = re.findall(r"^\* `(--[^`]+)`", section, re.MULTILINE)
+    assert len(explained) >= 2
+    for option in explained:
+        assert f" {option}" in job or f"#SBATCH {option}\n" in job, f"the page explains {option}"
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job, re.MULTILINE))
+    assert asked["signal"].startswith("TERM@"), "to the job's steps, whose ranks save; with B: to the shell alone"
+
+
+def test_the_kubernetes_job_writes_to_its_volume():
+    spec = yaml.safe_load((ROOT / "launch/kubernetes.yaml").read_text())["spec"]
+    (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (mount,) = pod["containers"][0]["volumeMounts"]
+    command = spec["trainer"]["command"][-1]
+    for path in re.search(r"--run-dir (\S+)", command)[1], re.search(r'compgen -G "(\S+)"', command)[1]:
+        assert path.startswith(f"{mount['mountPath']}/"), f"{path} is not on the volume at {mount['mountPath']}"
+    assert mount["name"] == pod["volumes"][0]["name"]

@@ -94,9 +94,22 @@ def test_shapes_in_words():
     assert dry_run.described(Where((4, 6), (0, 0), (4, 6), 5, 17)) == "elements 5 to 17 of [4, 6]"
     assert dry_run.described(Where((4, 6), (2, 0), (2, 6), 1, 7)) == "elements 1 to 7 of [2, 6] of [4, 6]"
     ranks = LedgerEntry("all_reduce", 100, 4, group=(0, 1, 6, 7)), LedgerEntry("send", 7, 12, group=tuple(range(12)))
-    ledger = SimpleNamespace(entries=[*ranks, LedgerEntry("barrier", 0, 12, group=(0, 1))])
+    ledger = SimpleNamespace(entries=[*ranks, ranks[0], LedgerEntry("barrier", 0, 12, group=(0, 1))])
     axes = {"pipeline": 2, "data": 3, "tensor": 2}
-    assert dry_run.along_axes(ledger, axes) == {"pipeline+tensor": 150.0, "pipeline+data+tensor": 7.0}
+    assert dry_run.along_axes(ledger, axes) == {"pipeline+tensor": 2 * 150.0, "pipeline+data+tensor": 7.0}, "sums"
     assert [dry_run.coordinates(axes, rank) for rank in (0, 1, 2, 11)] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 2, 1]]
     with pytest.raises(UserError, match="--mesh data=2 is 2 rank"):
         configure("--mesh data=2")  # it is for a dry run only that nobody has to be started
+
+
+def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys):
+    asked = []
+
+    def foresee(config, ranks):
+        asked.extend(ranks)
+        return {rank: dry_run.Foreseen({"data": rank}, (rank, rank + 1), {}, 0, 0, 0, {}) for rank in ranks}
+
+    monkeypatch.setattr(dry_run, "foresee", foresee)
+    dry_run.dry_run(configure("--dry-run --mesh data=20 --batch-size 20", 20))
+    assert asked == [*range(15), 19], "ranks that are looked at"
+    assert "(the other 4 ranks are like these)" in capsys.readouterr().out

@@ -165,3 +165,10 @@ def test_what_cannot_be_said_gets_one_line(capsys, tool, line, says):
     (error,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and says in error
     assert tool not in FORMATS or "--zero-stage is" in says or "finds one" in says or f"--format {tool}: " in error
+
+
+def test_torchtitan_counts_embedding_and_output_among_the_layers_of_a_stage(capsys):
+    """32 layers and those two over 4 stages: 9 at most."""
+    line = f"{LLAMA} --gpus 16 --mesh shard=8,pipeline=2 --zero-stage 3 --schedule interleaved --stages-per-rank 2"
+    (tables,) = read(say(capsys, "torchtitan", line))
+    assert tables["parallelism"]["pipeline_parallel_layers_per_stage"] == 9

@@ -168,6 +168,25 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(program, pack
     assert not (tmp_path / "run").exists()
 
 
+def test_ctrl_c_while_packages_are_imported(tmp_path):
+    """One line; where a program is past its imports, a traceback as always."""
+    (tmp_path / "slow.py").write_text("def f():\n    raise KeyboardInterrupt\nf()\n")
+    told_by = {"import slow": "stopped before it began", "raise KeyboardInterrupt": "Keyboard", "1 / 0": "Zero"}
+    for line, last in told_by.items():
+        command = [sys.executable, "-c", f"import common.installed\n{line}"]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, stderr=subprocess.PIPE)
+        told = done.stderr.decode().splitlines()
+        assert told[-1].startswith(last) and (len(told) == 1) == (line == "import slow"), told
+        assert done.returncode in (1, -2)
+
+
+@pytest.mark.parametrize("program", ["generate", "runs", "cluster_check"])
+def test_programs_that_look_at_runs_name_a_missing_package_too(program):
+    told = "import importlib.util as u; u.find_spec = lambda *a: None; import common." + program
+    done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "has no package torch; " in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_pictures_need_torchvision(tmp_path):
     process = Fork(SCRIPT, "--task=images", "--run-dir=run", cwd=tmp_path, preexec_fn=without("torchvision"))
     (line,) = ended(process).splitlines()

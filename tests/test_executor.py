@@ -88,7 +88,9 @@ def test_what_was_sent_is_not_kept_longer_the_more_micro_batches_there_are(name)
         for m, (most, left) in zip(numbers, counted, strict=True):
             schedule = schedules.build(name, 2, m)
             stages = len(simulator.placement(schedule))
-            assert most["F"] <= simulator.simulate(schedule).peaks[rank] and most["B"] <= stages and left == 0, m
+            assert most["F"] <= simulator.simulate(schedule).peaks[rank], f"activations kept, of {m} micro-batches"
+            assert most["B"] <= stages, f"gradients on their way at once, of {m} micro-batches"
+            assert left == 0, f"kept after a step of {m} micro-batches"
             assert sum(most.values()) > 0
 
 

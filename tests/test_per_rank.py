@@ -9,7 +9,7 @@ from helpers import SMALL, configure, metrics, train
 
 from common import runs
 from common.lab.launch import launch
-from common.per_rank import Report, hoarders, in_collectives, lateness, launches, straggler
+from common.per_rank import Report, hoarders, in_collectives, lateness, launches, recent, straggler, utilization
 
 GIB = 2**30
 
@@ -123,3 +123,18 @@ def test_a_slowed_rank_is_named_and_the_ranks_are_in_the_metrics(tmp_path, capfd
     runs.main(["ranks", str(tmp_path / "busy")])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].split() == ["rank", "host", "memory_bytes", "use", "waiting"] and lines[2].startswith("1 ")
+
+
+def test_of_many_collectives_the_newest_are_told():
+    trace = {"entries": [entry(number, number) for number in range(1, 1503)]}
+    found = [one["collective_seq_id"] for one in recent(trace, 0)]
+    assert (found[0], found[-1], len(found)) == (503, 1502, 1000), "the newest thousand"
+
+
+def test_use_of_a_gpu_is_a_share(monkeypatch):
+    def without(device):
+        raise ModuleNotFoundError("pynvml")
+
+    for ask, expected in ((lambda device: 87, 0.87), (without, None)):
+        monkeypatch.setattr(torch.cuda, "utilization", ask)
+        assert utilization(torch.device("cuda", 0)) == expected, "a share of the time, and not a percentage"

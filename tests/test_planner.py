@@ -5,11 +5,12 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from common import ROOT
-from planner import calibrate, hardware, models, search
+from planner import calibrate, hardware, memory, models, search
 from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.estimate import estimate
@@ -226,3 +227,48 @@ def test_a_plan_has_a_picture(capsys, tmp_path):
     file = tmp_path / "plan.png"
     say(capsys, f"{PLAN} --count 2 --plot {file}")
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
+
+
+def test_calibrate_takes_the_slowest_rank(monkeypatch, tmp_path):
+    ranks = [{"peak": 6e10, "kernel": 1e-5, "hbm": 1e10, "block": 0.02},
+             {"peak": 5e10, "kernel": 2e-5, "hbm": 2e10, "block": 0.03}]  # fmt: skip
+    monkeypatch.setattr("common.lab.launch.launch", lambda work, size, **_: ranks)
+    monkeypatch.setattr(calibrate, "links", lambda ranks: (1e-4, 1e9))
+    monkeypatch.setattr(calibrate.os, "sched_getaffinity", lambda process: {0, 1})
+    calibrate.calibrate(tmp_path / "here.json", 2)
+    written = json.loads((tmp_path / "here.json").read_text())
+    slowest = {"peak": 5e10, "hbm": 1e10, "kernel": 2e-5, "block": 0.03}
+    assert written["here"] == slowest | {"alpha_link": 1e-4, "link": 1e9, "cores": 2}
+    assert written["constants"]["kept"] == 0, "a processor that copies a message does not compute meanwhile"
+
+
+def test_links_are_those_of_one_message(monkeypatch):
+    """All-reduces in a ring of 4 ranks: 6 messages one after the other, of a quarter each; the slowest rank counts."""
+    times = [6 * (1e-4 + size / 4 / 1e9) for size in calibrate.SIZES]
+    monkeypatch.setattr("common.lab.launch.launch", lambda work, size, **_: [times, [0.5 * time for time in times]])
+    assert calibrate.links(4) == pytest.approx((1e-4, 1e9)), "(seconds of a message, bytes per second)"
+
+
+def test_the_optimizers_of_a_node_share_the_hosts_memory():
+    """What a GPU keeps in the host's memory fits there, and what eight do does not."""
+    model, node = models.find("llama-3.2-1b"), hardware.cluster("h100-80gb", 8)
+    node = replace(node, host_memory=10 * 2**30)
+    found = search.candidates(model, node, 8, 2048, "bf16-mixed", PRIOR, offload=True)
+    host = {one.layout: memory.estimate(model, one.layout, PRIOR).host for one in found}
+    assert any(node.host_memory / 8 < size < node.host_memory for size in host.values())
+    for one in found:
+        assert (one.expected == float("inf")) == (8 * host[one.layout] > node.host_memory), one.layout.describe()
+
+
+def test_the_nearest_layout_that_lost_is_told_with_what_it_would_gain():
+    chosen = Layout((("data", 8),), 64, micro_batch=2)
+    best = SimpleNamespace(layout=chosen, seconds=10.0)
+
+    def told(seconds, gib):
+        other = search.Candidate(replace(chosen, micro_batch=4), seconds, gib * 2**30)
+        return search.loser(best, [other], 80 * 2**30).partition(", recompute none")[2]
+
+    assert told(9.0, 90) == ", 10% faster: needs 90.0 GiB"
+    assert told(12.5, 70) == ": +25% time" and told(float("inf"), 900) == ": needs 900.0 GiB"
+    far = search.Candidate(replace(chosen, micro_batch=4, recompute="full"), 9.0, 0.0)
+    assert search.loser(best, [far], 80 * 2**30) == "no layout differs in one choice only"

@@ -1,6 +1,7 @@
 """What the planner says of memory: ZeRO's table cell by cell, published formulas of activations, known models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from course.fsdp.formulas import layer_bytes, score_bytes
 from planner import any_module, memory, models, published, stages
 from planner.__main__ import main
 from planner.constants import PRIOR
-from planner.hardware import cluster
+from planner.hardware import cluster, find_gpu
 from planner.layout import Layout, make_layout
 
 ZERO = published.rows("zero_table1_model_state_memory.csv")
@@ -181,6 +182,17 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(half):
         assert found.flops == pytest.approx(6 * tokens * products + attention, rel=0.2)
 
 
+def linear():
+    return torch.nn.Linear(1000, 1000, bias=False), (torch.randn(8, 1000),)
+
+
+def test_measuring_leaves_the_default_type_as_it_was():
+    any_module.measure(linear, half=True)
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert found == torch.float32, "torch's default type after measuring in bfloat16"
+
+
 def test_any_module_is_measured(capsys, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -195,11 +207,11 @@ def test_any_module_is_measured(capsys, tmp_path):
     line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
     main(["measure", f"{file}:model", *line.split()])
     said = json.loads(capsys.readouterr().out)
-    assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000)
+    assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000), "of four layers, and of one"
     assert said["kept"] == 4 * 4 * 8 * 1000, "each of four layers keeps its input"
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
     assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
-    assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000
+    assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000, "a layer and the next one"
     for what, words in (
         (f"{file}:none", "no function 'none'"),
         ("nowhere.py:f", "no such file"),
@@ -209,3 +221,32 @@ def test_any_module_is_measured(capsys, tmp_path):
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
         assert words in capsys.readouterr().err
+
+
+def test_a_stage_fits_if_it_does_with_all_that_the_allocator_may_add():
+    """16 bytes for each of a million parameters, and 32,000 of the layer's input: 15% more at most, and 0% at least."""
+    needed = 16 * 1_000_000 + 4 * 8 * 1000
+    for room, says in ((1.16, "yes"), (1.14, "tight"), (1.01, "tight"), (0.99, "no")):
+        gpu = replace(find_gpu("h100-80gb"), memory=room * needed)
+        said = any_module.report(linear, gpu, 1, "float32", PRIOR)
+        assert said["stages"]["ddp"]["fits"] == says, f"{room} times what is needed"
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same():
+    """Of 8 ranks in which 2 and 2 have other experts, 4 have the same ones, and divide their 16 bytes."""
+    one = Layout((("shard", 4), ("expert", 2)), 8, zero_stage=3, precision="float32")
+    model = models.find("mixtral-8x7b")
+    assert sum(memory.state(model, one, 1000.0, 0.0).values()) == 16 * 1000 / 8
+    assert sum(memory.state(model, one, 0.0, 1000.0).values()) == 16 * 1000 / 4, "experts of a rank"
+
+
+def test_1f1b_reaches_the_loss_with_one_micro_batch():
+    """The last stage has no other in flight; GPipe's has all 16."""
+    model, gpus = models.find("llama-7b"), cluster("h100-80gb", 8)
+    for schedule, held in (("1f1b", 1), ("gpipe", 16)):
+        one = make_layout(model, gpus, {"pipeline": 8}, batch_size=16, sequence=4096, schedule=schedule)
+        found = memory.on_rank(model, one, PRIOR, 7, stages.shares(model, one)[7], stages.held(one)[7])
+        assert found.phase == "loss" or schedule == "gpipe"
+        assert found.parts["activations"] == pytest.approx(held * 4 * memory.layer_memory(model, one)), (
+            f"{schedule} has {held} micro-batch(es) of 4 layers at its peak"
+        )

@@ -169,3 +169,32 @@ def test_measures_of_the_scoreboard():
     assert scoreboard.percentile(list(range(1, 11)), 0.9) == 9
     assert scoreboard.kendall([1, 2, 3], [10, 20, 30]) == 1 and scoreboard.kendall([1, 2], [2, 1]) == -1
     assert scoreboard.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+
+
+def test_what_each_pass_sends_along_context():
+    """If nothing is hidden: keys and values of the whole sequence forward; backward again, and their gradients."""
+    bare, model, gpus = constants.replace(PRIOR, kept=0.0), models.find("llama-7b"), cluster("h100-80gb", 8)
+    one = make_layout(model, gpus, {"context": 8}, batch_size=2, sequence=16384)
+    step = time.estimate(model, gpus, one, bare)
+    gathered = group(gpus, one, bare, "context").seconds("all_gather", 2 * 16384 * model.key * 2)
+    assert step.parts["messages in layers"] == pytest.approx(2 * model.layers * 3 * gathered)
+
+
+def test_the_head_computes_once_forward_and_twice_backward():
+    """A vocabulary of 32,000 more costs three products, and its logits four times through the memory."""
+    small, gpus = models.find("llama-7b"), cluster("h100-80gb", 1)
+    large = models.custom(small, vocabulary=small.vocabulary + 32_000)
+    works = [time.estimate(model, gpus, make_layout(model, gpus, {"data": 1}, batch_size=1, sequence=2048), PRIOR)
+             .parts["work"] for model in (small, large)]  # fmt: skip
+    gpu = gpus.gpu
+    three = [3 * layer_time.product(2048, small.width, model.vocabulary, gpu, "bf16", PRIOR)
+             for model in (small, large)]  # fmt: skip
+    logits = 4 * 4 * 2048 * 32_000 / (gpu.hbm * PRIOR.memory_rate)
+    assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits)
+
+
+def test_what_is_left_over_of_a_message_beside_work():
+    """Of what goes on at the same time, nine tenths are hidden here."""
+    nine = constants.replace(PRIOR, kept=0.9)
+    assert time.left_over(3.0, 2.0, nine) == pytest.approx(1.2), "a second alone, and a tenth of two"
+    assert time.left_over(1.0, 4.0, nine) == pytest.approx(0.1), "a tenth of one"

@@ -4,12 +4,13 @@ import pytest
 from helpers import FULL
 from planted_front import MISTAKES as FRONT
 from planted_lab import MISTAKES as LAB
+from planted_runs import MISTAKES as RUNS
 from planted_training import MISTAKES as TRAINING
 from planting import Mistake, outcome, refusal, said
 
 from common import ROOT
 
-MISTAKES = [*TRAINING, *LAB, *FRONT]
+MISTAKES = [*TRAINING, *LAB, *RUNS, *FRONT]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.file}: {mistake.does}")

@@ -64,6 +64,15 @@ def test_an_operation_lights_what_it_changed_and_has_an_arrow_for_each_message()
     assert begin[0] < end[0] and (begin[1], end[1]) == (1.5, 0.5), "from rank 1 at the left to rank 0 at the right"
 
 
+def test_ranks_of_a_host_lie_on_one_band():
+    held = [[rank] for rank in range(4)]
+    ax = rank_pictures.moved("name", held, held, [], ranks_per_host=2).axes[0]
+    bands = [patch.get_bbox() for patch in ax.patches if patch.get_width() > 4]
+    assert [(band.y0, band.y1) for band in bands] == [(0, 2), (2, 4)]
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["host 0, rank 0", "host 0, rank 1", "host 1, rank 2", "host 1, rank 3"]
+
+
 def test_ranks_on_a_circle_light_the_links_in_use_and_say_what_was_sent():
     before = [[1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400], [1000, 2000, 3000, 4000]]
     held = [[1, 2, 3, 4], [11, 20, 30, 40], [100, 202, 300, 400], [1000, 2000, 3000, 4000]]

@@ -63,7 +63,8 @@ def test_a_resumed_run_keeps_what_makes_its_numbers(name, begun):
 
 def test_a_resumed_run_takes_its_settings_from_the_run(begun):
     # with these, other options below are allowed
-    settings = IDENTITY | MAY_CHANGE | {"task": "text", "optimizer": "adamw", "lr_schedule": "constant"}
+    settings = IDENTITY | MAY_CHANGE | {"task": "text", "dataset": "digits", "optimizer": "adamw"}
+    settings |= {"lr_schedule": "constant"}
     folder = begun(strategy="ddp", by_hand=True, loading="dispatch", **settings)
     again = configure(run_dir=folder, resume=True)
     for name, value in settings.items():

@@ -154,3 +154,25 @@ def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
     assert asked(capsys, "export", folder)["checkpoint"].endswith("checkpoint-000001")
     with pytest.raises(UserError, match="__0_0.distcp: No such file"):
         runs.main(["export", str(folder), "--step=2"])
+
+
+def test_the_first_three_steps_do_not_count_for_speed(tmp_path):
+    a = made(tmp_path / "a", [4.0] * 5)
+    lines = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()[:5]]
+    for line, seconds in zip(lines, (9.0, 5.0, 3.0, 0.5, 0.7), strict=True):
+        line["step_seconds"] = seconds
+    (a / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert runs.History(str(a)).seconds == pytest.approx(0.6), "of steps 4 and 5"
+
+
+def test_every_type_has_its_name_in_safetensors(tmp_path):
+    names = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+             "uint8": "U8", "bool": "BOOL"}  # fmt: skip
+    for length in range(1, 9):  # of a name, and so of the header
+        tensors = {name * length: torch.ones(3, dtype=getattr(torch, name)) for name in names}
+        runs.write_safetensors(tensors, tmp_path / "file")
+        content = (tmp_path / "file").read_bytes()
+        size = struct.unpack("<Q", content[:8])[0]
+        assert size % 8 == 0, "the tensors begin at a multiple of 8 bytes"
+        header = json.loads(content[8 : 8 + size])
+        assert {name: header[name * length]["dtype"] for name in names} == names, "names of types"

@@ -36,10 +36,10 @@ def test_numbers_that_do_not_fit_are_explained(sliders):
     sliders.controls["name"].value = "dualpipev"
     sliders.controls["microbatches"].value = 7
     assert sliders.text.value == "schedule 'dualpipev' on 4 ranks needs 8 or more micro-batches, not 7"
-    assert sliders.picture.layout.visibility == "hidden"
+    assert sliders.picture.layout.display == "none"
     assert sliders.controls["stages_per_rank"].disabled
     sliders.controls["microbatches"].value = 8
-    assert sliders.text.value.startswith("dualpipev: makespan ") and sliders.picture.layout.visibility == "visible"
+    assert sliders.text.value.startswith("dualpipev: makespan ") and sliders.picture.layout.display is None
 
 
 def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):

@@ -1,5 +1,6 @@
 """The loop and the run directory: the course's promise, resuming, interruptions, full disks, dying ranks."""
 
+import errno
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.ranks import process_group
 from common.run import INTERRUPTED, Run
-from common.run_dir import RunDirectory
+from common.run_dir import RunDirectory, claim
 from common.task import make_task
 from course.ddp.loading import WORKERS
 
@@ -291,8 +292,20 @@ def in_folder(folder: Path):
 def test_metrics_on_a_full_disk(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     run = RunDirectory(in_folder(tmp_path), world_size=1)
-    with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir"):
+    with pytest.raises(UserError, match="No space left on device; make room or name another with --run-dir$"):
         run.log({"step": 1})
+    (tmp_path / "checkpoint-000001").mkdir()
+    with pytest.raises(UserError, match=r"--run-dir \(checkpoints written before are whole; --resume goes on"):
+        run.log({"step": 2})
+
+
+def test_a_disk_that_is_full_already(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("common.run_dir.tempfile.TemporaryFile", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device; make room, or name another fold"):
+        claim(tmp_path, "")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

@@ -75,7 +75,9 @@ def seeded(config) -> float:
     model = config.strategy_class.make_model(config)
     sharpen(model)
     strategy = config.strategy_class(model, lambda p: torch.optim.SGD(p, 0.1), make_mesh(config.axes, "cpu"))
-    return validate(strategy, data.validation_text(16), 5)
+    loss = validate(strategy, data.validation_text(16), 5)
+    assert strategy.model.training, "the model goes on as one that is trained"
+    return loss
 
 
 def short(configs) -> None:

@@ -69,8 +69,8 @@ BUGS = Bugs(
             why="Both sides of the boundary receive: a gradient is waited for where one should be sent.",
         ),
         "own_weights": layers(
-            right="broadcast_module(model, self.group)",
-            wrong="pass",
+            right="weights_of_rank_0(model, self.group, own)",
+            wrong="()",
             inside="__init__",
             refused_by="loss",
             why="Each rank keeps the layers of a model that it made with its own seed. It trains, but it is a model "
@@ -162,16 +162,16 @@ BUGS = Bugs(
             "part of it, so the number looks right, and clipping begins a little too early.",
         ),
         "own_columns_of_own_weights": tensor(
-            right="broadcast_module(model, self.group)",
-            wrong="pass",
+            right="weights_of_rank_0(model, self.group)",
+            wrong="None",
             inside="__init__",
             refused_by="loss",
             why="Ranks seeded differently cut their parts out of different models.",
         ),
         "joined_along_rows": tensor(
-            right="cut[parameter] = dim, axis",
-            wrong="cut[parameter] = 0, axis",
-            inside="apply_tensor_parallel",
+            right="{parameter: (dim, axis)}",
+            wrong="{parameter: (0, axis)}",
+            inside="cut_weight",
             refused_by="parameters",
             why="Training is right, and the strategy says of all its parts that they were cut along dimension 0: the "
             "checkpoint has the layers that were cut by inputs in the wrong shape.",

@@ -14,9 +14,10 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import is_
 from pathlib import Path
 
 import torch
@@ -213,7 +214,7 @@ def _on_rank(file: Path, jobs: dict):
         store_barrier(store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
         return store.add(f"{key}/unwell", 0) == 0
 
-    seal, intact = _seal(), True
+    seal, intact = _Seal(), True
     # After everything else: a file named random.py beside the learner's must not hide the standard library's.
     sys.path.append(str(file.parent))
     problem = None
@@ -222,7 +223,7 @@ def _on_rank(file: Path, jobs: dict):
             module = load(file)
     except BaseException as error:
         problem = _describe(error, file)
-    if problem is None and _seal() != seal:
+    if problem is None and seal.broken():
         problem = TAMPERED
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
@@ -234,7 +235,7 @@ def _on_rank(file: Path, jobs: dict):
         outcomes[key] = []
         for arguments in cases:
             outcomes[key].append(_call(getattr(module, name, None), arguments[rank], file))
-            if not intact or seal != _seal():
+            if not intact or seal.broken():
                 intact, outcomes[key][-1] = False, CallOutcome("raised", text=TAMPERED)
             if not all_well(outcomes[key][-1].status == "returned"):
                 break
@@ -263,11 +264,26 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
 TAMPERED = "the file replaces functions of PyTorch or of the checker, so nothing that is counted can be believed"
 
 
-def _seal() -> dict[str, int]:
-    """What the counting and judging of messages rests on: which objects these names stand for."""
-    owners = [sys.modules[__name__], sys.modules[Ledger.__module__], sys.modules[plain.__module__], Ledger, LedgerEntry]
-    owners += [dist, dist.distributed_c10d, torch, torch.Tensor, copy, contextlib]
-    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()
+class _Seal:
+    """What the counting and judging of messages rests on: which objects these names stand for when it is made."""
+
+    def __init__(self):
+        owners = [sys.modules[__name__], sys.modules[Ledger.__module__], sys.modules[plain.__module__]]
+        owners += [Ledger, LedgerEntry, dist, dist.distributed_c10d, torch, torch.Tensor, copy, contextlib]
+        self.before = [(owner, dict(vars(owner))) for owner in owners]
+
+    def broken(self) -> bool:
+        """Whether one of these names stands for another object now. Asked after every call, of some 2,000 names."""
+        return any(
+            (len(vars(owner)) != len(before) or not all(map(is_, vars(owner).values(), before.values())))
+            and counted(vars(owner)) != counted(before)
+            for owner, before in self.before
+        )
+
+
+def counted(names: Mapping) -> dict[str, int]:
+    """Those of a module's or a class's names that count: what can be called."""
+    return {name: id(value) for name, value in names.items()
             if callable(value) and not name.startswith("__") or name.startswith("__torch") or name == "__code__"}
 
 

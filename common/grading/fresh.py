@@ -83,8 +83,12 @@ def answered(asked: dict[str, list[ExerciseCase]], solutions: Path, size: int):
     outcomes = run_jobs(solutions, jobs, size)
     for name, cases in asked.items():
         ranks = outcomes[name]
-        if isinstance(ranks, str) or any(len(rank) < len(cases) or rank[-1].status != "returned" for rank in ranks):
-            raise NoSolution(f"{name} on {size} ranks: {ranks if isinstance(ranks, str) else ranks[0][-1].text}")
+        if isinstance(ranks, str):
+            raise NoSolution(f"{name} on {size} ranks: {ranks}")
+        for number, rank in enumerate(ranks):
+            if len(rank) < len(cases) or rank[-1].status != "returned":
+                why = rank[-1].text if rank else "no answer"
+                raise NoSolution(f"{name} on {size} ranks, rank {number}: {why}")
         yield name, [
             replace(case, expected=[rank[number].value for rank in ranks]) for number, case in enumerate(cases)
         ]

@@ -28,7 +28,7 @@ class Sliders(widgets.VBox):
 
     def redraw(self, change=None) -> None:
         fig = self.draw(**{name: control.value for name, control in self.controls.items()})
-        self.picture.layout.visibility = "visible" if fig else "hidden"
+        self.picture.layout.display = None if fig else "none"  # no blank space in its place
         if fig:
             self.picture.value = png(fig, dpi=130)
 

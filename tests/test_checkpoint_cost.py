@@ -1,0 +1,37 @@
+"""What checkpoints and failures cost: the formulas by numbers worked out by hand."""
+
+import pytest
+
+from course.ddp import checkpoint_cost
+from course.ddp.checkpoint_cost import daly, lost, time_per_work, young
+
+
+def test_the_best_interval():
+    """Of 2 minutes for a checkpoint and 100 between failures: sqrt(2 x 2 x 100), and Daly's two further terms."""
+    assert young(2, 100) == 20
+    assert daly(2, 100) == pytest.approx(20 * (1 + 0.1 / 3 + 0.01 / 9) - 2)
+    assert daly(200, 100) == 100, "checkpoints that take longer than two failures are apart"
+    least = min(lost(interval, 2, 100) for interval in range(1, 100))
+    assert lost(daly(2, 100), 2, 100) == pytest.approx(least, abs=1e-4)
+
+
+def test_time_per_work():
+    assert time_per_work(10, 2, 1e9) == pytest.approx(1.2), "without failures, writing alone"
+    assert lost(10, 2, 1e9) == pytest.approx(1 - 1 / 1.2)
+    assert time_per_work(10, 2, 100, 5) == pytest.approx(1.3403, abs=1e-4), "10 x 0.127497 x 1.051271"
+
+
+def test_sliders_have_hours_and_seconds_and_the_picture_minutes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint_cost, "draw", lambda *args: asked.append(args))
+    checkpoint_cost.Intervals.draw(None, gpus=16, hours_per_failure=8, seconds=30, restart=600)
+    assert asked == [(0.5, 30.0, 10.0)], "minutes: of a checkpoint, between failures, of a restart"
+
+
+def test_the_picture_says_which_interval_is_best():
+    fig = checkpoint_cost.draw(0.5, 180.0, 10.0)
+    said = [text.get_text() for text in fig.axes[0].texts]
+    best = daly(0.5, 180.0)
+    assert f"best: every {best:.1f} min,\n{100 * lost(best, 0.5, 180.0, 10.0):.1f}% lost" in said
+    whole, writing, again = (line.get_ydata() for line in fig.axes[0].lines[:3])
+    assert [a + b for a, b in zip(writing, again, strict=True)] == pytest.approx([*whole]), "the two shares add up"

@@ -572,7 +572,7 @@ MISTAKES = [
     Mistake(
         "common/recompute.py", '"full": {}, ', "",
         "--recompute full keeps everything",
-        "tests/test_options.py::test_a_strategys_options_reach_it[ddp-by-hand]",
+        "tests/test_options.py::test_options_reach_every_strategy[ddp-by-hand]",
         "recompute",
     ),
 ]  # fmt: skip

@@ -40,6 +40,9 @@ def observe(configs, looks):
                 seen["looked"] = look(run, seen)
                 seen["rates"] = []
                 seen["steps"] = []
+                optimizer = getattr(run.strategy.optimizer, "optim", run.strategy.optimizer)  # ZeroRedundancyOptimizer
+                told = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+                seen["optimizer"] = type(optimizer).__name__, told
             seen["rates"].append(run.strategy.optimizer.param_groups[0]["lr"])
             seen["steps"].append(step)
 
@@ -71,50 +74,36 @@ def modes():
     return _get_current_dispatch_mode_stack()
 
 
-def optimizer_of(run, seen):
-    """The optimizer's class and what it was told; and whose weights there are."""
-    optimizer = run.strategy.optimizer
-    optimizer = getattr(optimizer, "optim", optimizer)  # inside of a ZeroRedundancyOptimizer
-    group = optimizer.param_groups[0]
-    told = {key: group[key] for key in ("momentum", "betas", "weight_decay") if key in group}
-    return type(optimizer).__name__, told
+def optimizer_of(seen):
+    """The optimizer's class and what it was told."""
+    name, group = seen["optimizer"]
+    return name, {key: group[key] for key in ("momentum", "betas", "weight_decay") if key in group}
 
 
-BASE = SMALL | {"steps": 2, "checkpoint_every": 0, "layers": 4, "batch_size": 24}
+BASE = SMALL | {"steps": 1, "checkpoint_every": 0, "batch_size": 24}
 # What the run's options change, where every strategy trains: what must differ from BASE.
 VARIANTS = {
-    "precision": {"precision": "bf16", "steps": 1},
-    "accumulation_steps": {"accumulation_steps": 3, "steps": 1},
+    "precision": {"precision": "bf16"},
+    "accumulation_steps": {"accumulation_steps": 3},
     # of which each shows in something else
-    "others": {"seed": 5, "optimizer": "sgd", "lr": 0.01, "check_collectives": True, "async_checkpoint": True},
-}
+    "others": {"steps": 2, "seed": 5, "optimizer": "sgd", "lr": 0.01,
+               "check_collectives": True, "async_checkpoint": True},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name, kind", KINDS)
-def test_the_runs_options_reach_every_strategy(name, kind, tmp_path):
-    size = size_of(name, kind)
-    common = {"strategy": name, "implementation": kind, **BASE, **({"microbatches": 2} if "pipeline" in name else {})}
-    common |= {"layers": 2}
-    configs = {
-        option: configure(size=size, run_dir=tmp_path / option, **common | settings)
-        for option, settings in {"base": {}, **VARIANTS}.items()
-    }
-    ranks = launch(observe, size, (list(configs.values()), [optimizer_of] * len(configs)), timeout=180)
-    seen = dict(zip(configs, ranks[-1], strict=True))
-    got = {option: numbers(tmp_path / option) for option in configs}
+def check_the_runs_options(seen: dict, got: dict) -> None:
+    """What was seen in the runs of VARIANTS, and their numbers, beside those of the run "base"."""
     base, half = got["base"], got["precision"]
-    assert half == pytest.approx(base[:2], rel=5e-2), "--precision bf16: as near"
+    assert half == pytest.approx(base, rel=5e-2), "--precision bf16: as near"
     assert half[0] != base[0], "--precision bf16: not the same"
     assert got["others"][0] != base[0], "--seed: other weights, other data"
-    assert seen["base"]["looked"] == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
-    sgd, told = seen["others"]["looked"]
-    assert sgd == "SGD", "--optimizer sgd"
-    assert (told["momentum"], told["weight_decay"]) == (0.9, 0)
-    assert seen["base"]["rates"] == pytest.approx([0.0001, 0.0002]), "2e-3 after 20 steps of warm-up"
+    assert optimizer_of(seen["base"]) == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
+    assert optimizer_of(seen["others"]) == ("SGD", {"momentum": 0.9, "weight_decay": 0}), "--optimizer sgd"
+    assert seen["base"]["rates"] == pytest.approx([0.0001]), "2e-3 after 20 steps of warm-up"
     assert seen["others"]["rates"] == pytest.approx([0.0005, 0.0010])
     (whole,), parts = seen["base"]["micro_batches"], seen["accumulation_steps"]["micro_batches"]
     assert parts == [(whole[0] // 3, *whole[1:])] * 3, "--accumulation-steps 3: three micro-batches"
-    assert got["accumulation_steps"] == pytest.approx(base[:2], rel=1e-4)
+    assert got["accumulation_steps"] == pytest.approx(base, rel=1e-4)
     assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True), "--check-collectives"
     assert seen["base"]["threads"] == 1
 
@@ -166,7 +155,7 @@ def test_the_mesh_reaches_the_strategy(name, kind, size, tmp_path):
     axes = MESHES[name, kind, size]
     named = {"strategy": name, "implementation": kind, "mesh": ",".join(f"{axis}={n}" for axis, n in axes.items())}
     pipeline = {"microbatches": 2} if "pipeline" in name else {}
-    config = configure(size=size, run_dir=tmp_path / "run", **BASE | {"layers": 2}, **named, **pipeline)
+    config = configure(size=size, run_dir=tmp_path / "run", **BASE, **named, **pipeline)
     for (seen,) in launch(observe, size, ([config], [mesh_of])):
         assert seen["looked"] == axes, "--mesh"
 
@@ -259,28 +248,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, kind", [case for case, options in CASES.items() if options])
-def test_a_strategys_options_reach_it(name, kind, tmp_path):
-    """A run with the defaults, which is looked at for every option, and one run for each option."""
+@pytest.mark.parametrize("name, kind", KINDS)
+def test_options_reach_every_strategy(name, kind, tmp_path):
+    """In one launch: a run with the defaults, one for each of VARIANTS, and one for each option of the strategy."""
     size = size_of(name, kind)
     own = {option: OWN[option](name, kind) for option in CASES[name, kind]}
 
     def look_for_all(run, seen):
         return {option: look(run, seen) for option, (_, look, *_) in own.items()}
 
-    common = BASE | {"strategy": name, "implementation": kind, "steps": 1}
+    common = BASE | {"strategy": name, "implementation": kind}
+    pipeline = "pipeline" in name  # its own options want more layers, and its micro-batches as they are by default
+    less = {"microbatches": 2} if pipeline else {}
+    more = {"layers": 4} if pipeline else {}
     if name in ("pipeline+ddp", "pipeline+fsdp"):
-        common["mesh"] = f"pipeline=2,{'data' if name == 'pipeline+ddp' else 'shard'}=1"
-    settings = {"defaults": {}, **{option: settings for option, (settings, *_) in own.items()}}
-    configs = [configure(size=size, run_dir=tmp_path / option, **common | more) for option, more in settings.items()]
-    looks = [look_for_all, *(look for _, look, *_ in own.values())]
-    before, *after = launch(observe, size, (configs, looks), timeout=180)[-1]
-    for (option, (_, _, default, then)), seen in zip(own.items(), after, strict=True):
+        more["mesh"] = f"pipeline=2,{'data' if name == 'pipeline+ddp' else 'shard'}=1"
+    settings = {option: less | variant for option, variant in {"base": {}, **VARIANTS}.items()}
+    settings |= {"defaults": more} if pipeline else {}
+    settings |= {f"own-{option}": more | changed for option, (changed, *_) in own.items()}
+    defaults = "defaults" if pipeline else "base"
+    looks = dict.fromkeys(settings, lambda run, seen: None) | {defaults: look_for_all}
+    looks |= {f"own-{option}": look for option, (_, look, *_) in own.items()}
+    configs = [configure(size=size, run_dir=tmp_path / run, **common | changed) for run, changed in settings.items()]
+    ranks = launch(observe, size, (configs, list(looks.values())), timeout=180)
+    seen = dict(zip(settings, ranks[-1], strict=True))
+    check_the_runs_options(seen, {run: numbers(tmp_path / run) for run in ("base", *VARIANTS)})
+    before = seen[defaults]["looked"]
+    for option, (_, _, default, then) in own.items():
         if default is None:
-            assert before["looked"][option] != then, option
+            assert before[option] != then, option
         else:
-            assert before["looked"][option] == default, option
-        assert seen["looked"] == then, option
+            assert before[option] == default, option
+        assert seen[f"own-{option}"]["looked"] == then, option
 
 
 def test_every_option_is_tested():

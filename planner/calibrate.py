@@ -5,6 +5,7 @@ On the CPU with gloo, or on GPUs with NCCL where there are any.
 
 import json
 import os
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from planner.layer_time import of_layer
 from planner.layout import Layout
 from planner.models import course_gpt
 
-SIDES = (256, 512, 1024)  # of square matrices, on the CPU; 16 times as large on a GPU
+SIDE = 1024  # of a square matrix, on the CPU; 16 times as large on a GPU
 SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of messages
 BLOCK = {"width": 128, "heads": 4, "sequence": 128, "micro_batch": 8}  # of the course's GPT by default, on two ranks
 
@@ -39,21 +40,13 @@ def best_of(work, times: int = 5) -> float:
 
 
 def products(device, dtype) -> tuple[float, float]:
-    """(FLOP/s of large products, seconds before a product begins), by chapter 01's fit of time against operations."""
+    """(FLOP/s of a large product, seconds that a product takes at least)."""
     import torch
 
-    from course.intro.costs import fit
-
-    sides = [side * (16 if device.type == "cuda" else 1) for side in SIDES]
-    operations, seconds = [], []
-    for side in sides:
-        a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-        operations.append(2 * side**3)
-        seconds.append(best_of(lambda a=a, b=b: a @ b))
-    start, per_operation = fit(operations, seconds)
-    if per_operation <= 0:  # a busy machine was slower with small products than with large ones
-        return operations[-1] / seconds[-1], 0.0
-    return 1 / per_operation, max(0.0, start)
+    side = SIDE * (16 if device.type == "cuda" else 1)
+    large, tiny = (torch.ones(n, n, device=device, dtype=dtype) for n in (side, 8))
+    start = best_of(lambda: [tiny @ tiny for _ in range(100)]) / 100
+    return 2 * side**3 / best_of(lambda: large @ large), start
 
 
 def memory_rate(device) -> float:
@@ -64,7 +57,7 @@ def memory_rate(device) -> float:
     return 2 * 4 * tensor.numel() / best_of(lambda: tensor.mul_(1.0))
 
 
-def block(device) -> float:
+def block(device, times: int = 20) -> float:
     """Seconds of a block of this course's GPT, forward and backward, on one micro-batch of the shape BLOCK."""
     import torch
 
@@ -73,7 +66,19 @@ def block(device) -> float:
     torch.manual_seed(0)
     layer = Block(BLOCK["width"], BLOCK["heads"]).to(device)
     x = torch.randn(BLOCK["micro_batch"], BLOCK["sequence"], BLOCK["width"], device=device, requires_grad=True)
-    return best_of(lambda: layer(x).sum().backward())
+    return best_of(lambda: layer(x).sum().backward(), times)
+
+
+def crowded_block() -> float:
+    """On each rank, while the others do the same: there are more ranks than cores, so it is the mean that counts."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin, times = time.perf_counter(), 40
+    for _ in range(times):
+        block(torch.device("cpu"), times=1)
+    return (time.perf_counter() - begin) / (2 * times)  # one to warm up, and one that is timed
 
 
 def one_rank() -> dict[str, float]:
@@ -91,15 +96,31 @@ def one_rank() -> dict[str, float]:
 
 
 def messages() -> list[float]:
-    """On each rank: seconds of an all-reduce of each of SIZES."""
+    """On each rank: seconds that an all-reduce of each of SIZES adds to work that goes before it.
+
+    In a training, ranks come to a message one after the other, and with more ranks than cores some have yet to be given
+    a core: so a message costs more there than in a row of messages. Medians: the best case is not the usual one.
+    """
     import torch
     import torch.distributed as dist
+
+    a = torch.ones(512, 512)
+
+    def usual(work) -> float:
+        found = []
+        for _ in range(15):
+            begin = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
 
     seconds = []
     for size in SIZES:
         tensor = torch.ones(size // 4)
         dist.barrier()
-        seconds.append(best_of(lambda tensor=tensor: dist.all_reduce(tensor)))
+        alone = usual(lambda: a @ a)
+        dist.barrier()
+        seconds.append(max(1e-6, usual(lambda tensor=tensor: (a @ a, dist.all_reduce(tensor))) - alone))
     return seconds
 
 
@@ -129,9 +150,11 @@ def measure(ranks: int) -> dict[str, float]:
     at_once = min(ranks, cores or 1)
     found = launch(one_rank, at_once, timeout=300)
     alpha, link = links(ranks) if ranks > 1 else (1e-5, 1e9)
-    slowest = {name: min(rank[name] for rank in found) for name in ("peak", "hbm")}
-    slowest |= {name: max(rank[name] for rank in found) for name in ("kernel", "block")}
-    return slowest | {"alpha_link": alpha, "link": link, "cores": cores}
+    usual = {name: statistics.median(rank[name] for rank in found) for name in found[0]}
+    if 0 < cores < ranks:
+        crowded = statistics.median(launch(crowded_block, ranks, timeout=300))
+        usual["crowding"] = max(1.0, crowded / (usual["block"] * ranks / cores))
+    return usual | {"alpha_link": alpha, "link": link, "cores": cores}
 
 
 def passes(here: GPU, constants: Constants, seconds: float) -> float:

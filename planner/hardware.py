@@ -24,7 +24,8 @@ class GPU:
     link:       bytes per second that a GPU sends to others of its node at most, in one direction
     pcie:       bytes per second to the host in one direction
     attention:  share of the peak that fused attention reaches, forward and backward together
-    cores:      of a processor: how many processes compute at once; more take turns. 0: each has a device of its own
+    cores:      of a processor: how many processes compute at once; more take turns, which makes all of
+                them slower by a factor (crowding). 0: each has a device of its own
     """
 
     name: str
@@ -39,6 +40,7 @@ class GPU:
     peak_fp8: float = 0.0
     gpus_per_node: int = 8
     cores: int = 0
+    crowding: float = 1.0
 
 
 GIB = 2**30
@@ -131,6 +133,7 @@ def read_here(path: Path | str) -> GPU | None:
 def here(found: dict) -> GPU:
     """This machine's processor, of the numbers that `calibrate` measured."""
     rates = {name: found[name] for name in ("peak", "hbm", "link")} | {"cores": int(found.get("cores", 0))}
+    rates["crowding"] = found.get("crowding", 1.0)
     return GPU(
         "here", achievable=1.0, memory=found.get("memory", 8 * GIB), pcie=found["hbm"], attention=0.5,
         source="measured by calibrate", gpus_per_node=found.get("processes", 8), **rates,
@@ -156,7 +159,8 @@ def cluster(
             f"--gpus {gpus} are no whole number of nodes of {per_node}; change --gpus or --gpus-per-node"
         )
     if 0 < one.cores < gpus:
-        one = replace(one, peak=one.peak * one.cores / gpus, hbm=one.hbm * one.cores / gpus)
+        share = one.cores / gpus / one.crowding
+        one = replace(one, peak=one.peak * share, hbm=one.hbm * share)
     usual, number = USUAL.get(one.name, ("infiniband-400", 8))
     rate, _ = lookup(network or usual, NETWORKS, "network")
     number = adapters or (per_node if number in (8, 72) else number)

@@ -57,6 +57,8 @@ def measure(make: Callable, half: bool = False) -> Measured:
         torch.set_default_dtype(torch.bfloat16 if half else before)
         try:
             made = make()
+        except Exception as error:  # it is the user's
+            raise UserError(f"the function failed: {type(error).__name__}: {error}") from error
         finally:
             torch.set_default_dtype(before)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
@@ -64,9 +66,12 @@ def measure(make: Callable, half: bool = False) -> Measured:
         module = made[0]
         try:
             kept, flops = _run(*made)
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise UserError(f"the module cannot be run on tensors without values: {why}") from error
+        except UserError:
+            raise
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            what = f"the module cannot be run on tensors without values: {type(error).__name__}: {why}"
+            raise UserError(what) from error
     rows = (torch.nn.ModuleList, torch.nn.Sequential)
     units = [child for each in module.modules() if isinstance(each, rows) for child in each]
     units += [child for child in module.children() if not isinstance(child, rows)]
@@ -87,7 +92,10 @@ def _run(module, inputs) -> tuple[int, int]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = module(*inputs)
         outputs = [output] if torch.is_tensor(output) else [x for x in output if torch.is_tensor(x)]
-        sum(x.sum() for x in outputs if x.requires_grad).backward()
+        trained = [x.sum() for x in outputs if x.requires_grad]
+        if not trained:
+            raise UserError("nothing in the module is trained: no output depends on a parameter that wants a gradient")
+        sum(trained).backward()
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), counter.get_total_flops()
 
 
@@ -113,7 +121,10 @@ def load(what: str) -> Callable:
         raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's
+        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function '{name}'")
     return getattr(module, name)

@@ -203,6 +203,9 @@ def test_any_module_is_measured(capsys, tmp_path):
         "def alone():\n    return torch.nn.Linear(1, 1)\n"
         "class Asks(torch.nn.Linear):\n    def forward(self, x):\n        return x * float(x.sum())\n"
         "def asks():\n    return Asks(1, 1), (torch.randn(1),)\n"
+        "def frozen():\n    return torch.nn.Linear(1, 1).requires_grad_(False), (torch.randn(1),)\n"
+        "def raises():\n    raise ValueError('no such layer')\n"
+        "def many():\n    return torch.nn.Linear(1, 1), (torch.randn(1), torch.randn(1))\n"
     )
     line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
     main(["measure", f"{file}:model", *line.split()])
@@ -212,7 +215,12 @@ def test_any_module_is_measured(capsys, tmp_path):
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
     assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
     assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000, "a layer and the next one"
+    (tmp_path / "cut.py").write_text("def model(:")
     for what, words in (
+        (f"{file}:frozen", "nothing in the module is trained"),
+        (f"{file}:raises", "ValueError: no such layer"),
+        (f"{file}:many", "TypeError"),
+        (f"{tmp_path / 'cut.py'}:model", "SyntaxError"),
         (f"{file}:none", "no function 'none'"),
         ("nowhere.py:f", "no such file"),
         (f"{file}:alone", "should return (module, inputs)"),

@@ -1,5 +1,7 @@
 """The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import SMALL, config_of, configure, every_strategy, metrics, numbers, train
@@ -12,6 +14,7 @@ from common.model import GPT, cross_entropy
 from common.task import make_task
 from common.validation import validate
 from course.model_parallel.moe_model import MixtureGPT
+from course.strategies import load
 
 AT_ONCE = 3  # examples on each rank; so on 4 ranks the last 13 - 12 leave three ranks without any
 
@@ -67,6 +70,19 @@ def test_every_example_counts_once():
     for size in (1, 4):  # on four ranks five each time: the last three examples are rank 2's, and rank 3 has none
         found = launch(seeded, size, (configure(size=size, **SMALL, strategy="ddp"),))
         assert found == pytest.approx([expected] * size, rel=1e-6), f"on {size} rank(s)"
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "by-hand"])
+def test_a_pipelines_last_stage_computes_the_loss_in_float32(kind):
+    """Its logits may have 16 bits, of which bfloat16 leaves a loss two or three digits."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 16, 256).bfloat16(), torch.randint(256, (2, 16))
+    last = SimpleNamespace(evaluate=lambda modules, axis, inputs, loss, *more: loss(logits))
+    strategy = SimpleNamespace(
+        stages=last, executor=SimpleNamespace(stages=[]), modules=[], pipeline=None, autocast=None
+    )
+    loss = load("pipeline", kind).evaluate(strategy, None, targets)
+    assert (loss.dtype, loss) == (torch.float32, cross_entropy(logits.float(), targets)), "the loss of 16-bit logits"
 
 
 def seeded(config) -> float:

@@ -1,5 +1,6 @@
 """The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -101,8 +102,8 @@ def short(configs) -> None:
     train(configs)
 
 
-def test_training_is_the_same_with_and_without(tmp_path):
-    """Every number of every step, and the metrics have the losses where they were asked for."""
+def test_training_is_the_same_with_and_without(tmp_path, capfd):
+    """Every number of every step, and metrics and terminal have the losses where they were asked for."""
     plain = SMALL | {"steps": 5, "checkpoint_every": 0}
     lines = ["--strategy ddp", "--strategy fsdp", "--strategy zero2", "--strategy fsdp --by-hand"]
     configs = [
@@ -111,6 +112,8 @@ def test_training_is_the_same_with_and_without(tmp_path):
         for more in ("", "--validate-every 2")
     ]
     launch(short, 2, (configs,), timeout=120)
+    told = re.findall(r"step (\d)/5  validation loss \d", capfd.readouterr().out)
+    assert told == ["2", "4", "5"] * len(lines), "steps in which the validation loss is told, also between --log-every"
     for number, _ in enumerate(lines):
         records = metrics(tmp_path / f"{number}--v")
         assert [record["step"] for record in records if "validation_loss" in record] == [2, 4, 5]

@@ -112,6 +112,13 @@ def test_links_of_a_cluster_are_as_wide_as_their_bandwidth():
     assert sorted(set(widths)) == [1.0, 1.26, 9.0] and all(widths.count(width) == 8 for width in set(widths))
 
 
+def test_error_bars_reach_from_the_lower_quartile_to_the_upper():
+    row, line = (2e-6, 3e-6, 7e-6), (1e-6, 1e-9)
+    ax = networks.line([8, 64], {"a": [row, row], "b": [row, row]}, {"a": line, "b": line}, "title").axes[0]
+    ends = [[round(y, 6) for _, y in segment] for bars in ax.collections for segment in bars.get_segments()]
+    assert ends == [[2, 7]] * 4, "µs, around a median of 3"
+
+
 def test_the_sliders_of_an_all_reduce_show_the_times_of_the_algorithms():
     algorithms = {"ring": lambda n, cluster: cluster + n / 1e9, "tree": lambda n, cluster: 2 * cluster + n / 1e9}
     lab = networks.AllReduceLab(algorithms, lambda nodes, alpha_in, alpha_out, link_out: nodes * 1e-3)

@@ -107,6 +107,26 @@ def test_only_numbers_with_a_point_are_multiplied():
     assert numbers.tolist() == [0.75, -3.0] and (places.tolist(), name) == ([3, 4], "sum"), "places in a tensor"
 
 
+def test_a_seed_draws_the_same_cases_again():
+    """And another one others: a teacher who grades a class in two parts asks both the same."""
+    exercise = check.exercises_of("01_intro")[0]
+    cases = {exercise.name: lambda drawn, size: [drawn.random()]}
+    once, again, other = (
+        list(fresh.with_fresh_cases([exercise], Path("unused"), {}, cases, seed)[0].check(4))[-1] for seed in (1, 1, 2)
+    )
+    assert once == again != other, "cases drawn with the seeds 1, 1 and 2"
+
+
+def test_cases_are_varied_where_other_numbers_are_other_answers():
+    def varied(argument, expected=0.0):
+        return fresh.can_be_varied(ExerciseCase("a case", [(argument,)], [expected], None))
+
+    assert varied(torch.tensor([0.0, -2.0]))
+    assert not varied(torch.zeros(2)) and not varied((3, "sum")), "nothing to multiply"
+    assert not varied(torch.tensor([2.0**127])), "it would overflow"
+    assert not varied(torch.ones(2), expected=lambda value: None), "a judge knows its own case alone"
+
+
 def test_a_solution_that_fails_is_no_expectation(monkeypatch):
     good = SimpleNamespace(status="returned", value=1, text="")
     bad = SimpleNamespace(status="raised", value=None, text="ZeroDivisionError")
@@ -171,6 +191,8 @@ def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
     (tmp_path / "=cmd.py").write_text("def f(:")
     (tmp_path / "both.py").write_text("def f(:")
     (tmp_path / "both").mkdir()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / ".hidden.py").touch()
     pages = tmp_path / "pages"
     found = classes.submissions(tmp_path)
     assert list(found) == ["=cmd", "both", "both.py", "dangling", "large", "nobody", "pipe"]
@@ -181,6 +203,24 @@ def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
     assert rows["pipe"]["note"] == rows["dangling"]["note"] == "not a file"
     assert {row["points"] for name, row in rows.items() if name != "stderr"} == {"0"}
     assert (pages / "large.md").read_text() == "# large\n\n```\nlarge.py is larger than 1 MiB\n```\n"
+
+
+def test_submissions_see_no_other_and_bring_their_folder(tmp_path, capfd, monkeypatch):
+    """What is hidden is the folder of the class, whether a submission is a file or a folder in it."""
+    (tmp_path / "jane" / "package").mkdir(parents=True)
+    for name in ("jane/exercises.py", "jane/package/helper.py", "ann.py"):
+        (tmp_path / name).touch()
+    seen = []
+
+    def one(grading, copied, hidden):
+        seen.append((sorted(str(path.relative_to(copied.parent)) for path in copied.parent.rglob("*.py")), hidden))
+        return "not graded here"
+
+    monkeypatch.setattr(Grading, "one", one)
+    for name in ("ann.py", "jane/exercises.py"):
+        Grading([], {}, 60.0).all({"x": tmp_path / name})
+    assert [files for files, _ in seen] == [["ann.py"], ["exercises.py", "package/helper.py"]], "files of a submission"
+    assert [hidden for _, hidden in seen] == [(tmp_path.resolve(),)] * 2, "folders that look empty"
 
 
 def test_no_cell_is_a_formula():

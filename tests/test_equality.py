@@ -182,11 +182,39 @@ def test_a_reference_that_does_not_train_is_refused():
     assert refusal.value.what == "nothing changed"
 
 
+def test_a_reference_that_is_clipped_otherwise_than_it_says_is_refused():
+    for case in (CASES[0], dataclasses.replace(CASES[0], max_norm=100.0)):
+        (reference,) = equality.references((CASES[0],))
+        norms = [0.2, 101.0][case.max_norm > 1]
+        wrong = dataclasses.replace(reference, grad_norms=[*reference.grad_norms[:-1], norms])
+        equality.check_something_happened(case, reference)
+        with pytest.raises(NotEqual, match="clipping at .* met norms"):
+            equality.check_something_happened(case, wrong)
+            pytest.fail(f"clipping at {case.max_norm} is taken for at work or idle where a norm is {norms}")
+
+
+def with_a_still_embedding(model_class):
+    model = equality.tied(model_class)
+    model.embedding.positions.requires_grad_(False)
+    return model
+
+
+def test_a_reference_in_which_something_frozen_moves_is_refused():
+    (reference,) = equality.references((CASES[0],))
+    with pytest.raises(NotEqual, match="embedding.positions.weight moved by"):
+        equality.check_something_happened(dataclasses.replace(CASES[0], make_model=with_a_still_embedding), reference)
+        pytest.fail("a frozen parameter has moved, and nobody says so")
+
+
 def test_a_missing_tensor_is_refused():
     (reference,) = equality.references((CASES[0],))
     short = equality.Outcome(reference.losses, reference.grad_norms, dict(list(reference.state.items())[1:]))
     with pytest.raises(NotEqual, match="do not both hold"):
         equality.compare(CASES[0], reference, [short], "short")
+    nothing = equality.Outcome(reference.losses, reference.grad_norms, {})
+    with pytest.raises(NotEqual, match="rank 0 and one process do not both hold"):
+        equality.compare(CASES[0], reference, [nothing], "nothing")
+        pytest.fail("rank 0 has put nothing together, and it is taken for equal")
     wrong = dict(reference.state)
     name = next(name for name in wrong if name.startswith("optimizer/"))
     wrong[name] = wrong[name] * 1.001
@@ -200,12 +228,20 @@ def test_what_another_rank_than_0_holds_is_compared():
     numbers = reference.losses, reference.grad_norms
     name, expected = "model/blocks.0.mlp.up.weight", reference.state["model/blocks.0.mlp.up.weight"]
 
-    def held(values):
+    def held(values, name=name):
         ranks = [equality.Outcome(*numbers, reference.state), equality.Outcome(*numbers, {})]
-        ranks[1].own.append((name, whole(expected), values.flatten()))
+        ranks[1].own.append((name, whole(values), values.flatten()))
         return ranks
 
     equality.compare(CASES[0], reference, held(expected), "right")
+    near = equality.compare(CASES[0], reference, held(expected + 1e-5 * expected.abs().max()), "near")
+    assert near.parameters == pytest.approx(1e-5, rel=0.1), "the largest difference, told of all ranks"
+    with pytest.raises(NotEqual, match="rank 1 holds model/other, one process does not"):
+        equality.compare(CASES[0], reference, held(expected, "model/other"), "other")
+        pytest.fail("a tensor that one process does not have is taken for equal")
+    with pytest.raises(NotEqual, match="on rank 1 is part of a tensor of shape"):
+        equality.compare(CASES[0], reference, held(expected.T.contiguous()), "turned")
+        pytest.fail("a tensor of another shape is taken for equal")
     off = expected.clone()
     off[3, 5] *= 1.01
     off[3, 5] += 0.01
@@ -215,7 +251,7 @@ def test_what_another_rank_than_0_holds_is_compared():
 
 
 def test_the_numbers_of_every_rank_and_step_are_compared():
-    """A thousandth off, on the last rank and in the last step, is seen; a ten-millionth is not; no number is none."""
+    """A thousandth off, on the last rank and in the last step, is seen; what rounding makes is not; nan is."""
     (reference,) = equality.references((CASES[0],))
 
     def ranks(**off):
@@ -225,7 +261,11 @@ def test_the_numbers_of_every_rank_and_step_are_compared():
             getattr(outcomes[2], numbers)[-1] *= factor
         return outcomes
 
-    equality.compare(CASES[0], reference, ranks(losses=1 + 1e-7, grad_norms=1 - 1e-7), "near")
+    near = equality.compare(CASES[0], reference, ranks(losses=1 + 1e-5, grad_norms=1 - 2e-5), "near")
+    assert (near.loss, near.grad_norm) == pytest.approx((1e-5, 2e-5), rel=0.1), "the largest differences, of all ranks"
+    assert not near.bitwise and near.parameters == 0
+    (_, row) = equality.table([near]).splitlines()
+    assert re.fullmatch(r"sgd, accumulate 1, tied, clipped +1\.0e-05 +2\.0e-05 +bitwise +bitwise ", row)
     step = len(reference.losses)
     for numbers, what in (("losses", "loss"), ("grad_norms", "grad_norm")):
         for factor in (1.001, 0.999, float("nan")):

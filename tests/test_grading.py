@@ -1,11 +1,14 @@
 """The engine's judgement and the patterns of messages, without ranks: what is compared, what is accepted, what is
 said."""
 
+import signal
+
 import pytest
 import torch
 
 from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
+from common.grading.feedback import column_of, table
 from common.lab.ledger import LedgerEntry
 
 
@@ -79,6 +82,7 @@ DIFFERENCES = [
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), None),
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), ("[1, 2]", "[1, 2.0999999]")),
     (torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), None),
+    (torch.tensor([1.0]), torch.tensor([1.00005]), ("[1]", "[1.0000")),
     (torch.tensor([0.0]), torch.tensor([1e-7]), ("[0]", "[1e-07]")),
     (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
     (
@@ -92,12 +96,14 @@ DIFFERENCES = [
         ("a tensor of shape (2, 1) and type float32", "a tensor of shape (2,) and type float32"),
     ),
     (torch.zeros(20), torch.zeros(20).index_fill(0, torch.tensor([7, 9]), 3.0), ("0 at element 7", "3 (2 of 20")),
+    (torch.zeros(4, 5), torch.eye(4, 5), ("0 at element [0, 0]", "1 (4 of 20")),
     ([1, 2], [1, 2], None),
+    ([1, 2], [1, torch.ones(1)], ("int 2 as item 1", "a tensor of shape (1,)")),
     ([1, 2], [1, 3], ("[1, 2]", "[1, 3]")),
     ([1, 2], [1], ("[1, 2]", "[1]")),
-    (["a", "b"], ["a", "c"], ("b as item 1", "c")),
+    (["a", "b", "c"], ["a", "x", "y"], ("b as item 1", "x")),
     (15.25, 15.25 * (1 + 1e-8), None),
-    (15.25, 15.26, ("15.25", "15.26")),
+    (15.25, 15.2501, ("15.25", "15.2501")),
     ("F0 F1", "F0 F1", None),
     ("F0 F1", "F1 F0", ("F0 F1", "F1 F0")),
     (3, None, ("int 3", "None")),
@@ -114,6 +120,14 @@ def test_what_is_different_is_told(expected, got, told):
     else:
         assert found is not None, f"{got} is taken for {expected}"
         assert found[0].startswith(told[0]) and found[1].startswith(told[1]), found
+
+
+def test_what_a_rank_returned_stays_as_it_was():
+    """A function may give the same tensor at every call."""
+    buffer = torch.ones(2)
+    kept = values.plain([buffer])
+    buffer.zero_()
+    assert kept[0].tolist() == [1, 1], "a result that was changed after the call"
 
 
 EXERCISE = Exercise("sum", 3, "easy", lambda size: [], "a hint")
@@ -139,6 +153,28 @@ def test_a_verdict_looks_at_every_rank_and_names_the_first_that_is_wrong():
     empty = CallOutcome("not attempted")
     assert judged([[empty], [empty]]).status == "not attempted"
     assert judged([[empty], returned()]).status == "wrong", "one rank answers, one does not"
+
+
+def test_what_was_printed_is_shown_of_a_right_answer_too():
+    case = ExerciseCase("the case", [(), ()], [5, 5], patterns.nothing_sent)
+    exercise = Exercise("sum", 3, "easy", lambda size: [case] * (size == 2), "a hint")
+    ranks = [[CallOutcome("returned", 5, printed=f"I am {rank}\n")] for rank in range(2)]
+    verdicts = engine.grade([(exercise, "f")], None, run=lambda file, jobs, size: dict.fromkeys(jobs, ranks))
+    assert (verdicts[0].status, verdicts[0].printed) == ("right", ("rank 0: I am 0", "rank 1: I am 1"))
+    assert "  printed   rank 0: I am 0\n            rank 1: I am 1" in table(verdicts)
+    assert "printed" not in table(verdicts * 2), "of many exercises the wrong ones alone"
+
+
+def test_of_many_lines_the_first_are_shown():
+    shown = column_of("printed", tuple(f"line {number}" for number in range(20)))
+    assert (len(shown), shown[0], shown[11]) == (13, "  printed   line 0", "            line 11")
+    assert shown[12] == "            ... and 8 lines more", "how many lines are left out"
+
+
+def test_no_alarm_is_left_when_a_call_is_over():
+    with engine._alarm():
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "seconds until an alarm that nobody waits for"
 
 
 def test_a_cause_comes_before_its_consequence():

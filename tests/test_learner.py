@@ -91,6 +91,7 @@ def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     assert values.inputs([(x,), (x.double(),)], "f") == ["rank 0: f([1.5, 2])", "rank 1: f([1.5, 2] (2 float64))"]
     assert values.argument(torch.ones(300_000)) == "[1, 1, 1, ...] (300,000 float32)"
     assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"
+    assert values.argument(tuple(range(20))) == "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"
     assert len(values.argument("x" * 100)) == 60
 
 

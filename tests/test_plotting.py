@@ -110,6 +110,10 @@ def test_links_of_a_cluster_are_as_wide_as_their_bandwidth():
     lines = networks.cluster(450, 63, 50, nodes=2, gpus=4).axes[0].lines
     widths = [line.get_linewidth() for line in lines]
     assert sorted(set(widths)) == [1.0, 1.26, 9.0] and all(widths.count(width) == 8 for width in set(widths))
+    drawn = {line.get_linewidth(): line.get_color() for line in lines}
+    assert drawn == {9.0: plotting.BLUE, 1.26: plotting.GREEN, 1.0: plotting.VERMILION}, "colours of the kinds of link"
+    words = [text.get_text() for text in lines[0].axes.texts]
+    assert words[-3:] == ["NVLink\n450 GB/s each", "PCIe\n63 GB/s each", "network\n50 GB/s each"]
 
 
 def test_error_bars_reach_from_the_lower_quartile_to_the_upper():
@@ -117,14 +121,25 @@ def test_error_bars_reach_from_the_lower_quartile_to_the_upper():
     ax = networks.line([8, 64], {"a": [row, row], "b": [row, row]}, {"a": line, "b": line}, "title").axes[0]
     ends = [[round(y, 6) for _, y in segment] for bars in ax.collections for segment in bars.get_segments()]
     assert ends == [[2, 7]] * 4, "µs, around a median of 3"
+    fitted = next(mark for mark in ax.lines if len(mark.get_xdata()) > 2)
+    assert list(fitted.get_ydata()[[0, -1]]) == pytest.approx([1.008, 1.064]), "1 µs, and 1 ns for each byte"
+    assert [text.get_position()[1] for text in ax.texts] == pytest.approx([1.064] * 2), "names at the ends of the lines"
 
 
 def test_the_sliders_of_an_all_reduce_show_the_times_of_the_algorithms():
     algorithms = {"ring": lambda n, cluster: cluster + n / 1e9, "tree": lambda n, cluster: 2 * cluster + n / 1e9}
-    lab = networks.AllReduceLab(algorithms, lambda nodes, alpha_in, alpha_out, link_out: nodes * 1e-3)
+    asked = []
+    lab = networks.AllReduceLab(algorithms, lambda nodes, *more: asked.append(more) or nodes * 1e-3)
     fig = lab.draw(size=networks.MiB, nodes=4, alpha_in=3, alpha_out=6, link_out=50)
+    assert asked == [(3, 6, 50)] * 2, "latency inside a node, latency and bandwidth between nodes; first as it begins"
     texts = [text.get_text() for text in fig.axes[0].texts]
     assert texts == ["ring: 5.05 ms", "tree: 9.05 ms", "1 MiB:"], "the fastest below, and 1 MiB takes 1.05 ms"
+    ring, at_ring, tree, at_tree = [mark.get_xydata() for mark in fig.axes[0].lines[:4]]
+    for curve, point, ms in ((ring, at_ring, 5.05), (tree, at_tree, 9.05)):
+        assert point.tolist() == [[networks.MiB, pytest.approx(ms, abs=0.01)]], "the point of this size"
+        assert any(point[0] == pytest.approx(place) for place in curve), "it lies on its curve"
+    assert fig.axes[0].get_title().startswith("all-reduce on 4 nodes of 8 GPUs, 50 GB/s")
+    assert lab.draw(networks.MiB, 1, 3, 6, 50).axes[0].get_title().startswith("all-reduce on 1 node of")
 
 
 def test_collective_shows_every_chunk_in_its_ranks_colours():
@@ -135,6 +150,7 @@ def test_collective_shows_every_chunk_in_its_ranks_colours():
     rgba = [plt.matplotlib.colors.to_rgba(colour) for colour in plotting.PALETTE]
     # 10, 20: rank 1; nothing; 3: rank 0; 13: ranks 0 and 1; 1000: rank 3
     assert painted == [rgba[1], rgba[1], rgba[0], rgba[0], rgba[1], rgba[3]], "colours of the ranks whose data it is"
+    assert ax.yaxis_inverted(), "rank 0 at the top"
 
 
 def test_collective_takes_other_labels():
@@ -149,6 +165,9 @@ def test_timeline_is_in_milliseconds_from_the_first_start():
     spans = sorted((round(bar.x0, 6), round(bar.x1, 6), round((bar.y0 + bar.y1) / 2)) for bar in bars)
     assert spans == [(0, 2, 0), (1, 4, 1)], "from, to (ms since the earliest start), rank"
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["add", "send"]
+    assert ax.yaxis_inverted(), "rank 0 at the top"
+    fig = plotting.timeline([(0, "send", 0.0, 1.0)], colours={"send": plotting.GREEN})
+    assert to_hex(fig.axes[0].collections[0].get_facecolor()[0]).upper() == plotting.GREEN, "the colour that was given"
 
 
 class Timeline:
@@ -174,12 +193,34 @@ def test_pipeline_draws_every_action_and_what_is_stored(memory):
         rgb = {kind: plt.matplotlib.colors.to_rgb(colour) for kind, (_, colour) in plotting.ACTIONS.items()}
         assert colours[:3] == [rgb["F"], rgb["B"], rgb["F"]]
         assert min(colours[3]) > min(rgb["F"]) and colours[3] != colours[2]  # the rank's second stage is paler
-        assert [text.get_text() for text in ax.texts].count("12") == 6
+        ink = [text.get_color() for text in ax.texts if text.get_text() == "12"]
+        assert ink == ["white", "white", "white", "black", "black", "white"], "numbers that can be read on their boxes"
+        assert ax.yaxis_inverted(), "rank 0 at the top"
         assert [text.get_text() for text in ax.texts if text.get_text() != "12"] == ([" 1", " 2/2"] if memory else [])
     legend = [text.get_text() for text in fig.legends[0].get_texts()]
     stored = ["activations stored, with their peak"] * memory
     assert legend == ["forward", "backward", "backward for input", "idle", *stored]
     assert fig.axes[-1].get_xlabel() == "time (ms)" and fig.axes[0].get_xlim() == fig.axes[1].get_xlim()
+
+
+class Shorter(Timeline):
+    """Ends after one unit."""
+
+    ranks = [[(0, 1, (0, "F", 12))], []]
+
+    def stored(self, rank):
+        return [[(0, 1), (1, 0)], []][rank]
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_panels_have_one_time_axis_and_places_without_one_are_empty(columns):
+    fig = plotting.pipeline({"one": Timeline(), "two": Timeline(), "short": Shorter()}, columns=columns)
+    assert [ax.get_title(loc="left") for ax in fig.axes if ax.get_visible()] == ["one", "two", "short"]
+    assert {ax.get_xlim() for ax in fig.axes[:3]} == {(0, 8 * 1.005)}, "the longest one's time on all axes"
+    unit = fig.axes[0].patches[0].get_window_extent().width * 72 / fig.dpi  # of the first box, in points
+    fig.canvas.draw()
+    sizes = {text.get_size() for text in fig.axes[0].texts if text.get_text() == "12"}
+    assert max(sizes) < unit, "two digits in a box of that width"
 
 
 class Fuller(Timeline):

@@ -114,6 +114,13 @@ def mean_in_float64(values):
     return total[0] / total[1]
 
 
+def mean_with_a_value_at_least(values):
+    """Whoever has no value counts as if there were one."""
+    total = torch.tensor([values.sum(), max(len(values), 1)])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
 def mean_as_a_number(values):
     return global_mean(values).item()
 
@@ -143,6 +150,12 @@ def bytes_of_whole_tensors(rank, size, elements, itemsize):
 
 def elements_not_bytes(rank, size, elements, itemsize):
     return ring_bytes(rank, size, elements, 1)
+
+
+def bytes_of_a_neighbour_past_the_end(rank, size, elements, itemsize):
+    """The last rank's right neighbour is rank 0, which may have one element more."""
+    chunks = [elements // size + (index < elements % size) for index in (rank, rank + 1)]
+    return (2 * elements - sum(chunks)) * itemsize
 
 
 def bytes_without_own_chunk_twice(rank, size, elements, itemsize):
@@ -181,6 +194,13 @@ def seconds_of_half_tensors_only(algorithm, size, nbytes, latency, bandwidth):
 def seconds_with_fractional_rounds(algorithm, size, nbytes, latency, bandwidth):
     if algorithm == "tree":
         return 2 * math.log2(size) * (latency + nbytes / bandwidth)
+    return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+def seconds_of_a_round_at_least(algorithm, size, nbytes, latency, bandwidth):
+    """One rank alone has nobody to send to."""
+    if algorithm == "tree":
+        return 2 * max(1, math.ceil(math.log2(size))) * (latency + nbytes / bandwidth)
     return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
 
 
@@ -231,6 +251,10 @@ def all_to_all_forgets_its_own(parts, lengths):
     received = all_to_all(parts, lengths)
     del received[dist.get_rank()]
     return received
+
+
+def all_to_all_without_the_empty(parts, lengths):
+    return [part for part in all_to_all(parts, lengths) if len(part)]
 
 
 def all_to_all_sends_everything_to_all(parts, lengths):
@@ -467,6 +491,10 @@ def halving_for_even_lengths(tensor):
     return halving_doubling_all_reduce(tensor)
 
 
+def halving_in_float32(tensor):
+    return halving_doubling_all_reduce(tensor.float())
+
+
 def ring_instead_of_halving(tensor):
     rank, size = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -495,7 +523,7 @@ def halving_with_both_lower_halves(tensor):
     return result
 
 
-# exercise -> (wrong answer, words that the checker's verdict must contain)
+# exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "ring_shift": [
         (shift_send_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in send, line"),
@@ -512,6 +540,7 @@ WRONG = {
         (mean_in_float64, "a tensor of shape () and type float32, got a tensor of shape () and type float64"),
         (mean_as_a_number, "expected a tensor of shape () and type float32, got float 15.25"),
         (mean_on_rank_0_only, "rank 1: expected 15.25, got "),
+        (mean_with_a_value_at_least, "3, 0 values on the ranks, rank 0: expected 2, got 1.5"),
     ],
     "ring_bytes": [
         (bytes_as_if_even, "ring_bytes(0, 4, 10, 4), rank 0: expected 56, got 60"),
@@ -519,19 +548,25 @@ WRONG = {
         (bytes_of_whole_tensors, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 192"),
         (elements_not_bytes, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 12"),
         (bytes_without_own_chunk_twice, "ring_bytes(1, 4, 10, 4), rank 0: expected 60, got 56"),
+        (bytes_of_a_neighbour_past_the_end, "ring_bytes(3, 4, 10, 4), rank 0: expected 60, got 64"),
     ],
     "all_reduce_seconds": [
         (seconds_with_one_latency, "('ring', 4, 80.0, 2.0, 10.0), rank 0: expected 24, got 14"),
         (seconds_of_whole_tensors_in_the_ring, "('ring', 4, 80.0, 2.0, 10.0), rank 0: expected 24, got 60"),
         (seconds_of_half_tensors_only, "('halving-doubling', 4, 80.0, 2.0, 10.0), rank 0: expected 20, got 24"),
         (seconds_with_fractional_rounds, "('tree', 5, 80.0, 2.0, 10.0), rank 0: expected 60, got 46.43"),
+        (seconds_of_a_round_at_least, "all_reduce_seconds('tree', 1, 80.0, 2.0, 10.0), rank 0: expected 0, got 20"),
     ],
     "all_to_all": [
         (all_to_all_sends_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in send, line"),
         (all_to_all_with_itself, "expected a result on every rank, got "),
-        (all_to_all_in_order_of_distance, "rank 1: expected a tensor of shape (2,) and type float32 as item 0, got"),
+        (
+            all_to_all_in_order_of_distance,
+            "rank 1: expected a tensor of shape (2,) and type float32 as item 0 ... got a tensor of shape (4,)",
+        ),
         (all_to_all_forgets_its_own, "rank 0: expected [[0], [10, 10, 10]], got [[10, 10, 10]]"),
         (all_to_all_sends_everything_to_all, "rank 0: expected 8 bytes to rank 1, got 8 bytes to rank 1, 8 bytes"),
+        (all_to_all_without_the_empty, "int64 parts, some empty, rank 0: expected [[], [10]], got [[10]]"),
     ],
     "tree_broadcast": [
         (broadcast_as_a_star, "world size 4, root 0, 5 elements: expected 2 rounds, as in a binomial tree, got 3"),
@@ -541,15 +576,24 @@ WRONG = {
         (broadcast_of_torch, "expected only sends and receives, got a call of broadcast"),
     ],
     "ring_all_gather": [
-        (gather_in_order_of_arrival, "world size 2, 10 elements, rank 1: expected [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
-        (gather_with_even_chunks, "world size 3, 10 elements, rank 0: expected [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
+        (
+            gather_in_order_of_arrival,
+            "world size 2, 10 elements, rank 1: expected [1, 2, 3, ... got [6, 7, 8, 9, 10, 1, 2, 3",
+        ),
+        (
+            gather_with_even_chunks,
+            "world size 3, 10 elements, rank 0: expected [1, 2, 3, ... got [1, 2, 3, 4, 5, 6, 7, 0, 8,",
+        ),
         (gather_from_everybody, "rank 0: expected 16 bytes to rank 1, 12 bytes to rank 1, got 16 bytes to rank 1, 16"),
         (gather_with_a_step_too_many, "expected 20 bytes to rank 1, got 20 bytes to rank 1, 20 bytes to rank 1"),
     ],
     "ring_reduce_scatter": [
         (scatter_of_the_next_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [66, 77, 88, 99, 110]"),
         (scatter_of_an_unfinished_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [1, 2, 3, 4, 5]"),
-        (scatter_without_passing_on_sums, "world size 3, 10 elements, rank 0: expected [111, 222, 333, 444], got"),
+        (
+            scatter_without_passing_on_sums,
+            "world size 3, 10 elements, rank 0: expected [111, 222, 333, 444] ... got [101, 202, 303, 404]",
+        ),
         (scatter_of_whole_tensors, "rank 0: expected 20 bytes to rank 1, got 40 bytes to rank 1"),
         (scatter_in_the_argument, "wrote into its arguments"),
     ],
@@ -558,6 +602,13 @@ WRONG = {
         (halving_without_doubling, "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88], got [11, 22, 33, 44, 0, 0"),
         (halving_for_even_lengths, "world size 2, 3 elements, rank 0: expected a result on every rank, got Val"),
         (ring_instead_of_halving, "world size 4, 8 elements, rank 0: expected messages to ranks [2, 1, 1, 2], got to"),
-        (halving_with_both_lower_halves, "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88], got"),
+        (
+            halving_with_both_lower_halves,
+            "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88] ... got [51, 62, 73, 84, 15, 26,",
+        ),
+        (
+            halving_in_float32,
+            "10 elements, rank 0: expected ... got a tensor of shape (10,) and type float32",
+        ),
     ],
 }

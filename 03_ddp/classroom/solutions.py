@@ -4,7 +4,9 @@ The table WRONG at the end says for which reason the checker must refuse each wr
 that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
 """
 
+import functools
 import math
+import operator
 import zlib
 from itertools import accumulate, cycle, islice
 
@@ -108,6 +110,13 @@ def accumulated_in_the_first(micro_gradients):
     for gradient in micro_gradients[1:]:
         total += gradient
     return accumulated_gradient([total]) / len(micro_gradients)
+
+
+def accumulated_by_reduce(micro_gradients):
+    """The sum of a single gradient is that gradient itself, which the all-reduce then writes into."""
+    total = functools.reduce(operator.add, micro_gradients)
+    dist.all_reduce(total)
+    return total / (len(micro_gradients) * dist.get_world_size())
 
 
 # --- learning_rate --------------------------------------------------------------------------------------------
@@ -396,6 +405,12 @@ def difference_of_bytes_only(parameters):
     return first_of(everybody(torch.tensor([zlib.crc32(p.contiguous().numpy().tobytes()) for p in parameters])))
 
 
+def difference_of_bytes_and_shapes(parameters):
+    """The same bytes may be numbers of another type."""
+    told = [zlib.crc32(f"{tuple(p.shape)}".encode() + p.contiguous().numpy().tobytes()) for p in parameters]
+    return first_of(everybody(torch.tensor(told)))
+
+
 def difference_known_to_some(parameters):
     """Compares with rank 0, where all have to be compared with all, and all have to know."""
     gathered = everybody(torch.tensor([fingerprint(parameter) for parameter in parameters]))
@@ -493,6 +508,14 @@ def accuracy_above_one(correct, size):
     return right.item() / size
 
 
+def accuracy_with_padding_on_the_last_rank(correct, size):
+    """Right where at most one example is repeated, as it always is on two ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    right = correct[: len(correct) - (-size % world if rank == world - 1 else 0)].sum()
+    dist.all_reduce(right)
+    return right.item() / size
+
+
 def accuracy_of_gathered(correct, size):
     gathered = everybody(correct)
     return torch.stack(gathered, 1).flatten()[:size].double().mean().item()
@@ -547,6 +570,17 @@ def examples_of_epoch_0(step, batch, size, seed, rank, world):
     return [shuffled(size, seed)[place % size] for place in range(first, first + batch // world)]
 
 
+def examples_of_seed_0(step, batch, size, seed, rank, world):
+    return examples_of_step(step, batch, size, 0, rank, world)
+
+
+def examples_of_two_epochs(step, batch, size, seed, rank, world):
+    """A batch may be longer than that."""
+    epoch, first = divmod(step * batch, size)
+    order = shuffled(size, seed + epoch) + shuffled(size, seed + epoch + 1)
+    return order[first:][rank * (batch // world) : (rank + 1) * (batch // world)]
+
+
 # --- uneven_steps ---------------------------------------------------------------------------------------------
 
 
@@ -584,6 +618,17 @@ def uneven_until_the_first_end(gradients, elements):
     results = [gradient / dist.get_world_size() for gradient in gradients[: int(steps)]]
     for result in results:
         dist.all_reduce(result)
+    return results
+
+
+def uneven_as_long_as_rank_0(gradients, elements):
+    steps, results = torch.tensor(len(gradients)), []
+    dist.broadcast(steps, src=0)
+    for step in range(int(steps)):
+        own = gradients[step] if step < len(gradients) else None
+        total = torch.zeros(elements + 1) if own is None else torch.cat([own, torch.ones(1)])
+        dist.all_reduce(total)
+        results.append(total[:-1] / total[-1])
     return results
 
 
@@ -667,7 +712,7 @@ def seconds_exposed_in_all(compute, communicate):
     return overlapped_seconds(compute, communicate)[0], sum(communicate)
 
 
-# exercise -> (wrong answer, words that the checker's verdict must contain)
+# exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "average_gradients": [
         (average_is_a_sum, "rank 0: expected [[5.5, 11, 16.5], [22, 27.5, 33]] as item 0, got [[11, 22, 33], [44"),
@@ -683,6 +728,7 @@ WRONG = {
         (accumulated_without_no_sync, "expected all_reduce of 16 bytes, got all_reduce of 16 bytes, all_reduce of 16"),
         (accumulated_and_reduced_again, "rank 0: expected [[11, 22], [33, 44]], got [[20.1"),
         (accumulated_in_the_first, "wrote into its arguments"),
+        (accumulated_by_reduce, "1 micro-batch on each rank, rank 0: expected the arguments left as they were"),
     ],
     "learning_rate": [
         (rate_from_zero, "learning_rate(0, 0.1, 256, 1024, 5), rank 0: expected 0.1, got 0"),
@@ -704,7 +750,7 @@ WRONG = {
         (launched_at_the_first_gradient, "expected [[], [0], [1], [2]], got [[0], [], [1], [2]]"),
     ],
     "clipped_gradients": [
-        (clipped_before_averaging, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0, got"),
+        (clipped_before_averaging, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0 ... got [[0.575"),
         (clipped_each_by_its_own_norm, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0, got [[2.5]"),
         (clipped_and_stretched, "max_norm 10.0, rank 0: expected [[3], [0]] as item 0 as item 0, got [[6], [0]]"),
         (clipped_by_an_all_reduced_norm, "expected all_reduce of 20 bytes, got all_reduce of 20 bytes, all_reduce of"),
@@ -719,28 +765,35 @@ WRONG = {
         (bf16_for_the_calculation_only, "8 elements, rank 0: expected all_reduce of 16 bytes, got all_reduce of 32"),
     ],
     "average_with_unused": [
-        (unused_left_out, "lacks gradient r, rank 0: expected a tensor of shape (2,) and type float32 as item 0, got"),
+        (
+            unused_left_out,
+            "lacks gradient r, rank 0: expected a tensor of shape (2,) and type float32 as item 0 ... got None",
+        ),
         (unused_not_in_the_mean, "rank r lacks gradient r, rank 0: expected [5, 10] as item 0, got [10, 20]"),
         (unused_by_its_own_bitmap, "rank 0: expected a tensor of shape (2,) and type float32 as item 0, got None"),
         (unused_are_zeros, "rank 0 alone has gradient 2, rank 0: expected None as item 1, got a tensor of shape (2, 2"),
         (unused_one_by_one, "expected all_reduce of 4 bytes, all_reduce of 32 bytes, got all_reduce of 4 bytes, all"),
     ],
     "first_difference": [
-        (difference_of_whole_weights, "all alike, rank 0: expected at most 4096 bytes sent by each rank, got "),
+        (
+            difference_of_whole_weights,
+            "all alike, rank 0: expected at most 4096 bytes sent by each rank ... got 240024",
+        ),
         (difference_of_sums, "two values of parameter 2 swapped on rank 1, rank 0: expected 2, got -1"),
         (difference_of_bytes_only, "parameter 0 in another shape on the last rank, rank 0: expected 0, got -1"),
         (difference_known_to_some, "one value of parameter 1 on the last rank, rank 0: expected 1, got -1"),
         (difference_in_the_last_place, "parameter 2 on rank 0, parameter 1 on rank 1, rank 0: expected 1, got 2"),
+        (difference_of_bytes_and_shapes, "parameter 1 in another type on rank 0, rank 0: expected 1, got -1"),
     ],
     "sampler_indices": [
-        (sampler_without_set_epoch, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
-        (sampler_in_blocks, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected ["),
-        (sampler_without_padding, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
-        (sampler_that_drops, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
+        (sampler_without_set_epoch, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [4, 6, 0]"),
+        (sampler_in_blocks, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected [ ... got [2, 5, 1, 6]"),
+        (sampler_without_padding, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8]"),
+        (sampler_that_drops, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8]"),
         (sampler_padded_once, "sampler_indices(3, 1, 2, 7, 8), rank 0: expected [0], got []"),
         (sampler_told_by_rank_0, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected nothing sent, got broadcast of 64"),
-        (sampler_padded_with_the_last, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected ["),
-        (sampler_seeded_by_rank, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected ["),
+        (sampler_padded_with_the_last, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8, 0]"),
+        (sampler_seeded_by_rank, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected [ ... got [4, 6, 3, 0]"),
     ],
     "exact_accuracy": [
         (accuracy_over_padding, "world size 2, 9 examples, rank 0: expected 0.33333333, got 0.4"),
@@ -750,20 +803,33 @@ WRONG = {
         (accuracy_of_gathered, "expected all_reduce of at most 16 bytes, got all_gather of 8 bytes"),
         (accuracy_of_all_examples, "expected all_reduce of at most 16 bytes, got all_reduce of 64 bytes"),
         (accuracy_as_a_tensor, "expected float 0.375, got a tensor of shape () and type float32"),
+        (accuracy_with_padding_on_the_last_rank, "world size 3, 10 examples, rank 0: expected 0.4, got 0.5"),
     ],
     "examples_of_step": [
-        (examples_of_whole_batches, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
-        (examples_by_turns, "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected ["),
-        (examples_with_a_batch_for_each_rank, "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected ["),
-        (examples_of_one_epoch, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
-        (examples_of_epoch_0, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected ["),
+        (examples_of_whole_batches, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected [ ... got [1, 2]"),
+        (examples_by_turns, "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected [ ... got [1, 5]"),
+        (
+            examples_with_a_batch_for_each_rank,
+            "examples_of_step(0, 4, 10, 0, 1, 2), rank 0: expected [ ... got [3, 9, 0, 8]",
+        ),
+        (examples_of_one_epoch, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected [ ... got [4, 1]"),
+        (examples_of_epoch_0, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected [ ... got [4, 1]"),
+        (examples_of_seed_0, "examples_of_step(6, 6, 10, 3, 2, 3), rank 0: expected [5, 0], got [0, 4]"),
+        (examples_of_two_epochs, "examples_of_step(1, 24, 10, 1, 3, 4), rank 0: expected [9, 6, 3, 5, 0, 2], got []"),
     ],
     "uneven_steps": [
         (uneven_until_the_own_end, "a deadlock, no answer for 5 s: rank 0 waiting in all_reduce, line"),
         (uneven_over_all_ranks, "3, 1 gradients on the ranks, rank 0: expected [2, 4, 6, 8, 10] as item 1, got [1, 2"),
-        (uneven_until_the_first_end, "3, 1 gradients on the ranks, rank 0: expected [[5.5, 11, 16.5, 22, 27.5], [2, "),
-        (uneven_with_the_last_again, "3, 1 gradients on the ranks, rank 0: expected [2, 4, 6, 8, 10] as item 1, got"),
-        (uneven_asked_before_each_step, "rank 0: expected at most 72 bytes sent by each rank, got "),
+        (
+            uneven_until_the_first_end,
+            "3, 1 gradients on the ranks, rank 0: expected [[5.5, 11, ... got [[5.5, 11, 16.5, 22, 27.5]]",
+        ),
+        (
+            uneven_with_the_last_again,
+            "3, 1 gradients on the ranks, rank 0: expected [2, 4, 6, 8, 10] as item 1 ... got [6, 12, 18, 24, 30]",
+        ),
+        (uneven_asked_before_each_step, "rank 0: expected at most 72 bytes sent by each rank ... got 232"),
+        (uneven_as_long_as_rank_0, "0, 2 gradients on the ranks, rank 0: expected [[10, 20,  ... got []"),
     ],
     "speedup_and_efficiency": [
         (speedup_always_strong, "('weak', 4, 2.0, 2.5), rank 0: expected [3.2, 0.8], got [0.8, 0.2]"),

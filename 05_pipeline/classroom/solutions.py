@@ -5,6 +5,7 @@ that. Nothing in the course imports this file except its test, so that an instru
 """
 
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -392,7 +393,9 @@ def makespan(schedule, forward, backward, message, rank_matters=True, turn_matte
                 if source[0] >= 0:
                     if source not in ended or kind == "B" and (stage, "F", m) not in ended:
                         break
-                    away = rank_of[source[0]] != rank or not turn_matters
+                    away = rank_of[source[0]] != rank or turn_matters is False
+                    if turn_matters is None:
+                        away = source[0] != stage
                     arrived = ended[source] + message * away
                 start = max(arrived, free[rank] if rank_matters else 0)
                 free[rank] = ended[action] = start + (forward if kind == "F" else backward)
@@ -421,6 +424,11 @@ def makespan_with_messages_to_itself(schedule, forward, backward, message):
 
 def makespan_until_stuck(schedule, forward, backward, message):
     return makespan(schedule, forward, backward, message, endless=max)
+
+
+def makespan_with_messages_between_stages(schedule, forward, backward, message):
+    """Where a V turns, two stages are on one rank."""
+    return makespan(schedule, forward, backward, message, turn_matters=None)
 
 
 def makespan_by_formula(schedule, forward, backward, message):
@@ -570,6 +578,17 @@ def mend_by_all_forwards_first(schedule):
 
 def mend_the_first_rank(schedule):
     return [[schedule[0][1], schedule[0][0], *schedule[0][2:]], *(list(actions) for actions in schedule[1:])]
+
+
+def mend_a_backward_before_its_forward(schedule):
+    """A schedule may be wrong although every rank could do its own actions in this order."""
+    mended = [list(actions) for actions in schedule]
+    for actions in mended:
+        for place, (first, second) in enumerate(pairwise(actions)):
+            if "F" in second and first == second.replace("F", "B"):
+                actions[place : place + 2] = second, first
+                return mended
+    return mended
 
 
 def mend_by_leaving_out(schedule):
@@ -746,7 +765,7 @@ def factors_the_other_way_round(tokens):
     return list(columns.values())
 
 
-# exercise -> (a wrong answer, words that the verdict on it must contain)
+# exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "microbatches_for": [
         (microbatches_by_overhead, "microbatches_for(4, 1, 10), rank 0: expected 27, got 30"),
@@ -784,13 +803,19 @@ WRONG = {
         (neighbours_without_gradients, "got 0 (400000 of 400000 elements differ)"),
     ],
     "pipeline_step": [
-        (step_m_times_too_large, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
-        (step_of_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
-        (step_without_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
-        (step_divided_on_every_rank, "batch 8, 4 micro-batches, rank 0: expected [[0.126"),
-        (step_in_one_piece, "expected 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1,"),
+        (step_m_times_too_large, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.5050"),
+        (step_of_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0735"),
+        (step_without_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0527"),
+        (step_divided_on_every_rank, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0315"),
+        (
+            step_in_one_piece,
+            "expected 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1, ... got 256 bytes to rank 1",
+        ),
         (step_with_a_list_too_few, "[0.11063944, 0.027235749, -0.058362691, 0.0034276998]], got [[0.0539"),
-        (step_that_waits_for_gradients_at_once, "batch 3, 1 micro-batch, rank 0: expected [[0.030"),
+        (
+            step_that_waits_for_gradients_at_once,
+            "batch 3, 1 micro-batch, rank 0: expected [[0.030 ... got [[0, 0, 0], [0, 0, 0]]",
+        ),
     ],
     "peak_megabytes": [
         (peak_freed_by_the_first_half, "7}), rank 0: expected 21, got 14"),
@@ -806,6 +831,10 @@ WRONG = {
         (makespan_with_messages_to_itself, "expected 32, got 42"),
         (makespan_until_stuck, "expected None, got int 2"),
         (makespan_by_formula, "expected 12, got 9"),
+        (
+            makespan_with_messages_between_stages,
+            "['1F0', '2F0', '2B0', '1B0']], 1, 2, 10), rank 0: expected 52, got 72",
+        ),
     ],
     "interleave": [
         (interleave_far_ahead, "expected at most [8, 7, 6, 5] activations stored on the ranks, got [11, 9, 7, 5]"),
@@ -832,14 +861,18 @@ WRONG = {
         (mend_the_first_rank, "mend(...): expected a legal schedule, got wrong order: rank 1 does 1B0 before 1F0"),
         (mend_by_a_swap_at_a_distance, "two neighbouring actions of one rank swapped, got 2 places are different"),
         (mend_by_leaving_out, "expected two neighbouring actions of one rank swapped, got 8 places are different"),
+        (
+            mend_a_backward_before_its_forward,
+            "mend(...): expected two neighbouring actions of one rank swapped, got 0 places are different",
+        ),
     ],
     "split_backward": [
         (split_with_weight_gradients, "got a tensor of shape (3, 4) and type float64"),
-        (split_after_the_tanh, "rank 0: expected 0.030"),
+        (split_after_the_tanh, "rank 0: expected 0.030 ... got 0.0977"),
         (split_last_layer_first, "got a tensor of shape (5, 4) and type float64"),
         (split_with_outputs_kept, "got a tensor of shape (5, 4) and type float64"),
-        (split_of_the_sum, "rank 0: expected -0.053"),
-        (split_without_the_tanh, "rank 0: expected -0.053"),
+        (split_of_the_sum, "rank 0: expected -0.053 ... got 0.626"),
+        (split_without_the_tanh, "rank 0: expected -0.053 ... got 0.744"),
     ],
     "blocks_per_stage": [
         (blocks_in_equal_numbers, "expected a slowest stage of 9, got [3, 3, 3, 3]: stages of [7, 6, 6, 13]"),

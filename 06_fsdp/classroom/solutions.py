@@ -168,6 +168,10 @@ def step_from_zero(vector, gradient, moment, square, step):
     return sharded_step(vector, gradient, moment, square, step + 1)
 
 
+def step_always_the_first(vector, gradient, moment, square, step):
+    return sharded_step(vector, gradient, moment, square, 1)
+
+
 def step_and_keep_the_others_old(vector, gradient, moment, square, step):
     rank, size = rank_and_size()
     whole, moment, square = sharded_step(vector, gradient, moment, square, step)
@@ -310,6 +314,20 @@ def kept_one_moment(strategy, parameters, ranks, mixed):
     return parts if mixed else [*parts[:2], parts[2] / 2]
 
 
+def kept_with_gradients_whole(strategy, parameters, ranks, mixed):
+    return kept_bytes("zero1" if strategy == "zero2" else strategy, parameters, ranks, mixed)
+
+
+def kept_with_parameters_whole(strategy, parameters, ranks, mixed):
+    return kept_bytes("zero2" if strategy == "fsdp" else strategy, parameters, ranks, mixed)
+
+
+def kept_with_a_master_copy_on_every_rank(strategy, parameters, ranks, mixed):
+    """As if only the two averages were sharded, and float32 parameters were not."""
+    parts = kept_bytes(strategy, parameters, ranks, mixed)
+    return [*parts[:2], parts[2] * 8 / 12 + 4 * parameters] if mixed and strategy != "ddp" else parts
+
+
 # --- sent_in_a_step -------------------------------------------------------------------------------------------
 
 
@@ -337,6 +355,17 @@ def sent_and_accumulated_by_all(strategy, parameters, ranks, accumulation):
 def sent_with_parameters_gathered_once(strategy, parameters, ranks, accumulation):
     sent = sent_in_a_step(strategy, parameters, ranks, accumulation)
     return sent * 2 / 3 if strategy == "fsdp" else sent
+
+
+def sent_by_zero1_in_each_micro_batch(strategy, parameters, ranks, accumulation):
+    return sent_in_a_step("zero2" if strategy == "zero1" else strategy, parameters, ranks, accumulation)
+
+
+def sent_with_parameters_kept_between(strategy, parameters, ranks, accumulation):
+    """As if parameters were gathered for the first micro-batch and kept for the others."""
+    if strategy != "fsdp":
+        return sent_in_a_step(strategy, parameters, ranks, accumulation)
+    return (2 + accumulation) * 4 * parameters * (ranks - 1) / ranks
 
 
 # --- gathered_peak --------------------------------------------------------------------------------------------
@@ -370,6 +399,14 @@ def peak_of_everything(units, ahead, reshard):
 
 def peak_always_resharded(units, ahead, reshard):
     return gathered_peak(units, ahead, True)
+
+
+def peak_always_one_ahead(units, ahead, reshard):
+    return gathered_peak(units, 1, reshard)
+
+
+def peak_with_one_ahead_at_most(units, ahead, reshard):
+    return gathered_peak(units, min(ahead, 1), reshard)
 
 
 # --- full_state -----------------------------------------------------------------------------------------------
@@ -534,6 +571,18 @@ def scaled_with_nan_forgotten(shard, scale, good, interval):
     return stepped(shard, scale, good, interval, overflow > 0)
 
 
+def scaled_by_the_largest_element(shard, scale, good, interval):
+    """Minus infinity is not the largest."""
+    overflow = torch.tensor(float(not shard.max().isfinite()))
+    dist.all_reduce(overflow)
+    return stepped(shard, scale, good, interval, overflow > 0)
+
+
+def scaled_and_not_counted(shard, scale, good, interval):
+    gradient, scale, then = scaled_step(shard, scale, good, interval)
+    return gradient, scale, max(0, then - 1)
+
+
 def scaled_and_never_grown(shard, scale, good, interval):
     gradient, scale, _ = scaled_step(shard, scale, good, math.inf)
     return gradient, scale, 0 if gradient is None else good + 1
@@ -570,6 +619,12 @@ def recomputed_for_nothing(blocks, every, activations, boundary, seconds):
 def recomputed_with_inputs_alone(blocks, every, activations, boundary, seconds):
     memory, time = recomputed(blocks, every, activations, boundary, seconds)
     return blocks // every * boundary if every else memory, time
+
+
+def recomputed_with_an_input_of_every_block(blocks, every, activations, boundary, seconds):
+    """Of a segment only the first block's input is kept."""
+    memory, time = recomputed(blocks, every, activations, boundary, seconds)
+    return memory + (blocks - blocks // every) * boundary if every else memory, time
 
 
 def recomputed_everything_twice(blocks, every, activations, boundary, seconds):
@@ -637,6 +692,10 @@ def ranks_without_activations(strategy, parameters, activations, budget):
     return fewest_ranks(strategy, parameters, 0, budget)
 
 
+def ranks_with_gradients_whole(strategy, parameters, activations, budget):
+    return fewest_ranks("zero1" if strategy == "zero2" else strategy, parameters, activations, budget)
+
+
 def ranks_that_cut_activations_too(strategy, parameters, activations, budget):
     for power in range(40):
         if sum(kept_bytes(strategy, parameters, 2**power, True)) + activations / 2**power <= budget:
@@ -671,6 +730,11 @@ def tokens_beside_the_whole_step(strategy, micro_batches, flops, bandwidth):
 
 def tokens_with_an_all_reduce_once(strategy, micro_batches, flops, bandwidth):
     return tokens_to_hide("zero1" if strategy == "ddp" else strategy, micro_batches, flops, bandwidth)
+
+
+def tokens_of_the_forward_pass(strategy, micro_batches, flops, bandwidth):
+    """In the backward pass two messages are beside one computation."""
+    return micro_batches * {"ddp": 2, "zero1": 1, "fsdp": 1}[strategy] * flops / bandwidth
 
 
 def tokens_in_float32(strategy, micro_batches, flops, bandwidth):
@@ -741,18 +805,23 @@ def offer_for_one_gpu(model, offers, sequence):
     return best and (best[0], best[1] / next(gpus for gpu, gpus, _ in offers if gpu == best[0]))
 
 
+def offer_if_there_is_one(model, offers, sequence):
+    best = best_offer(model, offers, sequence)
+    return best[0], best[1]
 
+
+# exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "own_shard": [
         (
             shard_without_padding,
-            "world size 2, float32 tensors of shapes (2, 3), (), (4,), rank 1: expected a tensor of",
+            "world size 2, float32 tensors of ... rank 1: expected a tensor of ... got a tensor of shape (5,)",
         ),
         (shard_dealt_out_in_turns, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 3, 5, 7, 9, 11]"),
         (shard_of_each_parameter, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 2, 3, 7, 8, 9]"),
         (
             shard_padded_always,
-            "world size 2, float64 tensors of shapes (2, 2), (4,), rank 0: expected a tensor of shape",
+            "world size 2, float64 tensors of ... rank 0: expected a tensor of shape ... got a tensor of shape (5,)",
         ),
         (shard_padded_in_front, "rank 0: expected [1, 2, 3, 4, 5, 6], got [0, 1, 2, 3, 4, 5]"),
         (
@@ -798,6 +867,7 @@ WRONG = {
             step_after_an_all_reduce,
             "expected reduce_scatter of 32 bytes, all_gather of 32 bytes, got all_reduce of 32 b",
         ),
+        (step_always_the_first, "3 elements for each rank, step 10, rank 0: expected [0.6620118 ... got [0.6634"),
     ],
     "global_norm": [
         (norm_of_this_rank, "two units that need no padding, rank 0: expected 6.6332496, got 4.69041"),
@@ -809,7 +879,7 @@ WRONG = {
     "accumulated_shard": [
         (
             accumulated_always_at_the_end,
-            "3 micro-batches, keep_whole False, rank 0: expected reduce_scatter of 16 bytes",
+            "3 micro-batches, keep_whole False, rank 0: expected reduce_scatter of 16 bytes, ... got reduce_scatter",
         ),
         (
             accumulated_always_one_by_one,
@@ -827,6 +897,18 @@ WRONG = {
         (kept_cut_from_the_front, "rank 0: expected [4000, 4000, 2000], got [1000, 4000, 8000]"),
         (kept_all_cut, "rank 0: expected [4000, 4000, 8000], got [1000, 1000, 2000]"),
         (kept_one_moment, "rank 0: expected [4000, 4000, 8000], got [4000, 4000, 4000]"),
+        (
+            kept_with_gradients_whole,
+            "kept_bytes('zero2', 1000, 4, False), rank 0: expected [4000, 1000, 2000], got [4000, 4000,",
+        ),
+        (
+            kept_with_parameters_whole,
+            "kept_bytes('fsdp', 1000, 4, False), rank 0: expected [1000, 1000, 2000], got [4000, 1000, 2000]",
+        ),
+        (
+            kept_with_a_master_copy_on_every_rank,
+            "kept_bytes('zero1', 7500000000, 64, True), rank 0: expected ... got [1.5e+10, 1.5e+10, 3.093",
+        ),
     ],
     "sent_in_a_step": [
         (sent_in_one_micro_batch, "sent_in_a_step('zero2', 1000, 4, 3), rank 0: expected 12000, got 6000"),
@@ -834,6 +916,8 @@ WRONG = {
         (sent_without_the_share, "sent_in_a_step('ddp', 1000, 2, 1), rank 0: expected 4000, got 8000"),
         (sent_and_accumulated_by_all, "sent_in_a_step('ddp', 1000, 4, 3), rank 0: expected 6000, got 18000"),
         (sent_with_parameters_gathered_once, "sent_in_a_step('fsdp', 1000, 4, 1), rank 0: expected 9000, got 6000"),
+        (sent_by_zero1_in_each_micro_batch, "sent_in_a_step('zero1', 1000, 4, 3), rank 0: expected 6000, got 12000"),
+        (sent_with_parameters_kept_between, "sent_in_a_step('fsdp', 1000, 4, 3), rank 0: expected 27000, got 15000"),
     ],
     "gathered_peak": [
         (peak_of_the_forward_pass, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 6"),
@@ -841,13 +925,21 @@ WRONG = {
         (peak_of_the_largest, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 8"),
         (peak_of_everything, "gathered_peak([2, 4, 1], 1, True), rank 0: expected 10, got 14"),
         (peak_always_resharded, "gathered_peak([1, 1, 1, 1, 1, 3], 1, False), rank 0: expected 11, got 7"),
+        (peak_always_one_ahead, "gathered_peak([2, 4, 1], 0, True), rank 0: expected 8, got 10"),
+        (peak_with_one_ahead_at_most, "gathered_peak([10, 1, 12], 2, True), rank 0: expected 35, got 25"),
     ],
     "full_state": [
-        (state_of_rank_0_alone, "rows that N divides, rank 0: expected a tensor of shape (4, 3)"),
-        (state_in_the_wrong_order, "world size 2, rows that N divides, rank 0: expected [[1, 2, 3], [4, 5, 6], [7"),
+        (
+            state_of_rank_0_alone,
+            "rows that N divides, rank 0: expected a tensor of shape (4, 3) ... got a tensor of shape (2, 3)",
+        ),
+        (
+            state_in_the_wrong_order,
+            "world size 2, rows that N divides, rank 0: expected [[1, 2, 3], ... got [[7, 8, 9], [10, 11, 12]",
+        ),
         (state_on_every_rank, "rank 1: expected None, got list"),
         (state_gathered_everywhere, "expected only sends and receives, got a call of all_gather"),
-        (state_with_equal_shards, "world size 2, 5 rows, and 2"),
+        (state_with_equal_shards, "world size 2, 5 rows, and 2 ... got receives of ["),
     ],
     "mesh_groups": [
         (groups_turned_round, "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[0, 1], [1, 3]]"),
@@ -871,16 +963,27 @@ WRONG = {
     "scaled_step": [
         (
             scaled_by_each_rank_alone,
-            "an element of rank 1 is infinite, rank 0: expected None as item 0",
+            "an element of rank 1 is infinite, rank 0: expected None as item 0 ... got a tensor of shape (3,)",
         ),
-        (scaled_by_the_sum_of_elements, "elements of 3e38, rank 0: expected a tensor of shape (4,) and type float32"),
-        (scaled_with_nan_forgotten, "is not a number, rank 0: expected None as item 0"),
+        (
+            scaled_by_the_sum_of_elements,
+            "elements of 3e38, rank 0: expected a tensor of shape (4,) and type float32 ... got None",
+        ),
+        (
+            scaled_with_nan_forgotten,
+            "is not a number, rank 0: expected None as item 0 ... got a tensor of shape (3,)",
+        ),
         (scaled_and_never_grown, "good 9, interval 10, rank 0: expected 2048 as item 1, got 1024"),
         (
             scaled_and_grown_at_once,
-            "good 9, interval 10, rank 0: expected [0.0009765625, 0.001953125, 0.0029296875] as",
+            "good 9, interval 10, rank 0: expected [0.0009765625, 0.001953125, 0.0029296875] as ... got [0.0004",
         ),
         (scaled_and_not_started_again, "is infinite, rank 0: expected 0 as item 2, got 9"),
+        (
+            scaled_by_the_largest_element,
+            "an element of rank 1 is minus infinity, rank 0: expected None as item 0, got a tensor of shape (3,)",
+        ),
+        (scaled_and_not_counted, "all finite, scale 1024, good 3, interval 10, rank 0: expected 4 as item 2, got 3"),
     ],
     "recomputed": [
         (recomputed_with_an_input_twice, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [220, 48]"),
@@ -888,6 +991,10 @@ WRONG = {
         (recomputed_with_inputs_alone, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [120, 48]"),
         (recomputed_everything_twice, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [210, 72]"),
         (recomputed_as_many_segments, "recomputed(12, 1, 100, 10, 1.0), rank 0: expected [210, 48], got [1200, 48]"),
+        (
+            recomputed_with_an_input_of_every_block,
+            "recomputed(12, 4, 100, 10, 1.0), rank 0: expected [420, 48], got [510, 48]",
+        ),
     ],
     "micro_batch_for": [
         (
@@ -907,32 +1014,44 @@ WRONG = {
         (ranks_with_everything_cut, "fewest_ranks('ddp', 7500000000, 0, 80000000000), rank 0: expected 0, got 2"),
         (
             ranks_without_activations,
-            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expected 4, ",
+            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expected 4, got 2",
         ),
         (
             ranks_that_cut_activations_too,
-            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expecte",
+            "fewest_ranks('zero1', 7500000000, 10000000000, 80000000000), rank 0: expected 4, got 2",
         ),
         (ranks_with_a_byte_to_spare, "fewest_ranks('ddp', 750000000, 0, 12000000000), rank 0: expected 1, got 0"),
         (ranks_by_division, "fewest_ranks('ddp', 7500000000, 0, 80000000000), rank 0: expected 0, got 2"),
+        (
+            ranks_with_gradients_whole,
+            "fewest_ranks('zero2', 7500000000, 50000000000, 80000000000), rank 0: expected 8, got 0",
+        ),
     ],
     "tokens_to_hide": [
         (tokens_of_one_micro_batch, "rank 0: expected 64000, got 16000"),
         (tokens_beside_the_whole_step, "rank 0: expected 16000, got 10666.667"),
         (tokens_with_an_all_reduce_once, "rank 0: expected 16000, got 8000"),
         (tokens_in_float32, "rank 0: expected 8000, got 16000"),
+        (
+            tokens_of_the_forward_pass,
+            "tokens_to_hide('fsdp', 1, 400000000000000.0, 50000000000.0), rank 0: expected 12000, got 8000",
+        ),
     ],
     "fit_on_four_cards": [
         (cards_without_offload, "got fits: no ("),
-        (cards_with_tensor_parallelism, "expected fits: yes, at most 256 GiB"),
+        (cards_with_tensor_parallelism, "expected fits: yes, at most 256 GiB ... got fits: yes"),
         (cards_with_small_micro_batches, "got fits: yes (16 GiB)"),
         (cards_filled_to_the_brim, "got fits: tight"),
-        (cards_with_three_ranks, "expected a layout that the planner takes"),
+        (cards_with_three_ranks, "expected a layout that the planner takes ... got --mesh"),
     ],
     "best_offer": [
         (offer_that_does_not_fit, "expected h100-80gb as item 0, got a100-40gb"),
         (offer_that_fits_tightly, "expected a100-80gb as item 0, got l4"),
         (offer_by_the_hour, "expected h100-80gb as item 0, got rtx-4090"),
         (offer_for_one_gpu, "as item 1, got"),
+        (
+            offer_if_there_is_one,
+            "best_offer('llama-2-70b', [('h100-80gb', 16, 3.0)], 4096), rank 0: ... got TypeError",
+        ),
     ],
 }

@@ -323,13 +323,17 @@ def test_ranks_begin_with_seeds_of_their_own():
     assert not torch.equal(first[0].state[name], second[0].state[name]), "rank 1 begins with rank 0's weights"
 
 
-def test_a_failure_says_which_case_failed_and_how_to_run_it_again(request):
+def test_a_failure_says_which_case_failed_and_how_to_run_it_again(request, monkeypatch):
     def fail():
         examine(DDP_BUGS.plant("too_small"), 2, "ddp by hand")
 
-    report = request.config.hook.pytest_runtest_makereport(
-        item=request.node, call=pytest.CallInfo.from_call(fail, "call")
-    )
-    text = report.longreprtext
+    def told(function) -> str:
+        call = pytest.CallInfo.from_call(function, "call")
+        return request.config.hook.pytest_runtest_makereport(item=request.node, call=call).longreprtext
+
+    monkeypatch.setenv("FULL", "1")
+    assert f"\nFULL=1 python -m pytest {shlex.quote(request.node.nodeid)}" in told(lambda: 1 / 0), "how to run it again"
+    monkeypatch.delenv("FULL")
+    text = told(fail)
     assert "ddp by hand on 2 rank(s), sgd, accumulate 3, tied, clipped: grad_norm of step 1 on rank 0 is " in text
-    assert f"python -m pytest {shlex.quote(request.node.nodeid)}" in text
+    assert f"\npython -m pytest {shlex.quote(request.node.nodeid)}" in text, "how to run it again"

@@ -62,12 +62,21 @@ def test_every_frame_is_there_with_its_words(shown):
         'rank 0 sends "1" & waits',
         "a circle in the end",
     ]
+    numbers = [text for text in page.text if text.endswith(" of 3.")]
+    assert numbers == ["1 of 3.", "2 of 3.", "3 of 3."], "numbers of the frames"
     assert [text for text in page.text if text in ("Start", "Step 1 < 2", "End")] == ["Start", "Step 1 < 2", "End"]
     pictures = [base64.b64decode(image["src"].partition("base64,")[2]) for image in page.all("img")]
     assert [picture[:4] for picture in pictures] == [b"\x89PNG", b"\x89PNG", b"<svg"]
     assert len({*pictures}) == 3 and base64.b64decode(data["image/png"]) == pictures[1]
     assert metadata == {"image/png": {"alt": 'rank 0 sends "1" & waits'}}
     assert plt.get_fignums() == open_before, "figures that flipbook has not closed"
+
+
+def test_viewers_without_html_show_the_last_frame(shown):
+    flipbook(frames()[:2])
+    data, metadata = shown[0]
+    last = Page(data["text/html"]).all("img")[-1]
+    assert last["src"].endswith(data["image/png"]) and metadata["image/png"]["alt"] == last["alt"]
 
 
 def test_it_is_operated_by_a_slider_and_two_buttons(shown):

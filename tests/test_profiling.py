@@ -169,5 +169,6 @@ def test_gpus_are_lanes_beside_their_rank():
     merged = merge([trace, trace])
     assert sorted(names(merged).values()) == ["rank 0", "rank 0, GPU 0", "rank 1", "rank 1, GPU 0"]
     assert len(names(merged)) == 4
+    assert merged["baseTimeNanoseconds"] == 10**18 + 6000, "when the first event was"
     assert events(merged, {"forward": "f"}) == [(0, "f", 0.0, 1e-6), (1, "f", 0.0, 1e-6)]
     assert events(merged, {"forward": "f"}, "gpu_user_annotation") == [(0, "f", 2e-6, 4e-6), (1, "f", 2e-6, 4e-6)]

@@ -27,6 +27,12 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
+def test_every_control_is_shown_once(sliders):
+    columns, *_, picture = sliders.children
+    assert [control for column in columns.children for control in column.children] == [*sliders.controls.values()]
+    assert picture is sliders.picture
+
+
 def test_the_picture_moves_while_a_slider_is_dragged(sliders):
     late = [name for name, control in sliders.controls.items() if not getattr(control, "continuous_update", True)]
     assert not late, f"these wait until the mouse is let go: {late}"

@@ -177,6 +177,7 @@ def test_times_per_stage():
 def test_stored_activations_over_time():
     assert simulate(build("zb-h1", 2, 2), Times(1, 1, 1)).stored(1) == [(1, 1), (3, 2), (6, 1), (7, 0)]
     assert simulate(build("1f1b", 2, 2), UNIT).stored(0) == [(0, 1), (1, 2), (4, 1), (6, 0)]
+    assert simulate([parse("0F0 0B0"), []]).peaks == [1, 0], "a rank without actions stores nothing"
 
 
 def test_rows_of_text():
@@ -187,6 +188,8 @@ def test_rows_of_text():
     assert simulator.rows(simulate(build("zbv", 2, 1), Times(1, 2, 1))).splitlines()[1] == (
         "rank 1  .   1F0 2F0 .   .   .   2I0 --- 2W0 1I0 --- 1W0 .   .    2 stored"
     )
+    tenths = simulate(build("1f1b", 2, 2), Times(0.1, 0.05, 0.05))  # three of which are a bit more than 0.3
+    assert simulator.rows(tenths) == simulator.rows(simulate(build("1f1b", 2, 2), UNIT)), "times that are no fractions"
     full = with_messages(build("gpipe", 2, 1))
     assert simulator.rows(simulate(full)) == "rank 0  F0 .  .  .  B0 --  1 stored\nrank 1  .  F0 B0 -- .  .   1 stored"
 
@@ -234,6 +237,11 @@ ILLEGAL = {  # lists, (rank, from, to), the refusal
         ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"],
         None,
         "deadlock: rank 1 waits at 1B0 for 2B0 of rank 2; rank 2 waits at 2F1 for 1F1 of rank 1",
+    ),
+    "deadlock of ranks 1 and 2": (  # for which rank 0 waits: its stage is the last
+        ["2F0 2B0 2F1 2B1", "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+        None,
+        "deadlock: rank 1 waits at 0B0 for 1B0 of rank 2; rank 2 waits at 1F1 for 0F1 of rank 1",
     ),
     "not sent": (SENT, (0, "0SEND_F1 ", ""), "missing: of 0SEND_F1 and its receive only one is there"),
     "not received": (SENT, (0, "0RECV_B1 ", ""), "missing: of 1SEND_B1 and its receive only one is there"),
@@ -326,6 +334,12 @@ def test_numbers_that_do_not_fit(arguments, refusal):
     with pytest.raises(UserError) as refused:
         build(*arguments)
     assert refusal in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_micro_batches_that_ranks_do_not_divide():
+    """Are dealt out to rounds by two schedules alone; the others take any number."""
+    for name in SCHEDULES.keys() - {"interleaved", "interleaved-zb"}:
+        assert len(simulate(build(name, 4, 9)).ranks) == 4, name
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ DIFFERENCES = [
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), None),
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), ("[1, 2]", "[1, 2.0999999]")),
     (torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), None),
-    (torch.tensor([1.0]), torch.tensor([1.00005]), ("[1]", "[1.0000")),
     (torch.tensor([0.0]), torch.tensor([1e-7]), ("[0]", "[1e-07]")),
+    (torch.tensor([1.0]), torch.tensor([1.00005]), ("[1]", "[1.0000")),
     (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
     (
         torch.tensor([1.0]),

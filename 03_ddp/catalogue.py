@@ -9,9 +9,10 @@ A program of mistakes/ has at most 25 lines. Its docstring is its entry in the c
     mend:  what to do
     then:  what the mended program prints
 
-One of its lines ends with `# wrong`, or is that comment alone. Above it stand one or more `# right: LINE`, which take
-its place in the mended program. For the reader, the programs are started by torchrun; here, ranks are processes that
-are forked, since starting Python with PyTorch takes a hundred times as long as most of them run.
+One of its lines, or some that follow each other, end with `# wrong`, or are that comment alone. Above them stand one or
+more `# right: LINE`, which take their place in the mended program. For the reader, the programs are started by
+torchrun; here, ranks are processes that are forked, since starting Python with PyTorch takes a hundred times as long as
+most of them run.
 """
 
 import ast
@@ -64,13 +65,13 @@ class Mistake:
 
     @property
     def right(self) -> str:
-        """The lines that take the place of the wrong one."""
+        """The lines that take the place of the wrong ones."""
         return "\n".join(line for _, line in RIGHT.findall(self.source))
 
     @property
     def mended(self) -> str:
-        """The program with its wrong line mended, and time to wait."""
-        wrong = re.compile(r"^((?: *# right: .*\n)+).*# wrong$\n", re.MULTILINE)
+        """The program with its wrong lines mended, and time to wait."""
+        wrong = re.compile(r"^((?: *# right: .*\n)+)(?:.*# wrong$\n)+", re.MULTILINE)
         text = wrong.sub(lambda found: RIGHT.sub(r"\1\2\n", found[1]), self.source)
         return re.sub(r"timedelta\(seconds=\d+\)", f"timedelta(seconds={MENDED_TIMEOUT})", text)
 

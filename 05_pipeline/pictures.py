@@ -61,10 +61,10 @@ def _step(timeline, now, ended, rank_of, unit):
         elif coming:
             words = f"waits for {_message(source)} {source.microbatch} from rank {rank_of[source.stage]}"
         stored = sorted(_stored(own, now))
-        told.append((words, stored))
         colour = ACTIONS[doing.kind][1] if doing else BLACK
         ax.text(end * 1.02, rank + 0.2, words, va="center", size=11, color=colour)
         stores = f"stores micro-batch {', '.join(map(str, stored))}" if stored else "stores nothing"
+        told.append(f"rank {rank}: {words}, {stores}")
         ax.text(end * 1.02, rank + 0.56, stores, va="center", size=11)
     ax.axvline(float(now), color=BLACK, lw=1.2, ls=":")
     ax.set(xlim=(0, end + room), ylim=(ranks - 0.2, -0.05))
@@ -75,8 +75,7 @@ def _step(timeline, now, ended, rank_of, unit):
     ax.spines[:].set_visible(False)
     begun = [f"rank {rank} begins {_name(event.action)}" for rank, own in enumerate(timeline.ranks) for event in own
              if event.start == now]  # fmt: skip
-    each = [f"rank {rank}: {words}, stores {len(stored)}" for rank, (words, stored) in enumerate(told)]
-    return Step(png(fig, dpi=100), f"{float(now):g}", "; ".join(each), f"Time {float(now):g}: {', '.join(begun)}.")
+    return Step(png(fig, dpi=100), f"{float(now):g}", "; ".join(told), f"Time {float(now):g}: {', '.join(begun)}.")
 
 
 def _box(ax, rank, event, running, inches):

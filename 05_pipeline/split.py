@@ -130,10 +130,13 @@ def own_stages(
     first, last = (rank_of[end] == pipeline.rank for end in (0, -1))
     tied = model.head.out.weight is model.embedding.tokens.weight
     embedding_group = None
-    if tied and first != last:
+    if tied and rank_of[0] != rank_of[-1]:
         ends = [dist.get_global_rank(pipeline.group, rank_of[end]) for end in (0, -1)]
-        embedding_group = dist.new_group(ends, use_local_synchronization=True)  # made by these two alone
-        same_timeout(embedding_group)
+        # Its members alone make a group. PyTorch names it by its ranks and by how many groups this process has: so that
+        # all ranks have equally many, one between the ends makes one of its own.
+        made = dist.new_group(ends if first or last else [dist.get_rank()], use_local_synchronization=True)
+        embedding_group = made if first or last else None
+        same_timeout(made)
     here = {number: stage for number, stage in enumerate(names) if rank_of[number] == pipeline.rank}
     own, words = {name for stage in here.values() for name in stage}, None
     for name in list(layers):

@@ -347,10 +347,11 @@ def test_all_ranks_skip_a_step_that_overflows(name, by_hand):
         assert after == scale / 2 and unmoved
 
 
-def go_on(versions, begin, state) -> dict:
-    """A step by each of these strategies, which hand on their state; what the last one leaves on rank 0."""
+def go_on(versions, begin, state) -> list[dict]:
+    """A step by each of these strategies, which hand on their state; what each leaves on rank 0."""
     torch.manual_seed(0)
     batches = [micro_batches() for _ in range(begin + len(versions))][begin:]  # the same on every rank
+    states = []
     for batch, (name, by_hand) in zip(batches, versions, strict=True):
         torch.manual_seed(1)
         strategy = make(name, by_hand, equality.frozen(), equality.adamw)
@@ -359,18 +360,22 @@ def go_on(versions, begin, state) -> dict:
             strategy.load_full_state(state)
         strategy.step(batch)
         state = strategy.full_state()
-    return state
+        states.append(state)
+    return states
 
 
 def test_states_are_handed_on():
     """From version to version and from 2 ranks to 4, against one process alone."""
     versions = [("ddp", True), *VERSIONS, ("single", False)]
     two = launch(go_on, 2, (versions[:5], 0, None))[0]
-    four = equality.flatten(launch(go_on, 4, (versions[5:], 5, two))[0])
-    alone = equality.flatten(launch(go_on, 1, ([("single", False)] * len(versions), 0, None))[0])
-    assert alone.keys() == four.keys()
-    differences = {name: equality.difference(four[name], alone[name]) for name in alone}
-    assert not {name: d for name, d in differences.items() if not d <= equality.TOLERANCE}
+    four = launch(go_on, 4, (versions[5:], 5, two[-1]))[0]
+    alone = launch(go_on, 1, ([("single", False)] * len(versions), 0, None))[0]
+    for number, (version, state, expected) in enumerate(zip(versions, two + four, alone, strict=True)):
+        state, expected = equality.flatten(state), equality.flatten(expected)
+        assert state.keys() == expected.keys(), version
+        differences = {name: equality.difference(state[name], tensor) for name, tensor in expected.items()}
+        wrong = {name: d for name, d in differences.items() if not d <= equality.TOLERANCE}
+        assert not wrong, f"after the step of {version}, number {number}, which took up the state of the one before"
 
 
 def unused(name: str, by_hand: bool) -> str:

@@ -63,12 +63,14 @@ def test_steps_of_a_schedule_say_who_waits_for_which_message():
         "Time 8: rank 1 begins backward 1.",
         "Time 10: rank 0 begins backward 1.",
     ]
-    assert steps[2].words == "rank 0: waits for gradient 0 from rank 1, stores 2; rank 1: backward 0, stores 1"
-    assert steps[3].words == (
-        "rank 0: backward 0, with gradient from rank 1, stores 2; "
-        "rank 1: forward 1, with activations from rank 0, stores 1"
+    assert steps[2].words == (
+        "rank 0: waits for gradient 0 from rank 1, stores micro-batch 0, 1; rank 1: backward 0, stores micro-batch 0"
     )
-    assert steps[5].words.endswith("rank 1: done, stores 0")
+    assert steps[3].words == (
+        "rank 0: backward 0, with gradient from rank 1, stores micro-batch 0, 1; "
+        "rank 1: forward 1, with activations from rank 0, stores micro-batch 1"
+    )
+    assert steps[5].words.endswith("rank 1: done, stores nothing")
     assert all(step.png.startswith(b"\x89PNG") for step in steps)
 
 

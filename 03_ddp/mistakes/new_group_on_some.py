@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 
-# right: if True:
+# right: dist.new_group([0], timeout=timedelta(seconds=3))
 if dist.get_rank() == 0:  # wrong
-    dist.new_group([0], timeout=timedelta(seconds=3))
+    dist.new_group([0], timeout=timedelta(seconds=3))  # wrong
 both = dist.new_group([0, 1], timeout=timedelta(seconds=3))
 total = torch.ones(1)
 dist.all_reduce(total, group=both)

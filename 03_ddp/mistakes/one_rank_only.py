@@ -15,9 +15,10 @@ import torch.distributed as dist
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 
 loss = torch.tensor(2.0 + dist.get_rank())
-# right: if True:
+# right: dist.all_reduce(loss)
+# right: if dist.get_rank() == 0:
 if dist.get_rank() == 0:  # wrong
-    dist.all_reduce(loss)
+    dist.all_reduce(loss)  # wrong
     print(f"mean loss {loss / 2}")
 dist.barrier()
 dist.destroy_process_group()

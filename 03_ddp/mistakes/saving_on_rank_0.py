@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-# right: if True:
+# right: state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+# right: if dist.get_rank() == 0:
 if dist.get_rank() == 0:  # wrong
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))  # wrong
     print(f"saving {len(state)} tensors")
 dist.barrier()
 dist.destroy_process_group()

@@ -95,8 +95,10 @@ def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp
     ends = [tmp_path / f"many-{number}" for number in range(len(many))]
     jobs = [(config, first[kind], 1, end) for config, kind, end in zip(many, kinds, ends, strict=True)]
     two = [row[0] for row in every_strategy()].count(2)
-    outcomes = launch(one_step_each, 2, (jobs[:two],))[0] + launch(one_step_each, 4, (jobs[two:],), timeout=120)[0]
-    (again,) = launch(one_step_each, 1, ([(alone[k], end, 2, None) for k, end in zip(kinds, ends, strict=True)],))
+    wait = 300  # seconds: with much else to do, a machine takes more than a minute for so many strategies
+    outcomes = [*launch(one_step_each, 2, (jobs[:two],), wait)[0], *launch(one_step_each, 4, (jobs[two:],), wait)[0]]
+    back = [(alone[kind], end, 2, None) for kind, end in zip(kinds, ends, strict=True)]
+    (again,) = launch(one_step_each, 1, (back,), wait)
     for config, kind, there, back in zip(many, kinds, outcomes, again, strict=True):
         who = f"{config.strategy} {config.implementation} {config.axes}"
         _, then, last = expected[kind]

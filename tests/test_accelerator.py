@@ -233,6 +233,25 @@ def count_bytes() -> list[int]:
         return [*numbers, watch.now[0], watch.phase.peak, watch.now[other.device.index]]
 
 
+def hold_too_many() -> tuple[int, str]:
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 4}, size=4) as (_, watch):
+        kept = [torch.zeros(100, device="gpu")]
+        phase = watch.begin("step", {"parameters": 300})
+        peak = phase.peak
+        kept += [torch.zeros(2**17, device="gpu"), torch.zeros(2**18, device="gpu")]
+        return peak, phase.crossed
+
+
+def test_of_too_many_bytes_the_first_are_told_the_largest_before_others(elsewhere):
+    peak, crossed = elsewhere(hold_too_many)
+    assert peak == 400, "what is there when a phase begins"
+    place = r"test_accelerator.py:\d+ hold_too_many"
+    largest_first = rf"524,688 on gpu:0 at {place}, which are 524,288 of \w+ at {place}; 400 of small tensors"
+    assert re.fullmatch(largest_first, crossed), crossed
+
+
 def test_each_kind_of_wait_is_counted(elsewhere):
     assert elsewhere(wait_in_all_ways) == {
         "item": 3, "tolist": 1, "nonzero": 1, "equal": 1, "masked_select": 1, "indexing by a mask": 2,

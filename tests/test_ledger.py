@@ -254,12 +254,13 @@ def test_functional_collectives_and_subgroups():
             total = dist._functional_collectives.all_reduce(torch.ones(5), "sum", mine) + 0
             dist._functional_collectives.all_gather_tensor(torch.ones(5), 0, mine) + 0
             dist.broadcast(torch.ones(5), src=2 * (dist.get_rank() // 2) + 1, group=mine)
+            torch.ops._c10d_functional.broadcast(torch.ones(5), 1, mine.group_name) + 0  # the group's rank 1
         return total[0].item(), [(e.operation, e.payload, e.ranks, e.peer) for e in ledger.entries]
 
     for rank, (total, entries) in enumerate(launch(work, 4)):
         assert total == 2.0
         root = 2 * (rank // 2) + 1
-        assert entries == [("all_reduce", 20, 2, None), ("all_gather", 40, 2, None), ("broadcast", 20, 2, root)]
+        assert entries == [("all_reduce", 20, 2, None), ("all_gather", 40, 2, None), *[("broadcast", 20, 2, root)] * 2]
 
 
 def steps_of_every_strategy(accumulate: int) -> tuple[dict, list[int]]:

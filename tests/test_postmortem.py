@@ -53,6 +53,16 @@ def test_a_lost_connection_is_a_consequence(tmp_path):
     assert where[0] == "raised RuntimeError: Connection closed by peer [::1]:1, line 7 of work"
 
 
+def test_who_had_returned_and_waited_in_vain_is_no_cause(tmp_path):
+    """The others were to return too, and a rank that is still at work has kept them from ending."""
+    report = {"time": 100.0, "error": "DistStoreError: wait timeout after 3000ms", "frames": [], "operation": ""}
+    (tmp_path / "error-0").write_text(json.dumps(report | {"place": ""}))
+    (tmp_path / "returned-0").touch()
+    text, first, where, _ = explain(tmp_path, 2, {}, set())
+    assert (first, where[0]) == (1, "had returned already"), "the rank at work is the cause"
+    assert text.startswith("rank 1 of 2: not finished in time: was at work, and did not say where")
+
+
 def die_and_raise(seconds: float):
     """Rank 1 dies; rank 0, which does not talk to it, raises later."""
     store = dist.distributed_c10d._get_default_store()

@@ -757,6 +757,11 @@ def cards_with_tensor_parallelism():
     return 0, 4, 4, "none", True
 
 
+def cards_with_two_copies_in_the_machine():
+    """Offloaded, but not sharded: each pair of cards has an optimizer of its own in the machine's memory."""
+    return 0, 2, 1, "none", True
+
+
 def cards_with_small_micro_batches():
     return 3, 1, 1, "none", True
 
@@ -1040,6 +1045,7 @@ WRONG = {
     "fit_on_four_cards": [
         (cards_without_offload, "got fits: no ("),
         (cards_with_tensor_parallelism, "expected fits: yes, at most 256 GiB ... got fits: yes"),
+        (cards_with_two_copies_in_the_machine, "expected fits: yes, at most 256 GiB ... 388 GiB of the machine's own"),
         (cards_with_small_micro_batches, "got fits: yes (16 GiB)"),
         (cards_filled_to_the_brim, "got fits: tight"),
         (cards_with_three_ranks, "expected a layout that the planner takes ... got --mesh"),

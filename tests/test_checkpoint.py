@@ -22,8 +22,8 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
-from common.pieces import boxes, pieces_of
-from common.state import Where
+from common.pieces import boxes, pieces_of, pieces_to_save
+from common.state import Part, Where, whole
 from common.task import make_task
 
 
@@ -50,6 +50,13 @@ def test_pieces_are_memory_of_the_part():
     for number, piece in enumerate(found, start=1):
         piece.tensor.fill_(number)
     assert shard.tolist() == [1] * 3 + [2] * 5 + [3] * 3
+
+
+def test_a_weight_that_is_named_twice_is_written_once():
+    """As by a rank with both copies of a tied weight: torch.distributed.checkpoint refuses elements that overlap."""
+    weight = torch.ones(2, 3)
+    part = Part("w", weight, whole(weight))
+    assert [piece.name for piece in pieces_to_save([part, part], {})] == ["model.w"], "what is written"
 
 
 # --- every strategy reads what every other wrote --------------------------------------------------------------------

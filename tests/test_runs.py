@@ -121,6 +121,8 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert drawn == ["runs.png", "steps", "loss", {"a": ([1, 2], [4.0, 3.0]), "b": ([1, 2], [4.0, 2.0])}]
     runs.main(["plot", str(a), str(b), "--over=tokens", "--out=b.png"])
     assert drawn == ["b.png", "tokens", "loss", {"a": ([32, 64], [4.0, 3.0]), "b": ([64, 128], [4.0, 2.0])}]
+    runs.main(["plot", str(made(tmp_path / "c", [4.0], task="images")), "--over=tokens"])
+    assert drawn[1:] == ["examples", "loss", {"c": ([4], [4.0])}], "what is counted of a run of pictures"
     noted(b, 1, grad_norm=None)
     runs.main(["plot", str(b), "--over=seconds", "--metric=grad_norm"])
     assert drawn[1:3] == ["seconds", "grad_norm"] and drawn[3]["b"][0] == [0.25, 0.5]

@@ -246,7 +246,8 @@ def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("given", "meant"),
     [("learning-rate", "lr"), ("epochs", "steps"), ("gradient_accumulation_steps", "accumulation-steps"),
-     ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir")],
+     ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir"), ("Hidden_Size", "width"),
+     ("block_size", "context")],
 )  # fmt: skip
 def test_names_of_other_programs_are_understood(given, meant, tmp_path):
     with pytest.raises(UserError, match=rf"unknown option --{given}; did you mean --{meant}\?"):

@@ -94,7 +94,7 @@ def test_reports_and_validation_are_no_part_of_a_steps_time(tmp_path, monkeypatc
     monkeypatch.setattr("common.run.Usage", lambda config, device: lambda seconds: {})
     monkeypatch.setattr("common.run.validate", lambda *args: passes(1000, 1.0))
     monkeypatch.setattr(PerRank, "report", lambda watch: passes(100, ([], [])))
-    with alone(tmp_path / "run", log_every=2, validate_every=1) as run, run:
+    with alone(tmp_path / "run", log_every=1, validate_every=2) as run, run:
         for step in run.steps():
             passes(0.5, None)
             run.log(step, torch.ones(()), torch.ones(()))

@@ -167,7 +167,7 @@ def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
     assert names == ["runs/now-ddp", "runs/now-ddp-2", "runs/now-ddp-by-hand"]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert run_dir.this_launch() == "", "without torchrun"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_x/none_abc/attempt_0/1/error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/logs/none_abc/attempt_0/1/error.json")
     assert run_dir.this_launch() == "none_abc", "the same in each attempt, and for each rank"
     for name, launches in ((names[1], ["none_abc", "none_xyz"]), (names[0], ["none_xyz"])):
         Path(name, "config.json").write_text(json.dumps({"launch": launches}))

@@ -150,7 +150,8 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
         points = [(x, record[metric]) for x, record in pairs if metric in record]
         values = [float("nan") if value is None else value for _, value in points]
         ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." * (len(points) < 50))
-    ax.set(xlabel=over, ylabel=metric)
+    counted = " or ".join(sorted({run.unit for run in runs}))
+    ax.set(xlabel=counted if over == "tokens" else over, ylabel=metric)
     ax.legend()
     fig.savefig(file)
 

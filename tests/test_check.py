@@ -325,6 +325,7 @@ while True:
         (["--csv"], "add --submission"),
         (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),
         (["--submission", "01_intro"], "a folder of submissions is graded with --csv"),
+        (["--submission", "01_intro", "--csv", "--watch"], "leave out the exercise, and --watch"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )

@@ -59,7 +59,10 @@ BAD = {
     "--mesh-order data,rows": r"--mesh-order data,rows: no axis 'rows'; there are pipeline, data",
     "--mesh-order data,data": r"--mesh-order data,data: an axis is given twice",
     "--strategy ddp --replicas 2": r"--replicas is for strategies with two axes, not for 'ddp'; leave it out",
-    "--strategy fsdp --by-hand --offload": r"--offload is an option of .*, not of 'fsdp' by hand; leave it out",
+    "--strategy hsdp --replicas 0": r"--replicas must be at least 1, got 0",
+    "--strategy fsdp --mesh data=1,shard=1": r"strategy 'fsdp' has axis shard only, not 'data'; add --by-hand$",
+    "--strategy ddp --by-hand --mesh tensor=1": r"'ddp' by hand has axis data only, not 'tensor'; leave --strategy out",
+    "--strategy fsdp --by-hand --offload": r"option of zero2 \(pytorch\), fsdp .*, not of 'fsdp' by hand; leave it out",
     "--strategy zero1 --offload": r"--offload is an option of .*, not of 'zero1'; leave it out",
     "--strategy fsdp --offload --width 65536": r"--offload: the shards of 1 rank\(s\), .* take \d+\.\d GiB",
     "--recompute full --task images": r"--recompute full is for the GPT's blocks",
@@ -96,20 +99,29 @@ BAD = {
     "--seed 2147483648": r"--seed must be at most 2147483647, got 2147483648",
     "--timeout 0": r"--timeout must be a positive number of seconds, got 0",
     "--lr inf": r"--lr must be a positive number",
+    "--timeout inf": r"--timeout must be a positive number of seconds, got inf",
     "--lr 0": r"--lr must be a positive number",
     "--lr nan": r"--lr must be a positive number",
     "--max-norm 0": r"--max-norm must be a positive number, or inf for no clipping; got 0.0",
+    "--max-norm nan": r"--max-norm must be a positive number, or inf for no clipping; got nan",
+    "--beta1 1": r"--beta1 must be at least 0 and less than 1, got 1.0",
+    "--optimizer sgd --beta1 0.8": r"--beta1 belongs to --optimizer adamw; leave one of them out",
+    "--optimizer sgd --beta2 0.9": r"--beta2 belongs to --optimizer adamw; leave one of them out",
     "--beta2 1": r"--beta2 must be at least 0 and less than 1, got 1.0",
     "--weight-decay -1": r"--weight-decay must be at least 0, got -1.0",
     "--optimizer sgd --weight-decay 0.2": r"--weight-decay belongs to --optimizer adamw; leave one of them out",
     "--warmup-steps -1": r"--warmup-steps must be at least 0",
     "--lr-schedule linear": r"argument --lr-schedule: invalid choice: 'linear'",
     "--sample 9 --task images": r"--sample is for --task text; leave it out",
+    "--text poems --task images": r"--text is for --task text; leave it out",
+    "--task images --data-dir x": r"--data-dir is where fashion-mnist or cifar10 lie, and --dataset is digits$",
     "--dataset cifar10": r"--dataset cifar10 is for --task images; add that, or leave it out",
     "--data-dir mytext": r"--data-dir is where fashion-mnist or cifar10 lie; text of your own: --text FILE_OR_FOLDER",
     "--task images --download": r"--download is for fashion-mnist and cifar10, and --dataset is digits; leave it out",
     "--stride 3": r"unknown option --stride; --help lists the options",
     "--batch-sise 3": r"unknown option --batch-sise; did you mean --batch-size\?",
+    "--confg x.yaml": r"unknown option --confg; did you mean --config\?",
+    "--strategy pipeline --schedul gpipe": r"unknown option --schedul; did you mean --schedule\?",
     "ddp": r"unrecognized argument: ddp",
     "--resume": r"--resume: there is no run under runs/; name its folder with --run-dir",
     "--resume --run-dir nowhere": r"--resume: no checkpoint in nowhere",
@@ -136,6 +148,7 @@ BAD_YAML = {
     "batch_sise: 3": r"unknown key 'batch_sise'; did you mean 'batch-size'\?",
     "learning-rate: 3": r"unknown key 'learning-rate'; did you mean 'lr'\?",
     "schedule: gpipe": r"--schedule is an option of pipeline, .*, not of 'single'; leave it out",
+    "steps: true": r"steps: expected a whole number, got True",
     "steps: 2.5": r"steps: expected a whole number, got 2.5",
     "lr: fast": r"lr: expected a number, got 'fast'",
     "distributed: 1": r"distributed: expected true or false, got 1",
@@ -153,6 +166,44 @@ def test_bad_yaml(text):
         parse(argv=yaml(text))
         pytest.fail(f"not refused: {text}")
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_least_that_is_taken_of_each_number():
+    least = {
+        "steps": 1, "checkpoint_every": 0, "keep": 1, "validate_every": 0, "log_every": 1, "sample": 0, "layers": 1,
+        "width": 1, "heads": 1, "seed": 0, "warmup_steps": 0, "weight_decay": 0, "beta1": 0, "beta2": 0, "context": 1,
+        "batch_size": 1, "accumulation_steps": 1,
+    }  # fmt: skip
+    assert {item.name: item.metadata["at_least"] for item in shared() if item.metadata["at_least"] is not None} == least
+
+
+def test_yaml_has_forms_of_its_own(capsys):
+    """Mappings, older names, --resume without a value; and a strategy that is picked by the planner."""
+    config = parse(argv=yaml("strategy: hsdp\nmesh: {data: 1, shard: 1}\naccumulate: 3\nresume: false"))
+    assert (config.axes, config.accumulation_steps, config.resume) == ({"data": 1, "shard": 1}, 3, "")
+    (name,) = (line for line in BAD if "blocks.1:middle" in line)
+    with pytest.raises(UserError, match=BAD[name]):
+        parse(argv=yaml("strategy: pipeline\nschedule: zbv\nsplit-spec: {blocks.1: middle}"))
+    argv = yaml("strategy: auto\nsteps: 7")
+    picked = parse_table(STRATEGIES, None, argv, BY_AXES, auto=lambda argv: [*argv, "--strategy", "ddp"])
+    assert (picked.strategy, picked.steps) == ("ddp", 7)
+
+
+def test_processes_of_this_node_share_its_gpus(monkeypatch):
+    """Four ranks, two on each node."""
+    asked = []
+    monkeypatch.setattr("common.config.choose", lambda *about: asked.append(about))
+    for name, value in (TWO_RANKS | {"WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    parse(argv=["--distributed"])
+    assert asked == [("auto", "auto", 2)], "device, backend, processes on this node"
+
+
+def test_packages_are_asked_for_where_they_are_needed(monkeypatch):
+    monkeypatch.setattr("common.config.missing", lambda names: "no sklearn" if "sklearn" in names else None)
+    assert parse(argv=["--task", "images", "--dataset", "cifar10"]).dataset == "cifar10"
+    with pytest.raises(UserError, match="--task images: no sklearn"):
+        parse(argv=["--task", "images"])
 
 
 def test_yaml_is_read_and_the_command_line_wins():
@@ -181,6 +232,22 @@ def test_help_lists_the_options_of_a_strategy_in_groups(strategy, capsys):
         for title in titles + ([f"strategy {strategy}"] if own else []):
             assert f"\n{title}:\n" in shown
         assert "strategies: single, dp, ddp" in " ".join(shown.split())
+
+
+def test_help_shows_defaults_kinds_of_values_and_who_else_has_an_option(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(argv=["--strategy", "zero2", "--help"])
+    shown, _, others = capsys.readouterr().out.partition("options of other strategies")
+    lines = {" ".join(line.split()) for line in shown.splitlines()}
+    for line in (
+        "--steps INT optimizer steps (default: 250)",
+        "--text WORD file or folder to learn the bytes of (default: Python's standard library)",
+        "--lr FLOAT learning rate, reached after a linear warm-up (default: 0.002)",
+    ):
+        assert line in lines, f"not found: {line}\n{shown}"
+    assert "--microbatches of pipeline, pipeline+ddp, pipeline+fsdp, mesh" in " ".join(others.split())
+    assert "--offload" in shown and "--offload" not in others, "its own option is no other strategy's"
 
 
 def test_no_strategy_has_an_option_by_the_name_of_one_of_the_run():
@@ -217,6 +284,7 @@ def test_the_mesh_picks_the_strategy_and_its_order_is_an_option():
     assert configure("--mesh shard=2,tensor=2 --by-hand", size=4).strategy == "mesh"
     assert configure("--mesh pipeline=2,data=2,tensor=2", size=8).strategy == "mesh"
     assert configure("--mesh data=2,shard=2 --by-hand", size=4, default="fsdp").strategy == "fsdp"
+    assert configure("--mesh tensor=2", size=2, default="ddp").strategy == "tensor", "a chapter's own has no such axis"
     both = configure("--mesh data=2,pipeline=2", size=4)
     assert (both.strategy, list(both.axes)) == ("pipeline+ddp", ["pipeline", "data"])
     other = configure("--mesh data=2,pipeline=2 --mesh-order data,pipeline", size=4)
@@ -246,6 +314,10 @@ def test_only_rank_0_claims_the_run_directory(monkeypatch):
         monkeypatch.setenv(name, value)
     parse(argv=["--distributed", "--run-dir", "mine"])
     assert not Path("mine").exists(), "rank 1 has made the run's folder"
+    monkeypatch.setenv("RANK", "0")
+    for line in ("--dry-run", "--strategy fsdp --find-batch-size --memory-budget 2"):
+        parse(argv=["--distributed", "--run-dir", "mine", *line.split()])
+        assert not Path("mine").exists(), f"{line} trains nothing, and has made the run's folder"
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:

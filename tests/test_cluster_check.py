@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -184,6 +186,160 @@ def test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked(
         monkeypatch.setattr(cluster_check, "check", check)
         assert launch(cluster_check.main, 1, (["--device=cpu", "--megabytes=3"],)) == [code], f"sockets {where}"
         assert "messages of 3 MiB" in capfd.readouterr().out, "--megabytes 3"
+
+
+# --- the page, in numbers that are easy to follow ---------------------------------------------------------------
+
+
+def ranks_with(**each) -> list[Rank]:
+    """Ranks of one host that are alike but for what `each` says of them, in their order."""
+    size = len(next(iter(each.values())))
+    alike = cluster(1, size)[0]
+    return [replace(rank, **{name: values[rank.rank] for name, values in each.items()}) for rank in alike]
+
+
+def test_the_page_word_for_word():
+    about = {"python": "3.11.2", "torch": "2.13.0"}
+    ranks = [
+        Rank(0, "host0", "H100", about, {"OMP_NUM_THREADS": "1", "NCCL_IB_HCA": "mlx5"}, (0.0, 0.0), 2.0e12),
+        Rank(1, "host0", "H100", about, {"OMP_NUM_THREADS": "1", "NCCL_IB_HCA": "mlx5"}, (-0.002, 1e-4), 1.9e12),
+        Rank(2, "host1", "A100", about, {"OMP_NUM_THREADS": "1", "NCCL_IB_HCA": "mlx5"}, (0.001, 1e-4), 1.7e12),
+    ]
+    links = [Link(0, 1, 2e-5, 4e9), Link(0, 2, 3e-5, 1e9), Link(1, 2, 6e-5, 8e8)]
+    lines, wrong = cluster_check.report(ranks, links, 1.5e9, 8, "nccl")
+    assert lines == [
+        "3 ranks on 2 host(s), nccl, A100, H100",
+        "versions        the same on all ranks: python 3.11.2, torch 2.13.0",
+        "environment     the same on all ranks: 2",
+        "clocks          at most 2.0 ms from rank 0's",
+        "matrix products 1,700 to 2,000 GFLOP/s per rank",
+        "links           within a host: 1 pairs, 20 to 20 µs for a byte, 4.00 GB/s to 4.00 GB/s each way",
+        "links           between hosts: 2 pairs, 30 to 60 µs for a byte, 800 MB/s to 1.00 GB/s each way",
+        "all-reduce      of 8 MiB over all ranks: 1.50 GB/s bus bandwidth",
+    ]
+    assert wrong == []
+    alone, _ = cluster_check.report(ranks[:1], [], 0.0, 8, "gloo")
+    assert len(alone) == 5, f"one rank has no links and nobody to reduce with: {alone}"
+
+
+def test_a_clock_is_told_when_it_is_further_off_than_asking_took():
+    for clock, said in {
+        (-7.0, 1e-3): "the clock of rank 1 on host0 is -7.0 s from rank 0's",
+        (0.6, 0.05): "the clock of rank 1 on host0 is +0.6 s from rank 0's",
+        (0.4, 0.0): "",
+        (0.9, 0.6): "",  # the network is slow: it may as well be 0.3 s
+    }.items():
+        wrong = wrong_of(ranks_with(clock=[(0.0, 0.0), clock, (0.3, 0.0)]), [])
+        assert [line.split(":")[0] for line in wrong] == ([said] if said else []), f"seconds, give or take: {clock}"
+
+
+def test_a_straggler_is_slower_than_half_of_the_ranks_by_much():
+    assert wrong_of(ranks_with(flops=[1e12, 0.85e12, 1e12, 5e12]), []) == [], "15 % less, and a faster one"
+    (line,) = wrong_of(ranks_with(flops=[1e12, 1e12, 0.7e12]), [])
+    assert line.startswith("rank 2 on host0 is a straggler: 700 GFLOP/s, and the median is 1,000; is"), line
+
+
+def test_what_differs_is_told_against_what_most_ranks_have():
+    threads, card = {"OMP_NUM_THREADS": "1"}, {"NCCL_IB_HCA": "mlx5"}
+    assert wrong_of(ranks_with(variables=[{"OMP_NUM_THREADS": "4"}, threads, threads | card]), []) == [
+        "NCCL_IB_HCA is (not set) on most ranks, but mlx5 on rank 2 on host0: make them equal",
+        "OMP_NUM_THREADS is 1 on most ranks, but 4 on rank 0 on host0: make them equal",
+    ]
+    (line,) = wrong_of(ranks_with(versions=[{"torch": "2.13.0"}] * 7 + [{"torch": "2.12.0"}] * 6), [])
+    assert line.endswith("2.12.0 on rank 10 on host0 and 2 more: make them equal"), f"four of six are named: {line}"
+
+
+def test_slow_links_are_told_the_slowest_first_and_microseconds_are_none():
+    ranks, links = cluster(1, 4)
+    slow = {(0, 1): 3e8, (2, 3): 1e8}
+    wrong = wrong_of(ranks, [replace(link, bandwidth=slow.get((link.a, link.b), 1e9)) for link in links])
+    assert [line.split(" is slow")[0] for line in wrong] == [
+        "the link between rank 2 on host0 and rank 3 on host0", "the link between rank 0 on host0 and rank 1 on host0"
+    ]  # fmt: skip
+    quick = [replace(link, latency=5e-5 if link.a == 2 else 1e-6, bandwidth=1e9 - 2e8 * link.a) for link in links]
+    assert wrong_of(ranks, quick) == [], "50 µs in place of 1 µs, and 40 % of the bandwidth less"
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+
+def clock_of(*seconds: float):
+    """In the place of the module `time`: what is measured takes these seconds, one after the other, again and again."""
+    ticks = itertools.accumulate(itertools.chain.from_iterable((0.0, took) for took in itertools.cycle(seconds)))
+    return SimpleNamespace(perf_counter=lambda: next(ticks), time=lambda: next(ticks))
+
+
+def test_the_quickest_of_all_rounds_counts(monkeypatch):
+    monkeypatch.setattr(cluster_check, "time", clock_of(2.0, 1.0, 3.0, 4.0))
+    assert cluster_check.multiply(Ranks(0, 1, 0, torch.device("cpu"))) == 2 * 384**3, "operations in one second"
+    sizes = []
+    monkeypatch.setattr(cluster_check, "time", clock_of(2.0, 1.0, 3.0, 4.0))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sizes.append(tensor.nbytes))
+    assert cluster_check.all_reduce(Ranks(0, 2, 0, torch.device("cpu")), 2**20) == 2**20, "bytes in one second"
+    assert {*sizes} == {2**20}, "bytes that are reduced"
+
+
+def test_of_clocks_the_answer_that_came_soonest_counts(monkeypatch):
+    asked, stamps = iter([100.0, 104.0, 110.0, 110.5, 120.0, 124.0]), iter([90.0, 105.0, 100.0])
+    monkeypatch.setattr(cluster_check, "time", SimpleNamespace(time=lambda: next(asked)))
+    monkeypatch.setattr(dist, "send", lambda tensor, to: None)
+    monkeypatch.setattr(dist, "recv", lambda tensor, source: tensor.fill_(next(stamps)))
+    found = cluster_check.compare_clocks(Ranks(1, 2, 1, torch.device("cpu")), rounds=3)
+    assert found == (5.25, 0.25), "ahead of 105.0 at 110.25, within half of the way there and back"
+
+
+def test_a_link_has_the_time_of_a_byte_and_the_bandwidth_of_a_large_message(monkeypatch):
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(cluster_check, "exchange", lambda message, other, times: 0.25 if len(message) > 1 else 1e-4)
+    for rank, others in ((0, [1, 2]), (1, [2]), (2, [])):
+        links = cluster_check.measure_links(Ranks(rank, 3, rank, torch.device("cpu")), 2**20)
+        expected = {Link(rank, other, 1e-4, 2**22) for other in others}
+        assert {*links} == expected and len(links) == len(others), f"of rank {rank}: seconds, bytes per second"
+
+
+def test_what_is_compared_of_a_rank(monkeypatch):
+    """The versions of a GPU's libraries, and a variable of each library that reads any."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert {**cluster_check.versions(), "python": ""} == {
+        "python": "", "torch": torch.__version__, "CUDA": "13.0", "NCCL": "2.28.9"
+    }  # fmt: skip
+    names = ["NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+             "UCX_TLS", "FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF", "MASTER_ADDR"]  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    assert {*names} <= {*cluster_check.variables()}, "variables"
+
+
+def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch, no_launcher, capsys):
+    """And a fault is repeated below torchrun's report; without one, nothing is."""
+    repeated, wrong = [], []
+    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", repeated.append)
+    monkeypatch.setattr(cluster_check, "all_reduce", lambda ranks, size: float(size))
+    monkeypatch.setattr(cluster_check, "measure_links", lambda ranks, size: [Link(0, 0, 1e-4, float(size))])
+
+    def report(ranks, links, bus, megabytes, backend):
+        file = Path(os.environ["NCCL_DEBUG_FILE"])
+        if os.environ["NCCL_DEBUG"] == "INFO":
+            file.with_name("host-7").write_text("n:7:7 [0] NCCL INFO Using network IB\n" * 2)
+        return [f"{links[0].bandwidth} and {bus} bytes, {megabytes} MiB"], list(wrong)
+
+    monkeypatch.setattr(cluster_check, "report", report)
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    assert cluster_check.main(["--device=cpu", "--megabytes=2"]) == 0
+    sizes = "2097152.0 and 2097152.0 bytes, 2 MiB"
+    assert capsys.readouterr().out.splitlines() == [sizes, "NCCL            Using network IB", "nothing to look at"]
+    assert repeated == [], "without a fault nothing is repeated"
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "mine")
+    wrong += ["one", "two"]
+    assert cluster_check.main(["--device=cpu", "--megabytes=2"]) == 1
+    assert os.environ["NCCL_DEBUG"] == "WARN", "the user's own"
+    assert repeated == ["LOOK AT: one\nLOOK AT: two"], "below torchrun's report"
 
 
 def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):

@@ -74,6 +74,8 @@ def test_a_check_that_breaks_is_reported():
 def test_python_too_old(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     assert "3.9.18 is too old" in fix(doctor.check_python)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    assert doctor.examine(doctor.check_python) == ("OK", f"3.10.0, {sys.executable}"), "the oldest that will do"
 
 
 @pytest.mark.parametrize("python, numpy", [((3, 10, 4), "2.2.6"), ((3, 11, 0), "2.4.6"), ((3, 14, 1), "2.4.6")])
@@ -92,9 +94,10 @@ def test_other_version(monkeypatch):
 
 
 def test_missing_package_and_one_without_a_pin(monkeypatch, tmp_path):
-    tmp_path.joinpath("requirements.txt").write_text("# some\ntorch\nno-such-package==1.0\n-e .\n")
+    tmp_path.joinpath("requirements.txt").write_text("# some\ntorch\nno-such-package==1.0\nnone==2\n-e .\n")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    assert fix(doctor.check_packages) == "no-such-package is missing: pip install -r requirements.txt"
+    both = "no-such-package is missing, none is missing: pip install -r requirements.txt"
+    assert fix(doctor.check_packages) == both
 
 
 def test_the_build_of_a_version_does_not_matter(monkeypatch, tmp_path):
@@ -166,10 +169,13 @@ def test_torchvision_that_is_broken_otherwise_is_not_hidden(import_beside):
 def test_kernel_of_another_python(monkeypatch, tmp_path):
     folder = tmp_path / "kernels" / "python3"
     folder.mkdir(parents=True)
-    kernel = {"argv": [str(tmp_path / "python"), "-m", "ipykernel_launcher"], "display_name": "other"}
-    folder.joinpath("kernel.json").write_text(json.dumps(kernel))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    assert "not this Python" in fix(doctor.check_jupyter)
+    # One that is gone, and one that is there; this one, and whichever runs Jupyter.
+    for python, verdict in ((tmp_path / "python", "FIX"), ("/bin/sh", "FIX"), (sys.executable, "OK"), ("python", "OK")):
+        kernel = {"argv": [str(python), "-m", "ipykernel_launcher"], "display_name": "other"}
+        folder.joinpath("kernel.json").write_text(json.dumps(kernel))
+        found, text = doctor.examine(doctor.check_jupyter)
+        assert found == verdict and ("not this Python" in text) == (verdict == "FIX"), f"a kernel of {python}: {text}"
 
 
 def test_no_kernel_and_no_jupyterlab(monkeypatch):
@@ -189,10 +195,18 @@ def test_threads(monkeypatch, threads, told):
     assert told in fix(doctor.check_cores)
 
 
+def test_half_of_the_cores_for_each_of_two_ranks_is_no_crowd(monkeypatch):
+    for cores, threads, verdict in ((4, "2", "OK"), (4, "3", "FIX"), (1, "1", "OK")):
+        monkeypatch.setattr(os, "sched_getaffinity", returns(range(cores)), raising=False)
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert doctor.examine(doctor.check_cores)[0] == verdict, f"OMP_NUM_THREADS={threads} on {cores} core(s)"
+
+
 def test_disk(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert doctor.examine(doctor.check_disk)[0] == "OK"
     with monkeypatch.context() as patch:
+        patch.setattr(doctor.shutil, "disk_usage", returns(SimpleNamespace(free=5.5e9)))
+        assert doctor.examine(doctor.check_disk) == ("OK", "5.5 GB free for runs/")
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 10**9, 10**6)))
         assert "1 MB are free" in fix(doctor.check_disk)
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8)))
@@ -206,16 +220,23 @@ def test_gpus_that_this_torch_cannot_use(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.examine(doctor.check_gpus) == ("OK", "none: ranks compute on the CPU and talk through gloo")
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: some GPU'\n")
+    tool.write_text("#!/bin/sh\necho 'No devices found.'\n")
     tool.chmod(0o755)
+    assert doctor.examine(doctor.check_gpus)[0] == "OK", "a driver without a GPU"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: some GPU'\n")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is for the CPU" in fix(doctor.check_gpus)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "update the driver" in fix(doctor.check_gpus)
 
 
-def test_gpus_without_nccl(monkeypatch):
+def test_gpus_with_and_without_nccl(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", returns(True))
+    monkeypatch.setattr(torch.cuda, "device_count", returns(3))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100" if number else "A100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", returns((2, 28, 9)))
+    monkeypatch.setattr(dist, "is_nccl_available", returns(True))
+    assert doctor.examine(doctor.check_gpus) == ("OK", "3 (A100, H100); NCCL 2.28.9")
     monkeypatch.setattr(dist, "is_nccl_available", returns(False))
     assert "no NCCL" in fix(doctor.check_gpus)
 
@@ -246,16 +267,25 @@ def test_own_name(monkeypatch):
 @pytest.mark.parametrize("address", ["", "127.0.0.1"])
 def test_occupied_port(monkeypatch, address):
     with socket.create_server((address, 0)) as server:
-        monkeypatch.setenv("PET_MASTER_PORT", str(server.getsockname()[1]))
+        port = str(server.getsockname()[1])
+        monkeypatch.setenv("PET_MASTER_PORT", port)
         text = fix(doctor.check_port)
-    assert "--master_port" in text and "--standalone" in text
+    assert "--master_port" in text and "--standalone" in text and text.startswith(f"port {port} cannot be used")
     assert doctor.examine(doctor.check_port)[0] == "OK"
+    monkeypatch.delenv("PET_MASTER_PORT")
+    monkeypatch.setattr(socket, "create_server", returns(SimpleNamespace(close=returns(None))))
+    assert doctor.examine(doctor.check_port) == ("OK", "29500 is free"), "the port that torchrun takes by default"
 
 
 def test_torch_without_libuv(monkeypatch):
     error = dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
-    monkeypatch.setattr(dist, "TCPStore", raises(error))
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    monkeypatch.setattr(dist, "TCPStore", lambda *where, use_libuv, **how: raises(error)() if use_libuv else None)
     assert "USE_LIBUV=0" in fix(doctor.check_store)
+    monkeypatch.setenv("USE_LIBUV", "0")
+    assert doctor.examine(doctor.check_store) == ("OK", "TCP store without libuv"), "once it is set"
+    monkeypatch.setattr(dist, "TCPStore", raises(dist.DistStoreError("nobody there")))
+    assert fix(doctor.check_store) == "DistStoreError: nobody there", "which has nothing to do with libuv"
 
 
 def test_gloo(monkeypatch):
@@ -288,6 +318,8 @@ def test_links_that_are_text(tmp_path, monkeypatch):
 def test_little_memory(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.5e9))
     assert fix(doctor.check_memory).startswith("1.5 GB are free")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2.5e9))
+    assert doctor.examine(doctor.check_memory) == ("OK", "2.5 GB free")
 
 
 def test_no_sandbox_is_nothing_to_fix(monkeypatch):
@@ -305,15 +337,42 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     run_dir.mkdir(parents=True)
     config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "/data/jane"}
     (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 2.5}\n')
+    for name in ("a", "z"):  # older runs
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+        os.utime(tmp_path / "runs" / name / "config.json", (0, 0))
 
     def check_path():
-        return f"/opt/jane/bin/python of jane at 10.1.2.3, in {doctor.ROOT}/runs on janes-laptop"
+        where = f"in {doctor.ROOT}/runs on janes-laptop, janes-laptop.example.org and 127.0.0.1"
+        return f"/opt/jane/bin/python of jane at 10.1.2.3, {where}"
 
     monkeypatch.setattr(doctor, "CHECKS", [check_path])
+    assert doctor.main([]) == 0 and not (tmp_path / "doctor-report.txt").exists(), "a report that nobody asked for"
     assert doctor.main(["--report"]) == 0
     text = (tmp_path / "doctor-report.txt").read_text()
-    assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME" in text
-    assert "torch 2.13.0" in text and "  steps: 3" in text and 'last of 1 steps: {"step": 1, "loss": 2.5}' in text
+    assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME, NAME and 127.0.0.1\n" in text
+    assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
+    assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
     assert "jane" not in text and "/data" not in text and "none_x" not in text
     assert "written: doctor-report.txt" in capsys.readouterr().out
+
+
+def test_what_is_to_fix_is_counted(monkeypatch, capsys):
+    def check_own_name():
+        import no_such_module  # noqa: F401
+
+    monkeypatch.setattr(doctor, "CHECKS", [check_own_name, lambda: "never mind", check_own_name])
+    doctor.CHECKS[1].__name__ = "check_disk"
+    assert doctor.main([]) == 2, "how many have something to fix"
+    line = "FIX  own name    No module named 'no_such_module': pip install -r requirements.txt"
+    assert capsys.readouterr().out.splitlines() == [line, "OK   disk        never mind", line, "2 to fix"]
+
+
+def test_a_run_that_cannot_be_read_spoils_no_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.last_run() == ["none under runs/"]
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for content, error in (("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"config": {}}', "FileNotFoundError")):
+        (tmp_path / "runs" / "a" / "config.json").write_text(content)
+        assert doctor.last_run() == [f"cannot be read: {error}"], content

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,9 @@ def fails_with(error: Exception) -> int:
 
 def test_torchruns_report_carries_the_line(error_file, capfd):
     assert fails_with(UserError("too many")) == 2
-    assert reported(error_file)["extraInfo"]["py_callstack"] == "error: too many"
+    about = reported(error_file)["extraInfo"]
+    assert about["py_callstack"] == "error: too many"
+    assert int(about["timestamp"]) < int(time.time()), "before any failure that torchrun may see: it puts that one last"
     assert capfd.readouterr().err == ""  # once: torchrun will say it
 
 
@@ -246,7 +249,8 @@ def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("given", "meant"),
     [("learning-rate", "lr"), ("epochs", "steps"), ("gradient_accumulation_steps", "accumulation-steps"),
-     ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir")],
+     ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir"), ("Hidden_Size", "width"),
+     ("block_size", "context")],
 )  # fmt: skip
 def test_names_of_other_programs_are_understood(given, meant, tmp_path):
     with pytest.raises(UserError, match=rf"unknown option --{given}; did you mean --{meant}\?"):

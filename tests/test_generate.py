@@ -1,5 +1,7 @@
 """python -m common.generate: the text that the model of a run writes, whatever wrote its checkpoint."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import SMALL, configure, saved, train
@@ -63,5 +65,8 @@ def test_what_cannot_write_is_refused_in_one_line(runs):
         f"{runs / 'experts'} trained a mixture of experts; here is the plain GPT only, so name another run"
     )
     assert refused(runs / "shards", "--temperature", -1) == "--temperature must be 0 or more, got -1.0"
+    assert refused(runs / "shards", "--temperature", "inf") == "--temperature must be 0 or more, got inf"
+    with pytest.raises(UserError, match="^run trained on --task images; only a model of text can write$"):
+        generate.model_of(SimpleNamespace(facts={"config": {}}, unit="examples", path="run"))
     assert refused(runs / "shards", "--length", 0) == "--length must be at least 1, got 0"
     assert refused(runs / "shards", "--prompt", "").startswith("--prompt is empty")

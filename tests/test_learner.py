@@ -2,6 +2,8 @@
 
 import os
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from hostile import SHIFT
@@ -35,7 +37,21 @@ def test_an_exercise_is_found_in_its_chapter(capfd):
     assert one.startswith("hint 1 of 2: A mean of means counts") and "Sums can be added" not in one
     assert more == "more: python -m common.check global_mean --hint 2"
     assert check.main(["01_intro", "global_mean", "--hint", "2"]) == 0
-    assert capfd.readouterr().out.splitlines()[1].startswith("hint 2 of 2: Sums can be added")
+    _, last = capfd.readouterr().out.splitlines()
+    assert last.startswith("hint 2 of 2: Sums can be added"), "and there are no more"
+
+
+def test_a_class_is_graded_as_asked_for_with_cases_that_nobody_has_seen(tmp_path, monkeypatch):
+    (tmp_path / "jane.py").write_text("def ring_shift(tensor): ...\n")
+    graded = []
+    monkeypatch.setattr(check.secrets, "randbits", lambda bits: 77)
+    monkeypatch.setattr(check.fresh, "with_fresh_cases", lambda *about: about[-1])
+    assert check.for_a_class("01_intro", seed=5) == 5, "the seed that is asked for"
+    grading = lambda *about: SimpleNamespace(all=lambda files: graded.append(about))  # noqa: E731
+    monkeypatch.setattr(check.classes, "Grading", grading)
+    line = ["--submission", str(tmp_path / "jane.py"), "--csv", "--time-limit=7", "--pages", str(tmp_path / "pages")]
+    assert check.main(line) == 0
+    assert graded == [(77, check.minutes_of("01_intro"), 7.0, tmp_path / "pages")], "seed, minutes, seconds, folder"
 
 
 def test_stages_together_are_the_hint():
@@ -49,6 +65,7 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     file, texts, said = tmp_path / "exercises.py", ["half", "both", "broken", "good"], []
     status = {"half": "right wrong", "both": "right right", "broken": "wrong right", "good": "right right"}
     first, second = check.exercises_of("01_intro")[:2]
+    second = replace(second, points=3)
     checked = []
 
     def verdicts(chapter, path, only, progress=None):
@@ -70,7 +87,7 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     assert said[0].startswith("[###############...............] 1 of 2  ring_shift is right\n")
     assert "1 of 2  now global_mean ●○○○○, up to 10 minutes\nglobal_mean: here\n  input     rank 0: f(1)\n" in said[0]
     assert "now ring_shift" in said[1]
-    assert capfd.readouterr().out.endswith("all right: 2 points\n")
+    assert capfd.readouterr().out.endswith("all right: 4 points\n")
 
 
 def test_until_saved(tmp_path):

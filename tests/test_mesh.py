@@ -16,7 +16,7 @@ from common.lab import equality
 from common.lab.equality import CASES, NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import AXES, axis, in_order, make_mesh, parse_order, resolve
+from common.mesh import AXES, axis, in_order, make_mesh, parse_axes, parse_order, resolve
 from course.fsdp.by_hand_mesh import MeshByHand
 from course.fsdp.torch_mesh import MeshParallel
 from course.model_parallel.by_hand_experts import ExpertParallel
@@ -63,6 +63,8 @@ def test_sizes_are_filled_in_and_checked():
     assert resolve({"data": 2, "pipeline": -1}, 8) == {"data": 2, "pipeline": 4}
     with pytest.raises(UserError, match="^--mesh data=3 leaves no whole number of ranks for axis 'pipeline'"):
         resolve({"data": 3, "pipeline": -1}, 8)
+    with pytest.raises(UserError, match="^--mesh data=0: expected a number of ranks as in 'data=2', got 'data=0'$"):
+        parse_axes("data=0")
     assert list(in_order(dict.fromkeys(AXES[::-1], 1))) == list(AXES)
 
 

@@ -1,15 +1,31 @@
 """What each rank makes of its machine; which rank the others wait for, by name."""
 
+import io
+import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import SMALL, configure, metrics, train
 
-from common import runs
+from common import per_rank, runs
 from common.lab.launch import launch
-from common.per_rank import Report, hoarders, in_collectives, lateness, launches, recent, straggler, utilization
+from common.per_rank import (
+    PerRank,
+    Report,
+    blocked,
+    flight_record,
+    hoarders,
+    in_collectives,
+    lateness,
+    launches,
+    recent,
+    row,
+    straggler,
+    utilization,
+)
 
 GIB = 2**30
 
@@ -58,6 +74,9 @@ def test_a_straggler_is_one_rank_by_much():
         ("late", 1): "warning: rank 1 on node1 is a straggler: in a step of 100 ms the others wait 30 ms for it; see "
         "what else runs there, and what it does that they don't"
     }
+    uneven = reports(*[{(s, "g", 1): s + seconds for s in range(4)} for seconds in (0, 0.03, 0)])
+    uneven[0].step_seconds = 0.5
+    assert "in a step of 100 ms" in straggler(uneven)["late", 1], "a step of most ranks"
     assert not found(0, 0.03, 0, step_seconds=0.2), "less than a quarter of a step"
     assert not found(0, 0.01, 0, step_seconds=0.02), "a few milliseconds"
     assert not found(0, 0.03, 0.02, 0), "two ranks are late"
@@ -70,6 +89,11 @@ def test_much_more_memory_than_the_others_is_named():
     ranks[2].memory_bytes = 2 * GIB
     assert hoarders(ranks) == {("memory", 2): "warning: rank 2 on node2 has held 2.0 GiB, and the others 1.0 GiB"}
     assert not hoarders(ranks[2:])
+    for megabytes in ((1024, 1024, 1400), (60, 60, 200)):  # not half as much again; little in any case
+        for report, number in zip(ranks, megabytes, strict=True):
+            report.memory_bytes = number * 2**20
+        assert not hoarders(ranks), f"MiB of the ranks: {megabytes}"
+    ranks[1].memory_bytes, ranks[2].memory_bytes = GIB, 2 * GIB
     assert {*hoarders(ranks[1:])} == {("memory", 1)}, "of two ranks too: 2 GiB beside 1 GiB of the other"
 
 
@@ -77,8 +101,60 @@ def test_time_in_collectives_of_nccl():
     """As its Flight Recorder says it with TORCH_NCCL_ENABLE_TIMING=1; without, nothing is known."""
     entries = [entry(1_000_000, 1, duration_ms=99.0), entry(2_000_000, 2, duration_ms=1.5), entry(3_000_000, 3)]
     timed = {"entries": entries}
-    assert in_collectives(timed, 2_000_000, 5_000_000) == pytest.approx(0.5)
+    assert in_collectives(timed, 1_500_000, 5_000_000) == pytest.approx(0.5)
     assert in_collectives({"entries": [entry(3, 3)]}, 2, 5) is None and in_collectives({}, 2, 5) is None
+
+
+def test_reports_are_made_now_and_then():
+    assert [step for step in range(1, 61) if PerRank.due(None, step, 3)] == [3, 30, 60], "with --log-every 3"
+
+
+def test_a_warning_is_given_once_and_a_report_is_of_all_ranks(monkeypatch):
+    begun, everybody = [], reports({}, {}, {})
+    monkeypatch.setattr(PerRank, "begin", lambda self: begun.append(self))
+    monkeypatch.setattr(PerRank, "measure", lambda self: everybody[0])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "gather_object", lambda mine, found: found.__setitem__(slice(3), everybody))
+    watch, told = PerRank(torch.device("cpu")), []
+    for rank, gigabytes in ((2, 4), (2, 4), (2, 1), (2, 4), (1, 4)):
+        everybody[rank].memory_bytes = gigabytes * GIB
+        rows, warnings = watch.report()
+        assert [one["host"] for one in rows] == ["node0", "node1", "node2"]
+        told.append([text.partition(" has held")[0] for text in warnings])
+        everybody[2].memory_bytes = GIB
+    assert told == [["warning: rank 2 on node2"], [], [], [], ["warning: rank 1 on node1"]], "each rank once"
+    assert len(begun) == 6, "each report begins a window of time"
+
+
+def test_what_a_rank_measures_is_for_a_step_and_for_a_second(monkeypatch):
+    monkeypatch.setattr(per_rank, "flight_record", lambda device: {})
+    watch = SimpleNamespace(device=torch.device("cpu"), began=0, ends=[])
+    for _ in range(3):
+        PerRank.step_ended(watch)
+    watch.wall, watch.cpu, watch.idle = time.perf_counter() - 6000, time.process_time() - 3000, blocked() - 1500
+    report = PerRank.measure(watch)
+    assert report.step_seconds == pytest.approx(2000, rel=0.01), "6000 seconds for three steps"
+    assert (report.use, report.waiting) == pytest.approx((0.5, 0.25), rel=0.05), "cores in use, and time waited"
+    assert row(Report("node0", 7, 0.123456, None, 1.0)) == {
+        "host": "node0", "memory_bytes": 7, "use": 0.1235, "waiting": None
+    }  # fmt: skip
+
+
+def test_waiting_is_what_is_neither_computing_nor_waiting_for_a_core(monkeypatch):
+    """Of ten seconds the thread computed three and waited two for a core (the second number of schedstat, in ns)."""
+    monkeypatch.setattr(per_rank, "time", SimpleNamespace(perf_counter=lambda: 10.0, thread_time=lambda: 3.0))
+    monkeypatch.setattr(per_rank, "open", lambda path: io.StringIO("3000000000 2000000000 7\n"), raising=False)
+    assert blocked() == 5.0
+    monkeypatch.setattr(per_rank, "open", lambda path: io.StringIO(""), raising=False)
+    assert blocked() == 7.0, "where the system does not say it"
+
+
+def test_the_flight_recorder_of_the_device_is_asked(monkeypatch):
+    for device, name in {"cpu": "_dump_fr_trace_json", "cuda": "_dump_nccl_trace_json"}.items():
+        dump = lambda collectives, active, device=device: json.dumps({"of": device})  # noqa: E731
+        monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
+    assert [flight_record(torch.device(device)) for device in ("cpu", "cuda")] == [{"of": "cpu"}, {"of": "cuda"}]
 
 
 def slowed(config) -> None:
@@ -136,6 +212,9 @@ def test_use_of_a_gpu_is_a_share(monkeypatch):
     def without(device):
         raise ModuleNotFoundError("pynvml")
 
-    for ask, expected in ((lambda device: 87, 0.87), (without, None)):
+    def no_driver(device):
+        raise RuntimeError("Driver Not Loaded")
+
+    for ask, expected in ((lambda device: 87, 0.87), (without, None), (no_driver, None)):
         monkeypatch.setattr(torch.cuda, "utilization", ask)
         assert utilization(torch.device("cuda", 0)) == expected, "a share of the time, and not a percentage"

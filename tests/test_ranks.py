@@ -187,6 +187,9 @@ def test_a_gpu_that_processes_share(gpus, monkeypatch, started, capsys):
         assert group.device == torch.device("cuda:0")
     assert started.group["backend"] == "gloo" and "device_id" not in started.group
     assert capsys.readouterr().err == ("note: 2 processes share 1 GPU(s), which NCCL refuses: using gloo instead\n")
+    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
+    with process_group(store=store_with(f"{host} A", f"{host} A")):
+        assert capsys.readouterr().err == "", "rank 0 has said it"
     with pytest.raises(UserError, match="--backend nccl needs one GPU per process: 2 processes on this node, 1 GPU"):
         with process_group(backend="nccl", store=store_with(f"{host} A", f"{host} A")):
             pass
@@ -205,6 +208,7 @@ def test_on_the_cpu_no_device_is_bound(gpus, monkeypatch, started):
         ({"rank": 0, "size": 2, "local_rank": 0, "local_size": 2}, "lo"),
         ({"rank": 1, "size": 4, "local_rank": 1, "local_size": 2}, None),
         ({"rank": 0, "size": 2, "address": "127.0.0.1"}, "lo"),  # started by hand
+        ({"rank": 0, "size": 2, "address": "::1"}, "lo"),
         ({"rank": 0, "size": 2, "address": "node1"}, None),  # where the launcher says nothing about nodes
     ],
 )

@@ -86,10 +86,39 @@ def test_options_of_another_strategy_are_not_taken_over(begun):
 def test_what_belongs_to_the_machine_is_not_taken_over(begun):
     folder = begun(strategy="ddp")
     kept = json.loads((folder / "config.json").read_text())
-    kept["config"] |= {"distributed": True, "backend": "nccl", "device": "cuda", "download": True}
+    kept["config"] |= {"distributed": True, "backend": "nccl", "device": "cuda", "download": True, "timeout": 7.0}
     (folder / "config.json").write_text(json.dumps(kept))
     again = configure(run_dir=folder, resume=True)
     assert (again.distributed, again.backend, again.device, again.download) == (False, "auto", "auto", False)
+    assert again.timeout == 300.0, "--timeout"
+
+
+def test_the_mesh_is_taken_over_where_it_fits(begun):
+    """By the same strategy on as many ranks."""
+    folder = begun(strategy="hsdp", mesh="data=1,shard=1", mesh_order="shard,data")
+    again = configure(run_dir=folder, resume=True)
+    assert list(again.axes.items()) == [("shard", 1), ("data", 1)], "sizes and order"
+    assert configure(size=2, run_dir=folder, resume=True).axes == {"data": 2, "shard": 1}, "on other ranks its own"
+    assert configure(run_dir=folder, resume=True, strategy="fsdp").axes == {"shard": 1}, "another strategy's own"
+
+
+def test_what_an_older_version_called_otherwise_is_taken_over(begun):
+    folder = begun()
+    kept = json.loads((folder / "config.json").read_text())
+    del kept["config"]["accumulation_steps"]
+    kept["config"]["accumulate"] = 4
+    (folder / "config.json").write_text(json.dumps(kept))
+    assert configure(run_dir=folder, resume=True).accumulation_steps == 4
+
+
+def test_what_a_resumed_run_may_not_change(begun):
+    folder = begun(lr_schedule="cosine", steps=9)
+    assert configure(run_dir=folder, resume=True, steps=9).steps == 9
+    for steps in (8, 10):
+        with pytest.raises(UserError, match="this run's learning rate falls until its step 9, so --steps has to stay"):
+            configure(run_dir=folder, resume=True, steps=steps)
+    with pytest.raises(UserError, match=r"got --seed 1 \(it has 0\), --lr 0.5 \(it has 0.002\); leave that out"):
+        configure(run_dir=folder, resume=True, seed=1, lr=0.5)
 
 
 def test_the_newest_run_is_resumed(begun):

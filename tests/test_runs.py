@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import SMALL, configure, metrics, saved, train
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from common import runs
 from common.errors import UserError
@@ -36,11 +37,118 @@ def asked(capsys, *argv) -> list | dict:
     return json.loads(capsys.readouterr().out)
 
 
+def noted(folder: Path, step: int, **values) -> None:
+    """Write other values of a step into a run's metrics."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[step - 1] = json.dumps(json.loads(lines[step - 1]) | values)
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+
+def said(capsys, *argv) -> list[str]:
+    runs.main([*map(str, argv)])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_summary_word_for_word(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said(capsys, "list") == ["there is no run under runs/"]
+    made(Path("runs/one"), [4.0, 3.0], steps=9)
+    made(Path("runs/four"), [4.0, 3.5], ranks=4, seconds=0.02, batch_size=8)  # a larger batch in less time
+    for step in (1, 2):
+        Path(f"runs/one/checkpoint-00000{step}").mkdir()
+    assert said(capsys, "summary", "one", "four") == [
+        "run   strategy  implementation  mesh    ranks  steps  first_loss  last_loss  step_seconds  tokens_per_second  "
+        "checkpoints  speed_up  efficiency",
+        "one   ddp       pytorch         data=1  1      2/9    4           3          0.5           64                 "
+        "1 2          1         1",
+        "four  ddp       pytorch         data=4  4      2/2    4           3.5        0.02          3,200              "
+        "             50        12.5",
+    ]
+    assert asked(capsys, "summary", "four", "one")[1]["efficiency"] == pytest.approx(0.08), "four ranks are the first"
+    assert not any("speed_up" in row for row in asked(capsys, "list")), "only where it was asked for several"
+
+
+def test_a_run_of_pictures_and_one_that_has_just_begun(tmp_path, capsys):
+    images, empty = made(tmp_path / "images", [4.0, 3.0], task="images"), made(tmp_path / "empty", [])
+    history = runs.History(str(images))
+    assert history.axis("tokens") == [4, 8], "4 examples a step, whatever the context is"
+    one, other = asked(capsys, "summary", images, empty)
+    assert one["examples_per_second"] == 8 and other["steps"] == "0/0"
+    assert other["first_loss"] is other["last_loss"] is other["tokens_per_second"] is None
+    assert asked(capsys, "plot", images, empty, "--out", tmp_path / "a.png")
+
+
+def test_the_last_report_of_the_ranks_is_shown(tmp_path, capsys):
+    a = made(tmp_path / "a", [4.0, 3.0])
+    with pytest.raises(UserError, match="has no report of its ranks yet: the first one comes after --log-every steps"):
+        runs.main(["ranks", str(a)])
+    for step in (1, 2):
+        noted(a, step, ranks=[{"host": f"node{rank}", "use": step / 4} for rank in range(2)])
+    assert said(capsys, "ranks", a) == ["rank  host   use", "0     node0  0.5", "1     node1  0.5"]
+
+
+def test_what_comparisons_say(tmp_path, capsys):
+    a, b, c, d = (made(tmp_path / name, [4.0, 2.0]) for name in "abcd")
+    (b / "config.json").write_text((b / "config.json").read_text().replace('"lr": 0.1', '"lr": 0.2, "top_k": 3'))
+    noted(b, 1, grad_norm=1.5), noted(b, 2, loss=8.0), noted(c, 2, grad_norm=None), noted(c, 1, loss=4.0004)
+    assert said(capsys, "compare", a, b, c, d) == [
+        "a and b: 2 steps",
+        "  differ first at step 1: grad_norm 1.0 and 1.5",
+        "  largest relative difference 0.75, at step 2",
+        "  lr: 0.1 and 0.2",
+        "  top-k: None and 3",
+        "a and c: 2 steps",
+        "  differ first at step 1: loss 4.0 and 4.0004",
+        "  largest relative difference inf, at step 2",
+        "a and d: 2 steps",
+        "  differ nowhere by more than the tolerance",
+        "  largest relative difference 0",
+    ]
+
+
+def test_what_is_drawn(tmp_path, monkeypatch):
+    drawn = []
+
+    def look(figure, file):
+        (ax,) = figure.axes
+        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+        drawn[:] = file.name, ax.get_xlabel(), ax.get_ylabel(), lines
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    a, b = made(tmp_path / "a", [4.0, 3.0]), made(tmp_path / "b", [4.0, 2.0], batch_size=8, seconds=0.25)
+    monkeypatch.chdir(tmp_path)
+    runs.main(["plot", str(a), str(b)])
+    assert drawn == ["runs.png", "steps", "loss", {"a": ([1, 2], [4.0, 3.0]), "b": ([1, 2], [4.0, 2.0])}]
+    runs.main(["plot", str(a), str(b), "--over=tokens", "--out=b.png"])
+    assert drawn == ["b.png", "tokens", "loss", {"a": ([32, 64], [4.0, 3.0]), "b": ([64, 128], [4.0, 2.0])}]
+    runs.main(["plot", str(made(tmp_path / "c", [4.0], task="images")), "--over=tokens"])
+    assert drawn[1:] == ["examples", "loss", {"c": ([4], [4.0])}], "what is counted of a run of pictures"
+    noted(b, 1, grad_norm=None)
+    runs.main(["plot", str(b), "--over=seconds", "--metric=grad_norm"])
+    assert drawn[1:3] == ["seconds", "grad_norm"] and drawn[3]["b"][0] == [0.25, 0.5]
+    assert [str(value) for value in drawn[3]["b"][1]] == ["nan", "1.0"], "a gap where the gradient has overflowed"
+
+
+def test_what_is_exported_is_said_and_goes_where_it_is_asked_for(tmp_path, capsys, monkeypatch):
+    a, file = made(tmp_path / "a", [4.0]), tmp_path / "model.pt"
+    with pytest.raises(UserError, match="a has no checkpoint$"):
+        runs.main(["export", str(a)])
+    for step in (1, 2, 3):
+        (a / f"checkpoint-00000{step}").mkdir()
+    monkeypatch.setattr(runs.manifest, "damage", lambda folder: "cut" if folder.name.endswith("3") else "")
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(4)}
+    monkeypatch.setattr("common.checkpoint.whole_tensors", lambda folder: tensors)
+    line = f"{file}: 2 tensors, 10 numbers, of {a / 'checkpoint-000002'}"
+    assert said(capsys, "export", a, "--out", file) == [line], "of the newest that is whole"
+    assert torch.load(file, weights_only=True).keys() == tensors.keys()
+
+
 def test_compare_names_the_first_step_and_the_settings(tmp_path, capsys):
     a, b = made(tmp_path / "a", [4.0, 3.0, 2.0]), made(tmp_path / "b", [4.0, 3.00001, 2.2, 1.0], lr=0.2)
     (found,) = asked(capsys, "compare", a, b)
     assert found["first_difference"] == {"step": 3, "metric": "loss", "a": 2.0, "b": 2.2}
-    assert found["steps_compared"] == 3 and found["at_step"] == 3 and found["settings"]["lr"] == [0.1, 0.2]
+    assert found["steps_compared"] == 3 and found["at_step"] == 3
+    assert found["settings"] == {"steps": [3, 4], "lr": [0.1, 0.2]}
     assert found["largest_difference"] == pytest.approx(0.2 / 2.2)
     (found,) = asked(capsys, "compare", a, b, "--tolerance=1e-6")
     assert found["first_difference"]["step"] == 2
@@ -157,12 +265,10 @@ def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
 
 
 def test_the_first_three_steps_do_not_count_for_speed(tmp_path):
-    a = made(tmp_path / "a", [4.0] * 5)
-    lines = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()[:5]]
-    for line, seconds in zip(lines, (9.0, 5.0, 3.0, 0.5, 0.7), strict=True):
-        line["step_seconds"] = seconds
-    (a / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert runs.History(str(a)).seconds == pytest.approx(0.6), "of steps 4 and 5"
+    a = made(tmp_path / "a", [4.0] * 6)
+    for step, seconds in enumerate((9.0, 5.0, 3.0, 0.5, 0.7, 9.0), start=1):
+        noted(a, step, step_seconds=seconds)
+    assert runs.History(str(a)).seconds == 0.7, "the median of steps 4, 5 and 6"
 
 
 def test_every_type_has_its_name_in_safetensors(tmp_path):

@@ -7,11 +7,12 @@ import torch
 from helpers import configure
 from torch import nn
 
+from common import data
 from common.errors import UserError
 from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.strategy import Strategy, can_compute, require_gradients
-from common.task import check_batch, make_task
+from common.task import check_batch, make_dataset, make_task
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 
@@ -27,6 +28,13 @@ def test_weights_come_from_the_seed_alone():
     torch.manual_seed(100)
     assert [weights(config) for config in configs] == first, "the seed was not set"
     assert first[0] != first[1], "two seeds give the same weights"
+
+
+def test_the_dataset_that_is_asked_for_is_read(monkeypatch):
+    monkeypatch.setattr(data, "torchvision_images", lambda *about: about)
+    for more, download in (("", False), (" --download", True)):
+        config = configure(f"--task images --dataset fashion-mnist --data-dir there{more}", strategy="single")
+        assert make_dataset(config) == ("fashion-mnist", "there", download), "name, folder, whether to download"
 
 
 def kinds_of_memory(configs) -> list[bool]:

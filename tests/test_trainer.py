@@ -158,9 +158,25 @@ def test_a_sample_is_what_the_model_says():
     assert sample(Alphabet(), context=4, length=3, prompt="a") == "abcd"
     assert sample(Alphabet(), context=2, length=5, prompt="a") == "abcdef"  # more than it can look back to
     assert sample(Alphabet(), context=4, length=2, prompt="y") == "yz·"
+    assert sample(Alphabet(), context=4, length=2, prompt="}") == "}~·", "127 is no letter"
+    assert sample(Alphabet(), context=4, length=1, prompt="\t") == "·\n", "lines are kept"
     torch.manual_seed(0)
     model = GPT(1, 16, 2, 8)
     assert sample(model, 8, 40) == sample(model, 8, 40)
+
+
+class Coin(torch.nn.Module):
+    """After each byte an "a", or a seventh as likely a "b"."""
+
+    def forward(self, tokens):
+        logits = torch.full((*tokens.shape, 256), -math.inf)
+        logits[..., ord("a")], logits[..., ord("b")] = 2.0, 0.0
+        return logits
+
+
+def test_a_higher_temperature_makes_what_is_unlikely_likelier():
+    found = [sample(Coin(), 4, 300, prompt="a", temperature=t).count("b") for t in (0.1, 1.0, 100.0)]
+    assert found[0] == 0 and 20 < found[1] < 60 and 120 < found[2] < 180, f"of 300 bytes: {found}"
 
 
 def test_a_run_shows_what_it_wrote_before_and_after(tmp_path, capfd):

@@ -217,7 +217,7 @@ def wait_in_all_ways() -> dict[str, int]:
 def count_bytes() -> list[int]:
     from common.lab.fake_accelerator import pretend
 
-    with pretend({"data": 4}, size=4) as (_, watch):
+    with pretend({"data": 4}, size=4, devices=2) as (_, watch):
         x = torch.zeros(100, device="gpu")
         y = x.view(10, 10)[1:]  # no memory of its own
         numbers = [watch.now[0]]
@@ -229,7 +229,8 @@ def count_bytes() -> list[int]:
         parameter = torch.nn.Parameter(torch.zeros(50))
         parameter.data = parameter.data.to("gpu")
         del y
-        return [*numbers, watch.now[0], watch.phase.peak]
+        other = torch.zeros(20, device="gpu:1")
+        return [*numbers, watch.now[0], watch.phase.peak, watch.now[other.device.index]]
 
 
 def test_each_kind_of_wait_is_counted(elsewhere):
@@ -240,7 +241,8 @@ def test_each_kind_of_wait_is_counted(elsewhere):
 
 
 def test_bytes_are_those_of_living_storages(elsewhere):
-    assert elsewhere(count_bytes) == [400, 400 + 360, 400, 200, 400 + 360], "bytes alive"
+    found = elsewhere(count_bytes)
+    assert found == [400, 400 + 360, 400, 200, 400 + 360, 80], "bytes alive, in the end on the second device"
 
 
 def test_every_strategy_is_examined():

@@ -163,14 +163,27 @@ def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cluster_check, "repeat_below_torchrun", lambda text: None)
-    monkeypatch.setattr(cluster_check, "check", lambda ranks, megabytes: None if ranks.rank else ([], seen()))
+    monkeypatch.setattr(cluster_check, "check", lambda ranks, *more: None if ranks.rank else ([], seen()))
 
     def seen() -> list[str]:
         return [f"{name} is compared" for name in cluster_check.variables() if name.startswith("NCCL_DEBUG")]
 
     assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [0, 0], "what it sets itself is not compared"
-    monkeypatch.setattr(cluster_check, "check", lambda ranks, megabytes: None if ranks.rank else ([], ["a fault"]))
+    monkeypatch.setattr(cluster_check, "check", lambda ranks, *more: None if ranks.rank else ([], ["a fault"]))
     assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [1, 1], "the exit codes of both ranks"
+
+
+def test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked(monkeypatch, capfd):
+    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", lambda text: None)
+    monkeypatch.setattr(cluster_check, "network_of", lambda log: (["Using network Socket"], ["sockets"]))
+    for where, code in (("within a host", 0), ("between hosts", 1)):
+
+        def check(ranks, megabytes=8, where=where):
+            return [f"links {where}, messages of {megabytes} MiB"], []
+
+        monkeypatch.setattr(cluster_check, "check", check)
+        assert launch(cluster_check.main, 1, (["--device=cpu", "--megabytes=3"],)) == [code], f"sockets {where}"
+        assert "messages of 3 MiB" in capfd.readouterr().out, "--megabytes 3"
 
 
 def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):

@@ -12,6 +12,7 @@ from forks import torchrun
 from helpers import configure, metrics
 
 from common import ROOT
+from planner import emit
 from planner.__main__ import main
 from planner.emit import FORMATS
 
@@ -33,6 +34,12 @@ def read(found: dict) -> list:
     """The files, each as its format has it; a shell script as its lines."""
     kinds = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
     return [kinds.get(name.split(".")[-1], str.splitlines)(text) for name, text in found["files"].items()]
+
+
+def test_yaml_is_read_as_what_was_written():
+    """Words that YAML takes for something else are quoted: accelerate's "no" for mixed precision would be false."""
+    settings = {"precision": "no", "name": "", "fused": True, "shards": {"count": 8, "rate": 0.5, "kind": "bf16"}}
+    assert yaml.safe_load(emit.yaml(settings)) == settings
 
 
 def test_torchtitan_has_all_axes(capsys):

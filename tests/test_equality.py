@@ -272,6 +272,11 @@ class Seen:
         return {}
 
 
+def test_a_failure_shows_the_element_that_is_farthest_off():
+    with pytest.raises(NotEqual, match="w differs by 0.5 of its largest element: 4, one process has 8$"):
+        equality.refuse("model/w", torch.tensor([1.5, 4.0, 2.0]), torch.tensor([1.0, 8.0, 2.0]), "w")
+
+
 def test_ranks_begin_with_seeds_of_their_own():
     name = "model/embedding.tokens.weight"
     first, second = equality.launch(equality.on_ranks, 2, (Seen, CASES[:1]))

@@ -288,6 +288,20 @@ def test_units_are_gathered_before_they_are_needed_and_freed_after():
         assert ", ".join(in_order) == f"{forward}, {backward}, free u0"
 
 
+def test_every_message_of_a_unit_is_waited_for():
+    """Trained and frozen parameters are gathered by one each."""
+    unit, waited = object.__new__(by_hand_zero23.Unit), []
+
+    def flat(name):
+        work = SimpleNamespace(wait=lambda: waited.append(name))
+        return SimpleNamespace(vector=torch.zeros(2), gather=lambda: work)
+
+    unit.flats, unit.gathered, unit.works = [flat("trained"), flat("frozen")], False, []
+    unit.start()
+    unit.wait()
+    assert waited == ["trained", "frozen"], "which parameters have been waited for"
+
+
 def frozen_below() -> list[bool]:
     """A unit whose last layer alone is trained: its frozen layers are needed after the last gradient is there."""
     gradients = []

@@ -333,7 +333,7 @@ def test_only_marked_measurements_are_masked(stored, new, equal):
 
 
 def test_a_changed_output_fails_and_takes_the_rest_of_its_notebook_along(tmp_path):
-    prints = {"took ~1.5 ms": "took ~27 ms\n", "~1.5 ms shorter": "~1.5 ms longer\n", "3": "3\n"}
+    prints = {"took ~1.5 ms": "took ~27 ms\n", "~1.5 ms shorter": "~1.5 ms longer\n", "3": "3\n", "4": "4\n"}
     cells = [new_code_cell(f"print({text!r})", execution_count=count) for count, text in enumerate(prints, start=1)]
     for cell, stored in zip(cells, prints.values(), strict=True):
         cell.outputs = [new_output("stream", name="stdout", text=stored)]
@@ -341,6 +341,7 @@ def test_a_changed_output_fails_and_takes_the_rest_of_its_notebook_along(tmp_pat
     tmp_path.joinpath("tests").mkdir()
     for file in (ROOT / "conftest.py", SANITIZE):
         tmp_path.joinpath(file.relative_to(ROOT)).write_text(file.read_text())
-    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-v"]
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-v", "-rs"]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert re.findall(r"Cell \d (\w+)", printed)[:3] == ["PASSED", "FAILED", "SKIPPED"], printed
+    assert re.findall(r"Cell \d ([A-Z]+)", printed)[:4] == ["PASSED", "FAILED", "SKIPPED", "SKIPPED"], printed
+    assert {*re.findall(r"Cell \d failed before", printed)} == {"Cell 1 failed before"}, "the first that failed"

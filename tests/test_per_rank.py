@@ -70,6 +70,7 @@ def test_much_more_memory_than_the_others_is_named():
     ranks[2].memory_bytes = 2 * GIB
     assert hoarders(ranks) == {("memory", 2): "warning: rank 2 on node2 has held 2.0 GiB, and the others 1.0 GiB"}
     assert not hoarders(ranks[2:])
+    assert {*hoarders(ranks[1:])} == {("memory", 1)}, "of two ranks too: 2 GiB beside 1 GiB of the other"
 
 
 def test_time_in_collectives_of_nccl():

@@ -149,6 +149,7 @@ def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
     def refusal(more):
         with pytest.raises(UserError) as refused:
             command_line.parse(STRATEGIES, argv=f"{line} {more}".split())
+            pytest.fail(f"not refused: {line} {more}")
         assert "\n" not in str(refused.value)
         return str(refused.value)
 
@@ -161,6 +162,9 @@ def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
             "--schedule zb-h1 --microbatches 9 --batch-size 36"
         )
         assert "in a pipeline of 2 ranks with more micro-batches" in refusal("--strategy pipeline+ddp --microbatches 2")
+        assert "in a pipeline of 4 ranks with more micro-batches" in refusal(
+            "--strategy pipeline+ddp --mesh data=1,pipeline=4 --microbatches 4"
+        )
     assert "a pipeline's stages compute all again, or nothing" in refusal("--recompute selective")
     assert "--batch-size 32 does not divide by 1 pipeline(s) x --accumulation-steps 3 x --microbatches 4 = 12" in (
         refusal("--accumulation-steps 3")

@@ -90,6 +90,14 @@ def test_parameters_of_known_models(name):
     assert models.find(name).parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=4e-3)
 
 
+def test_every_token_uses_all_three_matrices_of_a_shared_expert():
+    """DeepSeek-V3 has one in each of 58 layers, of width 2,048 in a model of 7,168."""
+    one = models.find("deepseek-v3")
+    two = models.custom(one, shared_experts=2)
+    each = 58 * 3 * 7168 * 2048
+    assert (two.parameters - one.parameters, two.active_parameters - one.active_parameters) == (each, each)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_the_courses_gpt(tied):
     with torch.device("meta"):

@@ -142,6 +142,15 @@ def test_published_runs_are_predicted_without_their_source(lines):
     assert found["out_of_memory"]["recall"] == 1 and found["out_of_memory"]["precision"] == 1
 
 
+def test_a_published_throughput_is_of_the_tokens_of_a_whole_batch():
+    """Ranks along "tensor", "pipeline" and "context" share theirs."""
+    rows = [row for row in published.rows("torchtitan_published.csv") if row["float8"] != "rowwise"]
+    for row, run in zip(rows, published.torchtitan(), strict=True):
+        if run.seconds:
+            rate = run.layout.batch_size * run.layout.sequence / run.seconds / run.cluster.gpus
+            assert rate == pytest.approx(float(row["tokens_per_s_per_gpu"])), f"{run.name}: tokens per second and GPU"
+
+
 def test_no_source_is_predicted_with_constants_of_its_own():
     """A source whose every time is tripled changes the constants that others are predicted with, and not its own."""
     runs = [run for run in published.runs() if run.source in ("torchtitan H200", "torchtitan 2024-04")]

@@ -28,7 +28,7 @@ def test_show_embeds_alt_text_and_closes(monkeypatch):
     data, metadata = shown[0]._repr_png_()
     assert metadata.get("alt") == "a picture of nothing", "alternative text"
     assert metadata["width"] == 360
-    assert not plt.fignum_exists(fig.number)
+    assert not plt.fignum_exists(fig.number), "the figure is still open, and a notebook shows it once more"
 
 
 def test_a_png_has_a_palette(tmp_path):
@@ -36,7 +36,7 @@ def test_a_png_has_a_palette(tmp_path):
     ax.imshow([[row * column for row in range(200)] for column in range(200)])
     png = plotting.png(fig, dpi=100)
     assert Image.open(io.BytesIO(png)).mode == "P" and Image.open(io.BytesIO(png)).size == (400, 300)
-    assert not plt.fignum_exists(fig.number)
+    assert not plt.fignum_exists(fig.number), "the figure is still open, and a notebook shows it once more"
 
 
 def lit_numbers(fig):
@@ -112,6 +112,13 @@ def test_links_of_a_cluster_are_as_wide_as_their_bandwidth():
     assert sorted(set(widths)) == [1.0, 1.26, 9.0] and all(widths.count(width) == 8 for width in set(widths))
 
 
+def test_error_bars_reach_from_the_lower_quartile_to_the_upper():
+    row, line = (2e-6, 3e-6, 7e-6), (1e-6, 1e-9)
+    ax = networks.line([8, 64], {"a": [row, row], "b": [row, row]}, {"a": line, "b": line}, "title").axes[0]
+    ends = [[round(y, 6) for _, y in segment] for bars in ax.collections for segment in bars.get_segments()]
+    assert ends == [[2, 7]] * 4, "µs, around a median of 3"
+
+
 def test_the_sliders_of_an_all_reduce_show_the_times_of_the_algorithms():
     algorithms = {"ring": lambda n, cluster: cluster + n / 1e9, "tree": lambda n, cluster: 2 * cluster + n / 1e9}
     lab = networks.AllReduceLab(algorithms, lambda nodes, alpha_in, alpha_out, link_out: nodes * 1e-3)
@@ -136,12 +143,12 @@ def test_collective_takes_other_labels():
 
 
 def test_timeline_is_in_milliseconds_from_the_first_start():
-    fig = plotting.timeline([(0, "send", 7.0, 7.002), (1, "add", 7.001, 7.004)])
+    fig = plotting.timeline([(1, "add", 7.001, 7.004), (0, "send", 7.0, 7.002)])  # in no order
     ax = fig.axes[0]
     bars = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
     spans = sorted((round(bar.x0, 6), round(bar.x1, 6), round((bar.y0 + bar.y1) / 2)) for bar in bars)
-    assert spans == [(0, 2, 0), (1, 4, 1)], "from, to (ms), rank"
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["send", "add"]
+    assert spans == [(0, 2, 0), (1, 4, 1)], "from, to (ms since the earliest start), rank"
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["add", "send"]
 
 
 class Timeline:
@@ -173,3 +180,20 @@ def test_pipeline_draws_every_action_and_what_is_stored(memory):
     stored = ["activations stored, with their peak"] * memory
     assert legend == ["forward", "backward", "backward for input", "idle", *stored]
     assert fig.axes[-1].get_xlabel() == "time (ms)" and fig.axes[0].get_xlim() == fig.axes[1].get_xlim()
+
+
+class Fuller(Timeline):
+    """Stores twice as much."""
+
+    def stored(self, rank):
+        return [(when, 2 * held) for when, held in super().stored(rank)]
+
+
+def test_what_is_stored_has_one_scale_in_all_panels():
+    fig = plotting.pipeline({"one": Timeline(), "two": Fuller()})
+    heights = [
+        {round(path.get_extents().height, 3) for strip in ax.collections for path in strip.get_paths()
+         if to_hex(strip.get_facecolor()[0]) == plotting.STORED}
+        for ax in fig.axes
+    ]  # fmt: skip
+    assert heights == [{0.135}, {0.27}], "half as much stored is half as high, also in another panel"

@@ -1,5 +1,8 @@
 """The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import SMALL, config_of, configure, every_strategy, metrics, numbers, train
@@ -12,6 +15,7 @@ from common.model import GPT, cross_entropy
 from common.task import make_task
 from common.validation import validate
 from course.model_parallel.moe_model import MixtureGPT
+from course.strategies import load
 
 AT_ONCE = 3  # examples on each rank; so on 4 ranks the last 13 - 12 leave three ranks without any
 
@@ -69,6 +73,19 @@ def test_every_example_counts_once():
         assert found == pytest.approx([expected] * size, rel=1e-6), f"on {size} rank(s)"
 
 
+@pytest.mark.parametrize("kind", ["pytorch", "by-hand"])
+def test_a_pipelines_last_stage_computes_the_loss_in_float32(kind):
+    """Its logits may have 16 bits, of which bfloat16 leaves a loss two or three digits."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 16, 256).bfloat16(), torch.randint(256, (2, 16))
+    last = SimpleNamespace(evaluate=lambda modules, axis, inputs, loss, *more: loss(logits))
+    strategy = SimpleNamespace(
+        stages=last, executor=SimpleNamespace(stages=[]), modules=[], pipeline=None, autocast=None
+    )
+    loss = load("pipeline", kind).evaluate(strategy, None, targets)
+    assert (loss.dtype, loss) == (torch.float32, cross_entropy(logits.float(), targets)), "the loss of 16-bit logits"
+
+
 def seeded(config) -> float:
     validation.EXAMPLES = 13
     torch.manual_seed(0)
@@ -85,8 +102,8 @@ def short(configs) -> None:
     train(configs)
 
 
-def test_training_is_the_same_with_and_without(tmp_path):
-    """Every number of every step, and the metrics have the losses where they were asked for."""
+def test_training_is_the_same_with_and_without(tmp_path, capfd):
+    """Every number of every step, and metrics and terminal have the losses where they were asked for."""
     plain = SMALL | {"steps": 5, "checkpoint_every": 0}
     lines = ["--strategy ddp", "--strategy fsdp", "--strategy zero2", "--strategy fsdp --by-hand"]
     configs = [
@@ -95,6 +112,8 @@ def test_training_is_the_same_with_and_without(tmp_path):
         for more in ("", "--validate-every 2")
     ]
     launch(short, 2, (configs,), timeout=120)
+    told = re.findall(r"step (\d)/5  validation loss \d", capfd.readouterr().out)
+    assert told == ["2", "4", "5"] * len(lines), "steps in which the validation loss is told, also between --log-every"
     for number, _ in enumerate(lines):
         records = metrics(tmp_path / f"{number}--v")
         assert [record["step"] for record in records if "validation_loss" in record] == [2, 4, 5]

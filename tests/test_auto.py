@@ -139,8 +139,8 @@ def test_the_planner_is_asked_of_this_training_on_these_nodes(tmp_path, monkeypa
     (tmp_path / "constants.json").unlink()
     with launcher(0, 4, 2):
         choose(line.split())
-    machine = asked[1][0][1]
-    assert (machine.gpu.name, machine.nodes) == ("cpu", 2)
+    machine, precision = asked[1][0][1], asked[1][0][4]
+    assert (machine.gpu.name, machine.nodes, precision) == ("cpu", 2, "float32")
 
 
 def test_what_was_picked_is_told_in_its_units():

@@ -124,7 +124,7 @@ def test_what_is_said_of_each_rank(monkeypatch, capsys):
                            "rank 2 holds:"]  # fmt: skip
     notes = "They are counted as in fp32: what --precision bf16 saves", "Without numbers the router"
     assert [any(line.startswith(note) for line in lines) for note in notes] == [True, False]
-    dry_run.dry_run(configure("--dry-run --strategy expert --by-hand --batch-size 12", 3))
+    dry_run.dry_run(configure("--dry-run --strategy expert --by-hand --batch-size 12 --experts 6", 3))
     said = capsys.readouterr().out
     assert [note in said for note in notes] == [False, True], "notes of a mixture in fp32"
 

@@ -99,7 +99,7 @@ def pieces_of(name: str, tensor: torch.Tensor, where: Where) -> list[Piece]:
 def pieces_to_save(parts: list[Part], optimizer_state: dict) -> list[Piece]:
     """This rank's pieces of model and optimizer: "model.NAME", and "optimizer.NAME.KEY" for what the optimizer keeps
     of each element under KEY, or once for the whole tensor (then it is a scalar)."""
-    found = {}  # a rank with both ends of a pipeline may have a tied weight twice
+    found = {}  # parts that name the same elements, such as two copies of a tied weight, are written once
     for part in parts:
         pieces = pieces_of(f"model.{part.name}", part.tensor.detach(), part.where)
         for key, value in optimizer_tensors(part, optimizer_state).items():

@@ -63,7 +63,7 @@ def every_strategy() -> list[tuple[int, str, str, str]]:
     ]
     return [
         *sorted(table),
-        (2, "pipeline", "by-hand", "--schedule zbv"),  # the first rank has both ends, and a tied weight twice
+        (2, "pipeline", "by-hand", "--schedule zbv"),  # the first rank has both ends, and a tied weight once
         (2, "fsdp", "pytorch", "--precision fp16"),
         (4, "mesh", "by-hand", "--mesh shard=2,tensor=2"),  # flat shards of weights that are cut
         (4, "mesh", "by-hand", "--mesh pipeline=2,tensor=2"),

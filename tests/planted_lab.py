@@ -215,7 +215,7 @@ MISTAKES = [
         "((start - origin) * 1e3, (end - origin) * 1e3)",
         "bars of a timeline are too long",
         "tests/test_plotting.py::test_timeline_is_in_milliseconds_from_the_first_start",
-        "from, to (ms), rank",
+        "from, to (ms since",
     ),
     Mistake(
         "common/lab/profiling.py", 'shift = (trace["baseTimeNanoseconds"] - base) / 1e3', "shift = 0",

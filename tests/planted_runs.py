@@ -156,4 +156,28 @@ MISTAKES = [
         "tests/test_generate.py::test_it_is_what_the_trained_model_writes",
         "another seed draws other bytes",
     ),
+    Mistake(
+        "common/cluster_check.py",
+        'more[1] if any("between hosts" in line for line in lines) else []',
+        "more[1]",
+        "sockets are complained of on a single host too",
+        "tests/test_cluster_check.py::test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked",
+        "sockets within a host",
+    ),
+    Mistake(
+        "common/per_rank.py",
+        " for number, other in enumerate(reports) if number != rank]",
+        " for other in reports]",
+        "a rank's memory is compared with its own, so that of two ranks hardly one is named",
+        "tests/test_per_rank.py::test_much_more_memory_than_the_others_is_named",
+        "of two ranks too",
+    ),
+    Mistake(
+        "common/run.py",
+        "        self.saver.wait()\n        if self.config.sample",
+        "        if self.config.sample",
+        "nobody waits for a checkpoint that is still being written in the background",
+        "tests/test_checkpoint.py::test_a_run_ends_when_its_last_checkpoint_is_there",
+        "as the run is over",
+    ),
 ]  # fmt: skip

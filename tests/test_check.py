@@ -55,8 +55,8 @@ def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
 @pytest.mark.parametrize("chapter", ["01_intro"])
 def test_solutions_are_right(chapter, capfd):
     """On the command line; those of every chapter are graded in tests/test_class.py, with more inputs than these."""
-    assert check.main([chapter, "--submission", str(ANSWERS[chapter])]) == 0
-    output = capfd.readouterr().out
+    code, output = check.main([chapter, "--submission", str(ANSWERS[chapter])]), capfd.readouterr().out
+    assert code == 0, output
     assert len(re.findall(r"  right  ", output)) == len(check.exercises_of(chapter)), output
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import threading
+import time
 import zlib
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import EVERY, config_of, configure, every_strategy, saved
+from helpers import EVERY, SMALL, config_of, configure, every_strategy, saved, train
 
 from common import manifest
 from common.checkpoint import Saver, Writer, load, told
@@ -21,8 +22,8 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
-from common.pieces import boxes, pieces_of
-from common.state import Where
+from common.pieces import boxes, pieces_of, pieces_to_save
+from common.state import Part, Where, whole
 from common.task import make_task
 
 
@@ -49,6 +50,13 @@ def test_pieces_are_memory_of_the_part():
     for number, piece in enumerate(found, start=1):
         piece.tensor.fill_(number)
     assert shard.tolist() == [1] * 3 + [2] * 5 + [3] * 3
+
+
+def test_a_weight_that_is_named_twice_is_written_once():
+    """As by a rank with both copies of a tied weight: torch.distributed.checkpoint refuses elements that overlap."""
+    weight = torch.ones(2, 3)
+    part = Part("w", weight, whole(weight))
+    assert [piece.name for piece in pieces_to_save([part, part], {})] == ["model.w"], "what is written"
 
 
 # --- every strategy reads what every other wrote --------------------------------------------------------------------
@@ -94,8 +102,10 @@ def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp
     ends = [tmp_path / f"many-{number}" for number in range(len(many))]
     jobs = [(config, first[kind], 1, end) for config, kind, end in zip(many, kinds, ends, strict=True)]
     two = [row[0] for row in every_strategy()].count(2)
-    outcomes = launch(one_step_each, 2, (jobs[:two],))[0] + launch(one_step_each, 4, (jobs[two:],), timeout=120)[0]
-    (again,) = launch(one_step_each, 1, ([(alone[k], end, 2, None) for k, end in zip(kinds, ends, strict=True)],))
+    wait = 300  # seconds: with much else to do, a machine takes more than a minute for so many strategies
+    outcomes = [*launch(one_step_each, 2, (jobs[:two],), wait)[0], *launch(one_step_each, 4, (jobs[two:],), wait)[0]]
+    back = [(alone[kind], end, 2, None) for kind, end in zip(kinds, ends, strict=True)]
+    (again,) = launch(one_step_each, 1, (back,), wait)
     for config, kind, there, back in zip(many, kinds, outcomes, again, strict=True):
         who = f"{config.strategy} {config.implementation} {config.axes}"
         _, then, last = expected[kind]
@@ -132,6 +142,19 @@ def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
     key = "model.head.norm.weight"
     assert torch.equal(kept[key], before["model/head.norm.weight"])
     assert not torch.equal(kept[key], after["model/head.norm.weight"])
+
+
+def checkpoints_at_the_end(config) -> list[str]:
+    """Of a run whose checkpoints take a while to be written."""
+    write_data = Writer.write_data
+    Writer.write_data = lambda *args: time.sleep(0.5) or write_data(*args)
+    train([config])
+    return [path.name for path in manifest.checkpoints(Path(config.run_dir))]
+
+
+def test_a_run_ends_when_its_last_checkpoint_is_there(tmp_path):
+    config = configure("--async-checkpoint --steps 2", strategy="single", run_dir=tmp_path / "run", **SMALL)
+    assert launch(checkpoints_at_the_end, 1, (config,)) == [["checkpoint-000002"]], "checkpoints, as the run is over"
 
 
 def test_a_checksum_is_of_all_bytes(tmp_path):

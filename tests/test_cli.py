@@ -128,6 +128,7 @@ def test_bad_command_line(line, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=BAD[line]) as error:
         parse(argv=line.split())
+        pytest.fail(f"not refused: {line}")
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -150,6 +151,7 @@ BAD_YAML = {
 def test_bad_yaml(text):
     with pytest.raises(UserError, match=BAD_YAML[text]) as error:
         parse(argv=yaml(text))
+        pytest.fail(f"not refused: {text}")
     assert len(str(error.value).splitlines()) == 1
 
 

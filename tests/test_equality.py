@@ -45,7 +45,7 @@ PROOFS = [
     "strategy, implementation, nproc, cases", PROOFS, ids=[f"{s}-{kind}-{nproc}" for s, kind, nproc, _ in PROOFS]
 )
 def test_equals_one_process(strategy, implementation, nproc, cases):
-    proofs = prove(load(strategy, implementation), nproc, cases=cases)
+    proofs = prove(load(strategy, implementation), nproc, cases=cases, timeout=60 + 15 * len(cases))
     assert [proof.case for proof in proofs] == cases
     # Nothing is added up in another order, unless there are micro-batches, devices, parts of sums, blocks, experts, or
     # shards, over which the norm by which gradients are clipped is taken.

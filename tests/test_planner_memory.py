@@ -332,3 +332,20 @@ def test_1f1b_reaches_the_loss_with_one_micro_batch():
         assert found.parts["activations"] == pytest.approx(held * 4 * memory.layer_memory(model, one)), (
             f"{schedule} has {held} micro-batch(es) of 4 layers at its peak"
         )
+
+
+def test_what_offloading_and_fused_losses_leave_on_the_gpu():
+    model = models.find("llama-3.2-1b")
+
+    def parts(gpus=8, **fields):
+        mesh = {"shard" if fields.get("zero_stage") else "data": gpus}
+        one = make_layout(model, cluster("h100-80gb", gpus), mesh, batch_size=8, **fields)
+        return memory.on_rank(model, one, PRIOR, 0, stages.shares(model, one)[0], 1).parts
+
+    kept = {"parameters", "gradients", "optimizer"}
+    assert {*parts(offload=True)} & kept == {"parameters"}, "DDP computes with its parameters"
+    assert {*parts(zero_stage=3, offload=True)} & kept == set(), "shards of FSDP are in the host's memory"
+    assert parts(1, zero_stage=3)["16-bit copies"] == 2 * model.parameters, "one GPU has nothing to gather"
+    logits = 2048 * model.vocabulary * 4
+    assert parts()["logits and loss"] == PRIOR.loss_copies * logits
+    assert parts(fused_loss=True).get("logits and loss", 1.5 * logits) == 1.5 * logits

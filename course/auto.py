@@ -4,6 +4,7 @@ Its numbers are those of constants.json, if `python -m planner calibrate` has wr
 those of the GPU's data sheet, or of a laptop's core.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,10 +69,12 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
     if config.device == "cpu" or not torch.cuda.is_available():
         return hardware.cluster("cpu", size, per_node), False
     said = torch.cuda.get_device_name().lower().replace(" ", "-")
-    name = next((name for name in (*hardware.ALIASES, *hardware.GPUS) if name in said), None)
+    name = next((name for name in (*hardware.ALIASES, *hardware.GPUS) if f"-{name}-" in f"-{said}-"), None)
     if name is None:
         raise UserError(f"--strategy auto does not know the GPU {said}; run `python -m planner calibrate` here first")
-    return hardware.cluster(name, size, per_node), False
+    found = hardware.cluster(name, size, per_node)
+    here = torch.cuda.get_device_properties(0).total_memory  # of a name there may be GPUs with less
+    return replace(found, gpu=replace(found.gpu, memory=min(found.gpu.memory, here))), False
 
 
 def says(config: Config, one: Choice, place: int, source: str) -> str:

@@ -11,6 +11,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from common.axes import parse_axes, resolve
@@ -155,9 +156,8 @@ def model_of(args: argparse.Namespace) -> models.Model:
     given = {name: getattr(args, name) for name in names}
     if args.model is None and (args.mlp or "gelu") == "gelu":
         given |= {"bias": "all", "positions": args.sequence, "tied": True}
-    if given["experts"] and not given["expert_width"]:
-        given["expert_width"] = given["mlp_width"] or 4 * (given["width"] or 0)
-    return models.custom(models.find(args.model) if args.model else None, **given)
+    model = models.custom(models.find(args.model) if args.model else None, **given)
+    return replace(model, expert_width=model.hidden) if model.experts and not model.expert_width else model
 
 
 def cluster_of(args: argparse.Namespace) -> hardware.Cluster:

@@ -38,7 +38,7 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Measured:
-    """parameters: all of them; largest: of the largest unit, which is a child of the module or of a row of layers;
+    """parameters: all of them; largest: of the largest unit, which is a layer of a row, or what lies beside rows;
     kept: bytes that autograd keeps of one micro-batch, parameters and buffers not among them; flops: of the products
     and of attention, forward and backward."""
 
@@ -72,11 +72,21 @@ def measure(make: Callable, half: bool = False) -> Measured:
             why = str(error).partition("\n")[0]
             what = f"the module cannot be run on tensors without values: {type(error).__name__}: {why}"
             raise UserError(what) from error
-    rows = (torch.nn.ModuleList, torch.nn.Sequential)
-    units = [child for each in module.modules() if isinstance(each, rows) for child in each]
-    units += [child for child in module.children() if not isinstance(child, rows)]
-    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in (*units, module)]
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in (*units_of(module), module)]
     return Measured(sizes[-1], max(sizes[:-1] or sizes), kept, flops)
+
+
+ROWS = (torch.nn.ModuleList, torch.nn.Sequential)
+
+
+def units_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers of a row, wherever it is, and what lies beside rows."""
+    found = []
+    for child in module.children():
+        within = isinstance(child, ROWS) or not isinstance(module, ROWS)
+        has_row = any(isinstance(each, ROWS) for each in child.modules())
+        found += units_of(child) if within and has_row else [child]
+    return found
 
 
 def _run(module, inputs) -> tuple[int, int]:

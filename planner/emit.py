@@ -97,6 +97,9 @@ def in_script(layout: Layout) -> list[str]:
             f"{layout.micro_batches} of them accumulated before each optimizer step"]  # fmt: skip
 
 
+NOT_TEXT = ("", "no", "yes", "off", "on", "false", "true", "null")  # to YAML, where they are not quoted
+
+
 def yaml(settings: dict, indent: str = "") -> str:
     lines = []
     for name, value in settings.items():
@@ -104,7 +107,8 @@ def yaml(settings: dict, indent: str = "") -> str:
             lines += [f"{indent}{name}:", yaml(value, indent + "  ").rstrip("\n")]
         else:
             text = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
-            lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if text in ('no', '') else text}")
+            quoted = isinstance(value, str) and value.lower() in NOT_TEXT
+            lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if quoted else text}")
     return "\n".join(lines) + "\n"
 
 

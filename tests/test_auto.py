@@ -1,14 +1,18 @@
 """--strategy auto: what the planner picks is a strategy of the course on the processes that there are, and trains."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from forks import start
 from helpers import SMALL, configure, launcher, metrics, train
 
 from common.command_line import parse
 from common.errors import UserError
 from common.lab.launch import launch
+from course import auto
 from course.auto import choose, with_layout
 from course.strategies import BY_AXES, STRATEGIES
 from planner.constants import PRIOR
@@ -78,6 +82,7 @@ def test_other_options_stay(tmp_path):
         ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
         ("--mesh-order data", "--mesh-order: --strategy auto picks it"),
         ("--by-hand", "--by-hand: --strategy auto picks it"),
+        ("--implementation pytorch", "--implementation: --strategy auto picks it"),
         ("--task images", "--strategy auto plans GPTs, and this is --task images"),
         ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7 does not divide"),
     ],
@@ -85,6 +90,66 @@ def test_other_options_stay(tmp_path):
 def test_what_it_cannot_pick_gets_one_line(line, says):
     with pytest.raises(UserError, match=says):
         picked(line, 2)
+
+
+@pytest.mark.parametrize(
+    "said, gib, name, memory",
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb", 79.1),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb", 79.2),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-80gb", 39.4),  # of the same speed, and half of the memory
+        ("NVIDIA H200", 139.8, "h200", 139.8),
+        ("NVIDIA L4", 22.0, "l4", 22.0),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090", 23.5),
+        ("NVIDIA L40S", 44.0, None, 0),
+    ],
+)
+def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: said)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    if name is None:
+        with pytest.raises(UserError, match="does not know the GPU nvidia-l40s; run `python -m planner calibrate`"):
+            auto.machine(SimpleNamespace(device="auto"), 16, 8)
+        return
+    found, measured = auto.machine(SimpleNamespace(device="auto"), 16, 8)
+    assert (found.gpu.name, found.gpus, found.nodes, measured) == (name, 16, 2, False)
+    assert found.gpu.memory / 2**30 == pytest.approx(memory), "GiB that a process can have"
+    assert auto.machine(SimpleNamespace(device="cpu"), 16, 8)[0].gpu.name == "cpu", "--device cpu"
+
+
+def test_the_planner_is_asked_of_this_training_on_these_nodes(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def plan(*args, **more):
+        asked.append((args, more))
+        return search_plan(*args, **more)
+
+    search_plan = auto.plan
+    monkeypatch.setattr(auto, "plan", plan)
+    measured(tmp_path)
+    with launcher(1, 4, 2):
+        line = "--distributed --layers 2 --width 32 --context 64 --batch-size 8"
+        choose([*line.split(), "--precision=bf16"])
+    (((gpt, machine, *rest), more),) = asked
+    assert (gpt.layers, gpt.width, gpt.positions) == (2, 32, 64) and rest == [8, 64, "bf16-mixed"]
+    assert (machine.gpu.name, machine.gpus, machine.nodes) == ("here", 4, 2), "four processes, two on a node"
+    assert more["constants"].alpha_link == HERE["alpha_link"], "what was measured"
+    assert capsys.readouterr().out == "", "rank 0 alone says what was picked"
+    (tmp_path / "constants.json").unlink()
+    with launcher(0, 4, 2):
+        choose(line.split())
+    machine, precision = asked[1][0][1], asked[1][0][4]
+    assert (machine.gpu.name, machine.nodes, precision) == ("cpu", 2, "float32")
+
+
+def test_what_was_picked_is_told_in_its_units():
+    gpt, cpus = course_gpt(2, 32, 4, 16), cluster("cpu", 2, 2)
+    found = estimate(gpt, cpus, make_layout(gpt, cpus, {"data": 2}, batch_size=16, sequence=16), PRIOR)
+    found = replace(found, memory=replace(found.memory, expected=3 * 2**20), step=replace(found.step, seconds=0.25))
+    config = SimpleNamespace(strategy="ddp", axes={"data": 2})
+    said = auto.says(config, Choice(found, "another"), 1, "x")
+    assert said.endswith("by x: 250 ms a step and 3 MiB per process; second to it: another")
 
 
 def test_it_trains_like_what_it_picked(tmp_path):

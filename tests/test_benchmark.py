@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import configure
 
+from common.errors import UserError
 from planner import benchmark
 from planner.__main__ import main
 
@@ -46,6 +47,43 @@ def test_work_is_that_of_one_process_divided():
     assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=2) == [8.0, 4.0, 4.0], "four processes take turns on two cores"
 
 
+def test_predictions_are_of_kernels_as_eager_pytorch_has_them(monkeypatch):
+    """And in float32, with micro-batches that fill what a process has."""
+    seen = []
+    monkeypatch.setattr(benchmark, "estimate", lambda model, nodes, layout, constants: seen.append(layout))
+    monkeypatch.setattr(benchmark, "described", lambda found, strategy: {})
+    benchmark.grid(["tiny"], 2, "cpu", None)
+    assert {(one.fused, one.precision) for one in seen} == {(False, "float32")}
+    assert {(one.pipeline, one.readers, one.micro_batch) for one in seen} == {(1, 1, 16), (1, 2, 8), (2, 1, 4)}
+
+
+def test_each_run_is_compared_with_its_own_work(monkeypatch):
+    """On two cores one process's 8 seconds are 4 of two, and of four; the rest comes with several processes."""
+    sizes = (1, 2, 4)
+    runs = [{"model": "tiny", "strategy": "ddp", "processes": size,
+             "predicted": {"step_seconds": 8.0 / size, "parts": {"work": 8.0 / size}}} for size in sizes]  # fmt: skip
+    monkeypatch.setattr(benchmark, "measure", lambda run, steps: {1: 8.0, 2: 5.0, 4: 7.0}[run["processes"]])
+    monkeypatch.setattr(benchmark.os, "sched_getaffinity", lambda process: {0, 1})
+    found = benchmark.compare(runs, 10)
+    assert [run["measured"]["work_seconds"] for run in found] == [8.0, 4.0, 4.0]
+    assert [run["measured"]["step_seconds"] for run in found] == [8.0, 5.0, 7.0]
+    assert [line.split() for line in benchmark.table(found).splitlines()[1:]] == [
+        ["tiny", "1", "ddp", "8000.0", "ms", "8000.0", "ms", "1.00", "work", "(+0.0", "ms)"],
+        ["tiny", "2", "ddp", "4000.0", "ms", "5000.0", "ms", "0.80", "processes", "(+1000.0", "ms)"],
+        ["tiny", "4", "ddp", "2000.0", "ms", "7000.0", "ms", "0.29", "processes", "(+3000.0", "ms)"],
+    ]
+    with pytest.raises(UserError, match="^the grid has no run of 'wide' on one process"):
+        benchmark.works([*runs, {"model": "wide", "processes": 2}], [8.0, 5.0, 7.0, 6.0], 2)
+
+
+def test_a_training_that_fails_is_told_by_its_last_line(monkeypatch):
+    failed = SimpleNamespace(returncode=1, stderr="Traceback\n  somewhere\nValueError: no such thing\n")
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: failed)
+    run = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": []}
+    with pytest.raises(UserError, match=r"^ddp of 'tiny' on 2 process\(es\) failed: ValueError: no such thing$"):
+        benchmark.measure(run, 1)
+
+
 def test_the_first_steps_are_not_timed(monkeypatch):
     asked = []
 
@@ -59,6 +97,6 @@ def test_the_first_steps_are_not_timed(monkeypatch):
     monkeypatch.setattr(benchmark.subprocess, "run", run)
     tiny = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": ["--distributed"]}
     assert benchmark.measure(tiny, steps=3) == 2.0, "the median of steps 4 to 6"
-    assert {"--steps=6", "--nproc_per_node=2", "--strategy=ddp"} <= {*asked[0]}
+    assert {"--steps=6", "--nproc_per_node=2", "--strategy=ddp", "--device=cpu"} <= {*asked[0]}
     benchmark.measure(tiny | {"processes": 1}, steps=3)
     assert asked[1][1].endswith("distributed_training.py") and not any("nproc" in word for word in asked[1])

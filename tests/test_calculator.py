@@ -5,6 +5,7 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_hex
 
 from common import ROOT
 from course.fsdp import calculator, decision_map, pictures
@@ -65,6 +66,43 @@ def test_phases_of_a_step_are_marked():
     texts = [text.get_text() for text in fig.axes[0].texts]
     assert texts == ["forward", "backward", "step", "6.2 MiB"]
     assert fig.axes[0].get_ylim() == fig.axes[1].get_ylim()
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in fig.axes[0].collections]
+    assert tops == [1, 1, 1, 1.25, 6.25], "MiB up to each kind, one upon the other"
+
+
+def test_bars_of_time_lie_where_the_step_spends_it():
+    """Communication is hidden under the end of the work, exposed after it, and the optimizer comes last."""
+    found = calculator.ask("llama-7b", 64, 3)
+    fig = calculator.draw({"one": found})
+    left, right = fig.axes[:2]
+    hidden, exposed = calculator.messages(found)
+    optimizer = found.step.parts["optimizer"]
+    work = found.seconds - exposed - optimizer
+    expected = {"work": (0, work), "optimizer": (work + exposed, optimizer), "hidden": (work - hidden, hidden),
+                "exposed": (work, exposed)}  # fmt: skip
+    for (what, place), bar in zip(expected.items(), right.patches, strict=True):
+        assert (bar.get_x(), bar.get_width()) == pytest.approx(place), f"begin and length of {what}"
+    limit = found.cluster.gpu.memory / GIB
+    assert list(left.lines[0].get_xdata()) == [limit, limit], "the line of what a GPU has"
+    (total,) = (text.get_text() for text in left.texts if text.get_weight() == "bold")
+    assert total == f"{found.memory.needed / GIB:.0f}", "the sum beside the bar"
+    plt.close(fig)
+
+
+def test_cells_of_a_map_are_where_their_model_and_gpus_are():
+    kinds = {("a", 8): "tensor", ("a", 16): "pipeline", ("b", 8): "offload", ("b", 16): "does not fit"}
+    rows = {key: {"kind": kind, "layout": kind[:2], "next": "ZeRO-3 (FSDP)"} for key, kind in kinds.items()}
+    fig = decision_map.draw_rows(rows, "title", "GPUs")
+    found = {patch.get_xy(): to_hex(patch.get_facecolor()).upper() for patch in fig.axes[0].patches}
+    places = {("a", 8): (0, 0), ("a", 16): (1, 0), ("b", 8): (0, 1), ("b", 16): (1, 1)}
+    assert found == {places[key]: decision_map.LAYOUT_KINDS[kind].upper() for key, kind in kinds.items()}
+    inks = {text.get_text(): text.get_color() for text in fig.axes[0].texts}
+    assert inks == {"te": "white", "pi": "black", "of": "black", "do": "black"}, "white on dark colours"
+    legend = fig.legends[0]
+    shown = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+    for kind, colour in decision_map.LAYOUT_KINDS.items():
+        assert to_hex(shown[kind].get_facecolor()).upper() == colour.upper(), f"the legend's colour of {kind}"
+    plt.close(fig)
 
 
 def test_the_map_is_whole_and_what_the_planner_says():

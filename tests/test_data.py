@@ -2,6 +2,7 @@
 
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,14 @@ def test_a_plan_counts_whole_steps_and_a_run_goes_on_from_any():
     assert [[inputs.tolist() for inputs, _ in parts] for parts in shard(Numbers(), plan, start=1)] == whole[1:], (
         "from 1 on"
     )
+
+
+def test_a_slice_is_cut_into_pairs_on_the_device():
+    plan = Plan(seed=0, batch_size=8, examples=8, data_size=2, accumulate=2, device="meta")
+    assert {part.device.type for pair in plan.cut(torch.arange(4), torch.arange(4)) for part in pair} == {"meta"}
+    plan = Plan(seed=0, batch_size=8, examples=8, data_size=2, accumulate=2)
+    pairs = plan.cut(torch.arange(4), 10 + torch.arange(4))
+    assert [[part.tolist() for part in pair] for pair in pairs] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
 
 
 class Numbers:
@@ -123,6 +132,17 @@ def test_torchvision_datasets_where_they_are(tmp_path):
 
     with pytest.raises(UserError, match="--dataset cifar10: not found in .*; add --download, or give its --data-dir"):
         torchvision_images("cifar10", str(tmp_path), download=False)
+
+    def no_network(*args, **more):
+        raise OSError("no route to host")
+
+    grey = SimpleNamespace(data=torch.full((2, 28, 28), 255, dtype=torch.uint8), targets=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchvision.datasets, "CIFAR10", no_network)
+        patch.setattr(torchvision.datasets, "FashionMNIST", lambda *args, **more: grey)
+        with pytest.raises(UserError, match=r"^--dataset cifar10: cannot be downloaded to .* \(no route to host\)$"):
+            torchvision_images("cifar10", str(tmp_path), download=True)
+        assert torchvision_images("fashion-mnist", "", download=False).pixels.shape == (2, 1, 28, 28), "one channel"
     cifar = torchvision.datasets.CIFAR10
     folder = tmp_path / cifar.base_folder
     folder.mkdir()

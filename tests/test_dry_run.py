@@ -1,6 +1,7 @@
 """--dry-run: what it says of each rank is what ranks hold, read and send when they train; and nothing is trained."""
 
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,39 @@ def test_shapes_in_words():
     assert [dry_run.coordinates(axes, rank) for rank in (0, 1, 2, 11)] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 2, 1]]
     with pytest.raises(UserError, match="--mesh data=2 is 2 rank"):
         configure("--mesh data=2")  # it is for a dry run only that nobody has to be started
+
+
+def test_what_is_said_of_each_rank(monkeypatch, capsys):
+    """Two of three ranks hold the same."""
+    same = {"blocks.0.w": "[4]", "blocks.1.w": "[4]", "head": "[2]"}
+    held = [same, same, {"head": "[3]"}]
+    found = {
+        rank: dry_run.Foreseen({"data": rank}, (4 * rank, 4 * rank + 4), held[rank], 1000 + rank, 3 * 2**19, 5 * 2**20,
+                               {"data": 2048.0} if rank else {})
+        for rank in range(3)
+    }  # fmt: skip
+    monkeypatch.setattr(dry_run, "foresee", lambda config, ranks: found)
+    dry_run.dry_run(configure("--dry-run --strategy ddp --batch-size 12 --accumulation-steps 2 --precision bf16", 3))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "a step: 12 examples of 128 tokens over all ranks; --accumulation-steps 2"
+    assert [line.split() for line in lines[3:6]] == [
+        f"{rank} {rank} {4 * rank} to {4 * rank + 3} 1,00{rank} 1.5 MiB 5.0 MiB {sent}".split()
+        for rank, sent in enumerate(["nothing", "data 2.0 KiB", "data 2.0 KiB"])
+    ], "bytes between steps, and at most"
+    assert lines[6:10] == ["ranks 0, 1 each hold:", "  blocks.*.w  [4]  (blocks 0, 1)", "  head        [2]",
+                           "rank 2 holds:"]  # fmt: skip
+    notes = "They are counted as in fp32: what --precision bf16 saves", "Without numbers the router"
+    assert [any(line.startswith(note) for line in lines) for note in notes] == [True, False]
+    dry_run.dry_run(configure("--dry-run --strategy expert --by-hand --batch-size 12 --experts 6", 3))
+    said = capsys.readouterr().out
+    assert [note in said for note in notes] == [False, True], "notes of a mixture in fp32"
+
+
+def test_a_rank_that_dies_is_named(monkeypatch):
+    monkeypatch.setattr(dry_run, "be", lambda *_: os._exit(1))
+    monkeypatch.setattr(dry_run, "make_task", lambda config: None)
+    with pytest.raises(RuntimeError, match="the process that was rank 3 has died"):
+        dry_run.foresee(None, [3])
 
 
 def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys):

@@ -38,7 +38,8 @@ def read(found: dict) -> list:
 
 def test_yaml_is_read_as_what_was_written():
     """Words that YAML takes for something else are quoted: accelerate's "no" for mixed precision would be false."""
-    settings = {"precision": "no", "name": "", "fused": True, "shards": {"count": 8, "rate": 0.5, "kind": "bf16"}}
+    shards = {"count": 8, "rate": 0.5, "kind": "bf16"}
+    settings = {"precision": "no", "distributed_type": "NO", "name": "", "fused": True, "shards": shards}
     assert yaml.safe_load(emit.yaml(settings)) == settings
 
 

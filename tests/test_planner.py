@@ -136,6 +136,8 @@ WRONG = {
     "plan --model lama-7b --gpus 8 --gpu h100 --batch-size 8": "unknown model 'lama-7b'; did you mean 'llama-7b'?",
     "plan --model llama-7b --gpus 8 --gpu h10 --batch-size 8": "unknown GPU 'h10'; did you mean 'h100'?",
     PLAN + " --max-memory 10": "unknown option '--max-memory'; did you mean '--max-memory-gb'?",
+    PLAN + " --zyzzyva 10": "unknown option '--zyzzyva'; see --help",
+    PLAN + " --max-memory-gb 0": "--max-memory-gb must be more than 0, not 0",
     PLAN + " --max-memory-gb -1": "--max-memory-gb must be more than 0, not -1",
     PLAN + " --max-memory-gb 0.1": "llama-7b does not fit 8 x 0.1 GiB: the smallest layout needs ",
     PLAN + " --count 0": "--count must be at least 1, not 0",
@@ -160,6 +162,8 @@ WRONG = {
     "estimate --layers 2 --gpus 1 --gpu cpu --batch-size 8": "the model lacks --width --heads --vocabulary; give them",
     f"{ESTIMATE} --width 100": "--width 100 does not divide into --heads 32",
     f"{ESTIMATE} --kv-heads 5": "--kv-heads 5 does not divide --heads 32",
+    f"{ESTIMATE} --flash true": "argument --flash: expected yes or no, not 'true'",
+    "calibrate --ranks 0": "--ranks must be at least 1, not 0",
     f"{ESTIMATE} --mlp relu": "--mlp 'relu' is unknown; take gelu",
 }
 

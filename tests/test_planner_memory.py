@@ -239,6 +239,72 @@ def test_any_module_is_measured(capsys, tmp_path):
         assert words in capsys.readouterr().err
 
 
+class Nested(torch.nn.Module):
+    """A row of layers in a child, a head that is larger than any of them, and a buffer that a product needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Module()
+        self.body.layers = torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False) for _ in range(3))
+        self.head = torch.nn.Linear(10, 25, bias=False)
+        self.register_buffer("scale", torch.ones(10))
+
+    def forward(self, x):
+        for layer in self.body.layers:
+            x = layer(x) * self.scale
+        return self.head(x)
+
+
+def test_units_are_layers_of_rows_wherever_they_are_and_children_beside_them():
+    found = any_module.measure(lambda: (Nested(), (torch.randn(2, 10, requires_grad=True),)))
+    assert (found.parameters, found.largest) == (3 * 100 + 250, 250), "the head; layers of the body are units"
+    assert found.kept == 4 * 4 * 2 * 10, "each product's input; the buffer is the module's own"
+    layers, pair = ((torch.nn.Linear(10, 10) for _ in range(n)) for n in (3, 2))
+    row = torch.nn.Sequential(torch.nn.Sequential(*layers), torch.nn.ModuleDict({"mlp": torch.nn.Sequential(*pair)}))
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in any_module.units_of(row)]
+    assert sizes == [110, 110, 110, 220], "a layer of a row is one unit, with the rows that it has"
+
+
+def test_attentions_backward_pass_has_five_products_for_two():
+    def made():
+        layer = Block(64, 4)
+        layer.mlp = torch.nn.Identity()
+        return layer, (torch.randn(1, 128, 64, requires_grad=True),)
+
+    products = 3 * 2 * 128 * 4 * 64**2  # those of queries, keys, values and the output, forward and backward
+    assert any_module.measure(made).flops - products == (2 + 5) * 2 * 128 * 128 * 64
+
+
+def test_what_a_stage_needs_by_parts():
+    """A unit of 1,000 in mixed precision: gathered in 2 bytes, its messages of gradients have 4."""
+    found = any_module.Measured(parameters=10_000, largest=1_000, kept=500, flops=0)
+    eight = any_module.needed(found, 8, "bf16-mixed")
+    assert eight["zero2"]["buckets of gradients"] == 2 * 4 * 1_000
+    assert eight["fsdp"]["gathered"] == 2 * 2 * 1_000 and eight["fsdp"]["unsharded gradients"] == (2 + 4) * 1_000
+    assert [eight[stage]["parameters"] for stage in ("ddp", "zero1", "fsdp")] == [20_000, 20_000, 40_000 / 8]
+    alone = any_module.needed(found, 1, "bf16-mixed")
+    assert {*alone["fsdp"]} == {"parameters", "gradients", "optimizer", "activations"}, "one GPU gathers nothing"
+
+
+def test_a_report_is_of_its_precision_and_in_its_units():
+    gpu, constants = find_gpu("h100-80gb"), replace(PRIOR, matmul=0.5, allocator=1.1)
+    full, half = (any_module.report(linear, gpu, 1, name, constants) for name in ("float32", "bf16-mixed"))
+    assert (full["kept"], half["kept"]) == (4 * 8 * 1000, 2 * 8 * 1000), "bytes of the input"
+    flops = 2 * 2 * 8 * 1_000_000  # forward, and for the weight backward
+    assert half["seconds_of_products"] == pytest.approx(flops / (989e12 * gpu.achievable * 0.5))
+    assert full["seconds_of_products"] == pytest.approx(2 * half["seconds_of_products"]), "TF32 has half of the rate"
+    ddp = full["stages"]["ddp"]
+    assert ddp["bytes"] == pytest.approx(1.1 * sum(ddp["parts"].values()))
+    said = {"parameters": 5, "kept": 3 * 2**30, "flops": 2e12, "seconds_of_products": 0.25,
+            "stages": {"ddp": {"fits": "no", "bytes": 2**31, "parts": {"gradients": 2**30, "none": 0}}}}  # fmt: skip
+    assert any_module.table(said).splitlines() == [
+        "5 parameters; a micro-batch keeps 3.000 GiB for its backward pass",
+        "and takes 2.000 TFLOP, at least 250.00 ms",
+        "             GiB  fits   of which",
+        "ddp         2.00  no     gradients 1.00",
+    ]
+
+
 def test_a_stage_fits_if_it_does_with_all_that_the_allocator_may_add():
     """16 bytes for each of a million parameters, and 32,000 of the layer's input: 15% more at most, and 0% at least."""
     needed = 16 * 1_000_000 + 4 * 8 * 1000
@@ -266,3 +332,20 @@ def test_1f1b_reaches_the_loss_with_one_micro_batch():
         assert found.parts["activations"] == pytest.approx(held * 4 * memory.layer_memory(model, one)), (
             f"{schedule} has {held} micro-batch(es) of 4 layers at its peak"
         )
+
+
+def test_what_offloading_and_fused_losses_leave_on_the_gpu():
+    model = models.find("llama-3.2-1b")
+
+    def parts(gpus=8, **fields):
+        mesh = {"shard" if fields.get("zero_stage") else "data": gpus}
+        one = make_layout(model, cluster("h100-80gb", gpus), mesh, batch_size=8, **fields)
+        return memory.on_rank(model, one, PRIOR, 0, stages.shares(model, one)[0], 1).parts
+
+    kept = {"parameters", "gradients", "optimizer"}
+    assert {*parts(offload=True)} & kept == {"parameters"}, "DDP computes with its parameters"
+    assert {*parts(zero_stage=3, offload=True)} & kept == set(), "shards of FSDP are in the host's memory"
+    assert parts(1, zero_stage=3)["16-bit copies"] == 2 * model.parameters, "one GPU has nothing to gather"
+    logits = 2048 * model.vocabulary * 4
+    assert parts()["logits and loss"] == PRIOR.loss_copies * logits
+    assert parts(fused_loss=True).get("logits and loss", 1.5 * logits) == 1.5 * logits

@@ -207,3 +207,36 @@ def test_what_is_left_over_of_a_message_beside_work():
     nine = constants.replace(PRIOR, kept=0.9)
     assert time.left_over(3.0, 2.0, nine) == pytest.approx(1.2), "a second alone, and a tenth of two"
     assert time.left_over(1.0, 4.0, nine) == pytest.approx(0.1), "a tenth of one"
+
+
+def test_gradients_that_wait_for_the_end_and_stages_that_reduce_each_micro_batch():
+    """Nothing hides a message that begins when the work is done; ZeRO-2 reduces after each micro-batch."""
+    model, gpus = models.find("llama-7b"), cluster("h100-80gb", 64)
+
+    def step(**fields):
+        mesh = {"shard": 64} if fields.get("zero_stage") else {"data": 64}
+        fields = {"batch_size": 256, "sequence": 512, "overlap_gradients": False} | fields
+        return time.estimate(model, gpus, make_layout(model, gpus, mesh, **fields), PRIOR).parts
+
+    one = group(gpus, Layout((("data", 64),), 64), PRIOR, "data")
+    reduced = one.seconds("all_reduce", 4 * model.parameters)
+    assert step()["messages of state"] == pytest.approx(reduced), "all of an all-reduce of float32"
+    assert step(overlap_gradients=True)["messages of state"] < 0.9 * reduced
+    scattered = one.seconds("reduce_scatter", 4 * model.parameters)
+    first, second = (step(zero_stage=stage)["messages of state"] for stage in (1, 2))
+    assert second - first == pytest.approx(3 * scattered), "four micro-batches, and one"
+
+
+def test_an_optimizer_goes_through_the_memory_or_over_pcie():
+    """Bytes of a parameter, by precision; offloaded, those of a node share the host's memory."""
+    model, gpus = models.find("llama-3.2-1b"), cluster("h100-80gb", 8)
+
+    def seconds(**fields):
+        layout = make_layout(model, gpus, {"data": 8}, batch_size=8, sequence=512, **fields)
+        return time.estimate(model, gpus, layout, PRIOR).parts["optimizer"]
+
+    rate = gpus.gpu.hbm * PRIOR.memory_rate
+    for precision, size in (("bf16-mixed", 42), ("bf16", 20), ("bf16-12", 28)):
+        assert seconds(precision=precision) == pytest.approx(model.parameters * size / rate, rel=1e-3), precision
+    there = model.parameters * ((4 + 2) / gpus.gpu.pcie + 30 * 8 / gpus.host)
+    assert seconds(offload=True) == pytest.approx(there, rel=1e-3), "gradients there, parameters back"

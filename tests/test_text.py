@@ -22,12 +22,22 @@ def test_a_file_is_cut_into_what_is_trained_on_and_the_end(tmp_path):
     assert everything(data.validation_text(4, str(file))) == bytes(range(25, 30)), "one context and the byte after it"
 
 
-def test_a_folder_is_all_of_its_files_but_hidden_ones(tmp_path):
+def test_a_folder_is_all_of_its_files_but_hidden_ones(tmp_path, monkeypatch):
     for name, text in {"b/two.md": "two", "a.txt": "one", ".git/no": "no", ".hidden": "no", "c/d/e": "x" * 40}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     both = [everything(text(4, str(tmp_path))) for text in (data.training_text, data.validation_text)]
     assert b"".join(both) == b"one\ntwo\n" + b"x" * 40
+    entries = sorted(tmp_path.rglob("*"), reverse=True)
+    monkeypatch.setattr(data.Path, "rglob", lambda folder, pattern: iter(entries))
+    assert everything(data.training_text(4, str(tmp_path))) == both[0], "in the order of names, not of the disk"
+
+    def refused(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(data.Path, "read_bytes", refused)
+    with pytest.raises(UserError, match=r"^--text .*: .*a.txt: Permission denied$"):
+        data.training_text(4, str(tmp_path))
 
 
 def test_what_cannot_be_learned_is_refused_in_one_line(tmp_path):
@@ -38,6 +48,11 @@ def test_what_cannot_be_learned_is_refused_in_one_line(tmp_path):
     (tmp_path / "short").write_text("short")
     with pytest.raises(UserError, match="short has 5 bytes; at least 10 are needed, a context of 4"):
         data.training_text(4, str(tmp_path / "short"))
+    (tmp_path / "short").write_text("nine byte")
+    with pytest.raises(UserError, match="short has 9 bytes; at least 10 are needed"):
+        data.validation_text(4, str(tmp_path / "short"))
+    (tmp_path / "short").write_text("just ten b")
+    assert everything(data.training_text(4, str(tmp_path / "short"))) == b"just "
     with pytest.raises(UserError, match="--text is for --task text; leave it out"):
         configure(f"--task images --text {tmp_path}", strategy="single", run_dir=tmp_path / "run")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import SMALL, configure, metrics, train
 
+from common import meter
 from common.errors import UserError
 from common.lab.launch import launch
 from common.learning_rate import learning_rate
@@ -130,13 +131,44 @@ def test_operations_are_those_of_the_formula():
     assert operations(config) == 3 * (counter.get_total_flops() + attention)
 
 
+def test_mfu_is_of_all_ranks_and_of_models_whose_operations_are_known(monkeypatch):
+    """A step of 2 seconds on 4 ranks, each of which could do 1e9 operations a second."""
+    monkeypatch.setattr(meter.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(meter, "peak", lambda device: 1e9)
+    shape = {"layers": 3, "width": 32, "context": 16, "batch_size": 5}
+    config = SimpleNamespace(task="text", strategy_class=SimpleNamespace(model_class=GPT), **shape)
+    said = meter.Usage(config, torch.device("cpu"))(2.0)
+    assert said["mfu"] == operations(config) / 8e9
+    mixture = SimpleNamespace(**vars(config) | {"strategy_class": SimpleNamespace(model_class=torch.nn.Module)})
+    pictures = SimpleNamespace(**vars(config) | {"task": "images"})
+    for other in (mixture, pictures):
+        assert meter.Usage(other, torch.device("cpu"))(2.0)["mfu"] is None, "mixtures and pictures have none"
+
+
+def test_a_cores_peak_is_its_fastest_product_and_memory_is_in_bytes(monkeypatch):
+    clock = iter([0, 3, 10, 11, 20, 25, 30, 32])
+    with monkeypatch.context() as patch:
+        patch.setattr(meter.time, "perf_counter", lambda: next(clock))
+        assert peak(torch.device("cpu")) == 2 * 256**3 / 1
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7))
+    for platform, size in (("linux", 7 * 1024), ("darwin", 7)):
+        monkeypatch.setattr(meter.sys, "platform", platform)
+        assert peak_memory(torch.device("cpu")) == size, f"bytes on {platform}"
+
+
 def test_peaks_and_memory(monkeypatch):
     assert 1e8 < peak(torch.device("cpu")) < 1e14
     names = iter(["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     gpu = torch.device("cuda", 0)
     assert [peak(gpu) for _ in range(3)] == [989e12, 756e12, None]
+    names = ["NVIDIA A100-SXM4-40GB", "NVIDIA L40S", "NVIDIA L4", "Tesla V100-SXM2-32GB", "Tesla T4", "NVIDIA H200"]
+    names = iter(names)
+    assert [peak(gpu) for _ in range(6)] == [312e12, 362e12, 121e12, 125e12, 65e12, 989e12], "dense, without sparsity"
     assert all(value > 1e12 for value in PEAKS.values())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 11)
+    assert peak_memory(gpu) == 11, "the most that was allocated"
     before = peak_memory(torch.device("cpu"))
     block = torch.ones(100_000_000)
     assert peak_memory(torch.device("cpu")) > max(before, 4 * block.numel())

@@ -1,0 +1,87 @@
+"""What `planner calibrate` makes of its clock: rates of products, of the memory and of links."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner import calibrate, hardware
+from planner.constants import PRIOR
+
+HERE = {"peak": 6e10, "hbm": 1e10, "link": 5e8, "kernel": 2e-5, "alpha_link": 1e-4, "cores": 2, "block": 0.05}
+CPU = torch.device("cpu")
+
+
+def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
+    """If whatever is timed takes two seconds."""
+    monkeypatch.setattr(calibrate, "SIDE", 8)
+    monkeypatch.setattr(calibrate, "best_of", lambda work, times=5: 2.0)
+    peak, kernel = calibrate.products(CPU, torch.float32)
+    assert peak == 2 * 8**3 / 2.0, "a multiplication and an addition for each of 8 x 8 x 8"
+    assert kernel == 2.0 / 100, "one of a hundred tiny products"
+    assert calibrate.memory_rate(CPU) == 2 * 4 * 2**24 / 2.0, "each of 2**24 numbers is read and written"
+
+
+def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
+    """`block` runs two, one to warm up; each takes 0.3 seconds here."""
+    now = [0.0]
+
+    def block(device, times):
+        now[0] += 0.3 * (1 + times)
+
+    monkeypatch.setattr(calibrate, "block", block)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    assert calibrate.crowded_block() == pytest.approx(0.3)
+
+
+def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
+    """Then they take turns; and what takes turns is timed with all of them."""
+    asked = []
+
+    def launch(work, size, **_):
+        asked.append((work.__name__, size))
+        return [0.05] * size if work is calibrate.crowded_block else [{"block": 0.05}] * size
+
+    monkeypatch.setattr("common.lab.launch.launch", launch)
+    monkeypatch.setattr(calibrate.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(calibrate, "links", lambda ranks: asked.append(("links", ranks)) or (1e-4, 1e9))
+    for ranks, expected in (
+        (1, [("one_rank", 1)]),
+        (2, [("one_rank", 2), ("links", 2)]),
+        (4, [("one_rank", 2), ("links", 4), ("crowded_block", 4)]),
+    ):
+        asked.clear()
+        found = calibrate.measure(ranks)
+        assert asked == expected, f"{ranks} ranks on two cores"
+    assert found["crowding"] == 1.0, "a machine is not faster for being crowded"
+
+
+def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
+    """Small messages that took longer than large ones: the bandwidth is that of the largest."""
+    times = [1.0, 0.9, 0.8, 0.7]
+    monkeypatch.setattr("common.lab.launch.launch", lambda work, size, **_: [times, times])
+    _, link = calibrate.links(2)
+    assert link == pytest.approx(calibrate.SIZES[-1] / 0.7), "all-reduces of two ranks send as much as they have"
+
+
+def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE)
+    said = calibrate.calibrate(tmp_path / "here.json", 2).splitlines()
+    assert said == [
+        "products     60.0 GFLOP/s, 20 us before each begins",
+        "memory       10.0 GB/s",
+        "messages     100 us each, 0.50 GB/s, with 2 ranks",
+        f"written to {tmp_path / 'here.json'}: use --gpu here --constants {tmp_path / 'here.json'}",
+    ]
+    found = calibrate.json.loads((tmp_path / "here.json").read_text())
+    told = {"matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": 2e-5, "alpha_link": 1e-4, "kept": 0.0}
+    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE
+
+
+def test_a_block_that_products_explain_leaves_a_little_for_the_rest():
+    gpu = hardware.here(HERE)
+    assert calibrate.passes(gpu, replace(PRIOR, matmul=1.0), 1e-9) == 0.1
+    assert gpu.pcie == 1e10 and gpu.memory == 8 * 2**30, "a processor's memory is the host's"

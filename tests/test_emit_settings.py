@@ -1,0 +1,186 @@
+"""What `planner emit` writes for each tool: a setting for each choice of the layout, for one machine and several."""
+
+import json
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from planner import as_course, models
+from planner.emit import Emitted, emit, toml
+from planner.estimate import GIB, Estimate, estimate
+from planner.hardware import cluster
+from planner.layout import Layout, make_layout
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
+READ = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
+
+
+def estimated(gpus: int, mesh: dict[str, int], gpu: str = "h100-80gb", model: str = "llama-3-8b", **fields) -> Estimate:
+    nodes, shape = cluster(gpu, gpus, min(gpus, 8)), models.find(model)
+    fields = {"batch_size": 64, "sequence": 2048} | fields
+    return estimate(shape, nodes, make_layout(shape, nodes, mesh, **fields), max_memory_gib=2000)
+
+
+def emitted(tool: str, gpus: int, mesh: dict[str, int], **fields) -> Emitted:
+    return emit(estimated(gpus, mesh, **fields), tool)
+
+
+def flat(settings: dict, before: str = "") -> dict:
+    """Tables in tables as one: {"zero_optimization.stage": 3}."""
+    found = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
+
+
+FULL = {"recompute": "full", "sequence_parallel": False}
+SETTINGS = [  # tool, GPUs, mesh, fields of the layout, and what the tool is told
+    ("accelerate", 1, {}, {"precision": "float32"}, {
+        "distributed_type": "NO", "mixed_precision": "no", "num_machines": 1, "use_cpu": False}),
+    ("accelerate", 8, {"data": 8}, {"precision": "fp16"}, {
+        "distributed_type": "MULTI_GPU", "mixed_precision": "fp16", "num_processes": 8}),
+    ("accelerate", 2, {"data": 2}, {"gpu": "cpu", "precision": "float32"}, {"use_cpu": True}),
+    ("accelerate", 16, {"shard": 16}, {"zero_stage": 2, "offload": True}, {
+        "num_machines": 2, "fsdp_config.fsdp_reshard_after_forward": False, "fsdp_config.fsdp_offload_params": True,
+        "fsdp_config.fsdp_activation_checkpointing": False}),
+    ("accelerate", 32, {"data": 2, "shard": 2, "context": 4, "tensor": 2}, {"zero_stage": 3} | FULL, {
+        "fsdp_config.fsdp_reshard_after_forward": True, "fsdp_config.fsdp_activation_checkpointing": True,
+        "fsdp_config.fsdp_offload_params": False, "parallelism_config.parallelism_config_dp_replicate_size": 2,
+        "parallelism_config.parallelism_config_dp_shard_size": 2, "parallelism_config.parallelism_config_cp_size": 4,
+        "parallelism_config.parallelism_config_tp_size": 2}),
+    ("deepspeed", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 2, "precision": "fp16-mixed"} | FULL, {
+        "tensor_parallel.autotp_size": 2, "fp16.enabled": True, "zero_optimization.overlap_comm": True,
+        "gradient_accumulation_steps": 16, "train_micro_batch_size_per_gpu": 1}),
+    ("deepspeed", 8, {"shard": 8}, {"zero_stage": 1, "overlap_gradients": False}, {
+        "zero_optimization.overlap_comm": False, "bf16.enabled": True}),
+    ("hf-trainer", 8, {"data": 8}, {"micro_batch": 2, "recompute": "full"}, {
+        "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "bf16": True, "use_cpu": False,
+        "gradient_checkpointing": True}),
+    ("hf-trainer", 8, {"shard": 8}, {"zero_stage": 3, "offload": True, "precision": "fp16"}, {
+        "deepspeed": "deepspeed.json", "fp16": True, "gradient_checkpointing": False}),
+    ("torchtitan", 8, {"shard": 8}, {"zero_stage": 2, "offload": True, "fused": False, "recompute": "operators"}, {
+        "parallelism.fsdp_reshard_after_forward": "never", "training.enable_cpu_offload": True,
+        "compile.enable": False, "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op", "training.local_batch_size": 1}),
+    ("torchtitan", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 3, "precision": "fp8", "async_tensor": True,
+                                                  "recompute": "every-second"}, {
+        "parallelism.fsdp_reshard_after_forward": "always", "training.enable_cpu_offload": False,
+        "compile.enable": True, "model.converters": ["float8"], "parallelism.enable_async_tensor_parallel": True,
+        "training.mixed_precision_param": "bfloat16", "activation_checkpoint.selective_ac_option": "2"}),
+    ("torchtitan", 8, {"data": 2, "shard": 2, "pipeline": 2}, {"schedule": "looped-bfs", "stages_per_rank": 2}, {
+        "parallelism.data_parallel_replicate_degree": 4, "parallelism.data_parallel_shard_degree": 1,
+        "parallelism.pipeline_parallel_schedule": "LoopedBFS", "training.local_batch_size": 16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool, gpus, mesh, fields, told", SETTINGS)
+def test_each_choice_of_the_layout_is_a_setting(tool, gpus, mesh, fields, told):
+    found = emitted(tool, gpus, mesh, **fields)
+    name, text = list(found.files.items())[-1 if tool == "hf-trainer" else 0]
+    settings = flat(READ[name.split(".")[-1]](text))
+    assert {name: settings.get(name, "not there") for name in told} == told, f"what {tool} reads in {name}"
+
+
+REFUSED = [
+    ("accelerate", 16, {"data": 2, "context": 8}, {"zero_stage": 3}, "'data' needs an axis 'shard' larger than 1"),
+    ("accelerate", 8, {"data": 8}, {"offload": True}, "without fully_shard it has no axis but 'data', and no offload"),
+    ("deepspeed", 8, {"data": 8}, {"offload": True}, "offloads the optimizer with ZeRO only"),
+    ("torchtitan", 8, {"data": 4, "pipeline": 2}, {"zero_stage": 3}, "shards along 'shard' or 'context'"),
+    ("torchrun", 8, {"shard": 2, "context": 4}, {"zero_stage": 3}, "ranks along 'context' copy the state"),
+    ("torchrun", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 1}, "has ZeRO-1 along 'shard' alone"),
+    ("torchrun", 8, {"data": 8}, {"recompute": "every-second"}, "does not recompute 'every-second'"),
+]
+
+
+@pytest.mark.parametrize("tool, gpus, mesh, fields, says", REFUSED)
+def test_what_a_tool_has_not_is_refused(tool, gpus, mesh, fields, says):
+    found = estimated(gpus, mesh, **fields)
+    if tool == "torchtitan":  # on the command line, such a mesh is taken for one along "shard"
+        found = Estimate(**vars(found) | {"layout": Layout((*mesh.items(),), 64, zero_stage=3)})
+    with pytest.raises(UserError, match=f"^--format {tool}: .*{says}"):
+        emit(found, tool)
+
+
+def test_commands_name_nodes_where_there_are_several():
+    where = "--machine_rank $NODE --main_process_ip $HOST --main_process_port 29500"
+    several = "--nnodes=2 --node_rank=$NODE --master_addr=$HOST --master_port=29500"
+    for tool, gpus, command in (
+        ("accelerate", 8, "accelerate launch --config_file accelerate.yaml train.py"),
+        ("accelerate", 16, f"accelerate launch --config_file accelerate.yaml {where} train.py"),
+        ("hf-trainer", 8, "torchrun --nproc_per_node=8 train.py"),
+        ("hf-trainer", 16, f"torchrun {several} --nproc_per_node=8 train.py"),
+        ("deepspeed", 8, "deepspeed --num_gpus 8 train.py --deepspeed_config deepspeed.json"),
+    ):
+        assert emitted(tool, gpus, {"data": gpus}).command == command, f"{tool} on {gpus} GPUs"
+
+
+def test_a_job_has_one_task_a_node_which_starts_the_others():
+    job = emitted("slurm", 16, {"data": 16}).files["job.sbatch"].splitlines()
+    asked = [line for line in job if line.startswith("#SBATCH") and "=0" not in line]
+    assert asked[1:] == ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"]
+    on_cpu = emitted("slurm", 2, {"data": 2}, gpu="cpu", precision="float32").files["job.sbatch"]
+    assert "--gpus-per-node" not in on_cpu, "a node without GPUs is asked for none"
+
+
+def test_what_the_readers_script_has_to_say_is_a_note():
+    recompute = "in train.py: model.gradient_checkpointing_enable(), for recomputation 'full'"
+    for tool, mesh in (("accelerate", {"data": 8}), ("deepspeed", {"shard": 8})):
+        notes = {how: emitted(tool, 8, mesh, zero_stage=0, recompute=how).notes for how in ("full", "none")}
+        assert recompute in notes["full"] and recompute not in notes["none"], f"{tool}: note of recomputation"
+    (note,) = emitted("accelerate", 8, {"shard": 8}, zero_stage=3, micro_batch=2).notes
+    assert note.endswith("micro-batches of 2 sequence(s) of 2,048 tokens, 4 of them accumulated before each optimizer "
+                         "step")  # fmt: skip
+
+
+def test_the_head_of_a_file_says_what_was_predicted():
+    found = estimated(8, {"data": 8})
+    c, (first, _) = found.constants, emit(found, "accelerate").files["accelerate.yaml"].split("\n", 1)
+    assert first == (
+        f"# llama-3-8b on 8 x h100-80gb: {found.layout.describe()}; predicted {found.memory.expected / GIB:.1f} GiB "
+        f"per GPU, {found.seconds:.3g} s a step ({found.seconds * c.step_low:.3g} to {found.seconds * c.step_high:.3g})"
+    )
+    assert f"{found.memory.expected / GIB:.1f}" != f"{found.memory.needed / GIB:.1f}", "what the allocator adds shows"
+
+
+def test_toml_has_the_values_of_json():
+    tables = {"a": {"on": True, "names": ["x"], "size": 3}, "b": {"rate": 0.5, "what": "y"}}
+    assert tomllib.loads(toml(tables)) == tables
+
+
+# --- the course's own file ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mesh, fields, told",
+    [
+        ({"data": 2, "shard": 4}, {}, {"mesh": "data=8", "precision": "bf16", "accumulation-steps": 8}),
+        ({"data": 8}, {"precision": "fp16", "recompute": "products"}, {"precision": "fp16", "recompute": "selective"}),
+        ({"pipeline": 4, "data": 2}, {"schedule": "interleaved", "stages_per_rank": 2},
+         {"mesh": "pipeline=4,data=2", "stages-per-rank": 2, "schedule": "interleaved", "microbatches": 32}),
+        ({"shard": 8}, {"zero_stage": 2, "offload": True}, {"strategy": "zero2", "offload": True}),
+    ],
+)  # fmt: skip
+def test_layouts_as_the_courses_options(mesh, fields, told):
+    found = estimated(8, mesh, **fields)
+    settings = as_course.settings(found.model, found.layout)
+    assert {name: settings.get(name, "not there") for name in told} == told
+
+
+def test_in_what_a_model_is_unlike_the_courses():
+    gpt = models.course_gpt(2, 64, 4, 32)
+    assert as_course.differences(gpt) == []
+    for changed, words in (
+        ({"vocabulary": 512}, "a vocabulary of 512, where the course's has 256"), ({"kv_heads": 2}, "2 heads of keys"),
+        ({"mlp": "swiglu"}, "an MLP of three matrices"), ({"mlp_width": 100}, "an MLP 100 wide"),
+        ({"positions": 0}, "other positions"),
+    ):  # fmt: skip
+        (said,) = as_course.differences(models.custom(gpt, **changed))
+        assert said.startswith(words)
+    assert as_course.differences(models.custom(gpt, kv_heads=4)) == [], "as many heads of keys as of queries"
+    mixture = models.custom(gpt, experts=4, top_k=2, expert_width=256, mlp_width=100)
+    assert as_course.differences(mixture) == [], "no layer of a mixture has an MLP of its own"

@@ -13,6 +13,7 @@ A run is named by its folder, or by the name of a folder under runs/. --json pri
 import argparse
 import itertools
 import json
+import math
 import statistics
 import struct
 import sys
@@ -109,7 +110,8 @@ def by_rank(run: History) -> list[dict]:
 
 def compare(one: History, other: History, tolerance: float) -> dict:
     """Where `other` leaves `one`: the first step at which a metric differs by more than `tolerance`, relative to the
-    larger of the two; the largest such difference; and the settings in which the runs differ."""
+    larger of the two; the largest such difference, None where one run has a number and the other none; and the settings
+    in which the runs differ."""
     theirs = {record["step"]: record for record in other.records}
     first, largest, at = None, 0.0, None
     steps = [record for record in one.records if record["step"] in theirs]
@@ -130,7 +132,7 @@ def compare(one: History, other: History, tolerance: float) -> dict:
         "runs": [one.name, other.name],
         "steps_compared": len(steps),
         "first_difference": first,
-        "largest_difference": largest,
+        "largest_difference": largest if math.isfinite(largest) else None,
         "at_step": at,
         "settings": {key: values for key, values in differ.items() if key not in ("run_dir", "resume")},
     }
@@ -233,7 +235,9 @@ def told(result: dict) -> str:
     else:
         lines.append("  differ nowhere by more than the tolerance")
     at = f", at step {result['at_step']}" if result["at_step"] else ""
-    lines.append(f"  largest relative difference {result['largest_difference']:.2g}{at}")
+    largest = result["largest_difference"]
+    size = "infinite (one has no number)" if largest is None else f"{largest:.2g}"
+    lines.append(f"  largest relative difference {size}{at}")
     lines += [f"  {key.replace('_', '-')}: {one} and {other}" for key, (one, other) in result["settings"].items()]
     return "\n".join(lines)
 
@@ -289,7 +293,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         found = export(runs[0], asked.step, asked.safetensors, asked.out)
         text = f"{found['file']}: {found['tensors']} tensors, {found['numbers']:,} numbers, of {found['checkpoint']}"
-    print(json.dumps(found, indent=1) if asked.json else text)
+    print(json.dumps(found, indent=1, allow_nan=False) if asked.json else text)
 
 
 if __name__ == "__main__":

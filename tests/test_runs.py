@@ -99,11 +99,13 @@ def test_what_comparisons_say(tmp_path, capsys):
         "  top-k: None and 3",
         "a and c: 2 steps",
         "  differ first at step 1: loss 4.0 and 4.0004",
-        "  largest relative difference inf, at step 2",
+        "  largest relative difference infinite (one has no number), at step 2",
         "a and d: 2 steps",
         "  differ nowhere by more than the tolerance",
         "  largest relative difference 0",
     ]
+    runs.main(["compare", str(a), str(c), "--json"])
+    assert '"largest_difference": null' in capsys.readouterr().out, "JSON has no infinity"
 
 
 def test_what_is_drawn(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ MISTAKES = [
         "self.records]",
         "the slow first steps count for the speed",
         "tests/test_runs.py::test_the_first_three_steps_do_not_count_for_speed",
-        "of steps 4 and 5",
+        "of steps 4, 5 and 6",
     ),
     Mistake(
         "common/runs.py",

@@ -258,7 +258,8 @@ class Run:
                 f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause; then "
                 f"{self._how_to_go_on()}"
             ) from None
-        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo again
+        # gloo again: of what waited in vain, and of what uses the same connection after that
+        if isinstance(error, RuntimeError) and re.search("Timed out waiting|Application timeout", str(error)):
             raise UserError(f"{self._who_is_silent()}; then {self._how_to_go_on()}") from None
         if error is not None:
             return

@@ -127,6 +127,13 @@ def test_who_did_not_answer_is_told(monkeypatch):
         assert Run._who_is_silent(run).startswith(told)
 
 
+@pytest.mark.parametrize("said", ["Timed out waiting 3000ms for recv", "Application timeout caused pair closure"])
+def test_a_timeout_is_told_whatever_gloo_says(said, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.run.silent", lambda: ["rank 1"])
+    with alone(tmp_path / "run") as run, pytest.raises(UserError, match="rank 1 did not answer"), run:
+        raise RuntimeError(said)
+
+
 # --- the directory ----------------------------------------------------------------------------------------------
 
 

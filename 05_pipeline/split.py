@@ -77,6 +77,7 @@ class OwnStages:
             with context():
                 x = module(x)
             if number < last and self.rank_of[number + 1] != pipeline.rank:
+                x = x.to(self.dtype)  # fully_shard may have been told to compute in 16 bits
                 dist.send(x.contiguous(), group=pipeline.group, group_dst=self.rank_of[number + 1])
         total = loss(x).float() if self.last else torch.zeros((), device=inputs.device)
         dist.broadcast(total, group=pipeline.group, group_src=self.rank_of[-1])

@@ -45,6 +45,7 @@ def validated(configs) -> list[list[float]]:
 
 def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
     rows = [*sorted(every_strategy()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
+    rows += [(4, "mesh", kind, "--mesh pipeline=2,data=2 --precision fp16") for kind in ("by-hand", "pytorch")]
     many = [config_of(tmp_path, *row) for row in rows]
     alone = [config_of(tmp_path, 1, "single"), config_of(tmp_path, 1, "expert", "by-hand")]
     (expected,) = launch(validated, 1, (alone,))

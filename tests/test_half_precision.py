@@ -1,0 +1,76 @@
+"""fp16 with every strategy: gradients are scaled and unscaled again, clipped by their own norm, and a step that
+overflows is skipped. By SGD, whose steps are as long as its gradients."""
+
+import pytest
+import torch
+
+from common.lab import equality
+from common.lab.launch import launch
+from common.mesh import make_mesh
+from course.fsdp.hsdp import SyncOnce
+from course.strategies import STRATEGIES, load
+
+KINDS = [(name, kind) for name, entry in STRATEGIES.items() for kind in entry().implementations]
+OTHERS = {("fsdp", "gradients sent once"): SyncOnce}  # in no line of the table
+KINDS += list(OTHERS)
+MAX_NORM = 0.3  # each step is clipped
+
+
+def taken(name: str, kind: str, precision: str) -> dict:
+    """On one rank: norm, and how the weights have moved, of a step; of one whose gradients overflow, the same, and what
+    the loss scale is multiplied by."""
+    torch.manual_seed(0)
+    cls = OTHERS.get((name, kind)) or load(name, kind)
+    mesh = make_mesh(dict.fromkeys(cls.preset, 1), "cpu")
+    model = equality.tied(cls.model_class)
+    before = {part: value.clone() for part, value in model.state_dict().items()}
+    strategy = cls(model, equality.sgd, mesh, cls.Options(), precision, MAX_NORM)
+    tokens = torch.arange(8 * equality.CONTEXT).view(8, -1) * 7 % equality.VOCABULARY
+    batch = [(tokens[:4], tokens[:4].roll(-1, 1)), (tokens[4:], tokens[4:].roll(-1, 1))]
+    loss, norm = (float(number) for number in strategy.step(batch))
+    after = {part: value.clone() for part, value in strategy.full_state()["model"].items()}
+    moved = torch.cat([(after[part] - before[part]).flatten() for part in before])
+    found = {"loss": loss, "norm": norm, "moved": moved}
+    if precision == "fp16":
+        strategy.scaler.update(2.0**126)
+        strategy.step(batch)
+        now = strategy.full_state()["model"]
+        found["still"] = all(torch.equal(now[part], after[part]) for part in now)
+        found["scale"] = strategy.scaler.get_scale() / 2.0**126
+    return found
+
+
+def all_of_them() -> dict:
+    found = {(*who, "fp16"): None for who in KINDS}
+    found |= {("single", "pytorch", "fp32"): None, ("expert", "by-hand", "fp32"): None}
+    for who in found:
+        try:
+            found[who] = taken(*who)
+        except Exception as error:
+            found[who] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return launch(all_of_them, 1, timeout=120)[0]
+
+
+@pytest.mark.parametrize("name, kind", KINDS)
+def test_a_step_in_fp16_is_that_of_float32(name, kind, found):
+    same = ("expert", "by-hand") if name == "expert" else ("single", "pytorch")
+    got, like = found[name, kind, "fp16"], found[(*same, "fp32")]
+    assert isinstance(got, dict), got
+    assert got["loss"] == pytest.approx(like["loss"], rel=0.02), "the loss that is told is not scaled"
+    assert got["norm"] == pytest.approx(like["norm"], rel=0.05), "the norm of gradients without their scale"
+    length, expected = got["moved"].norm().item(), like["moved"].norm().item()
+    assert length == pytest.approx(expected, rel=0.05), "how far the weights move: clipped, and not scaled"
+    assert torch.dot(got["moved"], like["moved"]).item() > 0.95 * length * expected, "where the weights move to"
+
+
+@pytest.mark.parametrize("name, kind", KINDS)
+def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved(name, kind, found):
+    got = found[name, kind, "fp16"]
+    assert isinstance(got, dict), got
+    assert got["still"], "gradients that overflowed have changed the weights"
+    assert got["scale"] == 0.5, "the loss scale, times what it was, after an overflow"

@@ -180,6 +180,8 @@ SAID = [  # what is called, with what, and all that it says; None where nothing 
      "pipeline+ddp --by-hand"),
     (split.named, ("blocks.3: end", ["embedding", "blocks.0", "head"], 2), "--split-spec: the model has no layer "
      "'blocks.3'; did you mean 'blocks.0'?"),
+    (split.named, ("tail: end", ["embedding", "blocks.0", "head"], 2), "--split-spec: the model has no layer 'tail'; "
+     "did you mean 'head'?"),
     (split.named, ("head: before", ["embedding", "head"], 2), "--split-spec: 'head: before': write 'head: beginning' "
      "or 'head: end'"),
     (split.named, ("embedding: beginning", ["embedding", "head"], 2), "--split-spec: there is nothing to cut off "

@@ -27,6 +27,21 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
+def test_where_the_sliders_begin_and_end(sliders):
+    numbers = {name: control for name, control in sliders.controls.items() if name != "name"}
+    found = {name: (c.description, c.min, c.value, c.max) for name, c in numbers.items()}
+    assert found == {
+        "ranks": ("ranks", 1, 4, 8),
+        "microbatches": ("micro-batches", 1, 8, 32),
+        "stages_per_rank": ("stages/rank", 1, 2, 4),
+        "forward": ("forward", 0.5, 1, 3),
+        "backward_input": ("bwd. input", 0.5, 1, 3),
+        "backward_weight": ("bwd. weight", 0.5, 1, 3),
+        "message": ("message", 0, 0, 3),
+    }, "what each slider is, where it ends, and where it begins; only a message may take no time"
+    assert list(sliders.controls["name"].options) == list(schedules.SCHEDULES), "every schedule"
+
+
 def test_every_control_is_shown_once(sliders):
     columns, *_, picture = sliders.children
     assert [control for column in columns.children for control in column.children] == [*sliders.controls.values()]

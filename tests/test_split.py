@@ -1,5 +1,7 @@
 """Where models are cut into stages, by what times, and what is moved to the device."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,28 +40,45 @@ def test_stages_are_the_same_on_all_ranks():
 
 
 def test_the_time_of_the_last_stage_includes_its_loss(monkeypatch):
-    """By a clock that only the loss moves: it makes the head 50 ms slower, and no other layer; and each layer is
-    measured where it will be."""
-    seen, clock = [], [0.0]
+    """By a clock that only the loss moves: it makes the head 50 ms slower in the shortest of three rounds, and no other
+    layer; and each layer is measured where it will be."""
+    seen, clock, lasts = [], [0.0], [0.09, 0.05, 0.07]
 
     def slow(logits, targets):
         seen.append((logits.shape, logits.device))
-        clock[0] += 0.05
+        clock[0] += lasts.pop(0)
         return equality.cross_entropy(logits, targets)
 
     model = small()
     monkeypatch.setattr(split, "cross_entropy", slow)
     monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
     seconds = split.measured(model, CPU)
-    assert seconds == [0.0] * (len(seconds) - 1) + [pytest.approx(0.05)]
+    assert seconds == [0.0] * (len(seconds) - 1) + [pytest.approx(0.05)], "the shortest round, with the loss"
+    assert lasts == [], "three rounds"
     assert {shape for shape, _ in seen} == {(4, 8, 64)}
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_is_measured_between_two_waits_for_the_device_and_as_a_copy(monkeypatch):
+    noted, model = [], small()
+
+    @contextlib.contextmanager
+    def context():
+        noted.append("in context")
+        yield
+
+    monkeypatch.setattr(split, "synchronize", lambda device: noted.append("device is done"))
+    monkeypatch.setattr(split.time, "perf_counter", lambda: noted.append("clock") or 0.0)
+    split.measured(model, torch.device("meta"), context, rounds=1)
+    once = ["device is done", "clock", "in context", "device is done", "clock"]
+    assert noted == once * 4, "for each of embedding, two blocks and head"
+    assert not any(p.is_meta for p in model.parameters()), "what is measured is a copy: the model stays where it was"
 
 
 def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):
     def measured(model, *_):
         rank = dist.get_rank(dist.group.WORLD)
-        return [9.0 if number == rank else 1.0 for number in range(len(layers_of(model)))]
+        return [9.0 if number == 3 - rank else 1.0 for number in range(len(layers_of(model)))]
 
     def cut(strategy_class):
         options = PipelineOptions(split_spec="auto-time")
@@ -67,7 +86,8 @@ def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatc
 
     monkeypatch.setattr(split, "measured", measured)
     for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
-        assert launch(cut, 4, (strategy_class,)) == [[["embedding"], ["blocks.0", "blocks.1", "head"]]] * 4
+        as_rank_0_says = [["embedding", "blocks.0", "blocks.1"], ["head"]]
+        assert launch(cut, 4, (strategy_class,)) == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
 
 
 def test_several_pipelines_are_not_measured_one_by_one():
@@ -85,7 +105,7 @@ def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
     """Seen with the meta device in place of a GPU: what was moved there has no memory here."""
 
     def cut():
-        model = small(layers=4)
+        model = small(layers=4).bfloat16()
         kept = layers_of(model)
         axis_of_all = axis(make_mesh({"pipeline": -1}), "pipeline")
         own = split.own_stages(model, schedules.build("1f1b", 2, 4), axis_of_all, device=torch.device("meta"))
@@ -93,7 +113,7 @@ def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
         return moved, own.names[axis_of_all.rank], own.width, own.dtype, list(own.modules)
 
     for rank, (moved, names, *rest) in enumerate(launch(cut, 2)):
-        assert moved == names and rest == [16, torch.float32, [rank]]
+        assert moved == names and rest == [16, torch.bfloat16, [rank]], "width and type of what stages hand on"
 
 
 def test_a_model_without_memory_takes_what_rank_0_has():

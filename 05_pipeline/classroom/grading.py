@@ -228,8 +228,8 @@ def place_weight_gradients(size, shapes=((4, 8), (2, 4), (3, 3), (4, 5))):
 
 SWAPPED = (
     ("1f1b", 2, 2, 1, 0),  # backward before forward
-    ("1f1b", 4, 8, 0, 3),  # 0B0 before 0F3: ranks wait for each other
-    ("zb-h1", 3, 4, 1, 4),
+    ("1f1b", 4, 3, 0, 2),  # 0B0 before 0F2: rank 0 waits for 1B0, before which rank 1 waits for 0F2
+    ("zb-h1", 3, 4, 0, 3),  # 0W0 before 0I0
     ("1f1b", 4, 4, 3, 6),
 )
 

@@ -222,7 +222,8 @@ def speedup_and_efficiency(size):
 
 def overlapped_seconds(size):
     """Worked out by hand. The all-reduces go on from 1 to 3, 3 to 5 and 5 to 7 s in the first row; from 4 to 5 and
-    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third."""
+    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third; from 1 to 2, 4 to 7 and 7 to 8 s in the
+    last, where the network is idle in between."""
     yield from calculated(
         size,
         "overlapped_seconds",
@@ -232,6 +233,7 @@ def overlapped_seconds(size):
             ([1.0, 1.0, 4.0], [3.0, 1.0, 1.0], [7.0, 1.0]),
             ([3.0], [2.0], [5.0, 2.0]),
             ([1.0, 2.0], [0.0, 0.0], [3.0, 0.0]),
+            ([1.0, 3.0, 1.0], [1.0, 3.0, 1.0], [8.0, 3.0]),
         ],
     )
 

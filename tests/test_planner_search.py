@@ -1,5 +1,6 @@
 """Which layouts `planner plan` looks at, which of them it keeps, and what it says of the nearest one that lost."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -65,6 +66,7 @@ def looked_at(model, gpus: int, per_node: int, batch: int, sequence: int, offloa
     for one in search.layouts(model, cluster("h100-80gb", gpus, per_node), batch, sequence, "bf16", offload):
         told = one.batch_size, one.sequence, one.precision, one.offload
         assert told == (batch, sequence, "bf16", offload), "what all layouts of a search have in common"
+        assert math.prod(size for _, size in one.mesh) == gpus, f"ranks of {one.describe()}"
         mesh = ",".join(f"{axis}={size}" for axis, size in one.mesh if size > 1) or "one"
         name = f"{mesh} {one.zero_stage} {one.schedule}-{one.stages_per_rank}"
         found.setdefault(name, dict.fromkeys([])).setdefault(one.micro_batch)
@@ -97,6 +99,9 @@ def test_experts_are_divided_where_their_number_divides():
     experts = {line.replace("1 2 4", "1 2") if "tensor" in line else line.replace(": 1 2", ": 1") for line in experts}
     found = looked_at(MIXED, 4, 4, 4, 1024)
     same({line for line in found if "expert" in line}, experts)
+    two = {line.split(":")[0] for line in looked_at(MIXED, 8, 4, 8, 1024) if line.startswith("data=2,shard")}
+    assert two >= {"data=2,shard=2,expert=2 3 1f1b-1", "data=2,shard=4 3 1f1b-1"}, "shards and experts within a node"
+    assert "data=3,shard=4 3 1f1b-1: 1" in looked_at(SMALL, 12, 4, 12, 1024), "shards within each of three nodes"
     assert not any("expert" in line for line in looked_at(SMALL, 4, 4, 4, 1024)), "a model without experts"
 
 
@@ -110,6 +115,13 @@ def test_what_limits_micro_batches_pipelines_and_tensor_parallelism():
     assert most == 64 and {line for line in deep if "pipeline=32," in line and "interleaved" in line} == {
         f"pipeline=32,{axis}=4 {stage} interleaved-2: 1" for axis, stage in (("data", 0), ("shard", 1), ("shard", 3))
     }, "64 stages in all at most"  # fmt: skip
+    same({line for line in looked_at(replace(SMALL, mlp_width=6), 4, 4, 4, 1024) if "tensor=4" in line}, set())
+    eight = looked_at(replace(SMALL, layers=8), 2, 2, 6, 4098)
+    assert {line for line in eight if "pipeline" in line} == {
+        "pipeline=2 0 1f1b-1: 1 2", "pipeline=2 0 interleaved-2: 1", "pipeline=2 0 interleaved-4: 1"
+    }, "six micro-batches are rounds of two, three are not"  # fmt: skip
+    odd = looked_at(SMALL, 4, 4, 4, 4098)
+    assert any("context=2" in line for line in odd) and not any("context=2,tensor=2" in line for line in odd), "4,098"
     odd = looked_at(SMALL, 4, 4, 6, 1024)
     assert not any(line.startswith(("data=4", "shard=4")) for line in odd), "6 sequences for four readers"
     assert "pipeline=4 0 1f1b-1: 1" in odd and not any("=4 0 inter" in line for line in odd), "6 are no rounds of four"

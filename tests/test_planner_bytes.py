@@ -17,6 +17,7 @@ GPT = models.Model("gpt", 4, 1000, 10, 1000)
 TIED = replace(GPT, tied=True)
 WIDE = replace(GPT, vocabulary=100_000)  # ends of a hundred million each, and logits of 400 MB
 MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
+NARROW = replace(GPT, mlp_width=500, vocabulary=10)
 THIRD, FULL = {"zero_stage": 3}, {"recompute": "full"}
 
 
@@ -27,11 +28,18 @@ def layout(text: str, many: int = 1, **fields) -> Layout:
     return replace(one, batch_size=one.readers * many)
 
 
+def named(value) -> str:
+    """Of a case: its mesh, and not all that it is compared with."""
+    return value if isinstance(value, str) else ""
+
+
 SENT = [  # mesh, fields of the layout, and MB along each axis
     ("data=1", {}, {}),
     ("data=2", {}, {"data": 200.036}),
     ("data=4", {}, {"data": 1.5 * 200.036}),
     ("data=2", {"precision": "bf16"}, {"data": 100.018}),
+    ("data=2", {"precision": "fp16-mixed"}, {"data": 100.018}),
+    ("data=2 tensor=2", {"precision": "fp8-mixed"}, {"tensor": 2 * (4 * 4 + 2) + 0.012, "data": 4 * 25.009}),
     # Two all-reduces forward and two backward in each layer, one at each end, and three numbers of each token.
     ("tensor=2", {}, {"tensor": 2 * (4 * 4 + 2) + 0.012}),
     ("tensor=2", {"many": 3}, {"tensor": 3 * (2 * (4 * 4 + 2) + 0.012)}),
@@ -72,7 +80,7 @@ SENT = [  # mesh, fields of the layout, and MB along each axis
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text, fields, expected", SENT, ids=str)
+@pytest.mark.parametrize("text, fields, expected", SENT, ids=named)
 def test_bytes_that_are_sent(text, fields, expected):
     fields = dict(fields)
     found = traffic.sent(fields.pop("model", GPT), layout(text, **fields))
@@ -131,6 +139,15 @@ MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its
     ("pipeline=2 shard=2", {"many": 4} | THIRD, 0, "backward", {
         "parameters": 2 * 25.004, "gradients": 2 * 25.004, "optimizer": 4 * 25.004, "messages": 2 * 4 * 2,
         "gathered": 2 * 25.004, "unsharded gradients": 4 * 25.004} | KEPT),
+    ("pipeline=2", {"many": 2, "stages_per_rank": 2, "schedule": "interleaved"}, 0, "backward",
+     STAGE | KEPT | {"messages": 4 * 2}),  # it holds four, of one layer each
+    ("pipeline=2 shard=2", {"model": MIXED} | THIRD, 1, "backward", {  # two layers of 8.003 and 8, and the head
+        "parameters": 2 * 33.007, "gradients": 2 * 33.007, "optimizer": 4 * 33.007, "messages": 2 * 2,
+        "activations": 32 + 56, "gradients of activations": 2 * 16 + 4,
+        "gathered": 2 * 33.007, "unsharded gradients": 4 * 33.007}),
+    ("data=1", {"model": NARROW}, 0, "backward", {  # queries, keys and values are wider than the MLP
+        "parameters": 2 * 20.029, "gradients": 4 * 20.029, "optimizer": 12 * 20.029, "activations": 4 * 18,
+        "gradients of activations": 2 * 4 + 4}),
     ("data=1", {"model": WIDE}, 0, "loss", ENDS | {"optimizer": 12 * 248.009, "activations": 128} | LOSS),
     ("data=1", {"model": WIDE, "fused_loss": True}, 0, "loss",
      ENDS | {"optimizer": 12 * 248.009, "activations": 128, "logits and loss": 1.5 * 400}),
@@ -153,7 +170,7 @@ MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text, fields, rank, phase, expected", MEMORY, ids=str)
+@pytest.mark.parametrize("text, fields, rank, phase, expected", MEMORY, ids=named)
 def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     fields = dict(fields)
     found = memory.estimate(fields.pop("model", GPT), layout(text, **fields), PRIOR)
@@ -165,3 +182,14 @@ def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     needed = 1e6 * math.fsum(expected.values())
     assert (found.needed, found.low, found.expected, found.high) == pytest.approx(
         (needed, needed, 1.05 * needed, 1.15 * needed)), "what the allocator adds"  # fmt: skip
+
+
+def test_parameters_of_the_ends():
+    """GPT-2's embedding has positions, and its last norm a bias; a stage with both ends has the tied weight once."""
+    model, layer, tokens, positions, norm = models.find("gpt2"), 7_087_872, 50257 * 768, 1024 * 768, 2 * 768
+    for (layers, embedding, head), expected in (
+        ((12, True, True), 12 * layer + tokens + positions + norm), ((6, True, False), 6 * layer + tokens + positions),
+        ((6, False, True), 6 * layer + tokens + norm), ((0, False, False), 0),
+    ):  # fmt: skip
+        found = memory.parameters_of(model, layout("data=1"), layers, embedding, head)
+        assert found == (expected, 0), f"{layers} layers, embedding: {embedding}, head: {head}"

@@ -102,6 +102,7 @@ def test_what_it_cannot_pick_gets_one_line(line, says):
         ("NVIDIA L4", 22.0, "l4", 22.0),
         ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090", 23.5),
         ("NVIDIA L40S", 44.0, None, 0),
+        ("NVIDIA GH200 480GB", 94.5, None, 0),
     ],
 )
 def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
@@ -109,7 +110,8 @@ def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: said)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
     if name is None:
-        with pytest.raises(UserError, match="does not know the GPU nvidia-l40s; run `python -m planner calibrate`"):
+        named = said.lower().replace(" ", "-")
+        with pytest.raises(UserError, match=f"does not know the GPU {named}; run `python -m planner calibrate`"):
             auto.machine(SimpleNamespace(device="auto"), 16, 8)
         return
     found, measured = auto.machine(SimpleNamespace(device="auto"), 16, 8)

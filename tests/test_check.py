@@ -321,6 +321,8 @@ while True:
         (["ring_shitf"], r"no chapter and no exercise 'ring_shitf'; did you mean 'ring_shift'\? chapters: 01_intro"),
         (["01_intro", "--hint"], "--hint: name an exercise"),
         (["global_mean", "--hint", "3"], r"--hint 3: the hint of global_mean has 2 stage"),
+        (["global_mean", "--hint", "0"], r"--hint 0: the hint of global_mean has 2 stage"),
+        (["--csv", "--submission", "01_intro", "01_intro", "ring_shift"], "leave out the exercise, and --watch"),
         (["--pages", "x"], "--pages belongs to --csv"),
         (["--csv"], "add --submission"),
         (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),

@@ -31,7 +31,7 @@ class Adds:
 def total(xs):
     return sum(helper(x) for x in xs)
 """
-LAYERS = "def total(xs):\n    return LIMIT + sum(xs)\n"
+LAYERS = "def other(xs):\n    return LIMIT + sum(xs)\n\n\ndef total(xs):\n    return other(xs)\n"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def bugs(tmp_path) -> Bugs:
     table = {
         "inside": Bug("total", "x + LIMIT", "x - LIMIT", inside="helper", **about),
         "method": Bug("Adds", "self.x + y", "self.x * y", inside="add", **about),
-        "layers": Bug("total", "LIMIT + ", "1 / 0 + ", file="layers.py", ranks=2, **about),
+        "layers": Bug("total", "LIMIT + ", "1 / 0 + ", inside="other", file="layers.py", ranks=2, **about),
     }
     return Bugs(str(tmp_path / "classroom" / "bugs.py"), table)
 

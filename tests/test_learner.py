@@ -100,6 +100,11 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     ], "what is right, and the first exercise that is not"
     assert "now ring_shift" in said[1]
     assert capfd.readouterr().out.endswith("all right: 4 points\n")
+    ring, mean = first.name, second.name
+    assert checked == [
+        ("half", ring), ("half", mean), ("both", mean), ("broken", ring), ("broken", mean), ("broken", ring),
+        ("good", ring), ("good", ring), ("good", mean),
+    ], "what is right is checked again in the end"  # fmt: skip
 
 
 def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, capfd):
@@ -180,6 +185,12 @@ def test_until_saved(tmp_path):
     saving.start()
     check.until_saved(file, before)
     assert file.stat().st_mtime_ns == before + 1
+    saving.join()
+    file.unlink()  # as some editors do before they write it anew
+    saving = threading.Timer(0.1, file.touch)
+    saving.start()
+    check.until_saved(file, before)
+    assert file.exists(), "a file that is gone is not saved yet"
     saving.join()
 
 

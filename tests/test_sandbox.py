@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ print("variables", sorted(os.environ))
 print("network", [name for _, name in socket.if_nameindex()])
 print("capabilities", int(status["CapEff"], 16), int(status["CapBnd"], 16))
 print("others' processes", sum(name.isdigit() for name in os.listdir("/proc")) > 4)
-print("session of the terminal", os.getsid(0) == int(os.environ.get("SESSION", "0")))
+print("a session of its own", os.getsid(0) > 0)
 print("MiB for files", room(os.getcwd()), room("/dev/shm"))
 print("folder", os.getcwd(), os.listdir())
 """
@@ -36,17 +38,17 @@ print("folder", os.getcwd(), os.listdir())
 @pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
 def test_the_walls_of_the_sandbox(monkeypatch):
     monkeypatch.setenv("SECRET", "of the one who grades")
-    command = [*sandbox._bwrap(), "--setenv", "SESSION", str(os.getsid(0)), sys.executable, "-S", "-c", WALLS]
+    command = [*sandbox._bwrap(), sys.executable, "-S", "-c", WALLS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [
-        "variables ['LC_CTYPE', 'PWD', 'SESSION']",
+        "variables ['LC_CTYPE', 'PWD']",
         "network ['lo']",
         "capabilities 0 0",
         "others' processes False",
-        "session of the terminal False",
+        "a session of its own True",
         "MiB for files 256 256",
         f"folder {sandbox.TEMPORARY} []",
-    ], done.stderr
+    ], f"what a submission finds around it {done.stderr}"
     assert "--die-with-parent" in command[:4], "the sandbox ends with the process that judges"
 
 
@@ -160,11 +162,39 @@ def test_processes_of_a_submission_are_known_by_their_mark(tmp_path):
     def child(mark: str) -> subprocess.Popen:
         return subprocess.Popen(["sleep", "60"], env=os.environ | {sandbox.MARK: mark}, start_new_session=True)
 
-    mine, another = child("this one"), child("another")
-    assert [process.pid for process in sandbox._marked("this one")] == [mine.pid], "processes with this mark"
+    mark = str(tmp_path)
+    mine, another = child(mark), child("another")
+    found = [process.pid for process in sandbox._marked(mark)]
     for process in (mine, another):
         process.kill()
         process.wait()
+    assert found == [mine.pid], "processes with this mark"
+
+
+def test_all_processes_of_a_submission_share_its_memory(tmp_path, monkeypatch):
+    used = SimpleNamespace(rss=3 * 2**30, shared=2**29)
+    family = [SimpleNamespace(memory_info=lambda: used)] * 2
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(children=lambda recursive: family * recursive))
+    runner = sandbox.Runner(tmp_path, 60.0)
+    runner.process = SimpleNamespace(pid=1)
+    runner._look()  # 5 GiB
+    family.append(family[0])
+    with pytest.raises(sandbox.GradingEnded, match="^ended at 7.5 GiB of memory; 6 are allowed$"):
+        runner._look()
+    family[:] = [SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0, shared=0))] * 65
+    with pytest.raises(sandbox.GradingEnded, match="^ended at 65 processes; 64 are allowed$"):
+        runner._look()
+
+
+def test_why_there_is_no_sandbox(monkeypatch):
+    available = sandbox.available.__wrapped__  # which does not remember
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(sandbox, "_bwrap", lambda: ["sh", "-c", "echo 'no  permission' >&2; exit 1"])
+    assert available() == "bubblewrap does not work here (no permission)"
+    monkeypatch.setattr(sandbox, "_bwrap", lambda: [])
+    assert available() is None, "it works"
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    assert available() == "bubblewrap (bwrap) is not installed"
 
 
 def test_folders_of_python_are_seen():

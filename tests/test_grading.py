@@ -158,6 +158,8 @@ DIFFERENCES = [
     (["a", "b", "c"], ["a", "x", "y"], ("b as item 1", "x")),
     (15.25, 15.25 * (1 + 1e-8), None),
     (15.25, 15.2501, ("15.25", "15.2501")),
+    (10**10 + 1, 10**10, ("10000000001", "10000000000")),
+    (10**10 + 1, 1e10, None),
     ("F0 F1", "F0 F1", None),
     ("F0 F1", "F1 F0", ("F0 F1", "F1 F0")),
     (3, None, ("int 3", "None")),
@@ -192,6 +194,17 @@ def test_what_a_rank_returned_stays_as_it_was():
     kept = values.plain([buffer])
     buffer.zero_()
     assert kept[0].tolist() == [1, 1], "a result that was changed after the call"
+
+
+def switch_on(weights):
+    weights[0].requires_grad_()
+
+
+def test_an_argument_that_requires_a_gradient_afterwards_was_changed():
+    leaves, switches = (
+        engine._call(function, ([torch.ones(2)],), None).changed_input for function in (lambda weights: None, switch_on)
+    )
+    assert (leaves, switches) == (False, True), "whether the call has changed its argument"
 
 
 EXERCISE = Exercise("sum", 3, "easy", lambda size: [], "a hint")

@@ -197,6 +197,7 @@ def test_until_saved(tmp_path):
 def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     x = torch.tensor([1.5, 2.0])
     assert values.inputs([(x, 3), (x, 3)], "f") == ["every rank: f([1.5, 2], 3)"]
+    assert values.argument([x[0], [(2,), (2, 3), ()]]) == "[1.5 (scalar float32), [(2,), (2, 3), ()]]"
     assert values.inputs([(x,), (x.double(),)], "f") == ["rank 0: f([1.5, 2])", "rank 1: f([1.5, 2] (2 float64))"]
     assert values.argument(torch.ones(300_000)) == "[1, 1, 1, ...] (300,000 float32)"
     assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"

@@ -244,6 +244,27 @@ def hold_too_many() -> tuple[int, str]:
         return peak, phase.crossed
 
 
+def test_refusals_are_told_line_by_line():
+    """Too many bytes, waits that are not the stated ones, and what functions send from the CPU unasked."""
+    from common.lab.fake_accelerator import Phase
+
+    phase = Phase("step 2", {"parameters": 4000, "gradients": 1200}, crossed="5,300 on gpu:0")
+    phase.waits.update({("item", "a.py:1 f"): 2, ("item", "a.py:2 g"): 1, ("tolist", "a.py:3 f"): 1})
+    phase.messages.update({("allreduce_", "cpu", "a.py:4 f"): 2, ("send", "cpu", "a.py:5 g"): 1})
+    phase.messages["send", "gpu", "a.py:6 g"] = 3
+    bytes_ = "step 2: more than 5,200 bytes (4,000 parameters, 1,200 gradients): 5,300 on gpu:0"
+    sends = [
+        "step 2: allreduce_ carries tensors of the cpu, 2 times, at a.py:4 f",
+        "step 2: send carries tensors of the cpu, 1 times, at a.py:5 g",
+    ]
+    wait = "step 2: the host waits for the device {} times and not {} times for '{}': {}".format
+    assert phase.refusals() == [bytes_, *sends], "any number of waits"
+    assert phase.refusals({"tolist": 1, "equal": 1}, {"f": "why"}) == [
+        bytes_, wait(0, 1, "equal", "nowhere"), wait(3, 0, "item", "a.py:1 f (2), a.py:2 g (1)"), sends[1],
+    ], "waits and senders that are not allowed"  # fmt: skip
+    assert Phase("step 1").refusals({}) == []
+
+
 def test_of_too_many_bytes_the_first_are_told_the_largest_before_others(elsewhere):
     peak, crossed = elsewhere(hold_too_many)
     assert peak == 400, "what is there when a phase begins"

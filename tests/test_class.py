@@ -219,7 +219,7 @@ root = pathlib.Path({str(ROOT)!r})
 print(sorted(path.name for path in (root / '01_intro' / 'classroom').iterdir()))
 print((root / 'common' / 'check.py').exists(), os.listdir(root / '.git') if (root / '.git').is_dir() else [])
 print(pathlib.Path({str(outside)!r}).exists(), os.listdir({str(sandbox.INSIDE)!r}))
-for path in (root / 'x', '/x', {str(sandbox.INSIDE / "x")!r}, '/dev/x'):
+for path in (root / 'x', root / '01_intro' / 'classroom' / 'x', '/x', {str(sandbox.INSIDE / "x")!r}, '/dev/x'):
     try:
         open(path, 'w')
         print('written', path)
@@ -229,7 +229,9 @@ open({str(sandbox.TEMPORARY / "x")!r}, 'w')
 """
     command = [*sandbox._bwrap(tmp_path, (tmp_path.parent,)), sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["[]", "True []", "False ['exercises.py']"], done.stderr
+    assert done.stdout.splitlines() == ["[]", "True []", "False ['exercises.py']"], (
+        f"no answers, no history, nothing outside, no place to write to {done.stderr}"
+    )
     assert not (sandbox.TEMPORARY / "x").exists()
 
 

@@ -67,8 +67,10 @@ def test_every_frame_is_there_with_its_words(shown):
     assert [text for text in page.text if text in ("Start", "Step 1 < 2", "End")] == ["Start", "Step 1 < 2", "End"]
     pictures = [base64.b64decode(image["src"].partition("base64,")[2]) for image in page.all("img")]
     assert [picture[:4] for picture in pictures] == [b"\x89PNG", b"\x89PNG", b"<svg"]
+    kinds = [image["src"].partition(";")[0] for image in page.all("img")]
+    assert kinds == ["data:image/png", "data:image/png", "data:image/svg+xml"], "what browsers are told a picture is"
     assert len({*pictures}) == 3 and base64.b64decode(data["image/png"]) == pictures[1]
-    assert metadata == {"image/png": {"alt": 'rank 0 sends "1" & waits'}}
+    assert metadata == {"image/png": {"alt": 'rank 0 sends "1" & waits'}}, "the words of the still"
     assert plt.get_fignums() == open_before, "figures that flipbook has not closed"
 
 

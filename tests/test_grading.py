@@ -9,6 +9,7 @@ import torch
 from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.grading.feedback import column_of, table
+from common.lab.launch import RankFailed
 from common.lab.ledger import LedgerEntry
 from course.fsdp.classroom import grading as fsdp
 from course.intro.classroom import grading as intro
@@ -240,6 +241,41 @@ def test_what_was_printed_is_shown_of_a_right_answer_too():
     assert (verdicts[0].status, verdicts[0].printed) == ("right", ("rank 0: I am 0", "rank 1: I am 1"))
     assert "  printed   rank 0: I am 0\n            rank 1: I am 1" in table(verdicts)
     assert "printed" not in table(verdicts * 2), "of many exercises the wrong ones alone"
+
+
+DEATHS = [
+    ((1, ["was at line 1 of f", "raised ValueError"]), "the process of rank 1 failed: ValueError: why"),
+    ((0, ["died with SIGABRT", "was starting or ending"]), "the process of rank 0 died with SIGABRT: gloo aborts a "
+     "process that is sent more bytes than its buffer holds; are shape and type right?"),
+    ((2, ["returned", "died with SIGKILL", "died with exit code 3"]), "the process of rank 2 died with exit code 3"),
+    ((0, ["raised ValueError", "died with SIGKILL", "died with SIGSEGV"]), "the process of rank 1 died with SIGKILL"),
+    ((0, ["died with exit code 0 before it returned"]),
+     "the process of rank 0 ended without returning (did it call exit?)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ended", "told"), DEATHS)
+def test_an_end_of_a_process_is_told(ended, told):
+    failed = RankFailed(f"rank {ended[0]} of 3: ValueError: why\n  a line", *ended, [])
+    assert engine._death(failed) == told, "which rank's process ended, and how"
+
+
+def test_an_error_is_told_with_the_line_that_it_came_from(tmp_path, monkeypatch):
+    file = tmp_path / "exercises.py"
+    file.write_text("def inner(error):\n    raise error\n\n\ndef outer(error):\n    inner(error)\n")
+    outer, at = engine.load(file).outer, ", line 2 of inner: raise error"
+    for error, status, text in (
+        (ValueError("no\nmore"), "raised", "ValueError: no"),
+        (ValueError(), "raised", "ValueError"),
+        (RuntimeError("[/x/a.cc:12] Bad size"), "raised", "RuntimeError: Bad size"),
+        (engine._OutOfTime(), "raised", "no end after 10 s"),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "waited", "waiting for a recv"),
+        (RuntimeError("Connection closed by peer"), "waited", "waiting for a message"),
+        (NotImplementedError(), "not attempted", "NotImplementedError"),
+        (NotImplementedError("in part"), "raised", "NotImplementedError: in part"),
+    ):
+        outcome = engine._call(outer, (error,), file)
+        assert (outcome.status, outcome.text) == (status, text + at), "how a call ended, and where"
 
 
 def test_of_many_lines_the_first_are_shown():

@@ -20,6 +20,7 @@ from common.lab.launch import RankFailed, launch, setenv
 
 
 def whoami(greeting: str) -> tuple[int, int, int]:
+    print("a warning", file=sys.stderr)
     print(greeting, "from", dist.get_rank())
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
 
@@ -28,8 +29,8 @@ def whoami(greeting: str) -> tuple[int, int, int]:
 def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     results = launch(whoami, nproc, ("hello",), start_method=start_method)
     assert results == [(rank, nproc, 1) for rank in range(nproc)], "rank, size and threads, in rank order"
-    lines = [f"[rank {rank}] hello from {rank}\n" for rank in range(nproc)]
-    assert capfd.readouterr().out == "".join(lines), "each line headed by its rank"
+    lines = [f"[rank {rank}] hello from {rank}\n[rank {rank}] a warning\n" for rank in range(nproc)]
+    assert capfd.readouterr().out == "".join(lines), "each line headed by its rank, what went to stderr after the rest"
 
 
 def about_a_rank() -> dict:
@@ -234,11 +235,13 @@ def test_failures_name_rank_place_and_cause(fn, monkeypatch):
 def test_output_of_a_failed_launch_is_kept():
     def speak_and_die():
         print("last words of", dist.get_rank())
+        if dist.get_rank() == 1:
+            os._exit(7)
         raise ValueError("over")
 
     with pytest.raises(RankFailed) as failure:
         launch(speak_and_die, 2)
-    assert "last words of" in failure.value.output[failure.value.rank]
+    assert failure.value.output == ["last words of 0\n", "last words of 1\n"], "what was printed before the end"
 
 
 def test_the_callers_signals_and_environment_are_left_alone():

@@ -1,6 +1,8 @@
 """What a learner is told in a terminal: the chapter inferred, one failure at a time, hints, inputs, prints."""
 
+import contextlib
 import os
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,6 +54,7 @@ def test_a_class_is_graded_as_asked_for_with_cases_that_nobody_has_seen(tmp_path
     line = ["--submission", str(tmp_path / "jane.py"), "--csv", "--time-limit=7", "--pages", str(tmp_path / "pages")]
     assert check.main(line) == 0
     assert graded == [(77, check.minutes_of("01_intro"), 7.0, tmp_path / "pages")], "seed, minutes, seconds, folder"
+    assert check.main(line[:3]) == 0 and graded[1][2:] == (120.0, None), "seconds and folder where none are named"
 
 
 def test_stages_together_are_the_hint():
@@ -84,10 +87,93 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     monkeypatch.setattr(check, "chosen_from", lambda chapter, only: [first, second])
     monkeypatch.setattr(check, "verdicts", verdicts)
     check.watch("01_intro", file, wait=wait)
-    assert said[0].startswith("[###############...............] 1 of 2  ring_shift is right\n")
-    assert "1 of 2  now global_mean ●○○○○, up to 10 minutes\nglobal_mean: here\n  input     rank 0: f(1)\n" in said[0]
+    assert said[0].splitlines() == [
+        "[###############...............] 1 of 2  ring_shift is right",
+        "",
+        "[###############...............] 1 of 2  now global_mean ●○○○○, up to 10 minutes",
+        "global_mean: here",
+        "  input     rank 0: f(1)",
+        "  expected  1",
+        "  got       2",
+        "  hint      python -m common.check global_mean --hint",
+        "(waiting until you save exercises.py; Ctrl-C ends)",
+    ], "what is right, and the first exercise that is not"
     assert "now ring_shift" in said[1]
     assert capfd.readouterr().out.endswith("all right: 4 points\n")
+    ring, mean = first.name, second.name
+    assert checked == [
+        ("half", ring), ("half", mean), ("both", mean), ("broken", ring), ("broken", mean), ("broken", ring),
+        ("good", ring), ("good", ring), ("good", mean),
+    ], "what is right is checked again in the end"  # fmt: skip
+
+
+def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, capfd):
+    """Not attempted, or a file that cannot be used."""
+    (tmp_path / "exercises.py").touch()
+    exercise, said = check.exercises_of("01_intro")[0], []
+
+    def wait(path, before):
+        said.append((capfd.readouterr().out.splitlines(), path, before))
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    for status, reason in (("not attempted", ""), ("not graded", "SyntaxError")):
+        verdict = engine.Verdict(exercise, status, got=reason)
+        told = [verdict, engine.Verdict(exercise, "wrong", "here")]
+        monkeypatch.setattr(check, "verdicts", lambda *about, told=told, **more: [told.pop(0)])
+        said.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            check.watch("01_intro", tmp_path / "exercises.py", exercise.name, wait)
+        head = "[..............................] 0 of 1  now ring_shift ●○○○○, up to 10 minutes"
+        assert said[0][0][1:3] == [head, f"ring_shift: {verdict.got or 'not attempted'}"], "why it is not right"
+        assert said[0][1:] == (tmp_path / "exercises.py", (tmp_path / "exercises.py").stat().st_mtime_ns)
+
+
+def test_the_command_line_reaches_the_watch(tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(check, "watch", lambda *about: watched.append(about))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    assert check.main(["03_ddp/", "--watch"]) == check.main(["bf16_average", "--watch"]) == 0
+    assert check.main(["01_intro", "ring_shift", "--submission", "mine.py", "--watch"]) == 0
+    shipped = check.ROOT / "03_ddp" / "exercises.py"
+    assert watched == [
+        ("03_ddp", shipped, None),
+        ("03_ddp", shipped, "bf16_average"),
+        ("01_intro", tmp_path / "mine.py", "ring_shift"),
+    ], "chapter, file and exercise that are watched"
+
+
+def test_a_submission_is_of_the_chapter_whose_exercises_it_has_most_of(tmp_path):
+    (tmp_path / "a.py").write_text("def bf16_average(): ...\ndef learning_rate(): ...\n")
+    (tmp_path / "b.py").write_text("def ring_shift(): ...\nbytes = 'def global_mean'\n")
+    assert check.chapter_of([tmp_path / "a.py", tmp_path / "b.py", tmp_path / "nowhere.py"]) == "03_ddp", "2 against 1"
+    assert check.chapter_of([]) == "01_intro", "the first where there is nothing to tell"
+
+
+def test_minutes_are_those_that_the_stubs_allow(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "exercises.py").write_text(
+        'import a\ndef f(x):\n    """Text.\n\n    up to 10 minutes\n    2 points"""\n'
+        'def helper(): ...\ndef g():\n    """up to 25 minutes"""\n'
+    )
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.minutes_of("x") == {"f": "10", "g": "25"}, "minutes of each exercise"
+
+
+def test_a_class_is_graded_without_the_solutions_too(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(check, "exercises_of", lambda chapter: ["the table"])
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.for_a_class("01_intro") == ["the table"]
+    told = "note: without classroom/solutions.py the known inputs alone are tried\n"
+    assert capfd.readouterr().err == told, "what a grade does not rest on"
+
+
+def test_progress_is_a_line_of_a_terminal(monkeypatch, capfd):
+    check.tell("in a file")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    check.tell("starting 2 ranks")
+    assert capfd.readouterr().err == "\r\033[Kstarting 2 ranks", "a line that takes the place of the last one"
 
 
 def test_until_saved(tmp_path):
@@ -99,6 +185,12 @@ def test_until_saved(tmp_path):
     saving.start()
     check.until_saved(file, before)
     assert file.stat().st_mtime_ns == before + 1
+    saving.join()
+    file.unlink()  # as some editors do before they write it anew
+    saving = threading.Timer(0.1, file.touch)
+    saving.start()
+    check.until_saved(file, before)
+    assert file.exists(), "a file that is gone is not saved yet"
     saving.join()
 
 

@@ -143,8 +143,12 @@ def test_the_sliders_of_an_all_reduce_show_the_times_of_the_algorithms():
 
 
 def test_collective_shows_every_chunk_in_its_ranks_colours():
-    fig = plotting.collective([[[10, 20], [None, 3]], [[13], [1000]]], captions=("start", "end"))
+    fig = plotting.collective([[[10, 20], [None, 3]], [[13], [1000]]], captions=("start", "end"), title="a sum")
     ax = fig.axes[0]
+    assert ax.get_title() == "a sum", "the title"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"], "whose chunks a row has"
+    frames = [patch.get_linestyle() for patch in ax.patches if not patch.get_fill()]
+    assert frames == ["-", "-", ":", "-", "-", "-"], "dotted: the empty place alone"
     assert sorted(text.get_text() for text in ax.texts) == ["", "10", "1000", "13", "20", "3", "end", "start"]
     painted = [patch.get_facecolor() for patch in ax.patches if patch.get_fill() and patch.get_linewidth() == 0]
     rgba = [plt.matplotlib.colors.to_rgba(colour) for colour in plotting.PALETTE]

@@ -1,6 +1,7 @@
 """Wire: what gloo really sends, beside what the ledger charges."""
 
 import math
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -116,6 +117,23 @@ def test_a_group():
     assert sent[0] == sent[1] >= 8 * MB, "bytes of a broadcast of 8 MB"
 
 
+def test_the_counter_is_read_when_nothing_moves_any_more(monkeypatch):
+    """By rank 0 of the group; and on a machine that is never at rest, after a second."""
+    wire, counts, clock = Wire.__new__(Wire), [5, 9, 12, 12, 99], iter(range(100))
+    wire.group, sleeps = "the group", []
+    monkeypatch.setattr(dist, "barrier", lambda group: sleeps.append(group))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    time = SimpleNamespace(sleep=sleeps.append, monotonic=lambda: next(clock) / 8)
+    monkeypatch.setattr("common.lab.wire.time", time)
+    monkeypatch.setattr(Wire, "_counter", staticmethod(lambda: counts.pop(0)))
+    assert wire._counter_at_rest() == 12, "the first count that is the same as the one before"
+    assert sleeps == ["the group", 0.02, 0.02, 0.02], "after a barrier, and with pauses"
+    counts[:] = range(1000)
+    assert wire._counter_at_rest() == 7, "the count after a second"
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    assert wire._counter_at_rest() == 0, "other ranks count nothing"
+
+
 def test_an_error_in_the_block_is_not_held_up():
     def work():
         with Wire():
@@ -134,5 +152,6 @@ def test_other_systems_are_told(monkeypatch):
             patch.setattr("sys.platform", change.get("name", "linux"))
             counters = {"lo0": psutil.net_io_counters()} if "name" in change else {}
             patch.setattr(psutil, "net_io_counters", lambda pernic, counters=counters: counters)
-            with pytest.raises(UserError, match="bytes on the wire are counted by Linux's loopback interface"):
+            told = r"by Linux's loopback interface 'lo', and this machine \((darwin|linux)\) has none; use the ledger"
+            with pytest.raises(UserError, match=told):
                 Wire(group)

@@ -116,7 +116,8 @@ class Runner:
 
     def __exit__(self, *_) -> None:
         self._kill()
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of a request that nobody has read
+            self.process.stdin.close()
         self.process.stdout.close()
         self.errors.close()
         self.empty.cleanup()

@@ -1,0 +1,104 @@
+"""Planted bugs: made by putting a wrong text for a right one, listed, shown without and with their answer."""
+
+import traceback
+
+import pytest
+
+from common.lab.bugs import Bug, Bugs
+
+BY_HAND = """\
+import os
+
+LIMIT = 1
+
+
+def other(x):
+    return x + LIMIT
+
+
+def helper(x):
+    return x + LIMIT
+
+
+class Adds:
+    def __init__(self, x):
+        self.x = x + LIMIT
+
+    def add(self, y):
+        return self.x + y
+
+
+def total(xs):
+    return sum(helper(x) for x in xs)
+"""
+LAYERS = "def other(xs):\n    return LIMIT + sum(xs)\n\n\ndef total(xs):\n    return other(xs)\n"
+
+
+@pytest.fixture
+def bugs(tmp_path) -> Bugs:
+    (tmp_path / "by_hand.py").write_text(BY_HAND)
+    (tmp_path / "layers.py").write_text(LAYERS)
+    about = {"refused_by": "the check", "why": "It is wrong."}
+    table = {
+        "inside": Bug("total", "x + LIMIT", "x - LIMIT", inside="helper", **about),
+        "method": Bug("Adds", "self.x + y", "self.x * y", inside="add", **about),
+        "layers": Bug("total", "LIMIT + ", "1 / 0 + ", inside="other", file="layers.py", ranks=2, **about),
+    }
+    return Bugs(str(tmp_path / "classroom" / "bugs.py"), table)
+
+
+def test_the_first_such_text_at_or_after_its_place_is_replaced(bugs):
+    wrong = BY_HAND.replace("def helper(x):\n    return x + LIMIT", "def helper(x):\n    return x - LIMIT")
+    assert bugs.source("inside") == wrong, "the text in helper alone"
+    assert bugs.source("method") == BY_HAND.replace("self.x + y", "self.x * y"), "a method of a class"
+    assert (bugs["inside"].ranks, bugs["layers"].ranks) == (4, 2)
+
+
+def test_what_is_planted_is_called_like_the_right_one(bugs):
+    assert bugs.plant("inside")([5, 7]) == 10, "4 + 6: one less of each, and not one more"
+    assert bugs.plant("method")(5).add(2) == 12, "6 * 2"
+    with pytest.raises(ZeroDivisionError) as error:
+        bugs.plant("layers")([1])
+    frame = traceback.extract_tb(error.value.__traceback__)[-1]
+    told = (frame.filename, frame.lineno, frame.line)
+    assert told == ("<layers>", 2, "return 1 / 0 + sum(xs)"), "a traceback shows the planted line"
+    assert bugs.plant("inside").__module__ == "inside", "by which a place in it is known"
+
+
+EXCERPT = """\
+def helper(x):
+    return x - LIMIT
+
+
+class Adds:
+    def __init__(self, x):
+        self.x = x + LIMIT
+
+    def add(self, y):
+        return self.x + y
+
+
+def total(xs):
+    return sum(helper(x) for x in xs)
+"""
+ANSWER = """\
+right:
+    x + LIMIT
+written:
+    x - LIMIT
+refused by: the check
+It is wrong.
+"""
+
+
+def test_a_reader_sees_where_it_may_be_and_what_it_is_when_asked(bugs, monkeypatch, capsys):
+    """Of all functions in which the file's bugs are, so that the excerpt does not tell which; not of the others."""
+    shown = []
+    for arguments in ([], ["inside"], ["inside", "--answer"], ["layers"]):
+        monkeypatch.setattr("sys.argv", ["bugs.py", *arguments])
+        bugs.command_line()
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == "inside\nmethod\nlayers\n", "the names of all bugs"
+    assert shown[1] == EXCERPT, "the functions in which it may be"
+    assert shown[2] == ANSWER, "the answer"
+    assert shown[3] == LAYERS.replace("LIMIT", "1 / 0"), "the functions of another file"

@@ -171,11 +171,14 @@ def test_a_run_word_for_word(tmp_path, told, monkeypatch):
     for where, name in ((RunDirectory, "sync_metrics"), (RunDirectory, "keep_newest"), (Saver, "save")):
         real = getattr(where, name)
         monkeypatch.setattr(
-            where, name, lambda own, *more, real=real, name=name: order.append(name) or real(own, *more)
+            where, name, lambda own, *more, real=real, name=name: order.append((name, *more)[:2]) or real(own, *more)
         )
     with alone(folder, steps=3, checkpoint_every=2, keep=1, log_every=2) as run:
         train(run, [4.0, 3.25, 2.0])
-    assert order == ["sync_metrics", "save", "keep_newest"] * 2 + ["keep_newest"], "metrics first, then a checkpoint"
+    saves = [("save", folder / f"checkpoint-00000{step}") for step in (2, 3)]
+    begin, end = [("sync_metrics",)], [("keep_newest",)]
+    expected = begin + saves[:1] + end + begin + saves[1:] + end + end
+    assert order == expected, "metrics first, then a checkpoint: every second step, and the last one"
     assert [path.name for path in manifest.checkpoints(folder)] == ["checkpoint-000003"], "the last step, and --keep 1"
     how = {"total": 3, "initial": 0, "unit": "step", "disable": False, "mininterval": 10.0}
     assert (Bar.last.how, Bar.last.updates) == (how, 3), "the progress bar, and once for each step"

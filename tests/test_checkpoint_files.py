@@ -164,6 +164,8 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
         assert load(folder, other)["step"] == 1
         assert called == [(0.5, 0.75)], "after_loading is called once, when all is there; betas are a tuple again"
         assert torch.equal(torch.rand(3), expected), "random numbers go on where they were"
+        (group,) = other.full_state()["optimizer"]["param_groups"]
+        assert group["params"] == [name for name, _ in other.model.named_parameters()], "the parameters by name"
         monkeypatch.setattr(checkpoint, "random_state", lambda device: [torch.get_rng_state(), torch.zeros(16).byte()])
         load(folder, other)  # on a device whose random numbers nobody has saved
         assert torch.equal(torch.rand(3), expected), "the random numbers that there were"

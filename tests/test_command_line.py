@@ -100,6 +100,42 @@ def test_which_implementation_a_mesh_means():
         assert (config.strategy, config.implementation, config.by_hand) == ("mesh", "by-hand", True), line
 
 
+def test_which_strategy_each_mesh_means():
+    meant = {
+        "data": "ddp", "shard": "fsdp", "tensor": "tensor", "context": "context", "expert": "expert",
+        "pipeline": "pipeline", "data expert": "expert", "data pipeline": "pipeline+ddp",
+        "pipeline shard": "pipeline+fsdp", "data shard": "hsdp", "shard tensor": "tensor+fsdp",
+    }  # fmt: skip
+    assert {" ".join(sorted(axes)): name for axes, name in BY_AXES.items()} == meant, "strategies by the axes of --mesh"
+
+
+def test_where_strategies_live_and_on_how_many_ranks_they_are_proved():
+    any_size, found = "1 2 4", {}
+    for name, entry in STRATEGIES.items():
+        sizes = {kind: " ".join(map(str, entry().sizes(kind))) for kind in entry().implementations}
+        found[name] = entry().chapter[:2], sizes
+    assert found == {
+        "single": ("01", {"pytorch": "1"}),
+        "dp": ("02", {"pytorch": "1", "by-hand": "1"}),
+        "ddp": ("03", {"pytorch": any_size, "by-hand": any_size}),
+        "model": ("04", {"pytorch": "1", "by-hand": any_size}),
+        "tensor": ("04", {"pytorch": any_size, "by-hand": any_size}),
+        "sequence": ("04", {"by-hand": any_size}),
+        "context": ("04", {"by-hand": any_size}),
+        "ulysses": ("04", {"by-hand": any_size}),
+        "expert": ("04", {"by-hand": any_size}),
+        "pipeline": ("05", {"pytorch": any_size, "by-hand": any_size}),
+        "pipeline+ddp": ("05", {"pytorch": "2 4", "by-hand": "2 4"}),
+        "pipeline+fsdp": ("05", {"pytorch": "2 4"}),
+        "zero1": ("06", {"pytorch": any_size, "by-hand": any_size}),
+        "zero2": ("06", {"pytorch": any_size, "by-hand": any_size}),
+        "fsdp": ("06", {"pytorch": any_size, "by-hand": any_size}),
+        "hsdp": ("06", {"pytorch": "4", "by-hand": "4"}),
+        "tensor+fsdp": ("06", {"pytorch": "4"}),
+        "mesh": ("06", {"pytorch": "2 4 8", "by-hand": "2 4 8"}),
+    }
+
+
 # --- going on with a run ----------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,20 @@ def test_occupied_port(monkeypatch, address):
     assert doctor.examine(doctor.check_port) == ("OK", "29500 is free"), "the port that torchrun takes by default"
 
 
+def test_what_is_in_order_is_said(monkeypatch):
+    from common.vision import torchvision
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", returns(range(4)), raising=False)
+    assert doctor.check_cores() == "4; OMP_NUM_THREADS is unset: torchrun takes 1"
+    monkeypatch.setattr(torchvision.extension, "_has_ops", returns(True))
+    assert doctor.check_torchvision() == "with its compiled operators"
+    for system, interface in (("darwin", "lo0"), ("linux", "lo")):
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(socket, "if_nameindex", returns([(1, interface)]))
+        assert doctor.examine(doctor.check_loopback)[0] == "OK", f"the loopback interface of {system}"
+
+
 def test_torch_without_libuv(monkeypatch):
     error = dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
     monkeypatch.delenv("USE_LIBUV", raising=False)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from forks import Fork, torchrun
-from helpers import SMALL, configure
+from helpers import SMALL, configure, launcher
 
 from common import ROOT
 from common.errors import UserError
@@ -127,6 +127,31 @@ def test_what_is_said_of_each_rank(monkeypatch, capsys):
     dry_run.dry_run(configure("--dry-run --strategy expert --by-hand --batch-size 12 --experts 6", 3))
     said = capsys.readouterr().out
     assert [note in said for note in notes] == [False, True], "notes of a mixture in fp32"
+
+
+def test_a_dry_run_word_for_word(monkeypatch, capsys):
+    held = [({"w": "[4]"}, 1536, 100 * 1024), ({}, 0, 3 * 2**20)]
+    found = {
+        rank: dry_run.Foreseen({"data": rank}, (6 * rank, 6 * rank + 6), shapes, 1234 * rank, state, peak, {})
+        for rank, (shapes, state, peak) in enumerate(held)
+    }
+    monkeypatch.setattr(dry_run, "foresee", lambda config, ranks: found)
+    config = configure("--dry-run --strategy ddp --by-hand --batch-size 12 --context 16", 2)
+    dry_run.dry_run(config)
+    assert capsys.readouterr().out.splitlines() == [
+        "ddp (by-hand) on 2 rank(s), mesh data=2; a dry run: nothing is trained",
+        "a step: 12 examples of 16 tokens over all ranks; --accumulation-steps 1",
+        "rank  data  reads examples  numbers held  between steps  at most    sends in a step",
+        "0     0     0 to 5          0             1.5 KiB        100.0 KiB  nothing",
+        "1     1     6 to 11         1,234         0.0 KiB        3.0 MiB    nothing",
+        "rank 0 holds:",
+        "  w  [4]",
+        "rank 1 holds no parameters",
+        "Bytes are those of tensors on a rank's device; what PyTorch and its kernels take is not among them.",
+    ]
+    with launcher(1, 2):
+        dry_run.dry_run(config)
+    assert capsys.readouterr().out == "", "rank 0 alone says it"
 
 
 def test_a_rank_that_dies_is_named(monkeypatch):

@@ -1,7 +1,5 @@
-"""A run of one process, step by step: what it says, what a step's time is, what it hands back; and its directory."""
+"""A run of one process, step by step: what it says, what a step's time is, what it hands back."""
 
-import json
-import re
 import signal
 import time
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ import torch
 from helpers import TEXT, configure, do_not_draw, metrics
 
 from common import manifest, run_dir
+from common.checkpoint import Saver
 from common.errors import UserError
 from common.mesh import make_mesh
 from common.per_rank import PerRank
@@ -57,10 +56,6 @@ def test_what_a_run_says(tmp_path, capsys):
         "step": 4, "examples": 48, "strategy": "single", "implementation": "pytorch", "mesh": {"data": 1},
         "world_size": 1,
     }  # fmt: skip
-    with alone(folder, resume=True, steps=5, log_every=1) as run:
-        train(run, [0.5] * 5)
-    said = capsys.readouterr().err
-    assert "going on after step 4\n" in said and "step 5/5  loss 0.5000  " in said and "restarted" not in said
 
 
 def test_a_run_hands_back_the_signals_that_it_took(tmp_path):
@@ -134,49 +129,165 @@ def test_a_timeout_is_told_whatever_gloo_says(said, tmp_path, monkeypatch):
         raise RuntimeError(said)
 
 
-# --- the directory ----------------------------------------------------------------------------------------------
+class Bar:
+    """In the place of tqdm: what it was told."""
+
+    def __init__(self, **how):
+        self.how, self.updates, self.shown, Bar.last = how, 0, [], self
+
+    def update(self):
+        self.updates += 1
+
+    def set_postfix_str(self, text, refresh):
+        self.shown.append(text)
+
+    def close(self):
+        self.closed = True
+
+    @staticmethod
+    def write(text, file):
+        Bar.told.append(text)
 
 
-def begun(folder: Path, **settings) -> RunDirectory:
-    config = configure(run_dir=folder / "new", strategy="single", **settings)
-    config.run_dir = str(folder)
-    return RunDirectory(config, 1)
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    """What a run says; each step takes half a second."""
+    Bar.told, now = [], [0.0]
+
+    def later():
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr("common.run.tqdm", Bar)
+    monkeypatch.setattr("common.run.time", SimpleNamespace(perf_counter=later))
+    monkeypatch.setattr("common.run.Usage", lambda config, device: lambda seconds: {"mfu": seconds})
+    monkeypatch.setattr(PerRank, "due", lambda *about: False)
+    return Bar.told
 
 
-def test_a_run_that_begins_anew_begins_with_nothing(tmp_path):
-    """In a folder where another was killed before its first checkpoint was whole."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / ".checkpoint-000001.partial").mkdir()
-    (tmp_path / ".checkpoint-000001.partial" / "file").touch()
-    directory = begun(tmp_path)
-    assert not manifest.unfinished(tmp_path), "what was left of a checkpoint"
-    assert not directory.goes_on and (tmp_path / "metrics.jsonl").read_text() == "", "metrics of the run before"
-    assert re.match(r"process \d+ on ", (tmp_path / ".lock").read_text()), "who is writing here"
-    directory.finish()
-    assert (tmp_path / ".lock").read_text() == "", "nobody any more"
-    assert not (tmp_path / "loss.png").exists(), "without a step there is nothing to draw"
+def test_a_run_word_for_word(tmp_path, told, monkeypatch):
+    """Two runs, the second of which goes on with the first."""
+    folder, order = tmp_path / "run", []
+    for where, name in ((RunDirectory, "sync_metrics"), (RunDirectory, "keep_newest"), (Saver, "save")):
+        real = getattr(where, name)
+        monkeypatch.setattr(
+            where, name, lambda own, *more, real=real, name=name: order.append((name, *more)[:2]) or real(own, *more)
+        )
+    with alone(folder, steps=3, checkpoint_every=2, keep=1, log_every=2) as run:
+        train(run, [4.0, 3.25, 2.0])
+    saves = [("save", folder / f"checkpoint-00000{step}") for step in (2, 3)]
+    begin, end = [("sync_metrics",)], [("keep_newest",)]
+    expected = begin + saves[:1] + end + begin + saves[1:] + end + end
+    assert order == expected, "metrics first, then a checkpoint: every second step, and the last one"
+    assert [path.name for path in manifest.checkpoints(folder)] == ["checkpoint-000003"], "the last step, and --keep 1"
+    how = {"total": 3, "initial": 0, "unit": "step", "disable": False, "mininterval": 10.0}
+    assert (Bar.last.how, Bar.last.updates) == (how, 3), "the progress bar, and once for each step"
+    assert Bar.last.shown == ["loss 4.000", "loss 3.250", "loss 2.000"] and Bar.last.closed
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with alone(folder, resume=True, steps=4, checkpoint_every=2, log_every=9) as run:
+        train(run, [1.0] * 4)
+    assert (Bar.last.how["initial"], Bar.last.how["mininterval"]) == (3, 0.1), "a bar that goes on, on a terminal"
+    assert told == [
+        f"single on 1 process(es), cpu: {folder}",
+        "step 2/3  loss 3.2500  384 tokens/s",
+        "step 3/3  loss 2.0000  384 tokens/s",
+        f"done: {folder}",
+        f"single on 1 process(es), cpu: {folder}",
+        "going on after step 3",
+        "step 4/4  loss 1.0000  384 tokens/s",
+        f"done: {folder}",
+    ]
+    assert [record["mfu"] for record in metrics(folder)] == [0.5] * 4
+    with alone(folder, resume=True, steps=2) as run, pytest.raises(UserError) as error:
+        train(run)
+    done = f"--resume: {folder} has its 4 steps behind it, so there is nothing to do"
+    assert str(error.value) == f"{done}; ask for more with --steps 8"
+    with alone(folder, resume=True, steps=4) as run, pytest.raises(UserError, match="--steps 8$"):
+        train(run)
 
 
-def test_the_loss_curve():
-    (ax,) = run_dir.loss_curve([{"step": step, "loss": 1 / step} for step in (2, 4, 5)]).axes
-    (line,) = ax.lines
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 4, 5], [0.5, 0.25, 0.2])
-    assert ax.get_ylim()[0] == 0 and ax.get_xlabel() == "optimizer step"
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
+    folder, below = tmp_path / "run", []
+    monkeypatch.setattr("common.run.repeat_below_torchrun", below.append)
+    monkeypatch.setattr("common.run.sample", lambda *about: pytest.fail("a sample of a run that was stopped"))
+    with alone(folder, steps=4, sample=9) as run, pytest.raises(SystemExit) as leaving, run:
+        for step in run.steps():
+            run.strategy.step(run.task.micro_batches(step, run.strategy))
+            run.log(step, torch.ones(()), torch.ones(()))
+            if step == 1:
+                run._ask_to_stop(signal.SIGTERM, None)
+    line = f"stopped after step 2 with {folder}/checkpoint-000002; go on with --resume --run-dir {folder}"
+    assert (leaving.value.code, told[-1], below) == (130, line, [line]), "the exit code of Ctrl-C, and what to do"
 
 
-def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "now-")
-    names = []
-    for kind in ("pytorch", "pytorch", "by-hand"):
-        names.append(run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation=kind)))
-        Path(names[-1]).mkdir(parents=True)
-    assert names == ["runs/now-ddp", "runs/now-ddp-2", "runs/now-ddp-by-hand"]
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert run_dir.this_launch() == "", "without torchrun"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/logs/none_abc/attempt_0/1/error.json")
-    assert run_dir.this_launch() == "none_abc", "the same in each attempt, and for each rank"
-    for name, launches in ((names[1], ["none_abc", "none_xyz"]), (names[0], ["none_xyz"])):
-        Path(name, "config.json").write_text(json.dumps({"launch": launches}))
-    assert [run_dir.restarts(Path(name)) for name in names] == [False, True, False]
-    assert run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation="pytorch")) == names[1], "its own"
+def test_what_a_run_refuses_and_what_it_remarks(tmp_path, told, monkeypatch):
+    with alone(tmp_path / "a", max_norm=0.5) as run:
+        assert run.strategy.max_norm == 0.5, "--max-norm reaches the strategy"
+        with pytest.raises(RuntimeError, match="^step 0 was not logged: call run.log in every step$"), run:
+            list(run.steps())
+        run.size = 2
+        with run:
+            assert told[-1] == (
+                "note: strategy 'single' divides nothing between processes: all 2 ranks train the same model on the "
+                "same data"
+            )
+            run.done, run.size = run.config.steps, 1
+        run.config.accumulation_steps = 5
+        with pytest.raises(UserError, match="^--batch-size 12 does not divide by"):
+            Run(run.config, run.strategy, run.task)
+            pytest.fail("a batch that cannot be divided")
+        run.config.accumulation_steps = 1
+        monkeypatch.setattr("common.strategy.can_compute", lambda device, precision: False)
+        with pytest.raises(UserError, match="^--precision fp32: cpu cannot multiply"):
+            Run(run.config, run.strategy, run.task)
+            pytest.fail("a precision that the device does not have")
+
+
+def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path, told):
+    asked = []
+
+    def load(dataset, plan, start):
+        try:
+            asked.append((plan.batch_size, start))
+            yield []
+        finally:
+            asked.append("closed")
+
+    with alone(tmp_path / "run", steps=2) as run, run:
+        run.done = 1
+        next(run.batches(load))
+        run.done, kept = 2, run.batches
+        assert asked == [(12, 1)], "the global batch, and the first step that is read"
+    assert asked[1:] == ["closed"] and kept, "a loader's processes end with the run"
+
+
+def test_what_the_model_writes_before_and_after(tmp_path, told, monkeypatch):
+    monkeypatch.setattr("common.run.sample", lambda model, *about: f"bias {bool(model.head.norm.bias.any())}")
+    with alone(tmp_path / "run", steps=1, sample=9) as run:
+        train(run)
+    assert [line for line in told if line.startswith("---")] == [
+        "--- what the model writes before training:\nbias False", "--- what the model writes after training:\nbias True"
+    ], "the first model has biases of zero"  # fmt: skip
+
+
+def test_a_lost_rank_and_how_to_go_on(tmp_path, told):
+    with alone(tmp_path / "run") as run:
+        for there, advice in (
+            ((), "start again (there is no checkpoint yet)"),
+            (("checkpoint-000002",), f"go on with --resume --run-dir {tmp_path}/run"),
+        ):
+            for name in there:
+                (tmp_path / "run" / name).mkdir()
+            for how in ("closed", "reset"):
+                with pytest.raises(UserError) as error, run:
+                    raise RuntimeError(f"[pair.cc:537] Connection {how} by peer [127.0.0.1]:1234")
+                assert str(error.value) == (
+                    f"another rank has died (Connection {how} by peer): see its message, or torchrun's report, for the "
+                    f"cause; then {advice}"
+                )
+            run.directory.checkpoints = []
+        run.path = tmp_path / "elsewhere"
+        again = f"go on with --resume --run-dir {tmp_path}/elsewhere if there is a checkpoint, else start again"
+        assert run._how_to_go_on() == again, "where rank 0 is on another node"
+        with pytest.raises(ValueError, match="^the program's own$"), run:
+            raise ValueError("the program's own")

@@ -1,5 +1,10 @@
 """A task's weights, optimizer and batches, and what every strategy inherits: literal values, not the code's own."""
 
+import asyncio
+import email
+import json
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +15,10 @@ from torch import nn
 from common import data
 from common.errors import UserError
 from common.lab.launch import launch
+from common.learning_rate import learning_rate
 from common.mesh import make_mesh
-from common.strategy import Strategy, can_compute, require_gradients
-from common.task import check_batch, make_dataset, make_task
+from common.strategy import Strategy, can_compute, mean_loss, require_gradients
+from common.task import Task, check_batch, make_dataset, make_task
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 
@@ -90,6 +96,48 @@ def test_a_batch_that_cannot_be_cut(batch, told):
     check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
 
 
+def test_more_examples_than_there_are_in_a_batch(tmp_path):
+    """In a folder inside of a hidden one, whose own files are not hidden."""
+    (tmp_path / ".hidden" / "poems").mkdir(parents=True)
+    (tmp_path / ".hidden" / "poems" / "one.txt").write_bytes(b"a" * 400)
+    settings = {"text": tmp_path / ".hidden" / "poems", "context": 16}
+    assert make_task(configure(batch_size=23, **settings)).dataset.size == 23, "380 bytes to train on, 16 an example"
+    with pytest.raises(UserError) as error:
+        make_task(configure(batch_size=24, **settings))
+        pytest.fail("a batch of more examples than there are")
+    assert str(error.value) == "--batch-size 24 is more than the 23 examples of the data; make it 23 or less"
+
+
+def test_the_model_of_pictures_is_as_the_pictures_are():
+    task = Task(SimpleNamespace(channels=3, classes=7), configure("--task images", strategy="single"))
+    model = task.make_model()
+    assert (model.conv1.in_channels, model.fc.out_features) == (3, 7), "channels and classes of the data"
+
+
+def test_validation_text_is_of_four_packages():
+    text = bytes(data.validation_text(16).tokens.tolist())
+    for package in (asyncio, email, json, logging):
+        assert Path(package.__file__).read_bytes() in text, f"{package.__name__} is held out"
+
+
+def test_the_learning_rate_step_by_step():
+    """Half a cosine from 1 to 0.1: 0.1 + 0.9 (1 + cos(pi x)) / 2 at x = 1/4, 1/2, 3/4 and 1."""
+    config = SimpleNamespace(lr=1.0, warmup_steps=2, steps=6, lr_schedule="cosine")
+    rates = [learning_rate(config, step) for step in (*range(6), 6, 20)]
+    assert rates == pytest.approx([0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1, 0.1], abs=1e-6), "and after the end"
+    assert learning_rate(SimpleNamespace(**vars(config) | {"steps": 3}), 2) == pytest.approx(0.1), "one step of cosine"
+    constant = SimpleNamespace(**vars(config) | {"lr_schedule": "constant"})
+    assert [learning_rate(constant, step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_the_loss_of_16_bit_logits_is_computed_in_float32():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 8, 32).bfloat16(), torch.randint(32, (2, 8))
+    expected = nn.functional.cross_entropy(logits.float().view(16, 32), targets.view(16))
+    found = mean_loss(logits, targets)
+    assert found.dtype == torch.float32 and found == expected, "the loss of 16-bit logits"
+
+
 def inherited() -> dict:
     """What the base class does, on two ranks that shard, and one row of them."""
     mesh, found = make_mesh({"data": 1, "shard": 2}), {}
@@ -105,6 +153,10 @@ def inherited() -> dict:
         with strategy.autocast():
             dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
         found["types"][precision] = dtype, strategy.scaler.is_enabled()
+    strategy.optimizer = torch.optim.SGD([first], lr=1.0)
+    scale = strategy.scaler.get_scale()
+    strategy.load_global_state({"optimizer": {"lr": 0.5}, "scaler": {}})  # of a run that did not scale its losses
+    found["scale"] = strategy.scaler.get_scale() / scale, strategy.optimizer.param_groups[0]["lr"]
     return found
 
 
@@ -112,6 +164,7 @@ def test_what_every_strategy_inherits():
     for rank, found in enumerate(launch(inherited, 2)):
         assert found["place"] == (rank, 2), "data and shard both read slices"
         assert found["rates"] == [0.125, 0.125], "the learning rate of every group"
+        assert found["scale"] == (1.0, 0.5), "the scale stays, the learning rate is taken up"
         assert found["types"]["fp32"] == (torch.float32, False)
         assert found["types"]["bf16"] == (torch.bfloat16, False)
         assert found["types"]["fp16"] == (torch.float16, True), "in fp16 products are, and losses are scaled"

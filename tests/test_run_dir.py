@@ -1,0 +1,130 @@
+"""The run directory: what stands in it and when, what a resumed run forgets, and which launch a run belongs to."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import NoFigure, configure, metrics
+
+from common import manifest, run_dir
+from common.run_dir import RunDirectory
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+def begun(folder: Path, **settings) -> RunDirectory:
+    config = configure(run_dir=folder / "new", strategy="single", **settings)
+    config.run_dir = str(folder)
+    return RunDirectory(config, 1)
+
+
+def test_a_run_that_begins_anew_begins_with_nothing(tmp_path):
+    """In a folder where another was killed before its first checkpoint was whole."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / ".checkpoint-000001.partial").mkdir()
+    (tmp_path / ".checkpoint-000001.partial" / "file").touch()
+    directory = begun(tmp_path)
+    assert not manifest.unfinished(tmp_path), "what was left of a checkpoint"
+    assert not directory.goes_on and (tmp_path / "metrics.jsonl").read_text() == "", "metrics of the run before"
+    assert re.match(r"process \d+ on ", (tmp_path / ".lock").read_text()), "who is writing here"
+    directory.finish()
+    assert (tmp_path / ".lock").read_text() == "", "nobody any more"
+    assert not (tmp_path / "loss.png").exists(), "without a step there is nothing to draw"
+
+
+def test_what_is_written_is_there_at_once_and_whole(tmp_path, monkeypatch):
+    synced, shown = [], []
+    monkeypatch.setattr("common.run_dir.os.fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    config = configure(run_dir=tmp_path / "new", strategy="ddp", by_hand=True)
+    config.run_dir = str(tmp_path)
+    directory = RunDirectory(config, 3, ["b", "a", "b"])
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert {name: value for name, value in facts.items() if name != "config"} == {
+        "strategy": "ddp", "implementation": "by-hand", "mesh": {"data": 1}, "world_size": 3, "launch": ["a", "b"],
+        "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3])),
+    }  # fmt: skip
+    assert synced == [(tmp_path / "config.json").stat().st_ino], "the file was on the disk before it got its name"
+    directory.board = SimpleNamespace(add_scalar=lambda *about: shown.append(about))
+    directory.log({"step": 1, "loss": 1.5, "grad_norm": None, "ranks": [{"host": "a"}]})
+    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1, "loss": 1.5'), "at once"
+    assert shown == [("loss", 1.5, 1)], "numbers, with their step"
+    directory.sync_metrics()
+    assert synced[1:] == [(tmp_path / "metrics.jsonl").stat().st_ino], "metrics on the disk"
+
+    def fails(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        directory._replace("config.json", fails)
+    assert json.loads((tmp_path / "config.json").read_text()) == facts, "a file is whole or as it was"
+    assert [path.name for path in tmp_path.glob(".*.partial")] == [], "what was begun"
+
+
+def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
+    directory = begun(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        directory.log({"step": step, "loss": 1.0})
+    for step in (1, 2, 3, 4):
+        (tmp_path / manifest.name_of(step)).mkdir()
+    directory.metrics.write('{"step": 4, "lo')
+    directory.metrics.flush()
+    directory.forget_after(3)
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [1, 2, 3], "after step 3"
+    directory.keep_newest()
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [2, 3], "--keep 2"
+    directory.forget_after(2)
+    directory.log({"step": 3, "loss": 0.5})
+    assert [(record["step"], record["loss"]) for record in metrics(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
+    drawn = []
+    monkeypatch.setattr(run_dir, "loss_curve", lambda records: drawn.append(records) or NoFigure())
+    directory.finish()
+    assert len(drawn[0]) == 3 and (tmp_path / "loss.png").exists(), "the loss curve"
+    assert directory.lock.file.closed, "nobody holds the folder"
+
+
+def test_a_run_goes_on_after_a_restart_where_there_is_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "restarts", lambda folder: True)
+    directory = begun(tmp_path)
+    assert (directory.restarted, directory.goes_on, directory.checkpoints) == (False, False, []), "no checkpoint yet"
+    for step in (1, 2):
+        (tmp_path / manifest.name_of(step)).mkdir()
+    directory.finish()
+    config = configure(run_dir=tmp_path / "new", strategy="single")
+    config.run_dir, config.resume = str(tmp_path), "1"
+    directory = RunDirectory(config, 1)
+    assert (directory.restarted, directory.goes_on, directory.insists) == (True, True, False)
+    newest_first = [tmp_path / "checkpoint-000002", tmp_path / "checkpoint-000001"]
+    assert directory.checkpoints == newest_first, "whatever --resume has said when the first ranks were started"
+    monkeypatch.setattr(run_dir, "restarts", lambda folder: False)
+    assert RunDirectory(config, 1).checkpoints == newest_first[1:], "the one that --resume names"
+
+
+def test_the_loss_curve():
+    (ax,) = run_dir.loss_curve([{"step": step, "loss": 1 / step} for step in (2, 4, 5)]).axes
+    (line,) = ax.lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 4, 5], [0.5, 0.25, 0.2])
+    assert ax.get_ylim()[0] == 0 and ax.get_xlabel() == "optimizer step"
+
+
+def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir.time, "strftime", lambda form: {"%Y%m%d-%H%M%S-": "now-"}[form])
+    names = []
+    for kind in ("pytorch", "pytorch", "by-hand"):
+        names.append(run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation=kind)))
+        Path(names[-1]).mkdir(parents=True)
+    assert names == ["runs/now-ddp", "runs/now-ddp-2", "runs/now-ddp-by-hand"]
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert run_dir.this_launch() == "", "without torchrun"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/logs/none_abc/attempt_0/1/error.json")
+    assert run_dir.this_launch() == "none_abc", "the same in each attempt, and for each rank"
+    for name, launches in ((names[1], ["none_abc", "none_xyz"]), (names[0], ["none_xyz"])):
+        Path(name, "config.json").write_text(json.dumps({"launch": launches}))
+    assert [run_dir.restarts(Path(name)) for name in names] == [False, True, False]
+    assert run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation="pytorch")) == names[1], "its own"

@@ -4,8 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
-from planner import hardware, memory, models, output, scoreboard, search
+from planner import hardware, memory, models, output, plot, scoreboard, search
 from planner.constants import PRIOR
 from planner.estimate import GIB, Estimate
 from planner.layout import Layout
@@ -14,8 +15,8 @@ from planner.time import StepTime
 PARTS = {"work": 8.0, "messages in layers": 0.5, "bubble": 1.0, "messages of state": 0.25, "optimizer": 0.25}
 STEP = StepTime(PARTS, 10.0, 0.1, 0.75, {"shard": 3e9})
 KEPT = {"parameters": 5 * GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 7 * GIB}
-AT_LOSS = {"gathered": GIB, "unsharded gradients": 2 * GIB, "logits and loss": 3 * GIB, "messages": GIB / 4,
-           "a layer computed again": GIB / 2}  # fmt: skip
+AT_LOSS = {"activations": 4 * GIB, "gathered": GIB, "unsharded gradients": 2 * GIB, "logits and loss": 3 * GIB,
+           "messages": GIB / 4, "a layer computed again": GIB / 2}  # fmt: skip
 
 
 def made(parts=KEPT, phase: str = "backward", **fields) -> Estimate:
@@ -111,15 +112,17 @@ STAGES = [
     "readers         data x shard x expert = 1 x 2 x 1 = 2",
     "micro-batches   32 / (2 x 2) = 8",
     "memory          largest on rank 1 of the pipeline, with 2 layers and the head, in the phase 'loss':",
+    "       4.00 GiB  activations: 3 micro-batches held (chapter 05's simulator) x 1 layers x 0.001 "
+    "GiB, recomputation 'full' (Korthikanti et al. 2022, table 2, by parts)",
     "       1.00 GiB  gathered: 16-bit parameters that stage 3 has whole: two units, or a pipeline's "
     "whole stage",
     "       2.00 GiB  unsharded gradients: of one unit, or of a pipeline's stage until its last "
     "micro-batch",
-    "       3.00 GiB  logits and loss: 2,000 tokens x 1,000 / 2 x 4 bytes, several times "
+    "       3.00 GiB  logits and loss: 2,000 tokens x 1,000 / 4 x 4 bytes, several times "
     "(planner/constants.py, loss_copies)",
     "       0.25 GiB  messages",
-    "       0.50 GiB  a layer computed again: 0.03 GiB without recomputation, less what was kept",
-    "       6.75 GiB  needed; x 1.05 (1.00 to 1.15) for the allocator = 20.00 GiB (prior)",
+    "       0.50 GiB  a layer computed again: 0.01 GiB without recomputation, less what was kept",
+    "      10.75 GiB  needed; x 1.05 (1.00 to 1.15) for the allocator = 20.00 GiB (prior)",
     "step            10.000 s, on the rank that has most to do:",
     "      8.000 s    work: products at 989 TFLOP/s x 0.80 (best measured) x 0.90 (fitted) = 715 "
     "TFLOP/s, and bytes over 3.35 TB/s x 0.85",
@@ -139,10 +142,44 @@ STAGES = [
 def test_every_number_of_a_pipelines_last_stage():
     """Of two ranks with two stages each, and a layer in each stage."""
     toy = models.Model("toy", 4, 1000, 10, 1000)
-    stages = Layout((("pipeline", 2), ("shard", 2), ("tensor", 2)), 32, 2, 1000, 3, "interleaved", 2, "full")
+    stages = Layout((("pipeline", 2), ("shard", 2), ("tensor", 4)), 32, 2, 1000, 3, "interleaved", 2, "full")
     found = replace(made(AT_LOSS, "loss"), model=toy, layout=stages)
     found = replace(found, memory=replace(found.memory, rank=1))
     assert output.explain(found).splitlines() == STAGES, "what --explain prints"
+
+
+def test_the_picture_of_a_plan(monkeypatch):
+    """Above GiB of each part, below seconds; bars of a layout begin where those before end, the best on top."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda fig, path, **_: drawn.append((fig, path)))
+    slow = replace(made({"parameters": 90 * GIB, "messages": 2 * GIB}), step=replace(STEP, parts={"work": 20.0}))
+    plot.picture([made()], "small.png")
+    assert drawn.pop()[0].axes[0].get_xlim()[1] == pytest.approx(1.1 * 80), "what a GPU has is in the picture"
+    plot.picture([made(), slow], "plan.png")
+    ((fig, path),) = drawn
+    assert path == "plan.png" and fig.get_suptitle() == "llama-7b on 16 x h100-80gb"
+    told = [
+        ("memory per GPU (GiB)", {
+            "parameters": [(0, 5), (0, 90)], "gradients": [(5, 1), (90, 0)], "optimizer": [(6, 2), (90, 0)],
+            "activations": [(8, 7), (90, 0)], "messages": [(15, 0), (90, 2)]}, [" 15", " 92", " 80 GiB"], 1.1 * 92),
+        ("step (seconds)", {
+            "work": [(0, 8), (0, 20)], "messages in layers": [(8, 0.5), (20, 0)], "bubble": [(8.5, 1), (20, 0)],
+            "messages of state": [(9.5, 0.25), (20, 0)], "optimizer": [(9.75, 0.25), (20, 0)]},
+         [" 10.00", " 20.00"], 22),
+    ]  # fmt: skip
+    for ax, (title, bars, texts, right) in zip(fig.axes, told, strict=True):
+        assert ax.get_xlabel() == title and ax.get_xlim() == pytest.approx((0, right)), title
+        names = [text.get_text() for text in ax.get_legend().get_texts()]
+        found = {name: [(bar.get_x(), bar.get_width()) for bar in row]
+                 for name, row in zip(names, ax.containers, strict=True)}  # fmt: skip
+        assert found == bars, f"(begin, length) of the bars of each layout, {title}"
+        colours = {tuple(row.patches[0].get_facecolor()) + (row.patches[0].get_hatch(),) for row in ax.containers}
+        assert len(colours) == len(bars), "each part has a colour of its own"
+        assert [text.get_text() for text in ax.texts] == texts, f"numbers beside the bars, {title}"
+        labels = [label.get_text() for label in ax.get_yticklabels()]
+        assert labels == [f"{n}. {made().layout.describe()}" for n in (1, 2)] and ax.yaxis_inverted(), "layouts"
+    (limit,) = fig.axes[0].lines
+    assert list(limit.get_xdata()) == [80, 80], "what a GPU has"
 
 
 # --- the scoreboard ---------------------------------------------------------------------------------------------------

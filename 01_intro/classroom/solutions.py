@@ -1,7 +1,8 @@
 """Answers to the exercises of chapter 01, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
 import math
@@ -74,6 +75,16 @@ def shift_by_all_gather(tensor):
     return everything[dist.get_rank() - 1]
 
 
+def shift_in_pieces(tensor):
+    """A large tensor in messages of 64 KiB, where one is asked for."""
+    left, right = neighbours()
+    received = torch.empty_like(tensor)
+    length = 2**16 // tensor.itemsize
+    for outgoing, incoming in zip(tensor.view(-1).split(length), received.view(-1).split(length), strict=True):
+        exchange(outgoing, right, incoming, left)
+    return received
+
+
 # --- global_mean ----------------------------------------------------------------------------------------------
 
 
@@ -125,6 +136,13 @@ def mean_as_a_number(values):
     return global_mean(values).item()
 
 
+def mean_by_sums_in_float64(values):
+    """Right, and more exact on the way: two numbers of 8 bytes travel in one all_reduce."""
+    total = torch.tensor([values.double().sum(), len(values)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total[0] / total[1]).float()
+
+
 # --- ring_bytes -----------------------------------------------------------------------------------------------
 
 
@@ -160,6 +178,17 @@ def bytes_of_a_neighbour_past_the_end(rank, size, elements, itemsize):
 
 def bytes_without_own_chunk_twice(rank, size, elements, itemsize):
     return 2 * (elements - elements // size - (rank < elements % size)) * itemsize
+
+
+def bytes_of_an_element_at_least(rank, size, elements, itemsize):
+    """With fewer elements than ranks some chunks are empty."""
+    chunks = [max(1, elements // size + (index % size < elements % size)) for index in range(size)]
+    return (2 * sum(chunks) - chunks[rank] - chunks[(rank + 1) % size]) * itemsize
+
+
+def bytes_of_float32_at_least(rank, size, elements, itemsize):
+    """As if half precision were sent as float32."""
+    return ring_bytes(rank, size, elements, max(4, itemsize))
 
 
 # --- all_reduce_seconds ---------------------------------------------------------------------------------------
@@ -202,6 +231,34 @@ def seconds_of_a_round_at_least(algorithm, size, nbytes, latency, bandwidth):
     if algorithm == "tree":
         return 2 * max(1, math.ceil(math.log2(size))) * (latency + nbytes / bandwidth)
     return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+def seconds_on_a_power_of_two(algorithm, size, nbytes, latency, bandwidth):
+    """As if ranks were added until their number is a power of two."""
+    return all_reduce_seconds(algorithm, 2 ** math.ceil(math.log2(size)), nbytes, latency, bandwidth)
+
+
+def seconds_of_the_reduce_alone(algorithm, size, nbytes, latency, bandwidth):
+    """The tree is gone through twice: up, and down again."""
+    both = all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+    return both / 2 if algorithm == "tree" else both
+
+
+def seconds_of_quarters_to_the_end(algorithm, size, nbytes, latency, bandwidth):
+    """The parts of halving-doubling go on to shrink after the second step."""
+    if algorithm == "halving-doubling":
+        parts = [nbytes / 2, *[nbytes / 4] * (int(math.log2(size)) - 1)][: int(math.log2(size))]
+        return 2 * sum(latency + part / bandwidth for part in parts)
+    return all_reduce_seconds(algorithm, size, nbytes, latency, bandwidth)
+
+
+def seconds_in_a_ring_of_two_at_least(algorithm, size, nbytes, latency, bandwidth):
+    return all_reduce_seconds(algorithm, max(2, size) if algorithm == "ring" else size, nbytes, latency, bandwidth)
+
+
+def seconds_of_two_halves_at_least(algorithm, size, nbytes, latency, bandwidth):
+    two = max(2, size) if algorithm == "halving-doubling" else size
+    return all_reduce_seconds(algorithm, two, nbytes, latency, bandwidth)
 
 
 # --- all_to_all -----------------------------------------------------------------------------------------------
@@ -268,6 +325,17 @@ def all_to_all_sends_everything_to_all(parts, lengths):
     return received
 
 
+def all_to_all_by_distance(parts, lengths):
+    """Right: in another order, with one partner at a time."""
+    rank, size = dist.get_rank(), len(parts)
+    received = [torch.empty(length, dtype=parts[rank].dtype) for length in lengths]
+    received[rank] = parts[rank].clone()
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        exchange(parts[to], to, received[source], source)
+    return received
+
+
 # --- tree_broadcast -------------------------------------------------------------------------------------------
 
 
@@ -324,6 +392,37 @@ def broadcast_of_torch(tensor, root):
     return result
 
 
+def broadcast_far_first(tensor, root):
+    """Right: each rank sends to the farthest first, as MPI libraries do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place, distance, result = (rank - root) % size, 2 ** math.ceil(math.log2(size)) // 2, tensor.clone()
+    while distance:
+        if place % (2 * distance) == 0 and place + distance < size:
+            dist.send(result, (rank + distance) % size)
+        elif place % (2 * distance) == distance:
+            dist.recv(result, (rank - distance) % size)
+        distance //= 2
+    return result
+
+
+def broadcast_in_pieces(tensor, root):
+    """The tensor in two halves, so that a rank could pass on the first while it receives the second."""
+    return torch.cat([tree_broadcast(half, root) for half in tensor.tensor_split(2)])
+
+
+def broadcast_without_a_way_round(tensor, root):
+    """Ranks before the root are not reached."""
+    rank, size, result = dist.get_rank(), dist.get_world_size(), tensor.clone()
+    place, distance = rank - root, 1
+    while distance < size:
+        if 0 <= place < distance and rank + distance < size:
+            dist.send(result, rank + distance)
+        elif distance <= place < 2 * distance:
+            dist.recv(result, rank - distance)
+        distance *= 2
+    return result
+
+
 # --- ring_all_gather ------------------------------------------------------------------------------------------
 
 
@@ -374,6 +473,28 @@ def gather_with_a_step_too_many(chunk, elements):
     chunks = result.tensor_split(size)
     exchange(chunks[(rank + 1) % size].clone(), right, chunks[rank], left)
     return result
+
+
+def gather_without_messages_of_nothing(chunk, elements):
+    """Right: a chunk without elements needs no message."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    result = torch.empty(elements, dtype=chunk.dtype)
+    chunks = result.tensor_split(size)
+    chunks[rank].copy_(chunk)
+    for step in range(size - 1):
+        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        requests = [dist.isend(outgoing, right)] if len(outgoing) else []
+        requests += [dist.irecv(incoming, left)] if len(incoming) else []
+        for request in requests:
+            request.wait()
+    return result
+
+
+def gather_of_an_element_at_least(chunk, elements):
+    if elements < dist.get_world_size():
+        raise ValueError("there must be an element for each rank")
+    return ring_all_gather(chunk, elements)
 
 
 # --- ring_reduce_scatter --------------------------------------------------------------------------------------
@@ -440,6 +561,12 @@ def scatter_in_the_argument(tensor):
         exchange(chunks[(rank - step - 1) % size], right, received, left)
         mine += received
     return chunks[rank]
+
+
+def scatter_of_an_element_at_least(tensor):
+    if len(tensor) < dist.get_world_size():
+        raise ValueError("there must be an element for each rank")
+    return ring_reduce_scatter(tensor)
 
 
 # --- halving_doubling_all_reduce ------------------------------------------------------------------------------
@@ -523,6 +650,53 @@ def halving_with_both_lower_halves(tensor):
     return result
 
 
+def halving_until_one_is_left(tensor):
+    """A part of one element is halved, too: into nothing and one."""
+    result = tensor.clone()
+    low, high, distance, trail = 0, len(tensor), dist.get_world_size() // 2, []
+    while distance and high - low > 1:
+        partner, middle = dist.get_rank() ^ distance, (low + high) // 2
+        mine, theirs = slice(low, middle), slice(middle, high)
+        if dist.get_rank() > partner:
+            mine, theirs = theirs, mine
+        received = torch.empty_like(result[mine])
+        exchange(result[theirs], partner, received, partner)
+        result[mine] += received
+        trail.append((partner, mine, theirs))
+        low, high, distance = mine.start, mine.stop, distance // 2
+    for partner, mine, theirs in reversed(trail):
+        exchange(result[mine], partner, result[theirs], partner)
+    return result
+
+
+def halving_the_other_way(tensor):
+    """Right: the smaller rank keeps the second half, and the first half is the longer one."""
+    result = tensor.clone()
+    low, high, distance, trail = 0, len(tensor), dist.get_world_size() // 2, []
+    while distance:
+        partner, middle = dist.get_rank() ^ distance, (low + high + 1) // 2
+        mine, theirs = slice(middle, high), slice(low, middle)
+        if dist.get_rank() > partner:
+            mine, theirs = theirs, mine
+        received = torch.empty_like(result[mine])
+        exchange(result[theirs], partner, received, partner)
+        result[mine] += received
+        trail.append((partner, mine, theirs))
+        low, high, distance = mine.start, mine.stop, distance // 2
+    for partner, mine, theirs in reversed(trail):
+        exchange(result[mine], partner, result[theirs], partner)
+    return result
+
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {
+    "global_mean": [mean_by_sums_in_float64],
+    "all_to_all": [all_to_all_by_distance],
+    "tree_broadcast": [broadcast_far_first],
+    "ring_all_gather": [gather_without_messages_of_nothing],
+    "halving_doubling_all_reduce": [halving_the_other_way],
+}
+
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "ring_shift": [
@@ -532,6 +706,7 @@ WRONG = {
         (shift_forgets_the_type, "died with SIGABRT: gloo aborts a process that is sent more bytes than its buffer"),
         (shift_to_both_neighbours, "the messages sent to this rank, of [16, 16] bytes, got receives of [16] bytes"),
         (shift_by_all_gather, "expected only sends and receives, got a call of all_gather"),
+        (shift_in_pieces, "world size 2, 300,000 elements, rank 0: expected 1200000 bytes to rank 1, got 65536 bytes"),
     ],
     "global_mean": [
         (mean_of_means, "1, 3 values on the ranks, rank 0: expected 15.25, got 10.5"),
@@ -549,6 +724,8 @@ WRONG = {
         (elements_not_bytes, "ring_bytes(0, 4, 8, 4), rank 0: expected 48, got 12"),
         (bytes_without_own_chunk_twice, "ring_bytes(1, 4, 10, 4), rank 0: expected 60, got 56"),
         (bytes_of_a_neighbour_past_the_end, "ring_bytes(3, 4, 10, 4), rank 0: expected 60, got 64"),
+        (bytes_of_an_element_at_least, "ring_bytes(0, 3, 2, 8), rank 0: expected 16, got 32"),
+        (bytes_of_float32_at_least, "ring_bytes(0, 8, 1003, 2), rank 0: expected 3508, got 7016"),
     ],
     "all_reduce_seconds": [
         (seconds_with_one_latency, "('ring', 4, 80.0, 2.0, 10.0), rank 0: expected 24, got 14"),
@@ -556,6 +733,11 @@ WRONG = {
         (seconds_of_half_tensors_only, "('halving-doubling', 4, 80.0, 2.0, 10.0), rank 0: expected 20, got 24"),
         (seconds_with_fractional_rounds, "('tree', 5, 80.0, 2.0, 10.0), rank 0: expected 60, got 46.43"),
         (seconds_of_a_round_at_least, "all_reduce_seconds('tree', 1, 80.0, 2.0, 10.0), rank 0: expected 0, got 20"),
+        (seconds_on_a_power_of_two, "('ring', 3, 90.0, 2.0, 10.0), rank 0: expected 20, got 25.5"),
+        (seconds_of_the_reduce_alone, "('tree', 4, 80.0, 2.0, 10.0), rank 0: expected 40, got 20"),
+        (seconds_of_quarters_to_the_end, "('halving-doubling', 8, 80.0, 2.0, 10.0), rank 0: expected 26, got 28"),
+        (seconds_in_a_ring_of_two_at_least, "('ring', 1, 80.0, 2.0, 10.0), rank 0: expected 0, got 12"),
+        (seconds_of_two_halves_at_least, "('halving-doubling', 1, 80.0, 2.0, 10.0), rank 0: expected 0, got 12"),
     ],
     "all_to_all": [
         (all_to_all_sends_first, "a deadlock, no answer for 5 s: rank 0 and rank 1 waiting in send, line"),
@@ -574,6 +756,8 @@ WRONG = {
         (broadcast_from_rank_0, "root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]"),
         (broadcast_to_those_who_have_it, "rank 0: expected the tensor received 0 time(s), got 1 time(s)"),
         (broadcast_of_torch, "expected only sends and receives, got a call of broadcast"),
+        (broadcast_in_pieces, "root 0, 5 elements, rank 0: expected messages of 20 bytes, got 12 bytes to rank 1, 8"),
+        (broadcast_without_a_way_round, "size 2, root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]"),
     ],
     "ring_all_gather": [
         (
@@ -586,6 +770,7 @@ WRONG = {
         ),
         (gather_from_everybody, "rank 0: expected 16 bytes to rank 1, 12 bytes to rank 1, got 16 bytes to rank 1, 16"),
         (gather_with_a_step_too_many, "expected 20 bytes to rank 1, got 20 bytes to rank 1, 20 bytes to rank 1"),
+        (gather_of_an_element_at_least, "size 3, 2 elements, rank 0: expected a result on every rank, got Value"),
     ],
     "ring_reduce_scatter": [
         (scatter_of_the_next_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [66, 77, 88, 99, 110]"),
@@ -596,6 +781,7 @@ WRONG = {
         ),
         (scatter_of_whole_tensors, "rank 0: expected 20 bytes to rank 1, got 40 bytes to rank 1"),
         (scatter_in_the_argument, "wrote into its arguments"),
+        (scatter_of_an_element_at_least, "size 3, 2 elements, rank 0: expected a result on every rank, got Value"),
     ],
     "halving_doubling_all_reduce": [
         (doubling_of_whole_tensors, "expected messages to ranks [1, 1], got to ranks [1]"),
@@ -610,5 +796,6 @@ WRONG = {
             halving_in_float32,
             "10 elements, rank 0: expected ... got a tensor of shape (10,) and type float32",
         ),
+        (halving_until_one_is_left, "world size 2, 1 element, rank 0: expected [11], got [1]"),
     ],
 }

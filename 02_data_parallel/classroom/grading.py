@@ -150,7 +150,9 @@ def bytes_copied(size):
 
 
 def best_devices(size):
-    """With 1 s to start and 16 s to compute an operation: 16, 8, 5.3 s for 1, 2, 3 devices, then 4 and 4, then 5."""
+    """With 1 s to start and 16 s to compute an operation: 16, 8, 5.3 s for 1, 2, 3 devices, then 4 and 4, then 5.
+
+    With 4 s to start it: 16 and 4 s for 1 device, 8 and 8 s for 2, then 12 s."""
     if size > 2:
         return
     for arguments, expected in (
@@ -159,6 +161,7 @@ def best_devices(size):
         ((100, 1.0, 0.5, 8), 1),
         ((10, 1.0, 6.0, 8), 2),
         ((10, 1.0, 7.0, 8), 3),
+        ((10, 4.0, 16.0, 8), 2),
     ):
         yield alike(size, f"best_devices{arguments}", arguments, expected)
 

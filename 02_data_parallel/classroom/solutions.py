@@ -1,11 +1,14 @@
 """Answers to the exercises of chapter 02, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
+import contextlib
 import functools
 import operator
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -34,6 +37,18 @@ def sizes_of_slices_only(batch, devices):
 def sizes_below_zero(batch, devices):
     length = -(-batch // devices)
     return [min(length, batch - place * length) for place in range(devices)]
+
+
+def sizes_with_one_too_many(batch, devices):
+    """Rounded up where nothing is to round."""
+    length = batch // devices + 1
+    return [max(0, min(length, batch - place * length)) for place in range(devices)]
+
+
+def sizes_in_float32(batch, devices):
+    """Where there are billions, float32 knows not every number."""
+    length = int(torch.tensor(batch / devices).ceil())
+    return [max(0, min(length, batch - place * length)) for place in range(devices)]
 
 
 # --- mean_of_slices -------------------------------------------------------------------------------------------
@@ -107,6 +122,16 @@ def add_up_by_device(gradients):
     return [sum(device) for device in gradients]
 
 
+def add_up_by_pairs(gradients):
+    """Of an odd number the last one has no partner."""
+    result = []
+    for copies in zip(*gradients, strict=True):
+        there = [gradient for gradient in copies if gradient is not None]
+        pairs = [one + other for one, other in zip(there[::2], there[1::2], strict=False)]
+        result.append(functools.reduce(operator.add, pairs) if pairs else None)
+    return result
+
+
 # --- gradients_of_copies --------------------------------------------------------------------------------------
 
 
@@ -148,6 +173,23 @@ def gradients_of_copies_left_over(weight, inputs, targets, devices):
     """There may be fewer slices than devices, and then some copies were never used."""
     copies = [weight.clone().requires_grad_() for _ in range(devices)]
     outputs = torch.cat([part @ mine for part, mine in zip(inputs.chunk(devices), copies, strict=False)])
+    return list(torch.autograd.grad((outputs - targets).square().mean(), copies))
+
+
+def gradients_by_backward(weight, inputs, targets, devices):
+    """Right: each copy keeps its gradient."""
+    slices = inputs.chunk(devices)
+    copies = [weight.clone().requires_grad_() for _ in slices]
+    outputs = torch.cat([part @ mine for part, mine in zip(slices, copies, strict=True)])
+    torch.nn.functional.mse_loss(outputs, targets).backward()
+    return [mine.grad for mine in copies]
+
+
+def gradients_of_the_weight_itself(weight, inputs, targets, devices):
+    """The first replica is the model's own, and requires a gradient from now on."""
+    slices = inputs.chunk(devices)
+    copies = [weight.requires_grad_(), *(weight.detach().clone().requires_grad_() for _ in slices[1:])]
+    outputs = torch.cat([part @ mine for part, mine in zip(slices, copies, strict=True)])
     return list(torch.autograd.grad((outputs - targets).square().mean(), copies))
 
 
@@ -196,6 +238,22 @@ def apply_and_raise(functions, inputs, recording):
 
     with ThreadPoolExecutor(len(functions)) as pool:
         return list(pool.map(call, functions, inputs))
+
+
+def apply_in_threads_of_its_own(functions, inputs, recording):
+    """Right: without a pool."""
+    results = [None] * len(functions)
+
+    def call(place):
+        with contextlib.suppress(Exception), torch.set_grad_enabled(recording):
+            results[place] = functions[place](inputs[place])
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 # --- running_mean ---------------------------------------------------------------------------------------------
@@ -255,6 +313,11 @@ def held_without_log_probabilities(device, devices, parameters, outputs, activat
     return bytes_held(device, devices, parameters, outputs, activations) - (outputs if device == 0 else 0)
 
 
+def held_alone_without_gathering(device, devices, parameters, outputs, activations):
+    """One device gathers, too, and the gathered outputs are there as well as their log-probabilities."""
+    return bytes_held(device, devices, parameters, outputs, activations) - (outputs if devices == 1 else 0)
+
+
 # --- bytes_copied ---------------------------------------------------------------------------------------------
 
 
@@ -281,6 +344,10 @@ def copied_to_itself_too(devices, trainable, frozen, inputs, outputs):
 
 def copied_by_all_reduce(devices, trainable, frozen, inputs, outputs):
     return 2 * (devices - 1) * trainable
+
+
+def copied_alone_too(devices, trainable, frozen, inputs, outputs):
+    return bytes_copied(max(2, devices), trainable, frozen, inputs, outputs)
 
 
 # --- best_devices ---------------------------------------------------------------------------------------------
@@ -319,6 +386,13 @@ def best_but_the_larger(operations, start, compute, limit):
     return min(range(limit, 0, -1), key=lambda n: operations * max(n * start, compute / n))
 
 
+def best_with_a_start_of_one_second(operations, start, compute, limit):
+    return best_devices(operations, 1.0, compute, limit)
+
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {"gradients_of_copies": [gradients_by_backward], "apply_in_threads": [apply_in_threads_of_its_own]}
+
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "slice_sizes": [
@@ -326,6 +400,8 @@ WRONG = {
         (sizes_without_the_remainder, "slice_sizes(8, 3), rank 0: expected [3, 3, 2], got [2, 2, 2]"),
         (sizes_of_slices_only, "slice_sizes(9, 4), rank 0: expected [3, 3, 3, 0], got [3, 3, 3]"),
         (sizes_below_zero, "slice_sizes(2, 4), rank 0: expected [1, 1, 0, 0], got [1, 1, 0, -1]"),
+        (sizes_with_one_too_many, "slice_sizes(8, 4), rank 0: expected [2, 2, 2, 2], got [3, 3, 2, 0]"),
+        (sizes_in_float32, "rank 0: expected [5000000001, 5000000000], got [5000000000, 5000000000]"),
     ],
     "mean_of_slices": [
         (mean_of_means, "slices of [5, 4], rank 0: expected 5, got 5.25"),
@@ -347,6 +423,7 @@ WRONG = {
             add_up_by_device,
             "a parameter that one replica did not use, rank 0: expected a result on every rank ... got TypeError",
         ),
+        (add_up_by_pairs, "one device, rank 0: expected a tensor of shape (2,) and type float32 as item 0, got None"),
     ],
     "gradients_of_copies": [
         (gradients_of_own_means, "4 examples on 2 device(s), rank 0: expected ... got [3, -2]"),
@@ -358,6 +435,7 @@ WRONG = {
             gradients_of_copies_left_over,
             "4 examples on 3 device(s), rank 0: expected a result on every rank, got RuntimeError",
         ),
+        (gradients_of_the_weight_itself, "4 examples on 2 device(s), rank 0: expected the arguments left as they were"),
     ],
     "apply_in_threads": [
         (apply_one_by_one, "RuntimeError: function 0 waited in vain: not all ran at the same time"),
@@ -383,6 +461,7 @@ WRONG = {
         (held_with_moments_everywhere, "bytes_held(1, 4, 100, 1000, 40), rank 0: expected 140, got 340"),
         (held_with_one_share_of_outputs, "bytes_held(0, 4, 100, 1000, 40), rank 0: expected 2340, got 840"),
         (held_without_log_probabilities, "bytes_held(0, 4, 100, 1000, 40), rank 0: expected 2340, got 1340"),
+        (held_alone_without_gathering, "bytes_held(0, 1, 7, 20, 3), rank 0: expected 64, got 44"),
     ],
     "bytes_copied": [
         (copied_one_way, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 3306"),
@@ -390,6 +469,7 @@ WRONG = {
         (copied_without_the_outputs_gradient, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 3606"),
         (copied_to_itself_too, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 8808"),
         (copied_by_all_reduce, "bytes_copied(4, 100, 0, 8, 4000), rank 0: expected 6606, got 600"),
+        (copied_alone_too, "bytes_copied(1, 100, 30, 8, 4000), rank 0: expected 0, got 4234"),
     ],
     "best_devices": [
         (best_is_all, "best_devices(100, 1.0, 16.0, 8), rank 0: expected 4, got 8"),
@@ -399,5 +479,6 @@ WRONG = {
         (best_but_the_larger, "best_devices(10, 1.0, 6.0, 8), rank 0: expected 2, got 3"),
         (best_power_of_two, "best_devices(100, 1.0, 16.0, 3), rank 0: expected 3, got 2"),
         (best_never_alone, "best_devices(100, 1.0, 0.5, 8), rank 0: expected 1, got 2"),
+        (best_with_a_start_of_one_second, "best_devices(10, 4.0, 16.0, 8), rank 0: expected 2, got 4"),
     ],
 }

@@ -155,7 +155,13 @@ def first_difference(size):
 
 def sampler_indices(size):
     rows = []
-    for examples, epoch, seed, rank, world in ((8, 0, 0, 1, 2), (10, 3, 7, 3, 4), (9, 1, 0, 1, 2), (3, 1, 2, 7, 8)):
+    for examples, epoch, seed, rank, world in (
+        (8, 0, 0, 1, 2),
+        (10, 3, 7, 3, 4),
+        (9, 1, 0, 1, 2),
+        (3, 1, 2, 7, 8),
+        (7, 2, 1, 0, 3),  # a rank that has no repetition, where others have
+    ):
         sampler = DistributedSampler(range(examples), world, rank, seed=seed)
         sampler.set_epoch(epoch)
         rows.append((examples, epoch, seed, rank, world, list(sampler)))
@@ -222,7 +228,8 @@ def speedup_and_efficiency(size):
 
 def overlapped_seconds(size):
     """Worked out by hand. The all-reduces go on from 1 to 3, 3 to 5 and 5 to 7 s in the first row; from 4 to 5 and
-    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third."""
+    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third; from 1 to 2, 4 to 7 and 7 to 8 s in the
+    last, where the network is idle in between."""
     yield from calculated(
         size,
         "overlapped_seconds",
@@ -232,6 +239,7 @@ def overlapped_seconds(size):
             ([1.0, 1.0, 4.0], [3.0, 1.0, 1.0], [7.0, 1.0]),
             ([3.0], [2.0], [5.0, 2.0]),
             ([1.0, 2.0], [0.0, 0.0], [3.0, 0.0]),
+            ([1.0, 3.0, 1.0], [1.0, 3.0, 1.0], [8.0, 3.0]),
         ],
     )
 

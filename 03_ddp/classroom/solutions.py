@@ -1,7 +1,8 @@
 """Answers to the exercises of chapter 03, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
 import functools
@@ -191,6 +192,23 @@ def buckets_with_an_empty_one(sizes, first_cap, cap):
     return buckets
 
 
+def buckets_with_large_ones_alone(sizes, first_cap, cap):
+    """A parameter that is larger than the cap gets a bucket of its own."""
+    buckets, filled = [[]], 0
+    for index in reversed(range(len(sizes))):
+        limit = first_cap if len(buckets) == 1 else cap
+        if buckets[-1] and (filled >= limit or sizes[index] > limit):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    return buckets
+
+
+def buckets_with_the_smaller_cap_first(sizes, first_cap, cap):
+    return assign_buckets(sizes, min(first_cap, cap), cap)
+
+
 # --- launch_order ---------------------------------------------------------------------------------------------
 
 
@@ -234,6 +252,18 @@ def launched_at_the_first_gradient(buckets, ready):
     for index in ready:
         launched.append([b for b, bucket in enumerate(buckets) if index in bucket and b not in seen])
         seen.update(launched[-1])
+    return launched
+
+
+def launched_two_at_most(buckets, ready):
+    there, following, launched = set(), 0, []
+    for index in ready:
+        there.add(index)
+        launched.append([])
+        for _ in range(2):
+            if following < len(buckets) and there.issuperset(buckets[following]):
+                launched[-1].append(following)
+                following += 1
     return launched
 
 
@@ -367,6 +397,15 @@ def unused_one_by_one(gradients, shapes):
     return [average if count else None for average, count in zip(averages, used, strict=True)]
 
 
+def unused_by_a_maximum(gradients, shapes):
+    """Right: whether anybody has it is a maximum, too."""
+    used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    averages = average_gradients(full)
+    return [average if count else None for average, count in zip(averages, used, strict=True)]
+
+
 # --- first_difference -----------------------------------------------------------------------------------------
 
 
@@ -421,6 +460,14 @@ def difference_in_the_last_place(parameters):
     gathered = everybody(torch.tensor([fingerprint(parameter) for parameter in parameters]))
     differs = [index for index, same in enumerate(zip(*gathered, strict=True)) if len(set(map(int, same))) > 1]
     return differs[-1] if differs else -1
+
+
+def difference_by_minimum_and_maximum(parameters):
+    """Right: numbers are the same where the smallest is the largest."""
+    least, most = (torch.tensor([fingerprint(parameter) for parameter in parameters]) for _ in range(2))
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return first_of([least, most])
 
 
 # --- sampler_indices ------------------------------------------------------------------------------------------
@@ -531,6 +578,22 @@ def accuracy_of_all_examples(correct, size):
 
 def accuracy_as_a_tensor(correct, size):
     return torch.tensor(exact_accuracy(correct, size))
+
+
+def accuracy_by_two_sums(correct, size):
+    """Right: two numbers of 8 bytes travel."""
+    own = correct[: len(range(dist.get_rank(), size, dist.get_world_size()))]
+    counts = torch.tensor([own.sum(), len(own)])
+    dist.all_reduce(counts)
+    return counts[0].item() / counts[1].item()
+
+
+def accuracy_of_means_with_weights(correct, size):
+    """The mean of nothing is no number, and stays none when it is multiplied by 0."""
+    own = correct[: len(range(dist.get_rank(), size, dist.get_world_size()))].double()
+    right = own.mean() * len(own)
+    dist.all_reduce(right)
+    return right.item() / size
 
 
 # --- examples_of_step -----------------------------------------------------------------------------------------
@@ -649,6 +712,18 @@ def uneven_asked_before_each_step(gradients, elements):
     return results
 
 
+def uneven_by_asking_first(gradients, elements):
+    """Right: one more number says how many steps there are."""
+    steps, results = torch.tensor(len(gradients)), []
+    dist.all_reduce(steps, dist.ReduceOp.MAX)
+    for step in range(int(steps)):
+        own = gradients[step] if step < len(gradients) else None
+        total = torch.zeros(elements + 1) if own is None else torch.cat([own, torch.ones(1)])
+        dist.all_reduce(total)
+        results.append(total[:-1] / total[-1])
+    return results
+
+
 # --- speedup_and_efficiency -----------------------------------------------------------------------------------
 
 
@@ -712,6 +787,25 @@ def seconds_exposed_in_all(compute, communicate):
     return overlapped_seconds(compute, communicate)[0], sum(communicate)
 
 
+def seconds_without_a_pause_of_the_network(compute, communicate):
+    """As if the all-reduces followed one another from the first bucket on, whenever the others are computed."""
+    end = max(compute[0] + sum(communicate), sum(compute) + communicate[-1])
+    return end, end - sum(compute)
+
+
+def seconds_of_two_buckets_at_least(compute, communicate):
+    """As if a bucket alone were hidden by its own computation."""
+    return overlapped_seconds(compute, communicate) if len(compute) > 1 else (max(*compute, *communicate), 0.0)
+
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {
+    "average_with_unused": [unused_by_a_maximum],
+    "first_difference": [difference_by_minimum_and_maximum],
+    "exact_accuracy": [accuracy_by_two_sums],
+    "uneven_steps": [uneven_by_asking_first],
+}
+
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
     "average_gradients": [
@@ -742,12 +836,15 @@ WRONG = {
         (buckets_with_one_cap, "expected [[4], [3, 2], [1, 0]], got [[4, 3], [2, 1], [0]]"),
         (buckets_never_over_their_cap, "expected [[4], [3, 2], [1, 0]], got [[4], [3], [2, 1], [0]]"),
         (buckets_with_an_empty_one, "assign_buckets([8, 8], 8, 8), rank 0: expected [[1], [0]], got [[1], [0], []]"),
+        (buckets_with_large_ones_alone, "expected [[6], [5, 4], [3, 2], [1], [0]], got [[6], [5], [4], [3, 2], [1], ["),
+        (buckets_with_the_smaller_cap_first, "100], 1000, 50), rank 0: expected [[2, 1, 0]], got [[2], [1], [0"),
     ],
     "launch_order": [
         (launched_when_complete, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[1], [], [0], [2]]"),
         (launched_one_at_a_time, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[], [], [0], [1]]"),
         (launched_at_the_end, "[3, 2, 1, 0]), rank 0: expected [[], [0], [1], [2]], got [[], [], [], [0, 1, 2]]"),
         (launched_at_the_first_gradient, "expected [[], [0], [1], [2]], got [[0], [], [1], [2]]"),
+        (launched_two_at_most, "[0, 1, 2, 3]), rank 0: expected [[], [], [], [0, 1, 2]], got [[], [], [], [0, 1]]"),
     ],
     "clipped_gradients": [
         (clipped_before_averaging, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0 ... got [[0.575"),
@@ -804,6 +901,7 @@ WRONG = {
         (accuracy_of_all_examples, "expected all_reduce of at most 16 bytes, got all_reduce of 64 bytes"),
         (accuracy_as_a_tensor, "expected float 0.375, got a tensor of shape () and type float32"),
         (accuracy_with_padding_on_the_last_rank, "world size 3, 10 examples, rank 0: expected 0.4, got 0.5"),
+        (accuracy_of_means_with_weights, "world size 2, 1 example, rank 0: expected 1, got nan"),
     ],
     "examples_of_step": [
         (examples_of_whole_batches, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected [ ... got [1, 2]"),
@@ -843,5 +941,7 @@ WRONG = {
         (seconds_all_at_once, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [5, 2]"),
         (seconds_that_stop_the_computation, "([1.0, 1.0, 4.0], [3.0, 1.0, 1.0]), rank 0: expected [7, 1], got [9, 3]"),
         (seconds_exposed_in_all, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [7, 6]"),
+        (seconds_without_a_pause_of_the_network, "[1.0, 3.0, 1.0]), rank 0: expected [8, 3], got [6, 1]"),
+        (seconds_of_two_buckets_at_least, "overlapped_seconds([3.0], [2.0]), rank 0: expected [5, 2], got [3, 0]"),
     ],
 }

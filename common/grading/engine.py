@@ -258,7 +258,15 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
         text = _describe(error, file, bool(waited))
         return CallOutcome("waited" if waited else "raised", text=text, printed=printed.told())
     changed = any(difference(old, new) for old, new in zip(before, arguments, strict=True))
+    changed = changed or any(map(wants_gradient, arguments)) != any(map(wants_gradient, before))
     return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.told())
+
+
+def wants_gradient(value) -> bool:
+    """Whether some tensor in an argument requires a gradient, which a function may switch on in place."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return isinstance(value, (list, tuple)) and any(map(wants_gradient, value))
 
 
 TAMPERED = "the file replaces functions of PyTorch or of the checker, so nothing that is counted can be believed"

@@ -44,7 +44,8 @@ def difference(expected, got) -> tuple[str, str] | None:
         if len(expected) == len(got) and not same and not (numbers(expected) and numbers(got)):
             return differences[number][0] + f" as item {number}", differences[number][1]
     elif isinstance(expected, Real) and isinstance(got, Real):
-        same = math.isclose(expected, got, rel_tol=1e-6)
+        whole = isinstance(expected, int) and isinstance(got, int)  # bytes and counts are right or wrong
+        same = expected == got if whole else math.isclose(expected, got, rel_tol=1e-6)
     elif type(expected) is type(got):
         same = expected == got
     else:
@@ -84,14 +85,15 @@ def argument(value) -> str:
     """An argument, cut short where it is long."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        about = f" ({'x'.join(map(str, value.shape))} {kind})" if kind != "float32" or value.dim() != 1 else ""
+        shape = "x".join(map(str, value.shape)) or "scalar"
+        about = f" ({shape} {kind})" if kind != "float32" or value.dim() != 1 else ""
         if value.numel() <= SHOWN:
             return show(value) + about
         few = show(value.flatten()[:3])
         return f"{few[:-1]}, ...]" + (about or f" ({value.numel():,} {kind})")
     if isinstance(value, (list, tuple)):
         few = ", ".join(map(argument, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
-        return f"[{few}]" if isinstance(value, list) else f"({few})"
+        return f"[{few}]" if isinstance(value, list) else f"({few}{',' * (len(value) == 1)})"
     text = value if isinstance(value, str) and value.isidentifier() else " ".join(repr(value).split())
     text = repr(value) if isinstance(value, str) else text
     return text if len(text) <= 60 else text[:57] + "..."

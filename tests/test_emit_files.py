@@ -94,6 +94,9 @@ FILES = [  # tool, GPUs, mesh, fields of the layout, and its files
     ("torchrun", 8, {"pipeline": 2, "data": 4}, {"recompute": "full"}, {
         "course.yaml": COURSE | {"mesh": "pipeline=2,data=4", "microbatches": 16, "schedule": "1f1b",
                                  "recompute": "full"}}),
+    ("torchrun", 8, {"data": 8}, {"model": "llama-3.2-1b", "batch_size": 16}, {
+        "course.yaml": {"layers": 16, "width": 2048, "heads": 32, "context": 2048, "batch-size": 16,
+                        "precision": "bf16", "mesh": "data=8", "accumulation-steps": 2}}),
     ("torchrun", 8, {"shard": 8}, {"zero_stage": 1, "recompute": "selective"}, {
         "course.yaml": COURSE | {"strategy": "zero1", "mesh": "shard=8", "accumulation-steps": 8,
                                  "recompute": "selective"}}),

@@ -20,6 +20,7 @@ def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
     for run in runs:
         line = " ".join([*run["options"], f"--strategy={run['strategy']}"]).replace("--distributed", "")
         config = configure(line + " --dry-run", run["processes"])
+        assert ("--distributed" in run["options"]) == (run["processes"] > 1), "one process joins no group"
         pipeline = config.strategy == "pipeline"
         assert not pipeline or config.options.microbatches == 2 * run["processes"], "two for each stage"
         assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1]
@@ -98,5 +99,10 @@ def test_the_first_steps_are_not_timed(monkeypatch):
     tiny = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": ["--distributed"]}
     assert benchmark.measure(tiny, steps=3) == 2.0, "the median of steps 4 to 6"
     assert {"--steps=6", "--nproc_per_node=2", "--strategy=ddp", "--device=cpu"} <= {*asked[0]}
+    told = ["--distributed", "--strategy=ddp", "--steps=6", "--checkpoint-every=0", "--device=cpu"]
+    script, launched = str(benchmark.ROOT / "distributed_training.py"), ["-m", "torch.distributed.run", "--standalone"]
+    assert asked[0][1:-1] == [*launched, "--nproc_per_node=2", script, *told], "the command of two processes"
+    assert asked[0][-1].startswith("--run-dir=") and asked[0][-1].endswith("/run")
     benchmark.measure(tiny | {"processes": 1}, steps=3)
+    assert asked[1][1:-1] == [script, *told], "the command of one process"
     assert asked[1][1].endswith("distributed_training.py") and not any("nproc" in word for word in asked[1])

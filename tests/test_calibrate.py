@@ -24,6 +24,56 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
     assert calibrate.memory_rate(CPU) == 2 * 4 * 2**24 / 2.0, "each of 2**24 numbers is read and written"
 
 
+class Clock:
+    """Seconds that go on where something is computed or sent."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def wait(self, seconds: float):
+        self.now += seconds
+        return self
+
+
+def test_the_fastest_of_several_runs_counts_and_not_the_first(monkeypatch):
+    clock, runs = Clock(monkeypatch), iter([0.5, 3.0, 1.0, 2.0])
+    assert calibrate.best_of(lambda: clock.wait(next(runs)), times=3) == 1.0, "the first one warms up"
+    assert next(runs, "none") == "none", "runs that are left"
+
+
+def test_a_block_is_timed_forward_and_backward(monkeypatch):
+    ran = []
+    monkeypatch.setattr(calibrate, "best_of", lambda work, times: ran.append(times) or work())
+    monkeypatch.setattr(torch.Tensor, "backward", lambda self: ran.append(self.shape))
+    calibrate.block(CPU, 7)
+    assert ran == [7, ()], "(how many times, the sum whose backward pass is computed)"
+
+
+def test_a_message_costs_what_it_adds_to_the_work_before(monkeypatch):
+    """A product takes a second, a message a microsecond for each number but the first of each size, which takes none:
+    the usual one counts."""
+    clock, sent = Clock(monkeypatch), []
+
+    class Numbers:
+        def __init__(self, *shape):
+            self.number = shape[0]
+
+        def __matmul__(self, other):
+            return clock.wait(1.0)
+
+    def all_reduce(tensor):
+        clock.wait(1e-6 * tensor.number if tensor.number in sent else 0.0)
+        sent.append(tensor.number)
+
+    monkeypatch.setattr(torch, "ones", Numbers)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    found = calibrate.messages()
+    assert found == pytest.approx([1e-6 * size / 4 for size in calibrate.SIZES]), "of SIZES bytes in float32"
+    assert [sent.count(size // 4) for size in calibrate.SIZES] == [15] * 4, "messages of each size"
+
+
 def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
     """`block` runs two, one to warm up; each takes 0.3 seconds here."""
     now = [0.0]

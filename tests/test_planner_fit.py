@@ -105,6 +105,43 @@ def test_peaks_are_those_of_a_runs_own_meter():
         assert find_gpu(name).peak == PEAKS[known], name
 
 
+def test_numbers_of_data_sheets():
+    """TFLOP/s in 16 bit and in 8, GiB, TB/s of the memory, GB/s to the node and to the host, GPUs of a node."""
+    told = {
+        "a100-40gb": (312, 0, 39.4, 1.555, 300, 32, 8), "a100-80gb": (312, 0, 79.2, 2.039, 300, 32, 8),
+        "h100-80gb": (989, 1979, 79.1, 3.35, 450, 64, 8), "h100-96gb": (989, 1979, 94.9, 2.4, 450, 64, 8),
+        "h200": (989, 1979, 139.8, 4.8, 450, 64, 8), "b200": (2250, 4500, 178, 8, 900, 64, 8),
+        "gb200-nvl72": (2500, 5000, 185, 8, 900, 64, 72), "v100-32gb": (125, 0, 31.7, 0.9, 150, 16, 8),
+        "l4": (121, 242, 22.2, 0.3, 16, 16, 8), "rtx-4090": (165, 330, 23.5, 1.008, 20, 32, 8),
+        "cpu": (0.06, 0, 8, 0.01, 2, 10, 1),
+    }  # fmt: skip
+    assert [*told] == [*hardware.GPUS], "GPUs that have a name"
+    for name, expected in told.items():
+        gpu = find_gpu(name)
+        found = (gpu.peak / 1e12, gpu.peak_fp8 / 1e12, gpu.memory / GIB, gpu.hbm / 1e12, gpu.link / 1e9,
+                 gpu.pcie / 1e9, gpu.gpus_per_node)  # fmt: skip
+        assert found == pytest.approx(expected), name
+    for alias, name in (("a100", "a100-80gb"), ("h100", "h100-80gb"), ("b200-180gb", "b200"), ("4090", "rtx-4090")):
+        assert find_gpu(alias.upper()).name == name, alias
+    one = cluster("h100", 8)
+    assert (one.host, one.host_memory) == (300e9, 1000 * GIB), "bytes per second and bytes of a node's own memory"
+
+
+def test_constants_before_they_are_fitted():
+    told = {
+        "matmul": 0.9, "passes": 2.0, "eager": 1.5, "attention": 1.0, "fp8": 1.4, "link": 0.8, "network": 0.7,
+        "kept": 0.89, "async_kept": 0.5, "ring": 0.5, "memory_rate": 0.85, "kernel": 4e-6, "alpha_link": 2.9e-6,
+        "alpha_network": 8e-6, "allocator_low": 1.0, "allocator": 1.05, "allocator_high": 1.15, "loss_copies": 3.5,
+        "parallel_loss_copies": 5.0, "step_low": 0.85, "step_high": 1.2, "source": "prior",
+    }  # fmt: skip
+    differ = {name: value for name, value in vars(PRIOR).items() if told.get(name) != value}
+    assert not differ and vars(PRIOR).keys() == told.keys(), f"constants of the prior: {differ}"
+    fixed = {name: value for name, value in told.items() if name not in constants.FITTED and value != "prior"}
+    stored = vars(constants.load())
+    for name in ("link", "kept", "memory_rate", "kernel", "alpha_link", "alpha_network", "loss_copies"):
+        assert stored[name] == fixed[name], f"{name} is not fitted"
+
+
 def test_adapters_and_networks_that_are_usual():
     """One adapter for each GPU in data centres, also where a node has fewer of them."""
     for gpu, gpus, per_node, rate, number in (

@@ -154,6 +154,20 @@ def test_lists_have_the_numbers(capsys):
     assert " 50.00 GB/s per adapter" in lines["infiniband-400"]
 
 
+def test_lists_as_json_have_the_numbers(capsys):
+    main(["hardware", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    gpus = {gpu["name"]: gpu for gpu in found["gpus"]}
+    h100 = {"peak": 989e12, "hbm": 3.35e12, "link": 450e9, "pcie": 64e9, "peak_fp8": 1979e12, "gpus_per_node": 8}
+    assert {name: gpus["h100-80gb"][name] for name in h100} == h100
+    assert found["networks"]["infiniband-400"] == {
+        "bytes_per_second": 50e9, "source": "NDR InfiniBand, 400 Gb/s"}  # fmt: skip
+    main(["models", "--json"])
+    found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    llama = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "parameters": 8_030_261_248}
+    assert {name: found["llama-3-8b"][name] for name in llama} == llama
+
+
 # --- files of constants ---------------------------------------------------------------------------------------------
 
 

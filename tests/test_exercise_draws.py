@@ -113,5 +113,27 @@ def test_arguments_are_drawn_as_they_are_meant(module, name):
             assert found == allowed, f"{name}, argument {place}"
 
 
+# Exercises with a judge, of which whole cases are drawn.
+SCHEDULES = {
+    "one_forward_one_backward": ((2, 6), (3, 10)),
+    "short_of_memory": ((3, 5), (5, 9), (1, 4)),
+    "interleave": ((2, 5), (2, 15), (2, 4)),
+    "blocks_per_stage": ((0, 9), (1, 5), (3, 30), (8, 12), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cases_are_drawn_as_they_are_meant(name):
+    drawn = random.Random(0)
+    calls = [case.arguments[0] for _ in range(100) for case in pipeline.CASES[name](drawn, 2)]
+    assert len(calls) == 100, "one case for each draw, on two ranks"
+    assert [list(pipeline.CASES[name](drawn, size)) for size in (3, 4)] == [[], []]
+    assert tuple((min(found), max(found)) for found in zip(*calls, strict=True)) == SCHEDULES[name], name
+    if name == "interleave":
+        assert {microbatches % ranks for ranks, microbatches, _ in calls} == {0}, "micro-batches in whole rounds"
+    if name == "short_of_memory":
+        assert all(limit < ranks for ranks, _, limit in calls), "less room than 1F1B wants"
+
+
 def test_everything_that_is_drawn_is_looked_at():
     assert all(module.ARGUMENTS.keys() == names.keys() for module, names in RANGES.items())

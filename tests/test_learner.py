@@ -105,11 +105,14 @@ def test_until_saved(tmp_path):
 def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     x = torch.tensor([1.5, 2.0])
     assert values.inputs([(x, 3), (x, 3)], "f") == ["every rank: f([1.5, 2], 3)"]
+    assert values.argument([x[0], [(2,), (2, 3), ()]]) == "[1.5 (scalar float32), [(2,), (2, 3), ()]]"
     assert values.inputs([(x,), (x.double(),)], "f") == ["rank 0: f([1.5, 2])", "rank 1: f([1.5, 2] (2 float64))"]
     assert values.argument(torch.ones(300_000)) == "[1, 1, 1, ...] (300,000 float32)"
     assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"
     assert values.argument(tuple(range(20))) == "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"
     assert len(values.argument("x" * 100)) == 60
+    assert values.argument(torch.arange(1.0, 7).view(2, 3)) == "[[1, 2, 3], [4, 5, 6]] (2x3 float32)"
+    assert values.argument(torch.arange(20)) == "[0, 1, 2, ...] (20 int64)", "the first three"
 
 
 def test_of_what_is_printed_the_beginning_is_kept():

@@ -14,7 +14,7 @@ from forks import ranks_of, start, torchrun, wait_for_step
 from helpers import TEXT, code_of_page, configure, definitions, metrics, numbers, saved, train
 
 from common import ROOT, manifest
-from common.data import Plan, Text
+from common.data import Plan, Text, epoch_order
 from common.errors import UserError
 from common.lab.equality import NotEqual
 from common.lab.launch import launch
@@ -92,6 +92,59 @@ def test_a_mistake_is_refused(name):
     with pytest.raises(NotEqual) as refusal:
         proof.check_loading([planted(name)], 2)
     assert refusal.value.what == MISTAKES[name][-1], refusal.value
+
+
+def right_batches(size: int, accumulate: int, start: int) -> list[list]:
+    """What each rank should read from step `start` on, from the orders of the epochs laid end to end."""
+    endless = torch.cat([epoch_order(1, epoch, 50) for epoch in range(3)])
+    of_ranks = []
+    for rank in range(size):
+        parts = [endless[24 * step :][:24].chunk(size)[rank].chunk(accumulate) for step in range(start, 4)]
+        of_ranks.append([[(part, -part) for part in micro] for micro in parts])
+    return of_ranks
+
+
+def test_what_ranks_read_is_compared():
+    """Four batches of 24 from 113 examples, which are two epochs of 50 and a bit."""
+    proof.compare(right_batches(2, 1, 0), 1, 0, "dealt")
+    proof.compare(right_batches(4, 3, 1), 3, 1, "dealt")
+
+    def refused(spoil) -> str:
+        batches = right_batches(2, 3, 1)
+        spoil(batches)
+        with pytest.raises(NotEqual) as refusal:
+            proof.compare(batches, 3, 1, "dealt on 2 rank(s)")
+        return f"{refusal.value.what}: {refusal.value}"
+
+    def swap(of_ranks):
+        of_ranks[1][1][2] = of_ranks[1][1][0]
+
+    first, third = (right_batches(2, 3, 1)[1][1][micro][0].tolist() for micro in (0, 2))
+    where = "order: dealt on 2 rank(s): from step 1 on, micro-batch 2 of step 2 on rank 1"
+    assert refused(swap) == f"{where} is {first}, expected {third}"
+    assert refused(lambda of_ranks: of_ranks[1][1].pop()) == f"{where} is None, expected {third}"
+    targets = refused(lambda of_ranks: of_ranks[0][0][0][1].neg_())
+    assert targets.startswith("order: dealt on 2 rank(s): from step 1 on, micro-batch 0 of step 1 on rank 0 is ")
+    said = "count: dealt on 2 rank(s): from step 1 on, ranks got [3, 2] batches, expected 3 each"
+    assert refused(lambda of_ranks: of_ranks[1].pop()) == said
+
+
+def test_a_check_of_loading_asks_for_every_plan_and_start(monkeypatch):
+    seen = []
+
+    def dealt(dataset, plan, start):
+        return [(plan.accumulate, start, plan.batch_size, plan.examples, plan.seed, plan.data_rank, plan.data_size)]
+
+    monkeypatch.setattr(proof.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(proof.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(proof, "launch", lambda function, nproc, timeout: [function()] * nproc)
+    monkeypatch.setattr(proof, "compare", lambda *about: seen.append(about))
+    proof.check_loading([dealt], 2)
+    asked = [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert [(about[1:3], about[3]) for about in seen] == [
+        (case, f"dealt on 2 rank(s), accumulate {case[0]}") for case in asked
+    ]
+    assert [about[0] for about in seen] == [[[(*case, 24, 113, 1, 1, 2)]] * 2 for case in asked]
 
 
 class Counted(proof.Numbered):

@@ -155,7 +155,13 @@ def first_difference(size):
 
 def sampler_indices(size):
     rows = []
-    for examples, epoch, seed, rank, world in ((8, 0, 0, 1, 2), (10, 3, 7, 3, 4), (9, 1, 0, 1, 2), (3, 1, 2, 7, 8)):
+    for examples, epoch, seed, rank, world in (
+        (8, 0, 0, 1, 2),
+        (10, 3, 7, 3, 4),
+        (9, 1, 0, 1, 2),
+        (3, 1, 2, 7, 8),
+        (7, 2, 1, 0, 3),  # a rank that has no repetition, where others have
+    ):
         sampler = DistributedSampler(range(examples), world, rank, seed=seed)
         sampler.set_epoch(epoch)
         rows.append((examples, epoch, seed, rank, world, list(sampler)))

@@ -85,14 +85,15 @@ def argument(value) -> str:
     """An argument, cut short where it is long."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        about = f" ({'x'.join(map(str, value.shape))} {kind})" if kind != "float32" or value.dim() != 1 else ""
+        shape = "x".join(map(str, value.shape)) or "scalar"
+        about = f" ({shape} {kind})" if kind != "float32" or value.dim() != 1 else ""
         if value.numel() <= SHOWN:
             return show(value) + about
         few = show(value.flatten()[:3])
         return f"{few[:-1]}, ...]" + (about or f" ({value.numel():,} {kind})")
     if isinstance(value, (list, tuple)):
         few = ", ".join(map(argument, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
-        return f"[{few}]" if isinstance(value, list) else f"({few})"
+        return f"[{few}]" if isinstance(value, list) else f"({few}{',' * (len(value) == 1)})"
     text = value if isinstance(value, str) and value.isidentifier() else " ".join(repr(value).split())
     text = repr(value) if isinstance(value, str) else text
     return text if len(text) <= 60 else text[:57] + "..."

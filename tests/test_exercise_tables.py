@@ -1,13 +1,15 @@
 """What every exercise of chapters 04 to 06 asks, and what its hint says, against the tables in tests/exercises/.
 
 A wrong answer is refused by the first case that it gets wrong, so no wrong answer needs most of the others. A table has
-for each exercise its dots and points, its hint, and a line for each case, headed by the world sizes that have it.
+for each exercise its dots and points, its hint, and a line for each case, headed by the world sizes that have it; after
+| what the ranks are given on the largest of these, of floating-point tensors the shape.
 """
 
 import random
 from collections import Counter
 
 import pytest
+import torch
 
 from common import ROOT, check
 from common.grading.engine import SIZES, Wrong
@@ -42,14 +44,34 @@ def case_in_words(case) -> str:
     return f"{case.what.partition('(')[0]}({', '.join(shown)})"
 
 
+def held(value) -> str:
+    """An argument: of floating-point tensors the shape, of all others what is in it."""
+    if isinstance(value, torch.Tensor):
+        return "x".join(map(str, value.shape)) or "()" if value.is_floating_point() else str(value.tolist())
+    return f"[{', '.join(map(held, value))}]" if isinstance(value, (list, tuple)) else str(value)
+
+
+def with_arguments(case) -> str:
+    """What each rank is given, where the name of the case does not say it."""
+    words = case_in_words(case)
+    ranks = ["; ".join(map(held, own)) for own in case.arguments]
+    shown = ranks[:1] if len({*ranks}) == 1 else ranks
+    return words if "(" in words.partition(" ")[0] else f"{words} | {' / '.join(shown)}"
+
+
 def asked(exercise) -> list[str]:
+    """Its heading, its hint, and its cases with the world sizes that have them; arguments on the most ranks alone."""
     sizes: dict[tuple[int, str], list[int]] = {}
+    cases = {size: list(exercise.check(size)) for size in SIZES}
+    most = max(size for size in SIZES if cases[size])
     for size in SIZES:
-        for place, case in enumerate(exercise.check(size)):
+        for place, case in enumerate(cases[size]):
             sizes.setdefault((place, case_in_words(case)), []).append(size)
     heading = f"{exercise.name} {exercise.difficulty} {exercise.points}"
-    return [heading, exercise.hint, *(f"{' '.join(map(str, on))}: {what}" for (_, what), on in sorted(
-        sizes.items(), key=lambda entry: (entry[1], entry[0][0])))]  # fmt: skip
+    return [heading, exercise.hint, *(
+        f"{' '.join(map(str, on))}: {with_arguments(cases[most][place]) if most in on else what}"
+        for (place, what), on in sorted(sizes.items(), key=lambda entry: (entry[1], entry[0][0]))
+    )]  # fmt: skip
 
 
 @pytest.mark.parametrize("chapter", sorted(TABLES))
@@ -186,6 +208,12 @@ def test_judge_says_what_it_allows_of_every_schedule(name):
     cases = list(getattr(pipeline, name)(2))
     for answer, expected in BUDGETS[name].items():
         assert judgements(cases, answer) == expected, f"{name}, of what {answer.__name__} answers"
+
+
+def test_slowest_stage_may_take_no_second_more():
+    first = next(iter(pipeline.blocks_per_stage(2)))
+    stages = "[3, 5, 3, 1]: stages of [7, 10, 6, 9]"
+    assert judgements([first], lambda *costs: [3, 5, 3, 1]) == [f"a slowest stage of 9, got {stages} | {stages}"]
 
 
 def test_schedule_to_be_mended_is_not_legal_as_it_is():

@@ -1,7 +1,8 @@
 """Answers to the exercises of chapter 04, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
 import math
@@ -180,6 +181,20 @@ def tied_gradient(gradient):
     request = dist.isend(gradient, partner)
     dist.recv(other, partner)
     request.wait()
+    return gradient + other
+
+
+def tied_in_turns(gradient):
+    """Right: one sends first, the other receives first."""
+    if gradient is None:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    partner, other = size - 1 - rank, torch.empty_like(gradient)
+    for sends in (rank == 0, rank > 0):
+        if sends:
+            dist.send(gradient, partner)
+        else:
+            dist.recv(other, partner)
     return gradient + other
 
 
@@ -377,6 +392,16 @@ def parallel_cross_entropy(logits, targets):
     return (total.log() - of_target).mean()
 
 
+def entropy_in_three_messages(logits, targets):
+    """Right: as many bytes, whether they travel together or not."""
+    largest = logits.amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    own = targets - dist.get_rank() * logits.shape[1]
+    here = (own >= 0) & (own < logits.shape[1])
+    of_target = summed(logits.gather(1, own.where(here, 0)[:, None])[:, 0] * here)
+    return (summed((logits - largest[:, None]).exp().sum(1)).log() + largest - of_target).mean()
+
+
 def entropy_by_gathering(logits, targets):
     return torch.nn.functional.cross_entropy(torch.cat(gathered(logits), 1), targets)
 
@@ -437,6 +462,14 @@ def gradient_norm(gradients, sharded):
     for gradient, cut in zip(gradients, sharded, strict=True):
         squares[cut] += gradient.double().square().sum()
     return math.sqrt(squares[0] + summed(torch.as_tensor(squares[1])))
+
+
+def norm_in_float32(gradients, sharded):
+    """Right: a number of 4 bytes is exact enough."""
+    squares = [torch.zeros(()), torch.zeros(())]
+    for gradient, cut in zip(gradients, sharded, strict=True):
+        squares[cut] += gradient.square().sum()
+    return (squares[0] + summed(squares[1])).sqrt().item()
 
 
 def norm_of_everything_summed(gradients, sharded):
@@ -617,6 +650,17 @@ def ring_attention(q, k, v):
     for _ in range(dist.get_world_size() - 1):
         kv = pass_on(kv)
         block, block_lse = attend(q, *kv)
+        total = torch.logaddexp(lse, block_lse)
+        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
+    return out
+
+
+def ring_of_keys_and_values_apart(q, k, v):
+    """Right: two messages have as many bytes as one."""
+    out, lse = attend(q, k, v)
+    for _ in range(dist.get_world_size() - 1):
+        k, v = pass_on(k), pass_on(v)
+        block, block_lse = attend(q, k, v)
         total = torch.logaddexp(lse, block_lse)
         out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
     return out
@@ -972,6 +1016,14 @@ def loss_by_gathering(probabilities):
     whole = torch.cat(gathered(padded))
     return loss_of_this_rank(whole[whole[:, 0] >= 0])
 
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {
+    "tied_gradient": [tied_in_turns],
+    "parallel_cross_entropy": [entropy_in_three_messages],
+    "gradient_norm": [norm_in_float32],
+    "ring_attention": [ring_of_keys_and_values_apart],
+}
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {

@@ -1,7 +1,8 @@
 """Answers to the exercises of chapter 05, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
 from collections import defaultdict
@@ -82,6 +83,11 @@ def ahead_for_quick_messages(ranks, microbatches):
     return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: ranks - 1 - rank)
 
 
+def in_one_text(ranks, microbatches):
+    """Right: a rank's actions may be written as one text."""
+    return [" ".join(actions) for actions in one_forward_one_backward(ranks, microbatches)]
+
+
 def no_warm_up(ranks, microbatches):
     return one_forward_one_backward(ranks, microbatches, lambda ranks, rank: 0)
 
@@ -116,14 +122,14 @@ def not_cut_off(ranks, microbatches):
 # --- short_of_memory ------------------------------------------------------------------------------------------
 
 
-def short_of_memory(ranks, microbatches, limit, backward_first=True):
+def short_of_memory(ranks, microbatches, limit):
     forward, backward, schedule = [0] * ranks, [0] * ranks, [[] for _ in range(ranks)]
     while backward != [microbatches] * ranks:
         f, b = list(forward), list(backward)  # at the beginning of this unit of time
         for rank in range(ranks):
             can_b = b[rank] < f[rank] and (rank == ranks - 1 or b[rank + 1] > b[rank])
             can_f = f[rank] < microbatches and f[rank] - b[rank] < limit and (rank == 0 or f[rank - 1] > f[rank])
-            if can_b and (backward_first or not can_f):
+            if can_b:
                 schedule[rank].append(f"{rank}B{b[rank]}")
                 backward[rank] += 1
             elif can_f:
@@ -179,6 +185,18 @@ def received(like, peer):
     tensor = torch.empty_like(like)
     dist.recv(tensor, peer)
     return tensor
+
+
+def neighbours_with_gradients_first(activations, gradient):
+    """Right: which of the two goes first is all the same."""
+    rank = dist.get_rank()
+    requests = [] if gradient is None else [dist.isend(gradient, rank - 1)]
+    requests += [] if activations is None else [dist.isend(activations, rank + 1)]
+    like = gradient if activations is None else activations
+    after, before = received(like, rank + 1), received(like, rank - 1)
+    for request in requests:
+        request.wait()
+    return before, after
 
 
 def neighbours_that_send_first(activations, gradient):
@@ -271,6 +289,15 @@ def pipeline_step(weight, inputs, targets, batch, microbatches, loss_of=None, me
         if used and m == used - 1:
             result = total.clone()
     return result if used else total
+
+
+def step_with_one_micro_batch_after_the_other(weight, inputs, targets, batch, microbatches):
+    """Right: each micro-batch goes there and back before the next begins, which takes longer."""
+    each, total = batch // microbatches, torch.zeros_like(weight)
+    for m in range(microbatches):
+        own = [None if x is None else x[m * each : (m + 1) * each] for x in (inputs, targets)]
+        total += pipeline_step(weight, *own, each, 1) / microbatches
+    return total
 
 
 def step_m_times_too_large(weight, inputs, targets, batch, microbatches):
@@ -560,6 +587,19 @@ def mend(schedule, distance=1):
                 pass
 
 
+def mend_from_the_last(schedule):
+    """Right: whichever swap makes it legal will do."""
+    for rank in reversed(range(len(schedule))):
+        for place in reversed(range(len(schedule[rank]) - 1)):
+            tried = [list(actions) for actions in schedule]
+            tried[rank][place : place + 2] = tried[rank][place : place + 2][::-1]
+            try:
+                simulator.simulate([schedules.parse(" ".join(row)) for row in tried])
+                return tried
+            except simulator.IllegalSchedule:
+                pass
+
+
 def mend_by_a_swap_at_a_distance(schedule):
     return mend(schedule, distance=2)
 
@@ -666,6 +706,20 @@ def blocks_per_stage(embedding, block, head, blocks, stages):
     return counts
 
 
+def blocks_filled_from_the_last(embedding, block, head, blocks, stages):
+    """Right: of several ways that are as quick, any will do."""
+    most = max(
+        n * block + embedding * (s == 0) + head * (s == stages - 1)
+        for s, n in enumerate(blocks_per_stage(embedding, block, head, blocks, stages))
+    )
+    counts, left = [], blocks
+    for stage in reversed(range(stages)):
+        room = (most - embedding * (stage == 0) - head * (stage == stages - 1)) // block
+        counts.insert(0, max(1, min(room, left - stage)))
+        left -= counts[0]
+    return counts
+
+
 def blocks_in_equal_numbers(embedding, block, head, blocks, stages):
     return [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
 
@@ -764,6 +818,15 @@ def factors_the_other_way_round(tokens):
             columns[m].append(factor)
     return list(columns.values())
 
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {
+    "one_forward_one_backward": [in_one_text],
+    "neighbours": [neighbours_with_gradients_first],
+    "pipeline_step": [step_with_one_micro_batch_after_the_other],
+    "mend": [mend_from_the_last],
+    "blocks_per_stage": [blocks_filled_from_the_last],
+}
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {

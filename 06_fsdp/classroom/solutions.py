@@ -1,7 +1,8 @@
 """Answers to the exercises of chapter 06, and after each the wrong answers that people really give.
 
-The table WRONG at the end says for which reason the checker must refuse each wrong answer; the tests hold it to
-that. Nothing in the course imports this file except its test, so that an instructor can leave it out.
+The table WRONG at the end says for which reason the checker must refuse each wrong answer, and RIGHT which other
+answers it must accept; the tests hold it to that. Nothing in the course imports this file except its test, so that
+an instructor can leave it out.
 """
 
 import math
@@ -209,6 +210,13 @@ def own_square(shards, lengths, skip_padding=True, once=True):
 
 def global_norm(shards, lengths):
     square = own_square(shards, lengths)
+    dist.all_reduce(square)
+    return square.sqrt().item()
+
+
+def norm_in_float64(shards, lengths):
+    """Right: the number that travels may have 8 bytes."""
+    square = own_square(shards, lengths).double()
     dist.all_reduce(square)
     return square.sqrt().item()
 
@@ -554,6 +562,13 @@ def stepped(shard, scale, good, interval, overflow):
     return (shard / scale, scale * 2, 0) if good + 1 == interval else (shard / scale, scale, good + 1)
 
 
+def scaled_by_a_maximum(shard, scale, good, interval):
+    """Right: whether anybody overflowed is a maximum, too."""
+    overflow = (~shard.isfinite()).any().long()
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    return stepped(shard, scale, good, interval, overflow > 0)
+
+
 def scaled_by_each_rank_alone(shard, scale, good, interval):
     return stepped(shard, scale, good, interval, not shard.isfinite().all())
 
@@ -749,6 +764,11 @@ def fit_on_four_cards():
     return 3, 1, 8, "full", True
 
 
+def cards_with_smaller_micro_batches():
+    """Right: quick enough, and lighter."""
+    return 3, 1, 4, "full", True
+
+
 def cards_without_offload():
     return 3, 1, 1, "full", False
 
@@ -814,6 +834,13 @@ def offer_if_there_is_one(model, offers, sequence):
     best = best_offer(model, offers, sequence)
     return best[0], best[1]
 
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {
+    "global_norm": [norm_in_float64],
+    "scaled_step": [scaled_by_a_maximum],
+    "fit_on_four_cards": [cards_with_smaller_micro_batches],
+}
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {

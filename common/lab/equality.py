@@ -376,6 +376,9 @@ def agree(strategy_class, nproc: int, who: str) -> None:
     if torch.equal(first["model/norm.running_mean"], WithBatchNorm().norm.running_mean):
         raise NotEqual("nothing changed", f"{who}: the running mean is as it was made")
     for rank, other in enumerate(others, start=1):
+        if other.keys() != first.keys():
+            names = ", ".join(sorted(other.keys() ^ first.keys())[:3])
+            raise NotEqual("agreement", f"{who}: rank 0 and rank {rank} do not both hold {names}")
         for name, expected in first.items():
             if not torch.equal(other[name], expected):
                 text = f"{who}: {name} on rank {rank} differs by {difference(other[name], expected):.3g}"

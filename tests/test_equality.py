@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from bug_words import said
 from helpers import FULL
 
 from common.lab import equality
@@ -119,6 +120,7 @@ def test_bug_is_refused(chapter, name):
         assert re.search(r"rank 0 .*\bwait\w* .*\b(reduce|recv)\b", str(refusal.value)), str(refusal.value)
     else:
         assert refusal.value.what == bug.refused_by, str(refusal.value)
+    said(chapter, name, bug, str(refusal.value))
 
 
 def examine(strategy_class, nproc, who, timeout=60.0):

@@ -148,9 +148,10 @@ def plan(
         found += candidates(model, cluster, batch_size, sequence, precision, constants, offload=True)
         fitting = [one for one in found if one.expected <= room]
     if not found:
+        sizes = (size for size in divisors(cluster.gpus) if any(layouts(model, cluster, size, sequence, precision)))
         raise UserError(
             f"--batch-size {batch_size} does not divide over {cluster.gpus} GPUs in any layout; take a multiple of "
-            f"{cluster.gpus // min(cluster.gpus, cluster.gpus_per_node)}"
+            f"{next(sizes)}"
         )
     if not fitting:
         least = min(found, key=lambda one: one.expected)
@@ -183,6 +184,6 @@ def loser(chosen: Estimate, found: list[Candidate], room: float) -> str:
     one, changed = min(faster or fits or near, key=lambda pair: pair[0].seconds)
     what = one.layout.describe()
     if one.expected > room:
-        faster_by = f", {1 - one.seconds / chosen.seconds:.0%} faster" if one.seconds < float("inf") else ""
+        faster_by = f", {1 - one.seconds / chosen.seconds:.0%} faster" if one.seconds < chosen.seconds else ""
         return f"{what}{faster_by}: needs {one.expected / GIB:.1f} GiB"
     return f"{what}: {one.seconds / chosen.seconds - 1:+.0%} time"

@@ -21,7 +21,7 @@ MISTAKES = [
     Mistake(
         "common/lab/launch.py", "torch.set_num_threads(1)  # for a single rank", "pass  # for a single rank",
         "a rank alone computes in another order than several",
-        "tests/test_launch.py::test_a_rank_computes_with_one_thread",
+        "tests/test_launch.py::test_what_a_rank_finds",
         "threads of a rank alone",
     ),
     Mistake(

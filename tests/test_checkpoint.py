@@ -169,9 +169,13 @@ def test_a_checksum_is_of_all_bytes(tmp_path):
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
-    for step in (1_000_000, 5, 999_999):
-        (tmp_path / manifest.name_of(step)).mkdir()
-    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [5, 999_999, 1_000_000], "by steps"
+    assert manifest.still_there(tmp_path) == "", "there is no checkpoint"
+    for name in ("checkpoint-1000000", "checkpoint-000005", "checkpoint-999999", "checkpoint-000004.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-000006").touch()
+    names = [path.name for path in manifest.checkpoints(tmp_path)]
+    assert names == ["checkpoint-000005", "checkpoint-999999", "checkpoint-1000000"], "folders, by steps"
+    assert manifest.still_there(tmp_path) == " (checkpoints written before are whole; --resume goes on from them)"
 
 
 def test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved(tmp_path, monkeypatch):
@@ -200,6 +204,7 @@ def test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun(t
 def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     folder, there = tmp_path / "checkpoint-000001", []
     folder.mkdir()
+    (tmp_path / ".checkpoint-000001.removed.partial" / "left").mkdir(parents=True)  # by somebody who was killed
     rmtree = shutil.rmtree
 
     def watched(path, **how):

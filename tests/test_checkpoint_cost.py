@@ -26,6 +26,12 @@ def test_sliders_have_hours_and_seconds_and_the_picture_minutes(monkeypatch):
     monkeypatch.setattr(checkpoint_cost, "draw", lambda *args: asked.append(args))
     checkpoint_cost.Intervals.draw(None, gpus=16, hours_per_failure=8, seconds=30, restart=600)
     assert asked == [(0.5, 30.0, 10.0)], "minutes: of a checkpoint, between failures, of a restart"
+    monkeypatch.setattr(checkpoint_cost.Intervals, "draw", lambda self, **values: asked.append(values))
+    sliders = checkpoint_cost.Intervals(gpus=1024, hours_per_failure=50000, seconds=20, restart=300)
+    begin = {"gpus": 1024, "hours_per_failure": 50000, "seconds": 20, "restart": 300}
+    assert asked[1] == pytest.approx(begin), "where each slider begins"
+    names = [control.description for control in sliders.controls.values()]
+    assert names == ["GPUs", "GPU-h/failure", "s/checkpoint", "s/restart"], "what each slider is, with its unit"
 
 
 def test_the_picture_says_which_interval_is_best():
@@ -34,4 +40,9 @@ def test_the_picture_says_which_interval_is_best():
     best = daly(0.5, 180.0)
     assert f"best: every {best:.1f} min,\n{100 * lost(best, 0.5, 180.0, 10.0):.1f}% lost" in said
     whole, writing, again = (line.get_ydata() for line in fig.axes[0].lines[:3])
+    intervals = fig.axes[0].lines[1].get_xdata()
+    for interval, share in zip(intervals, writing, strict=True):
+        expected = 100 * 0.5 / interval / time_per_work(interval, 0.5, 180.0, 10.0)
+        assert share == pytest.approx(expected), "of each stretch and its checkpoint, half a minute writes"
+    assert fig.axes[0].get_xlabel().startswith("minutes of training")
     assert [a + b for a, b in zip(writing, again, strict=True)] == pytest.approx([*whole]), "the two shares add up"

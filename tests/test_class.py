@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ from hostile import ALL, HOSTILE
 
 from common import ROOT, check
 from common.errors import UserError
-from common.grading import classes, engine, fresh, sandbox
+from common.grading import classes, engine, fresh, patterns, sandbox
 from common.grading.classes import Grading, safe
 from common.grading.engine import SIZES, Exercise, ExerciseCase
 
@@ -111,6 +112,61 @@ def test_only_numbers_with_a_point_are_multiplied():
     """Those without are places and tokens, which would lie outside."""
     numbers, (places, name) = fresh.multiplied([torch.tensor([0.5, -2.0]), (torch.tensor([3, 4]), "sum")], 1.5)
     assert numbers.tolist() == [0.75, -3.0] and (places.tolist(), name) == ([3, 4], "sum"), "places in a tensor"
+    assert fresh.multiplied(((1, 2), [3.0, "x"]), 1.5) == ((1, 2), [3.0, "x"]), "tuples and lists stay what they are"
+
+
+def test_fresh_cases_are_these(monkeypatch):
+    """Other calls of what calculates, cases of the chapter's own, and one known case times a number; the solution's
+    answers of each rank are what is expected of it."""
+    asked, counted = [], itertools.count(100)
+
+    def run_jobs(file, jobs, size):
+        asked.append((str(file), size, list(jobs)))
+        return {
+            key: [[SimpleNamespace(status="returned", value=f"{name} {size}:{rank}:{number}", text="")
+                   for number in range(len(calls))] for rank in range(size)]
+            for key, (name, calls) in jobs.items()
+        }  # fmt: skip
+
+    def varied(size):
+        for what in ("few", "many"):
+            mine = [(torch.tensor([rank + 1.0]), size) for rank in range(size)]
+            yield ExerciseCase(what, mine, ["?"] * size, pattern)
+
+    def exercise(name, check):
+        return Exercise(name, 1, "easy", check, "A hint.")
+
+    def pattern(entries):
+        pass
+
+    monkeypatch.setattr(fresh, "run_jobs", run_jobs)
+    table = [exercise("adds", lambda size: []), exercise("sends", lambda size: ["known"]), exercise("varies", varied),
+             exercise("fixed", lambda size: [ExerciseCase("fixed", [(1,)] * size, [1] * size, pattern)])]  # fmt: skip
+    draws = {"adds": lambda drawn: (next(counted),)}, {"sends": lambda drawn, size: [f"own {size}"]}
+    adds, own, varies, fixed = fresh.with_fresh_cases(table, Path("solutions.py"), *draws, seed=1)
+    assert asked == [("solutions.py", 2, ["adds", "varies"]), *(("solutions.py", n, ["varies"]) for n in (3, 4))], (
+        "the solution is asked of calculations on 2 ranks, and of what can be varied on 2, 3 and 4"
+    )
+    added = [(case.what, case.arguments, case.expected, case.pattern) for case in adds.check(2)]
+    assert added == [
+        ("other numbers", [(n,)] * 2, [f"adds 2:0:{n - 100}", f"adds 2:1:{n - 100}"], patterns.nothing_sent)
+        for n in (100, 101, 102)
+    ], "three calls of what calculates, on two ranks"
+    assert not [*adds.check(3), *adds.check(4)], "calls of what calculates on more ranks"
+    assert [[*own.check(size)] for size in (2, 4)] == [["known", "own 2"], ["known", "own 4"]], "known and own cases"
+    assert [case.what for case in fixed.check(3)] == ["fixed"], "nothing to multiply"
+    few, many, other = varies.check(3)
+    factor = other.arguments[0][0].item()
+    assert (few.what, many.what) == ("few", "many") and other.what in ("few, other numbers", "many, other numbers"), (
+        "the cases that are known, and one that says that its numbers are others"
+    )
+    assert 1 < factor < 2, "another number than the known one"
+    assert other.arguments == [(torch.tensor([factor * (rank + 1)]), 3) for rank in range(3)], "each rank's own, times"
+    assert (other.expected, other.pattern) == (["varies 3:0:0", "varies 3:1:0", "varies 3:2:0"], pattern)
+    drawn = [[*fresh.with_fresh_cases(table[2:3], Path(), {}, {}, seed)[0].check(2)][-1] for seed in range(30)]
+    assert len({case.what for case in drawn}) == 2, "seeds draw one of the known cases"
+    assert len({case.arguments[0][0].item() for case in drawn}) == 7, "seeds draw one of the factors"
+    assert {factor * 8 % 1 for factor in fresh.FACTORS} == {0} and 1 not in fresh.FACTORS, "few bits, none of them 1"
 
 
 def test_a_seed_draws_the_same_cases_again():
@@ -127,19 +183,20 @@ def test_cases_are_varied_where_other_numbers_are_other_answers():
     def varied(argument, expected=0.0):
         return fresh.can_be_varied(ExerciseCase("a case", [(argument,)], [expected], None))
 
-    assert varied(torch.tensor([0.0, -2.0]))
+    assert varied(torch.tensor([0.0, -2.0])), "a number below 0 can be multiplied"
     assert not varied(torch.zeros(2)) and not varied((3, "sum")), "nothing to multiply"
     assert not varied(torch.tensor([2.0**127])), "it would overflow"
+    assert varied(torch.tensor([2.0, float("inf"), float("nan")])), "some elements are finite"
     assert not varied(torch.ones(2), expected=lambda value: None), "a judge knows its own case alone"
 
 
 def test_a_solution_that_fails_is_no_expectation(monkeypatch):
     good = SimpleNamespace(status="returned", value=1, text="")
     bad = SimpleNamespace(status="raised", value=None, text="ZeroDivisionError")
-    asked = {"ring": [ExerciseCase("a case", [(), ()], [], None)]}
+    asked = {"ring": [ExerciseCase("a case", [(), ()], [], None)] * 2}
     for answers, says in (
-        ([[good], [bad]], "ring on 2 ranks, rank 1: ZeroDivisionError"),
-        ([[], [good]], "ring on 2 ranks, rank 0: no answer"),
+        ([[good, good], [good, bad]], "ring on 2 ranks, rank 1: ZeroDivisionError"),
+        ([[], [good, good]], "ring on 2 ranks, rank 0: no answer"),
         ("rank 0 died", "ring on 2 ranks: rank 0 died"),
     ):
         monkeypatch.setattr(fresh, "run_jobs", lambda *args, answers=answers: {"ring": answers})
@@ -201,10 +258,18 @@ def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
     (tmp_path / ".hidden.py").touch()
     pages = tmp_path / "pages"
     found = classes.submissions(tmp_path)
-    assert list(found) == ["=cmd", "both", "both.py", "dangling", "large", "nobody", "pipe"]
+    names = ["=cmd", "both", "both.py", "dangling", "large", "nobody", "pipe"]
+    assert list(found) == names, "the names of submissions, in their order"
+    assert found["both.py"] == tmp_path / "both.py" and found["both"] == tmp_path / "both" / "exercises.py"
+    assert classes.submissions(tmp_path / "both.py") == {"both": tmp_path / "both.py"}, "a file is one submission"
+    (tmp_path / "both" / "notes.txt").touch()
+    with pytest.raises(UserError, match="both: no .py file and no subfolder in it$"):
+        classes.submissions(tmp_path / "both")
+    told = "note: notes.txt is neither a .py file nor a folder, so it is not graded\n"
+    assert capfd.readouterr().err == told, "what is not graded"
     monkey = {name: file for name, file in found.items() if name not in ("=cmd", "both.py")}
     rows = grade(monkey, capfd, pages=pages)
-    assert rows["large"]["note"] == "large.py is larger than 1 MiB"
+    assert rows["large"]["note"] == "large.py is larger than 1 MiB", "a file that is too large"
     assert rows["nobody"]["note"] == rows["both"]["note"] == "no exercises.py in this folder"
     assert rows["pipe"]["note"] == rows["dangling"]["note"] == "not a file"
     assert {row["points"] for name, row in rows.items() if name != "stderr"} == {"0"}
@@ -227,6 +292,49 @@ def test_submissions_see_no_other_and_bring_their_folder(tmp_path, capfd, monkey
         Grading([], {}, 60.0).all({"x": tmp_path / name})
     assert [files for files, _ in seen] == [["ann.py"], ["exercises.py", "package/helper.py"]], "files of a submission"
     assert [hidden for _, hidden in seen] == [(tmp_path.resolve(),)] * 2, "folders that look empty"
+
+
+def test_each_submission_is_run_within_its_limits_and_its_end_is_its_note(tmp_path, monkeypatch):
+    asked, reason = [], None
+
+    class Runner:
+        def __init__(self, *about):
+            asked.append(about)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __call__(self, file, jobs, size):
+            asked.append((file, list(jobs.values()), size))
+            raise reason
+
+    exercise = Exercise("sum", 3, "easy", lambda size: [ExerciseCase("a", [()] * size, [1] * size, None)], "A hint.")
+    monkeypatch.setattr(sandbox, "Runner", Runner)
+    for reason in (sandbox.GradingEnded("it ended"), engine.DoesNotLoad("it does not load")):
+        asked.clear()
+        found = Grading([exercise], {}, 7.0).one(tmp_path / "ann.py", (tmp_path / "class",))
+        told = found if isinstance(found, str) else found[0].got
+        assert told == str(reason), "why there are no points"
+        assert asked[0] == (tmp_path, 7.0, (tmp_path / "class",)), "folder, seconds, hidden folders"
+        assert asked[1] == (tmp_path / "ann.py", [("sum", [[(), ()]])], 2), "the submission runs in the sandbox"
+
+
+def test_of_a_submissions_folder_no_file_is_too_large(tmp_path):
+    for folder in ("jane", "home"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "jane" / "exercises.py").touch()
+    (tmp_path / "jane" / "data.bin").write_bytes(b"x" * 2**20)
+    before = os.umask(0o077)
+    copied = classes.copy(tmp_path / "jane" / "exercises.py", tmp_path / "home" / "0")
+    os.umask(before)
+    assert copied == tmp_path / "home" / "0" / "exercises.py" and (copied.parent / "data.bin").stat().st_size == 2**20
+    assert copied.parent.stat().st_mode & 0o777 == 0o755, "every user may look into the copy"
+    (tmp_path / "jane" / "data.bin").write_bytes(b"x" * (2**20 + 1))
+    said = classes.copy(tmp_path / "jane" / "exercises.py", tmp_path / "home" / "1")
+    assert said == "data.bin is larger than 1 MiB", "why a folder is not copied"
 
 
 def test_no_cell_is_a_formula():
@@ -260,5 +368,5 @@ def test_an_answer_that_is_none_is_refused(capsys):
 
 
 def test_a_submission_that_is_nowhere():
-    with pytest.raises(UserError, match="no such file or folder"):
+    with pytest.raises(UserError, match="--submission nowhere: no such file or folder"):
         classes.submissions(Path("nowhere"))

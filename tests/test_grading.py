@@ -45,6 +45,11 @@ def test_exactly_these_messages_in_this_order():
     assert refusal(pattern, [[LedgerEntry("all_reduce", 8, 2)], []]) == (
         "rank 0: expected only sends and receives, got a call of all_reduce"
     )
+    others = [*sends((1, 8)), LedgerEntry("barrier", 0, 2), LedgerEntry("broadcast", 8, 2)]
+    said = refusal(pattern, [[], others])
+    assert said == "rank 1: expected only sends and receives, got a call of barrier", "the first call of another kind"
+    empty = patterns.exactly([[(1, 0), (1, 8)], [(0, 0)]])
+    assert refusal(empty, [sends((1, 8)), []]) == "", "a message of nothing that is asked for may be left out"
 
 
 def test_exactly_these_collectives_in_this_order():
@@ -68,6 +73,10 @@ def test_as_many_bytes_at_most():
     too_many = [LedgerEntry("all_reduce", 60, 2), LedgerEntry("send", 41, 2, peer=1)]
     said = refusal(pattern, [[], too_many])
     assert said.startswith("rank 1: expected at most 100 bytes sent by each rank, got 101"), "too many bytes"
+    of_four = [LedgerEntry("all_reduce", 60, 4), LedgerEntry("recv", 100, 4, peer=1)]  # 2 x 3/4 of 60 are 90
+    assert refusal(pattern, [of_four, []]) == "", "what is received does not count, and of an all-reduce what is sent"
+    said = refusal(pattern, [[LedgerEntry("all_reduce", 80, 4)], []])
+    assert said == "rank 0: expected at most 100 bytes sent by each rank, got 120 bytes: all_reduce of 80 bytes"
 
 
 def test_one_all_reduce_of_two_numbers():
@@ -178,6 +187,16 @@ def test_what_is_different_is_told(expected, got, told):
     else:
         assert found is not None, f"{got} is taken for {expected}"
         assert found[0].startswith(told[0]) and found[1].startswith(told[1]), found
+
+
+def test_plain_data_stays_as_it_is_and_all_else_is_described():
+    result = [True, 2, 1.5, "x", None, (3, [4])]
+    assert values.plain(result) == [True, 2, 1.5, "x", None, [3, [4]]], "results that can be compared"
+    assert [type(value) for value in values.plain(result)[:4]] == [bool, int, float, str]
+    described = values.plain({"a": "b" * 200})
+    assert (type(described), described[:15], len(described)) == (values.Description, "dict {'a': 'bbb", 105)
+    tensor = values.plain(2 * torch.ones(2, requires_grad=True))
+    assert not tensor.requires_grad, "a result's graph does not travel"
 
 
 def test_what_a_rank_returned_stays_as_it_was():

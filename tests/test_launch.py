@@ -32,14 +32,49 @@ def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     assert capfd.readouterr().out == "".join(lines), "each line headed by its rank"
 
 
-def test_a_rank_computes_with_one_thread():
-    """So do several; then one rank's numbers are bit by bit those of each of them."""
+def about_a_rank() -> dict:
+    return {
+        "threads of a rank alone": torch.get_num_threads(),
+        "a process group of the system's, of its own": os.getpgrp() == os.getpid() != int(os.environ["CALLER"]),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "killed first where memory runs out": Path("/proc/self/oom_score_adj").read_text().strip(),
+        "what PyTorch tells of collectives": dist.get_debug_level().name,
+        "seconds until a collective times out": dist.distributed_c10d._get_default_timeout(torch.device("cpu"))
+        and dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        "variables": {name: os.environ[name] for name in launching.rank_variables(0, 1, 1) if name != "MASTER_PORT"},
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
+def test_what_a_rank_finds(monkeypatch):
+    """One alone computes with one thread as several do: so its numbers are bit by bit those of each of them."""
+    monkeypatch.setenv("CALLER", str(os.getpid()))
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert launch(torch.get_num_threads, 1) == [1], "threads of a rank alone"
+        (found,) = launch(about_a_rank, 1, timeout=33.0)
     finally:
         torch.set_num_threads(threads)
+    assert found == {
+        "threads of a rank alone": 1,
+        "a process group of the system's, of its own": True,
+        "signals": [signal.SIG_DFL] * 2,
+        "killed first where memory runs out": "500",
+        "what PyTorch tells of collectives": "INFO",
+        "seconds until a collective times out": 33.0,
+        "variables": {
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        },
+    }  # fmt: skip
+
+
+def test_each_rank_is_told_what_torchrun_would_tell_it():
+    assert launching.rank_variables(2, 5, 29501) == {
+        "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1",
+    }, "the variables of rank 2 of 5"  # fmt: skip
 
 
 @pytest.mark.parametrize("start_method, nproc", [("fork", 2), ("spawn", 1)])

@@ -111,6 +111,8 @@ def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"
     assert values.argument(tuple(range(20))) == "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"
     assert len(values.argument("x" * 100)) == 60
+    assert values.argument(torch.arange(1.0, 7).view(2, 3)) == "[[1, 2, 3], [4, 5, 6]] (2x3 float32)"
+    assert values.argument(torch.arange(20)) == "[0, 1, 2, ...] (20 int64)", "the first three"
 
 
 def test_of_what_is_printed_the_beginning_is_kept():

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from common.lab import launch as launching
+from common.lab import postmortem
 from common.lab.launch import RankFailed, launch
 from common.lab.postmortem import explain
 
@@ -41,6 +42,126 @@ def test_of_errors_at_the_same_time_the_lowest_ranks_is_named():
     assert failure.value.where[1].startswith("raised ValueError: the cause, line ")
 
 
+C10D, LOGGER = "/x/torch/distributed/distributed_c10d.py", "/x/torch/distributed/c10d_logger.py"
+RUN = ("/course/common/lab/launch.py", 280, "_run_rank")
+STACKS = [  # innermost frame first
+    ([("/notes/mine.py", 7, "work"), RUN], "was at line 7 of work"),
+    ([("/usr/lib/python3.11/queue.py", 171, "get"), ("/notes/mine.py", 7, "work"), RUN], "was at line 7 of work"),
+    ([(C10D, 3000, "all_reduce"), (LOGGER, 81, "wrapper"), ("/notes/mine.py", 7, "work"), RUN],
+     "was waiting in all_reduce, line 7 of work"),
+    ([(C10D, 10, "_wait"), (C10D, 3000, "barrier"), ("/notes/mine.py", 7, "work"), ("/notes/mine.py", 9, "all")],
+     "was waiting in barrier, line 7 of work"),
+    ([(LOGGER, 90, "wrapper"), ("MINE", 2, "work"), RUN], "was waiting in all_gather, line 2 of work"),
+    ([(LOGGER, 90, "wrapper"), ("MINE", 1, "work"), RUN], "was waiting in a collective, line 1 of work"),
+    ([("/x/torch/nn/modules/module.py", 3, "forward"), ("MINE", 2, "work"), RUN], "was at line 2 of work"),
+    ([(C10D, 1, "init_process_group"), ("<frozen importlib>", 2, "find"), RUN, ("/notes/mine.py", 7, "main")],
+     "was starting or ending"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("frames", "doing"), STACKS)
+def test_what_a_rank_was_doing_is_read_from_its_stack(frames, doing, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("first = second(1)\ndist.all_gather(list(parts), tensor)\n")
+    lines = [f'  File "{file.replace("MINE", str(mine))}", line {line} in {name}' for file, line, name in frames]
+    others = ["Thread 0x7f01 (most recent call first):", '  File "/notes/mine.py", line 1 in another', ""]
+    everybody = ["Timeout (0:00:05)!", *others, "Thread 0x7f02 (most recent call first):", *lines]
+    for text in (["Stack (most recent call first):", *lines], everybody):  # the main thread is the last
+        (tmp_path / "stack-0").write_text("\n".join(text) + "\n")
+        assert explain(tmp_path, 1, {}, set())[2] == [doing], "what the rank was doing"
+
+
+def at(line: int) -> str:
+    return f'Stack (most recent call first):\n  File "/notes/mine.py", line {line} in work\n'
+
+
+def test_a_report_tells_of_every_rank(tmp_path):
+    """All that can become of a rank, at once: the first failure, and what the others were doing meanwhile."""
+    frames = ["  mine.py, line 3, in work", "    broken()"]
+    for rank, (error, when, operation) in {
+        0: ("RuntimeError: Connection reset by peer", 99.0, "all_reduce"),
+        1: ("ValueError: later", 100.21, ""), 2: ("ValueError: why", 100.1, ""),
+        3: ("RuntimeError: a timeout", 100.0, "broadcast"), 10: ("RuntimeError: Timed out", 100.5, "gather"),
+    }.items():  # fmt: skip
+        report = {"time": when, "error": error, "operation": operation, "frames": frames, "place": f"line {rank} of f"}
+        (tmp_path / f"error-{rank}").write_text(json.dumps(report))
+    for rank in (5, 6):
+        (tmp_path / f"stack-{rank}").write_text(at(rank))
+    for name in ("returned-4", "returned-7", "result-7", "returned-9"):
+        (tmp_path / name).touch()
+    (tmp_path / "stdout-2").write_bytes(b"printed \xff\n")
+    (tmp_path / "stderr-2").write_text("warned\n")
+    ended = {2: (98.5, 1), 4: (100.5, -11), 7: (98.0, 0), 8: (101.0, 3), 11: (102.0, 0)}
+    text, first, where, output = explain(tmp_path, 12, ended, {6})
+    assert text.splitlines() == [
+        "rank 2 of 12: ValueError: why",
+        "  mine.py, line 3, in work",
+        "    broken()",
+        "meanwhile",
+        "  rank 0 was waiting in all_reduce, line 0 of f",
+        "  rank 1 later raised ValueError: later, line 1 of f",
+        "  rank 3 was waiting in broadcast, line 3 of f",
+        "  rank 4 died with SIGSEGV, after it had returned",
+        "  rank 5 was at line 5 of work",
+        "  rank 6 was stopped by a signal, and was at line 6 of work",
+        "  rank 7 had returned already",
+        "  rank 8 died with exit code 3",
+        "  rank 9 had returned already",
+        "  rank 10 was waiting in gather, line 10 of f",
+        "  rank 11 died with exit code 0 before it returned",
+    ], "what is told of twelve ranks"
+    assert (first, where[2], where[8]) == (2, "raised ValueError: why, line 2 of f", "died with exit code 3")
+    assert output == ["", "", "printed \ufffd\nwarned\n", *[""] * 9], "what each rank printed: stdout, then stderr"
+
+
+def test_without_a_failure_a_rank_at_work_is_the_cause(tmp_path):
+    def report(*stacks, nproc=3):
+        for rank, stack in enumerate(stacks):
+            (tmp_path / f"stack-{rank}").write_text(stack)
+        return explain(tmp_path, nproc, {}, set())[0].splitlines()
+
+    (tmp_path / "returned-0").touch()
+    waiting = at(1).replace("  File", f'  File "{C10D}", line 3 in recv\n  File')
+    assert report("", waiting, at(2)) == [
+        "rank 2 of 3: not finished in time: was at line 2 of work", "meanwhile",
+        "  rank 0 had returned already", "  rank 1 was waiting in recv, line 1 of work",
+    ], "a rank at work is the cause"  # fmt: skip
+    assert report("", waiting, waiting)[0] == "rank 1 of 3: not finished in time: was waiting in recv, line 1 of work"
+    assert report(nproc=1) == ["rank 0 of 1: not finished in time: had returned already, and its process did not end"]
+
+
+def test_an_error_is_told_without_what_gloo_says_of_itself(tmp_path):
+    def work():
+        raise RuntimeError("[enforce fail at /x/pair.cc:1] [/x/gloo/transport/tcp/pair.cc:534] Connection closed by "
+                           "peer [::1]:5. This is typically caused by a crash.")  # fmt: skip
+
+    try:
+        work()
+    except RuntimeError as error:
+        postmortem.write_error(error, tmp_path, "3")
+    report = json.loads((tmp_path / "error-3").read_text())
+    assert report["error"] == "RuntimeError: Connection closed by peer [::1]:5.", "without places in C++"
+    assert report["place"].endswith(" of work") and report["operation"] == ""
+    assert [line.split(",")[0] for line in report["frames"][::2]] == ["  test_postmortem.py"] * 2, "the caller's frames"
+    assert report["frames"][-2].endswith(", in work") and report["frames"][-1].startswith("    raise RuntimeError(")
+    assert abs(report["time"] - time.time()) < 60, "when it was raised, in seconds since the epoch"
+
+
+def test_an_error_in_a_cell_names_its_collective(tmp_path):
+    """The one that was called, of several functions of PyTorch, and no name of a temporary file."""
+    inside, names = "def barrier():\n    _wait()\ndef _wait():\n    raise ValueError\n", {}
+    exec(compile(inside, C10D, "exec"), names)
+    exec(compile("def step():\n    barrier()\n", "/somewhere/ipykernel_1/2.py", "exec"), names)
+    try:
+        names["step"]()
+    except ValueError as error:
+        postmortem.write_error(error, tmp_path, "0")
+    report = json.loads((tmp_path / "error-0").read_text())
+    assert (report["operation"], report["error"]) == ("barrier", "ValueError"), "the collective that was called"
+    assert report["frames"][-2:] == ["  <notebook cell>, line 2, in step", "    "], "the frame of a cell"
+    assert report["place"] == "line 2 of step"
+
+
 def test_a_lost_connection_is_a_consequence(tmp_path):
     """Even where it is noticed first: the rank at the other end is slower to say why it has gone."""
     for rank, (error, when) in enumerate(
@@ -51,16 +172,19 @@ def test_a_lost_connection_is_a_consequence(tmp_path):
     text, first, where, _ = explain(tmp_path, 2, {}, set())
     assert (text.splitlines()[0], first) == ("rank 1 of 2: E: why", 1), "the cause is on rank 1"
     assert where[0] == "raised RuntimeError: Connection closed by peer [::1]:1, line 7 of work"
+    (tmp_path / "error-1").unlink()
+    assert explain(tmp_path, 2, {}, set())[1] == 0, "where nobody says more, the lost connection is what is known"
 
 
 def test_who_had_returned_and_waited_in_vain_is_no_cause(tmp_path):
     """The others were to return too, and a rank that is still at work has kept them from ending."""
-    report = {"time": 100.0, "error": "DistStoreError: wait timeout after 3000ms", "frames": [], "operation": ""}
-    (tmp_path / "error-0").write_text(json.dumps(report | {"place": ""}))
-    (tmp_path / "returned-0").touch()
-    text, first, where, _ = explain(tmp_path, 2, {}, set())
-    assert (first, where[0]) == (1, "had returned already"), "the rank at work is the cause"
-    assert text.startswith("rank 1 of 2: not finished in time: was at work, and did not say where")
+    for error in ("DistStoreError: wait timeout after 3000ms", "RuntimeError: Timeout"):
+        report = {"time": 100.0, "error": error, "frames": [], "operation": "", "place": ""}
+        (tmp_path / "error-0").write_text(json.dumps(report))
+        (tmp_path / "returned-0").touch()
+        text, first, where, _ = explain(tmp_path, 2, {}, set())
+        assert (first, where[0]) == (1, "had returned already"), "the rank at work is the cause"
+        assert text.startswith("rank 1 of 2: not finished in time: was at work, and did not say where")
 
 
 def die_and_raise(seconds: float):

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {path.parent.name: path for path in sorted(ROOT.glob("0*/standalone.py"))}
+OTHERS = [ROOT / "03_ddp" / "feeding.py", ROOT / "03_ddp" / "speed.py", ROOT / "04_model_parallel/standalone_layers.py"]
 HELLO, ONE_PROCESS = "01_intro", "02_data_parallel"
 TRAINING = [chapter for chapter in PROGRAMS if chapter != HELLO]
 # For parameters (the largest are near 0.8) after 3 epochs, 45 or 54 steps, in float32. Measured: programs differ from
@@ -231,7 +232,11 @@ def test_ranks(tmp_path):
         copy.parent.mkdir(parents=True)
         shutil.copy(program, copy)
         jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate([2, 4, 1], start=1)]
+    feeding, speed, _ = OTHERS
+    jobs += [[2, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
     run(jobs, tmp_path, orderly=4 if FULL else 2)
+    check_feeding(*outputs(tmp_path / "feeding"))
+    check_speed(*outputs(tmp_path / "speed"))
     for chapter in PROGRAMS:
         by_rank = outputs(tmp_path / chapter)
         launches = by_rank[:2], by_rank[2:6], by_rank[6:]
@@ -247,6 +252,26 @@ def test_ranks(tmp_path):
             for launch in launches:  # one epoch each, from one rank
                 speaker = -1 if chapter == "05_pipeline" else 0
                 assert len(printed(launch[speaker])) == len(printed("".join(launch))) == 1
+
+
+def check_feeding(text: str, silent: str) -> None:
+    """13 examples in a permutation from seed + epoch; two ranks take turns, and each reads three batches of two."""
+    lines = []
+    for epoch in range(2):
+        order = torch.randperm(13, generator=torch.Generator().manual_seed(epoch)).tolist()
+        shares = order[0:12:2], order[1:12:2]
+        for step in range(3):
+            read = " ".join(f"rank {rank} {own[2 * step : 2 * step + 2]}" for rank, own in enumerate(shares))
+            lines.append(f"epoch {epoch}, step {step}: {read}")
+    assert text.splitlines() == lines, "feeding.py: which examples each rank reads in two epochs, on rank 0"
+    assert silent == "", "feeding.py: one rank prints what all have read"
+
+
+def check_speed(text: str, silent: str) -> None:
+    found = re.fullmatch(r"ranks 2, batch 64: ~([\d.]+) ms for a step, ~(\d+) examples/s\n", text)
+    assert found and silent == "", f"speed.py: one line, of rank 0: {text!r}, {silent!r}"
+    ms, rate = float(found[1]), int(found[2])
+    assert 64e3 / (ms + 0.06) - 1 < rate < 64e3 / (ms - 0.06) + 1, f"speed.py: 64 examples in {ms} ms are not {rate}/s"
 
 
 @pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != ONE_PROCESS] if FULL else [HELLO])
@@ -339,8 +364,11 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("chapter", [chapter for chapter in PROGRAMS if chapter != ONE_PROCESS])
-def test_the_gpu_is_chosen_before_ranks_meet(chapter, monkeypatch):
+GROUPS = [path for chapter, path in PROGRAMS.items() if chapter != ONE_PROCESS] + OTHERS
+
+
+@pytest.mark.parametrize("program", GROUPS, ids=[f"{path.parent.name}/{path.stem}" for path in GROUPS])
+def test_the_gpu_is_chosen_before_ranks_meet(program, monkeypatch):
     """Process 1 of its node and 5 of all, as a machine with GPUs would see it, up to where they would be used."""
     calls = []
 
@@ -351,10 +379,10 @@ def test_the_gpu_is_chosen_before_ranks_meet(chapter, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(sys, "argv", [str(PROGRAMS[chapter])])
+    monkeypatch.setattr(sys, "argv", [str(program), "8"])
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Stop):
-        runpy.run_path(str(PROGRAMS[chapter]), run_name="__main__")
+        runpy.run_path(str(program), run_name="__main__")
     device = torch.device("cuda:1")
-    assert calls == [device, ("nccl", device, {})]
+    assert calls == [device, ("nccl", device, {})], "the GPU of LOCAL_RANK first, then NCCL with it"

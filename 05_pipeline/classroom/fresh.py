@@ -60,8 +60,11 @@ def place_weight_gradients(random, size):
 
 
 def mend(random, size):
-    ranks, microbatches = random.randint(3, 5), random.randint(4, 7)
-    yield from grading.mend(size, [("1f1b", ranks, microbatches, 0, ranks - 1)])  # a backward before it can be
+    """A backward before its forward, on the last rank; and one so early on the first that ranks wait for each other,
+    which takes fewer micro-batches than ranks: with more, other ranks need not wait for rank 0's next forward."""
+    ranks, few, microbatches = random.randint(3, 5), random.choice([3, 5, 6]), random.randint(5, 8)
+    late = ("1f1b", ranks, microbatches, ranks - 1, 2 * random.randrange(microbatches))
+    yield from grading.mend(size, [late, ("1f1b", few, few - 1, 0, few - 2)])
 
 
 def blocks_per_stage(random, size):

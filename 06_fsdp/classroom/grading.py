@@ -149,7 +149,7 @@ def sent_in_a_step(size):
 
 def gathered_peak(size):
     """Worked out by hand. In the first row the backward pass of unit 1 holds 4 + 4 and, gathered ahead, 2; in the
-    fourth the forward pass of unit 0 holds 9 + 8, which is less than 9 + 9 in its backward pass."""
+    fourth the backward pass of unit 1 holds 8 + 8, which is less than 9 + 9 in that of unit 0."""
     rows = [
         ([2, 4, 1], 1, True, 10),
         ([2, 4, 1], 0, True, 8),
@@ -265,7 +265,7 @@ def micro_batch_for(size):
 
 
 def fewest_ranks(size):
-    """80 GB of memory: 7.5 billion parameters keep 120, 75, 52.5 and 48.75 GB on 1, 2, 4 and 8 ranks in stage 1."""
+    """80 GB of memory: 7.5 billion parameters keep 120, 75, 52.5 and 41.25 GB on 1, 2, 4 and 8 ranks in stage 1."""
     p, gb = 7_500_000_000, 10**9
     rows = [
         ("ddp", p, 0, 80 * gb, 0),

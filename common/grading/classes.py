@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.grading import sandbox
-from common.grading.engine import DoesNotLoad, Exercise, Verdict, grade
+from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import table
 
 AT_A_TIME = 2
@@ -83,8 +83,6 @@ class Grading:
             with sandbox.Runner(copied.parent, self.time_limit, hidden) as runner:
                 return grade([(exercise, exercise.name) for exercise in self.exercises], copied, run=runner)
         except sandbox.GradingEnded as reason:
-            return str(reason)
-        except DoesNotLoad as reason:
             return str(reason)
 
     def row(self, name: str, results: list[Verdict] | str) -> list:

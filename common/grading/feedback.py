@@ -9,7 +9,7 @@ def table(results: list[Verdict], drawings: bool = True, minutes: dict[str, str]
     """The verdicts as text: a line for each exercise, and below them what is wrong; with `drawings` also what the
     answer does, drawn in text where the exercise has a drawing; `minutes` are what each allows, for a column of
     their own."""
-    width = max(len(result.exercise.name) for result in results)
+    width = max(len(name) for name in ("exercise", *(result.exercise.name for result in results)))
     column = "  minutes" if minutes else ""
 
     def row(name, difficulty, allowed, status, points):

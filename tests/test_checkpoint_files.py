@@ -1,0 +1,227 @@
+"""A checkpoint's files in one process: what damage is called, what is told of a disk, what is taken up again."""
+
+import concurrent.futures
+import errno
+import os
+import pickle
+import socket
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import SMALL, configure
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties, TensorStorageMetadata
+
+from common import checkpoint, lock, manifest
+from common.checkpoint import Reader, Saver, Writer, Written, in_one_line, load, told
+from common.errors import UserError
+from common.lock import Lock
+from common.mesh import make_mesh
+from common.pieces import LoadPieces, Piece
+from common.random_state import random_state, set_random_state
+from common.ranks import process_group
+from common.task import make_task
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A checkpoint of five files, a to e, of four bytes each."""
+    place = tmp_path / "checkpoint-000002"
+    place.mkdir()
+    files = {}
+    for name in "abcde":
+        (place / name).write_text(name * 4)
+        files[name] = (4, f"{zlib.crc32(name.encode() * 4):08x}")
+    (place / "manifest.json").write_text(manifest.seal({"step": 2}, files))
+    return place
+
+
+def test_damage_word_for_word(folder):
+    place = folder / "b"
+    assert manifest.damage(folder) == "" and manifest.read(folder)[0] == {"step": 2}
+    for content, said in {
+        "b" * 1005: f"{place} has 1,005 bytes and not 4",
+        "bbb": f"{place} has 3 bytes and not 4",
+        "bbbc": f"{place} is damaged: its checksum is not that of the manifest",
+    }.items():
+        place.write_text(content)
+        assert manifest.damage(folder) == said
+    place.unlink()
+    assert manifest.damage(folder) == f"{place}: No such file or directory"
+    path = folder / "manifest.json"
+    for content in ("[]", "{}", '{"about": 3', path.read_text().replace('"step": 2', '"step": 3')):
+        path.write_text(content)
+        assert manifest.damage(folder) == f"{path} is damaged", f"a manifest that is {content}"
+    path.unlink(), path.mkdir()
+    assert manifest.damage(folder) == f"{path}: Is a directory"
+    path.rmdir()
+    assert manifest.damage(folder) == (
+        f"{folder} is no checkpoint of this course, or one that was cut: it has no manifest.json"
+    )
+
+
+def test_each_file_is_looked_at_by_one_rank(folder):
+    found = {}
+    for name in "abcde":
+        (folder / name).write_text("cut")
+        found[name] = [rank for rank in range(3) if manifest.damage(folder, rank, 3)]
+        (folder / name).write_text(name * 4)
+    assert found == {"a": [0], "b": [1], "c": [2], "d": [0], "e": [1]}, "which of three ranks finds a file damaged"
+
+
+def test_what_is_synced_is_on_the_disk_and_closed(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append((number, os.fstat(number).st_ino)))
+    manifest.sync(tmp_path)
+    assert [inode for _, inode in synced] == [tmp_path.stat().st_ino], "what the system was asked to write to disk"
+    with pytest.raises(OSError):
+        os.fstat(synced[0][0])
+        pytest.fail("the file stays open")
+
+
+def test_a_checkpoint_names_no_folder_of_the_machine(tmp_path):
+    with told(tmp_path / "a", "written"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path / "a", {}), no_dist=True)
+    assert str(tmp_path).encode() not in (tmp_path / "a" / ".metadata").read_bytes()
+    assert Reader(tmp_path / "a").read_metadata().storage_meta == StorageMeta()
+
+
+def test_a_disk_that_the_nodes_do_not_share_is_told(tmp_path):
+    writer = Writer(tmp_path / "checkpoint-000001", {})
+    writer.path.mkdir()
+    (writer.path / "__0_0.distcp").touch()
+    with pytest.raises(UserError) as error:
+        writer.finish(Metadata({}), [([], [Written(f"__{rank}_0.distcp", 0, "00000000")]) for rank in (0, 1)])
+        pytest.fail("a file that rank 0 does not find is not missed")
+    assert str(error.value) == (
+        f"rank 0 does not find {tmp_path}/.checkpoint-000001.partial/__1_0.distcp, which rank 1 wrote: --run-dir must "
+        f"be on a disk that all nodes share"
+    )
+
+
+def test_what_is_told_of_a_disk(tmp_path, monkeypatch):
+    """Of one process, whose rank says nothing; and of errors that are none of the disk's."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    folder, full = tmp_path / "checkpoint-000002", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    several = RuntimeError("the writer failed\nat line 3")
+    room = "; make room, or name another folder with --run-dir"
+    for raised, done, said in (
+        (dcp.CheckpointException("", {0: (full, None)}), "written", f"No space left on device{room}"),
+        (dcp.CheckpointException("", {0: (several, None)}), "written", f"the writer failed{room}"),
+        (dcp.CheckpointException("", {0: (several, None)}), "read", "the writer failed"),
+        (pickle.UnpicklingError("not ours"), "read", "not ours"),
+        (full, "read", "No space left on device"),
+    ):
+        with pytest.raises(UserError) as error, told(folder, done):
+            raise raised
+        assert str(error.value) == f"{folder} cannot be {done}: {said}"
+    (tmp_path / "checkpoint-000001").mkdir()
+    assert str(in_one_line(full, folder, "written", "rank 3: ")) == (
+        f"{folder} cannot be written: rank 3: No space left on device{room} (checkpoints written before are whole; "
+        f"--resume goes on from them)"
+    )
+    for other in (UserError("ranks differ"), ValueError("a mistake")):
+        assert in_one_line(other, folder, "written", "rank 3: ") is other
+
+
+def test_what_went_wrong_in_the_background_is_told_by_the_next_save(tmp_path, monkeypatch):
+    too_early = "a checkpoint is begun while the one before it is being written"
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: pytest.fail(too_early))
+    saver, before = Saver(), concurrent.futures.Future()
+    before.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    saver.under_way = tmp_path / "checkpoint-000001", before
+    with pytest.raises(UserError, match="checkpoint-000001 cannot be written: No space left on device; make room"):
+        saver.save(tmp_path / "checkpoint-000002", None, {})
+    assert saver.under_way is None
+
+
+def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
+    """Random numbers by as many ranks, and of the devices that there were."""
+    config = configure(**SMALL, strategy="single")
+    folder, called = tmp_path / "checkpoint-000001", []
+
+    def make():
+        task = make_task(config)
+        made = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+        made.step(task.micro_batches(0, made))
+        return made
+
+    with process_group("cpu"):
+        strategy = make()
+        strategy.optimizer.param_groups[0]["betas"] = (0.5, 0.75)
+        torch.manual_seed(7)
+        Saver().save(folder, strategy, {"step": 1})
+        expected, other = torch.rand(3), make()
+        other.after_loading = lambda: called.append(other.optimizer.param_groups[0]["betas"])
+        assert load(folder, other)["step"] == 1
+        assert called == [(0.5, 0.75)], "after_loading is called once, when all is there; betas are a tuple again"
+        assert torch.equal(torch.rand(3), expected), "random numbers go on where they were"
+        monkeypatch.setattr(checkpoint, "random_state", lambda device: [torch.get_rng_state(), torch.zeros(16).byte()])
+        load(folder, other)  # on a device whose random numbers nobody has saved
+        assert torch.equal(torch.rand(3), expected), "the random numbers that there were"
+        about, files = manifest.read(folder)
+        (folder / "manifest.json").write_text(manifest.seal(about | {"world_size": 2}, files))
+        torch.manual_seed(9)
+        load(folder, other)
+        assert not torch.equal(torch.rand(3), expected), "of two ranks, no random numbers are this one's"
+
+
+def test_random_numbers_of_a_device_go_with_those_of_the_cpu(monkeypatch):
+    kept = []
+    gpu = SimpleNamespace(
+        get_rng_state=lambda device: torch.ones(3), set_rng_state=lambda *about: kept.append(about)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    device, cpu = torch.device("cuda", 0), torch.get_rng_state()
+    states = random_state(device)
+    assert torch.equal(states[0], cpu) and states[1].tolist() == [1, 1, 1], "of the CPU, and of the device"
+    assert len(random_state(torch.device("cpu"))) == 1
+    set_random_state(states, device)
+    assert kept == [(states[1], device)], "what the device goes on from"
+    set_random_state(states[:1], device)
+    set_random_state(states, torch.device("cpu"))
+    assert len(kept) == 1, "states of another kind of device are left"
+
+
+def test_a_piece_that_the_checkpoint_does_not_have(tmp_path):
+    properties = TensorProperties(dtype=torch.float32)
+    there = Metadata({"model.w": TensorStorageMetadata(properties, torch.Size((4, 3)), [])})
+    for name, has in {"model.v": "none", "model.w": "one of shape [4, 3]"}.items():
+        planner = LoadPieces([Piece(name, (4, 2), (0, 0), torch.zeros(4, 2))], "there")
+        planner.set_up_planner({}, there)
+        with pytest.raises(UserError) as error:
+            planner.create_local_plan()
+        wanted = f"{name} of shape [4, 2] is wanted, and it has {has}"
+        assert str(error.value) == f"there is not of this model: {wanted}"
+
+
+def test_the_lock_names_who_writes(tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text("process 1234567890 on another machine, which has been killed")
+    held = Lock(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}", "one name"
+    held.release()
+    assert (tmp_path / ".lock").read_text() == "" and held.file.closed, "released"
+
+    def refuse(number):
+        def lockf(*about):
+            raise OSError(number, os.strerror(number))
+
+        return lockf
+
+    for number in (errno.EACCES, errno.EAGAIN):
+        monkeypatch.setattr(lock.fcntl, "lockf", refuse(number))
+        with pytest.raises(UserError) as error:
+            Lock(tmp_path)
+        assert str(error.value) == (
+            f"run directory {tmp_path} is being written by another process; wait until it has ended, or end it"
+        )
+    monkeypatch.setattr(lock.fcntl, "lockf", refuse(errno.ENOLCK))
+    Lock(tmp_path).release()  # a file system without locks keeps nobody out

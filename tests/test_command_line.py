@@ -1,0 +1,169 @@
+"""The command line and the file together: who wins, which strategy and implementation is meant, what is said."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import configure
+
+from common.axes import parse_axes, parse_order
+from common.command_line import parse as parse_table
+from common.config import Config, shared
+from common.did_you_mean import ELSEWHERE, meant
+from common.errors import UserError
+from course.strategies import BY_AXES, STRATEGIES
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+@pytest.fixture(autouse=True)
+def an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def begun(name: str, **settings) -> Path:
+    """A run that may be resumed, and has not trained."""
+    config = configure(run_dir=name, **settings)
+    Path(name, "checkpoint-000001").mkdir()
+    Path(name, "config.json").write_text(json.dumps({"config": config.settings()}))
+    return Path(name)
+
+
+def changed(run: Path, **settings) -> None:
+    """Other settings in its config.json; None: it has none by that name."""
+    kept = json.loads((run / "config.json").read_text())["config"] | settings
+    kept = {name: value for name, value in kept.items() if value is not None}
+    (run / "config.json").write_text(json.dumps({"config": kept}))
+
+
+REFUSED = {
+    ("--strategy mesh --mesh expert=1", 1): "--mesh expert=1: strategy 'mesh' has axes pipeline, data, shard, tensor, "
+    "not 'expert'; leave it out",
+    ("--strategy hsdp --replicas 1 --mesh data=1,shard=1", 1): "--replicas is an older form of --mesh; leave it out",
+    ("--strategy hsdp --mesh 1x2", 4): "--mesh 1x2 is 2 ranks, and 4 are started; that could be 1x4, 2x2, 4x1",
+    ("--dry-run --mesh data=2", 4): "--mesh data=2 is 2 rank(s), and 4 are started; start 2, or make the product 4",
+    ("--offload=yes", 1): "--offload is an option of zero2 (pytorch), fsdp (pytorch), hsdp (pytorch), not of 'single'; "
+    "leave it out",
+    ("--batch-sise=3", 1): "unknown option --batch-sise; did you mean --batch-size?",
+    ("--strategy ddp --implementation magic", 1): "strategy 'ddp' has no implementation 'magic'; it has pytorch, "
+    "by-hand, accelerate, fabric",
+}
+
+
+@pytest.mark.parametrize("line, size", REFUSED)
+def test_refused_word_for_word(line, size, capsys):
+    with pytest.raises(UserError) as error:
+        configure(line, size)
+        pytest.fail(f"not refused: {line}")
+    assert str(error.value) == REFUSED[line, size]
+
+
+def test_the_file_is_named_where_the_fault_is_its(tmp_path):
+    for content, said in {
+        "schedule: gpipe": "--schedule is an option of pipeline, pipeline+ddp, pipeline+fsdp, mesh, not of 'single'; "
+        "leave it out",
+        "optimizer: adam": "optimizer: expected one of sgd, adamw, got 'adam'",
+        "Accumulation_Steps: 3": "unknown key 'Accumulation_Steps'; did you mean 'accumulation-steps'?",
+        "accumulate: many": "accumulate: expected a whole number, got 'many'",
+        "lay-ers: 3": "unknown key 'lay-ers'; did you mean 'layers'?",
+    }.items():
+        Path("run.yaml").write_text(content)
+        with pytest.raises(UserError) as error:
+            configure("--config run.yaml")
+            pytest.fail(f"not refused: {content}")
+        assert str(error.value) == f"--config run.yaml: {said}"
+    Path("run.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(UserError, match="^--config run.yaml: not YAML .*codec can't decode"):
+        configure("--config run.yaml")
+
+
+def test_the_newer_name_wins(capsys):
+    assert configure("--accumulate 3 --accumulation-steps 5").accumulation_steps == 5, "of both names the newer one"
+    assert capsys.readouterr().err == "note: --accumulate is called --accumulation-steps now\n"
+
+
+def test_a_dry_run_asks_for_no_device_and_no_launcher():
+    config = configure("--dry-run --distributed --device cuda --mesh data=3")
+    assert (config.axes, config.device) == ({"data": 3}, "cuda")
+
+
+def test_what_is_picked_goes_with_the_scripts_defaults():
+    """The planner's command line is read as the script would have read it."""
+    made = parse_table(STRATEGIES, "fsdp", ["--strategy", "auto"], BY_AXES, "by-hand", auto=lambda argv: [])
+    assert (made.strategy, made.implementation) == ("fsdp", "by-hand")
+
+
+def test_which_implementation_a_mesh_means():
+    for line in ("--by-hand", "--implementation by-hand", "--implementation=by-hand"):
+        config = configure(f"--mesh shard=2,tensor=2 {line}", 4)
+        assert (config.strategy, config.implementation, config.by_hand) == ("mesh", "by-hand", True), line
+
+
+# --- going on with a run ----------------------------------------------------------------------------------------
+
+
+def test_the_command_line_says_which_run_is_resumed():
+    begun("a", strategy="ddp", seed=1), begun("b", strategy="ddp", seed=2)
+    Path("run.yaml").write_text("run-dir: a\nresume: true\n")
+    assert [configure(f"--config run.yaml {more}").seed for more in ("", "--run-dir b")] == [1, 2], "--run-dir's"
+
+
+def test_which_strategy_and_implementation_goes_on():
+    run = begun("run", strategy="ddp", by_hand=True)
+    Path("run.yaml").write_text("implementation: pytorch\n")
+    for line, strategy, implementation in (
+        ("", "ddp", "by-hand"),
+        ("--strategy fsdp", "fsdp", "pytorch"),
+        ("--config run.yaml", "ddp", "pytorch"),
+        ("--mesh data=1", "ddp", "by-hand"),
+        ("--mesh tensor=1", "tensor", "pytorch"),  # ddp has no such axis, so the mesh says it
+    ):
+        config = configure(f"--resume --run-dir run {line}")
+        assert (config.strategy, config.implementation) == (strategy, implementation), f"--resume {line}"
+    changed(run, implementation=None)  # as earlier versions wrote it
+    assert configure("--resume --run-dir run").implementation == "by-hand", "of a run that says by_hand only"
+
+
+def test_the_order_goes_with_the_mesh():
+    begun("run", strategy="hsdp", mesh="data=1,shard=1", mesh_order="shard,data")
+    assert list(configure("--resume --run-dir run").axes) == ["shard", "data"]
+    named = configure("--resume --run-dir run --mesh data=1,shard=1")
+    assert list(named.axes) == ["data", "shard"], "a mesh that is named has its own order"
+
+
+def test_a_setting_that_this_version_does_not_have_is_refused():
+    changed(begun("run", strategy="ddp"), precision="fp8")
+    with pytest.raises(UserError, match="^--precision: expected one of fp32, bf16, fp16, got 'fp8'$"):
+        configure("--resume --run-dir run")
+
+
+# --- small parts ------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_may_bring_a_loop_of_its_own():
+    for kind, expected in ((object(), "the chapter's"), (SimpleNamespace(main="the engine's"), "the engine's")):
+        entry = SimpleNamespace(main="the chapter's", implementation=lambda name, kind=kind: kind)
+        assert Config(entry=entry).main == expected, "main"
+
+
+def test_spaces_between_axes_do_not_matter():
+    assert parse_axes(" data = 2 , tensor=3 ") == {"data": 2, "tensor": 3}
+    assert parse_order("tensor , data")[:2] == ("tensor", "data")
+    with pytest.raises(UserError, match="^--mesh data=2, tensor=x: expected .* as in 'tensor=2', got 'tensor=x'$"):
+        parse_axes("data=2, tensor=x")
+
+
+def test_what_others_call_an_option():
+    known = {item.name for item in shared()} | {"microbatches", "recompute"}
+    names = {
+        "Learning_Rate": "lr", "epochs": "steps", "max_steps": "steps", "hidden_size": "width", "n_embd": "width",
+        "num_layers": "layers", "n_layer": "layers", "depth": "layers", "n_heads": "heads", "num_heads": "heads",
+        "block_size": "context", "seq_len": "context", "gradient_accumulation_steps": "accumulation_steps",
+        "grad_accum": "accumulation_steps", "bs": "batch_size", "train_batch_size": "batch_size",
+        "output_dir": "run_dir", "save_dir": "run_dir", "dtype": "precision", "amp": "precision",
+        "num_microbatches": "microbatches", "activation_checkpointing": "recompute",
+    }  # fmt: skip
+    assert {name: meant(name, known) for name in names} == names and {*names.values()} == {*ELSEWHERE}
+    assert meant("dtype", {"lr", "steps"}) is None, "an option that there is not"
+    assert meant("stepz", {"lr", "steps"}) == "steps"

@@ -1,0 +1,133 @@
+"""What follows from a layout's numbers, and what is said of those that cannot work."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import UserError
+from planner import models, stages
+from planner.hardware import cluster
+from planner.layout import Layout, make_layout, rounds
+
+SMALL = models.Model("small", 10, 64, 4, 100)
+MIXED = models.Model("mixed", 10, 64, 4, 100, experts=4, top_k=1, expert_width=64)
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    return {axis: int(size) for axis, _, size in (word.partition("=") for word in text.split())}
+
+
+def made(text: str, gpus: int, model=SMALL, **fields) -> Layout:
+    return make_layout(model, cluster("h100-80gb", gpus, gpus), mesh_of(text), **({"batch_size": 16} | fields))
+
+
+REFUSED = [  # mesh, GPUs, fields of the layout, and the message
+    ("data=8", 8, {"zero_stage": 4}, "--zero-stage must be 0, 1, 2 or 3, not 4"),
+    ("data=8", 8, {"zero_stage": -1}, "--zero-stage must be 0, 1, 2 or 3, not -1"),
+    ("data=2 tensor=2", 8, {}, "--mesh data=2,tensor=2 is 4 GPU(s), and --gpus is 8; make them equal"),
+    ("", 8, {}, "--mesh of one rank is 1 GPU(s), and --gpus is 8; make them equal"),
+    ("tensor=8", 8, {}, "tensor=8 does not divide --heads 4; take a divisor of it"),
+    ("tensor=4", 4, {"model": models.Model("m", 1, 64, 4, 100, mlp_width=6)},
+     "tensor=4 does not divide --mlp-width 6; take a divisor of it"),
+    ("tensor=4", 4, {"model": models.Model("m", 1, 64, 4, 3)},
+     "tensor=4 does not divide --vocabulary 3; take a divisor of it"),
+    ("expert=4", 4, {}, "expert=4: model 'small' has no experts; take data or shard"),
+    ("expert=8", 8, {"model": MIXED}, "expert=8 does not divide the model's 4 experts"),
+    ("pipeline=4", 4, {"stages_per_rank": 3},
+     "12 stages (pipeline=4, 3 per rank) are more than 10 layers; take fewer"),
+    ("data=2", 2, {"batch_size": 0}, "--batch-size must be at least 1, not 0"),
+    ("data=2", 2, {"micro_batch": 0}, "--micro-batch must be at least 1, not 0"),
+    ("data=2", 2, {"sequence": 0}, "--sequence must be at least 1, not 0"),
+    ("data=2", 2, {"stages_per_rank": 0}, "--stages-per-rank must be at least 1, not 0"),
+    ("context=2 tensor=4", 8, {"sequence": 12}, "context=2 and tensor=4 do not divide --sequence 12"),
+    ("data=2 shard=2 expert=2", 8, {"model": MIXED, "micro_batch": 3},
+     "--batch-size 16 does not divide into 8 readers (data, shard, expert) with micro-batches of 3; take a multiple of "
+     "24"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, gpus, fields, says", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(text, gpus, fields, says):
+    with pytest.raises(UserError) as error:
+        made(text, gpus, **fields)
+    assert str(error.value) == says
+
+
+def test_what_nearly_cannot_work_does():
+    made("tensor=4", 4)  # a vocabulary of 100 divides, one of 101 is padded
+    made("tensor=4", 4, models.Model("m", 1, 64, 4, 101))
+    made("context=2 tensor=4", 8, sequence=12 + 2, sequence_parallel=False)
+    made("pipeline=5", 5, stages_per_rank=2, batch_size=10)
+    made("expert=4", 4, MIXED)
+    made("pipeline=4", 4, stages_per_rank=2, batch_size=8)
+
+
+def test_what_is_taken_for_something_else_is_a_note():
+    one = made("data=8", 8, zero_stage=2)
+    assert one.mesh == (("pipeline", 1), ("data", 1), ("shard", 8), ("context", 1), ("expert", 1), ("tensor", 1))
+    assert one.notes == ("ZeRO-2 divides state along 'shard': data=8 is taken for it",)
+    assert made("data=2 shard=4", 8, zero_stage=3).notes == () == made("data=8", 8).notes
+    assert made("data=4 context=2", 8, zero_stage=3, sequence=4096).size("data") == 4, "ranks along 'context' divide"
+    one = made("pipeline=2", 2, stages_per_rank=3)
+    assert (one.schedule, one.notes) == (
+        "interleaved", ("1f1b with 3 stages per rank is the schedule 'interleaved'",))  # fmt: skip
+    assert made("pipeline=2", 2, schedule="looped-bfs", stages_per_rank=2).schedule == "looped-bfs"
+    assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
+
+
+def test_numbers_that_follow_from_a_layout():
+    one = Layout(tuple(mesh_of("pipeline=2 data=3 shard=5 context=7 expert=11 tensor=13").items()), 3 * 5 * 11 * 8,
+                 micro_batch=4, sequence=700, stages_per_rank=2)  # fmt: skip
+    assert (one.readers, one.micro_batches, one.stages, one.tokens) == (3 * 5 * 11, 2, 4, 4 * 100)
+    assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1)
+    told = {  # ZeRO stage, and whether ranks along "context" divide the state: shards, and copies that are summed
+        (0, True): (1, {"data": 3 * 5 * 11 * 7}), (0, False): (1, {"data": 3 * 5 * 11 * 7}),
+        (1, True): (5 * 7 * 11, {"data": 3}), (3, True): (5 * 7 * 11, {"data": 3}),
+        (3, False): (5 * 11, {"data": 3, "context": 7}),
+    }  # fmt: skip
+    for (stage, shard_context), expected in told.items():
+        other = Layout(one.mesh, one.batch_size, zero_stage=stage, shard_context=shard_context)
+        assert (other.shards, other.copies) == expected, f"ZeRO-{stage}, shard_context={shard_context}"
+    assert Layout((("data", 1),), 8).copies == {}, "one rank sums with no other"
+
+
+def test_a_layout_in_a_line():
+    one = Layout((("pipeline", 4), ("data", 1), ("tensor", 2)), 8, 2, schedule="interleaved", stages_per_rank=2,
+                 recompute="full", zero_stage=1, offload=True)  # fmt: skip
+    assert one.describe() == (
+        "pipeline 4 x tensor 2, ZeRO-1 with offload, interleaved x 2, micro-batch 2, recompute full")
+    assert Layout((("data", 1),), 8).describe() == "one GPU, micro-batch 1, recompute none"
+    assert Layout((("pipeline", 2),), 8).describe() == "pipeline 2, 1f1b, micro-batch 1, recompute none"
+
+
+def test_so_many_micro_batches_show_a_schedules_steady_state():
+    for schedule, many, expected in (
+        ("1f1b", 30, 12), ("1f1b", 12, 12), ("1f1b", 10, 10), ("gpipe", 13, 12), ("interleaved", 32, 12),
+        ("interleaved", 30, 30), ("interleaved", 8, 8),
+    ):  # fmt: skip
+        one = Layout((("pipeline", 4),), many, schedule=schedule)
+        assert rounds(one) == expected, f"{many} micro-batches of {schedule} on four ranks"
+
+
+def test_layers_and_ends_of_each_rank():
+    """(layers, embedding, head) of ten layers: the inner stages have those that are left."""
+    for schedule, chunks, pipeline, expected in (
+        ("1f1b", 1, 4, [(2, True, False), (3, False, False), (3, False, False), (2, False, True)]),
+        ("1f1b", 1, 3, [(3, True, False), (4, False, False), (3, False, True)]),
+        ("interleaved", 2, 2, [(5, True, False), (5, False, True)]),
+        ("interleaved", 2, 3, [(3, True, False), (4, False, False), (3, False, True)]),
+        ("zbv", 2, 2, [(4, True, True), (6, False, False)]),
+        ("zbv", 2, 3, [(2, True, True), (4, False, False), (4, False, False)]),
+    ):
+        one = Layout((("pipeline", pipeline),), 12, schedule=schedule, stages_per_rank=chunks)
+        assert stages.shares(SMALL, one) == expected, f"{schedule} on {pipeline} ranks"
+    assert stages.layers_of_stages(10, 4) == (2, 3, 3, 2) and stages.layers_of_stages(11, 4) == (3, 3, 3, 2)
+    three = Layout((("pipeline", 3),), 12, stages_per_rank=2)
+    v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))
+    assert [stages.stages_of(v, rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]], "down and up again"
+    assert [stages.stages_of(ring, rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_step_without_a_pipeline_is_all_work():
+    one = Layout((("data", 1),), 5)
+    assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,)

@@ -1,0 +1,248 @@
+"""Which layouts `planner plan` looks at, which of them it keeps, and what it says of the nearest one that lost."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import UserError
+from planner import models, search
+from planner.constants import PRIOR
+from planner.estimate import GIB
+from planner.hardware import cluster
+from planner.layout import Layout
+from planner.search import Candidate
+
+SMALL = models.Model("small", 4, 64, 4, 256)  # four layers and four heads
+MIXED = models.Model("mixed", 4, 64, 4, 256, experts=2, top_k=1, expert_width=64)
+# Mesh, ZeRO stage, schedule with its stages on a rank: micro-batches, of 8 sequences on two nodes of two GPUs.
+EIGHT = """
+data=4 0 1f1b-1: 1 2
+shard=4 1 1f1b-1: 1 2
+shard=4 2 1f1b-1: 1 2
+shard=4 3 1f1b-1: 1 2
+data=2,shard=2 3 1f1b-1: 1 2
+pipeline=2,data=2 0 1f1b-1: 1 2
+pipeline=2,data=2 0 interleaved-2: 1 2
+pipeline=2,shard=2 1 1f1b-1: 1 2
+pipeline=2,shard=2 1 interleaved-2: 1 2
+pipeline=2,shard=2 3 1f1b-1: 1 2
+pipeline=2,shard=2 3 interleaved-2: 1 2
+pipeline=4 0 1f1b-1: 1 2
+pipeline=4 0 gpipe-1: 4
+data=2,tensor=2 0 1f1b-1: 1 2 4
+shard=2,tensor=2 1 1f1b-1: 1 2 4
+shard=2,tensor=2 2 1f1b-1: 1 2 4
+shard=2,tensor=2 3 1f1b-1: 1 2 4
+pipeline=2,tensor=2 0 1f1b-1: 1 2 4
+pipeline=2,tensor=2 0 interleaved-2: 1 2 4
+"""
+CONTEXT = """
+data=2,context=2 0 1f1b-1: 1 2
+shard=2,context=2 1 1f1b-1: 1 2
+shard=2,context=2 2 1f1b-1: 1 2
+shard=2,context=2 3 1f1b-1: 1 2
+pipeline=2,context=2 0 1f1b-1: 1 2
+pipeline=2,context=2 0 interleaved-2: 1 2
+pipeline=2,context=2 1 1f1b-1: 1 2
+pipeline=2,context=2 1 interleaved-2: 1 2
+pipeline=2,context=2 3 1f1b-1: 1 2
+pipeline=2,context=2 3 interleaved-2: 1 2
+context=2,tensor=2 0 1f1b-1: 1 2 4
+context=2,tensor=2 1 1f1b-1: 1 2 4
+context=2,tensor=2 2 1f1b-1: 1 2 4
+context=2,tensor=2 3 1f1b-1: 1 2 4
+"""
+
+
+def lines(text: str) -> set[str]:
+    return set(text.strip().splitlines())
+
+
+def looked_at(model, gpus: int, per_node: int, batch: int, sequence: int, offload: bool = False) -> set[str]:
+    """Every layout of a search, in lines as above; each has all three kinds of recomputation, the least first."""
+    found, kinds = {}, {}
+    for one in search.layouts(model, cluster("h100-80gb", gpus, per_node), batch, sequence, "bf16", offload):
+        told = one.batch_size, one.sequence, one.precision, one.offload
+        assert told == (batch, sequence, "bf16", offload), "what all layouts of a search have in common"
+        assert math.prod(size for _, size in one.mesh) == gpus, f"ranks of {one.describe()}"
+        mesh = ",".join(f"{axis}={size}" for axis, size in one.mesh if size > 1) or "one"
+        name = f"{mesh} {one.zero_stage} {one.schedule}-{one.stages_per_rank}"
+        found.setdefault(name, dict.fromkeys([])).setdefault(one.micro_batch)
+        kinds.setdefault((name, one.micro_batch), []).append(one.recompute)
+    assert {tuple(recompute) for recompute in kinds.values()} == {("none", "selective", "full")}, "recomputation"
+    return {f"{name}: {' '.join(map(str, micro))}" for name, micro in found.items()}
+
+
+def same(found: set[str], expected: set[str]) -> None:
+    assert found == expected, f"not looked at: {sorted(expected - found)}; too many: {sorted(found - expected)}"
+
+
+def test_every_layout_of_four_gpus_is_looked_at():
+    """Tensor parallelism stays within a node, ZeRO-2 out of pipelines, and copies of shards are between nodes."""
+    same(looked_at(SMALL, 4, 2, 8, 1024), lines(EIGHT))
+    whole = {line for line in lines(EIGHT) if " 0 " in line and "data" in line}  # nothing divides their optimizer
+    same(looked_at(SMALL, 4, 2, 8, 1024, offload=True), lines(EIGHT) - whole)
+
+
+def test_sequences_are_cut_where_2048_tokens_stay_on_a_rank():
+    found = {line for line in looked_at(SMALL, 4, 4, 4, 4096) if "context" in line}
+    same(found, lines(CONTEXT))
+    shorter = looked_at(SMALL, 4, 4, 4, 4094)
+    assert not any("context" in line for line in shorter), "2,047 tokens on a rank are too few"
+
+
+def test_experts_are_divided_where_their_number_divides():
+    """As axes whose ranks read sequences of their own: with context or expert parallelism alone, state is divided."""
+    experts = {line.replace("context", "expert") for line in lines(CONTEXT)}
+    experts = {line.replace("1 2 4", "1 2") if "tensor" in line else line.replace(": 1 2", ": 1") for line in experts}
+    found = looked_at(MIXED, 4, 4, 4, 1024)
+    same({line for line in found if "expert" in line}, experts)
+    two = {line.split(":")[0] for line in looked_at(MIXED, 8, 4, 8, 1024) if line.startswith("data=2,shard")}
+    assert two >= {"data=2,shard=2,expert=2 3 1f1b-1", "data=2,shard=4 3 1f1b-1"}, "shards and experts within a node"
+    assert "data=3,shard=4 3 1f1b-1: 1" in looked_at(SMALL, 12, 4, 12, 1024), "shards within each of three nodes"
+    assert not any("expert" in line for line in looked_at(SMALL, 4, 4, 4, 1024)), "a model without experts"
+
+
+def test_what_limits_micro_batches_pipelines_and_tensor_parallelism():
+    same(looked_at(SMALL, 1, 1, 128, 1024), {"one 0 1f1b-1: 1 2 4 8 16 32"})
+    same(looked_at(SMALL, 1, 1, 12, 1024, offload=True), {"one 0 1f1b-1: 1 2 4"})
+    wide = looked_at(SMALL, 8, 8, 8, 1024)
+    assert not any("tensor=8" in line or "pipeline=8" in line for line in wide), "four heads, four layers"
+    deep = looked_at(replace(SMALL, layers=128, heads=1, width=63, mlp_width=3), 128, 128, 128, 1024)
+    most = max(int(line.split(",")[0].split("=")[1]) for line in deep if line.startswith("pipeline"))
+    assert most == 64 and {line for line in deep if "pipeline=32," in line and "interleaved" in line} == {
+        f"pipeline=32,{axis}=4 {stage} interleaved-2: 1" for axis, stage in (("data", 0), ("shard", 1), ("shard", 3))
+    }, "64 stages in all at most"  # fmt: skip
+    same({line for line in looked_at(replace(SMALL, mlp_width=6), 4, 4, 4, 1024) if "tensor=4" in line}, set())
+    eight = looked_at(replace(SMALL, layers=8), 2, 2, 6, 4098)
+    assert {line for line in eight if "pipeline" in line} == {
+        "pipeline=2 0 1f1b-1: 1 2", "pipeline=2 0 interleaved-2: 1", "pipeline=2 0 interleaved-4: 1"
+    }, "six micro-batches are rounds of two, three are not"  # fmt: skip
+    odd = looked_at(SMALL, 4, 4, 4, 4098)
+    assert any("context=2" in line for line in odd) and not any("context=2,tensor=2" in line for line in odd), "4,098"
+    odd = looked_at(SMALL, 4, 4, 6, 1024)
+    assert not any(line.startswith(("data=4", "shard=4")) for line in odd), "6 sequences for four readers"
+    assert "pipeline=4 0 1f1b-1: 1" in odd and not any("=4 0 inter" in line for line in odd), "6 are no rounds of four"
+
+
+# --- which are estimated ----------------------------------------------------------------------------------------------
+
+
+def candidates_of(monkeypatch, room: float, needed: dict[str, float], host: float = 0.0, low: float = 1.0):
+    """(recomputation, seconds, GiB) of each candidate of three layouts that need so many GiB, in a node of two GPUs."""
+    alike = [Layout((("data", 2),), 8, recompute=kind) for kind in search.RECOMPUTE]
+    monkeypatch.setattr(search, "layouts", lambda *_: iter(alike))
+    monkeypatch.setattr(search.memory, "estimate", lambda model, one, constants: SimpleNamespace(
+        low=low * needed[one.recompute] * GIB, expected=needed[one.recompute] * GIB, host=host * GIB))  # fmt: skip
+    times = {"none": 1.0, "selective": 2.0, "full": 3.0}
+    monkeypatch.setattr(search.time, "estimate", lambda model, gpus, one, constants, quick: SimpleNamespace(
+        seconds=times[one.recompute] if quick else None))  # fmt: skip
+    nodes = replace(cluster("h100-80gb", 2), gpus_per_node=2, host_memory=10 * GIB)
+    nodes = replace(nodes, gpu=replace(nodes.gpu, memory=room * GIB))
+    found = search.candidates(SMALL, nodes, 8, 1024, "bf16", PRIOR)
+    return [(one.layout.recompute, one.seconds, one.expected / GIB) for one in found]
+
+
+def test_no_more_is_recomputed_than_what_makes_a_layout_fit(monkeypatch):
+    needed = {"none": 40.0, "selective": 20.0, "full": 10.0}
+    none, selective, full = ("none", 1.0, 40.0), ("selective", 2.0, 20.0), ("full", 3.0, 10.0)
+    for room, expected in (
+        (40, [none]), (39, [none, selective]), (20, [none, selective]), (19, [none, selective, full]),
+        (9, [none, selective, full]), (7, [none, selective, full]), (6.6, [("full", float("inf"), 10.0)]),
+    ):  # fmt: skip
+        assert candidates_of(monkeypatch, room, needed) == expected, f"{room} GiB: far too much is half more than that"
+    assert len(candidates_of(monkeypatch, 6.6, needed, low=0.9)) == 3, "9 GiB, if the allocator reserves least"
+    assert candidates_of(monkeypatch, 40, needed, host=5) == [none], "two GPUs of a node fill 10 GiB of the host"
+    crowded = [("full", float("inf"), float("inf"))]
+    assert candidates_of(monkeypatch, 40, needed, host=5.1) == crowded, "more than the host has, of two GPUs"
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def candidate(seconds: float, gib: float = 10.0, batch: int = 8, **more) -> Candidate:
+    return Candidate(Layout((("data", 8),), batch, **more), seconds, gib * GIB)
+
+
+def planned(monkeypatch, found: list[Candidate], offloaded: list[Candidate], count=5, exact=lambda one: one, **more):
+    """What a plan says of these candidates: seconds; and of which its search and its estimates were asked."""
+    asked, estimated = [], []
+
+    def candidates(model, nodes, batch_size, sequence, precision, constants, offload=False):
+        asked.append((nodes.gpu.memory / GIB, batch_size, sequence, precision, constants, offload))
+        return list(offloaded if offload else found)
+
+    def estimate(model, nodes, layout, constants):
+        estimated.append(layout.batch_size)
+        return SimpleNamespace(seconds=exact(layout.batch_size), layout=layout)
+
+    monkeypatch.setattr(search, "candidates", candidates)
+    monkeypatch.setattr(search, "estimate", estimate)
+    monkeypatch.setattr(search, "loser", lambda one, every, room: f"{len(every)} looked at, {room / GIB:.0f} GiB")
+    chosen = search.plan(SMALL, cluster("h100-80gb", 8), 16, 512, "bf16", 80, count, PRIOR, **more)
+    return [(one.estimate.seconds, one.loser) for one in chosen], asked, estimated
+
+
+def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else(monkeypatch):
+    fits, large, host = candidate(5.0, 80.0, 5), candidate(1.0, 81.0, 1), candidate(9.0, 10.0, 9)
+    chosen, asked, _ = planned(monkeypatch, [large, fits], [host])
+    assert asked == [(80.0, 16, 512, "bf16", PRIOR, False)], "(GiB, batch, sequence, precision, constants, offload)"
+    assert chosen == [(5, "2 looked at, 80 GiB")], "what fits, of all that was looked at"
+    chosen, asked, _ = planned(monkeypatch, [large], [host])
+    assert [one[-1] for one in asked] == [False, True], "nothing fits, so offload is looked at as well"
+    assert chosen == [(9, "2 looked at, 80 GiB")]
+
+
+def test_the_fastest_are_estimated_in_full_and_ordered_again(monkeypatch):
+    """Twenty, or four for each that is printed: the search's time is rough."""
+    found = [candidate(float(number), batch=number) for number in range(60, 0, -1)]
+    chosen, _, estimated = planned(monkeypatch, found, [], count=3, exact=lambda one: 100 - one)
+    assert estimated == [*range(1, 21)], "the twenty fastest of the search"
+    assert [seconds for seconds, _ in chosen] == [80, 81, 82], "the three fastest of those, by the estimate"
+    assert len(planned(monkeypatch, found, [], count=10)[2]) == 40
+
+
+def test_a_plan_that_cannot_be_says_what_would_do(monkeypatch):
+    small, large = candidate(float("inf"), 90.0, 8, micro_batch=1), candidate(1.0, 95.0, 8)
+    with pytest.raises(UserError) as error:
+        planned(monkeypatch, [large], [small])
+    assert str(error.value) == (  # the least of those in the host's memory too
+        "small does not fit 8 x 80.0 GiB: the smallest layout needs 90.0 GiB (data 8, micro-batch 1, recompute none); "
+        "use more or larger GPUs, or a shorter --sequence"
+    )
+
+
+def test_a_batch_that_does_not_divide_is_told_what_would():
+    """One head and one layer leave 32 readers; two of each 16, or 8, each of which then needs two micro-batches."""
+    for heads, multiple in ((1, 32), (2, 16)):
+        model = replace(SMALL, heads=heads, layers=heads, width=62, mlp_width=2)
+        with pytest.raises(UserError) as error:
+            search.plan(model, cluster("h100-80gb", 32), 7, 512)
+        said = f"--batch-size 7 does not divide over 32 GPUs in any layout; take a multiple of {multiple}"
+        assert str(error.value) == said
+
+
+def test_the_nearest_loser_is_faster_or_the_fastest_that_fits():
+    """It differs in one choice, of which mesh and ZeRO's stage count as one."""
+    base = Layout((("data", 8),), 64, micro_batch=2)
+    chosen = SimpleNamespace(layout=base, seconds=10.0)
+
+    def told(*others):
+        found = [Candidate(replace(base, **fields), seconds, gib * GIB) for fields, seconds, gib in others]
+        return search.loser(chosen, found, 80 * GIB)
+
+    mesh = {"mesh": (("shard", 8),), "zero_stage": 3}
+    large, slow, slower = ({"micro_batch": 8}, 8.0, 90), ({"micro_batch": 1}, 11.0, 70), ({"micro_batch": 4}, 12.0, 80)
+    assert told((mesh, 11.0, 20)) == "shard 8, ZeRO-3, micro-batch 2, recompute none: +10% time"
+    assert told(slower, slow) == "data 8, micro-batch 1, recompute none: +10% time", "the faster of two that fit"
+    assert told(slow, large) == "data 8, micro-batch 8, recompute none, 20% faster: needs 90.0 GiB", "a faster one"
+    assert told(({"micro_batch": 8}, 10.5, 90), slower).endswith("micro-batch 4, recompute none: +20% time"), (
+        "one that is slower and does not fit says nothing"
+    )
+    assert told(({"micro_batch": 8}, 12.5, 90)) == "data 8, micro-batch 8, recompute none: needs 90.0 GiB", "no other"
+    for far in ({"recompute": "full", "micro_batch": 4}, mesh | {"micro_batch": 4}, {}):
+        assert told((far, 1.0, 10)) == "no layout differs in one choice only", far
+    for field in ({"recompute": "full"}, {"stages_per_rank": 2}, {"zero_stage": 1}):
+        assert told((field, 12.0, 10)).endswith(": +20% time"), f"{field} is one choice"

@@ -1,0 +1,232 @@
+"""Times and messages of a step worked out by hand, part by part, on a machine whose numbers are round.
+
+Its links move a GB per second, its products a TFLOP per second, and its memory takes no time; a model of four layers,
+1,000 wide, takes a micro-batch of 1,000 tokens. So the stream of a micro-batch has 2 MB in 16 bit, and a layer
+12,002,000 parameters: four million of attention, eight of its MLP, and two norms. The head and the embedding have a
+million each, and the last norm a thousand: 50,009,000 in all.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from planner import models, network, stages, time, traffic
+from planner.constants import PRIOR
+from planner.hardware import GPU, Cluster
+from planner.layout import Layout
+
+GPT = models.Model("gpt", 4, 1000, 10, 1000)
+TIED = replace(GPT, tied=True)
+MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
+TOY = GPU("toy", 1e12, 1.0, 1e12, 1e24, 1e9, 1e9, 1.0, "none")
+BARE = replace(PRIOR, matmul=1.0, passes=0.0, attention=1.0, link=1.0, network=1.0, kept=0.0, async_kept=0.5, ring=0.0,
+               memory_rate=1.0, kernel=0.0, alpha_link=0.0, alpha_network=0.0)  # fmt: skip
+START = replace(BARE, kernel=1e-3)  # before each product
+HIDES, HALF = replace(BARE, kept=1.0), replace(BARE, kept=0.5)  # all of a message beside work, and half of it
+
+
+def mesh_of(text: str) -> tuple[tuple[str, int], ...]:
+    return tuple((axis, int(size)) for axis, _, size in (word.partition("=") for word in text.split()))
+
+
+def layout(text: str, many: int = 1, **fields) -> Layout:
+    """Of a mesh such as "pipeline=2 data=2"; many: micro-batches of a reader."""
+    one = Layout(mesh_of(text), 1, **({"sequence": 1000} | fields))
+    return replace(one, batch_size=one.readers * many)
+
+
+def step(text: str, model=GPT, constants=BARE, per_node: int | None = None, hbm: float = 1e24, many: int = 1, **fields):
+    """per_node: GPUs of a node, each with an adapter of a tenth of the links' rate; by default all are in one."""
+    gpus = math.prod(size for _, size in mesh_of(text))
+    machine = Cluster(replace(TOY, hbm=hbm), gpus, per_node or gpus, 1e8, per_node or gpus, host=1e9)
+    return time.estimate(model, machine, layout(text, many, **fields), constants)
+
+
+def compare(part: str, rows: list) -> None:
+    for text, more, expected in rows:
+        found = 1000 * step(text, **more).parts[part]
+        told = {name: value for name, value in more.items() if name not in ("model", "constants")}
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), f"ms of {part} on {text}, {told}"
+
+
+FULL, THIRD = {"recompute": "full"}, {"zero_stage": 3}
+
+
+def test_work():
+    """A layer's products take 24 ms and its attention 2; backward 48 and 5. The head takes 2 ms and twice that."""
+    compare("work", [
+        ("data=1", {}, 4 * 79 + 6),
+        ("data=1", {"many": 3}, 3 * (4 * 79 + 6)),
+        ("data=1", FULL, 4 * (79 + 26) + 6),
+        ("data=1", {"recompute": "attention"}, 4 * (79 + 2) + 6),
+        ("data=1", {"recompute": "operators"}, 4 * (79 + 12) + 6),
+        ("data=1", {"recompute": "every-second"}, 4 * (79 + 13) + 6),
+        ("data=1", {"recompute": "selective"}, 4 * (79 + 2) + 6),
+        ("shard=2", {"recompute": "selective"} | THIRD, 4 * (79 + 12) + 6),
+        ("data=1", {"flash": False}, 4 * (72 + 3 * 4 / 0.6) + 6),  # 60% of the rate, and no half is left out
+        ("tensor=2", {}, 4 * 79 / 2 + 3),
+        ("context=2", {}, 4 * 79 / 2 + 3),
+        ("context=2", {"constants": replace(BARE, ring=1.0)}, 4 * (36 + 1.5 * 3.5) + 3),
+        ("data=1", {"model": MIXED}, 2 * 79 + 2 * (24 + 2 + 48 + 5 + 16 + 32) + 6),  # each token uses both experts
+        ("expert=2", {"model": MIXED}, 2 * 79 + 2 * (24 + 2 + 48 + 5 + 16 + 32) + 6),  # two tokens for one of them
+        ("data=1", {"model": MIXED, "constants": START}, 418 + 3 * (2 * 4 + 2 * 6) + 3),  # products, and the head's
+        ("expert=2", {"model": MIXED, "constants": START}, 418 + 3 * (2 * 4 + 2 * 4) + 3),  # of one expert
+        ("data=1", {"constants": replace(BARE, matmul=0.5)}, 4 * (2 * 72 + 7) + 12),
+        ("data=1", {"constants": replace(BARE, attention=0.5)}, 4 * (72 + 14) + 6),
+    ])  # fmt: skip
+
+
+def test_messages_in_layers():
+    """An all-reduce of the stream over two ranks takes 2 ms: two forward, two backward, and two for what is computed
+    again. Keys and values of all tokens, 4 MB, are gathered in 2 ms. Each token goes to both experts and comes back."""
+    compare("messages in layers", [
+        ("data=2", {}, 0),
+        ("tensor=2", {}, 4 * 4 * 2),
+        ("tensor=2", {"many": 3}, 3 * 4 * 4 * 2),
+        ("tensor=2", FULL, 4 * 6 * 2),
+        ("tensor=2", {"recompute": "every-second"}, 4 * 5 * 2),
+        ("tensor=2", {"recompute": "attention"}, 4 * 4 * 2),
+        ("tensor=2", {"precision": "float32"}, 4 * 4 * 4),
+        ("tensor=2", {"per_node": 1}, 4 * 4 * 20),
+        ("tensor=2", {"async_tensor": True}, 4 * 4 * 1),  # half of it is hidden
+        ("tensor=2", {"async_tensor": True, "per_node": 1}, 4 * 4 * (20 - 0.5 * 6)),  # beside a product of 6 ms
+        ("context=2", {}, 4 * 3 * 2),
+        ("context=2", FULL, 4 * 4 * 2),
+        ("context=2", {"constants": HIDES}, 4 * ((2 - 1) + (4 - 2.5))),
+        ("context=2", {"constants": HIDES} | FULL, 4 * ((2 - 1) + (4 - 2.5) + (2 - 1))),
+        ("context=2 tensor=2", {}, 4 * (3 * 1 + 4 * 1)),
+        ("expert=2", {"model": MIXED}, 2 * 4 * 2),  # in two of four layers
+        ("expert=2", {"model": MIXED} | FULL, 2 * 6 * 2),
+        ("pipeline=2 tensor=2", {}, 2 * 4 * 2),
+        ("pipeline=2 tensor=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2}, 2 * 2 * 4 * 2),
+    ])  # fmt: skip
+
+
+def test_messages_of_state():
+    """Gradients have 200.036 MB in float32, and parameters 100.018 in 16 bit; a layer's 48.008 and 24.004."""
+    gather, scatter = 12.002, 24.004  # of a layer over two ranks
+    layers = 2 * gather + scatter  # gathered forward and backward, and reduced
+    ends = 2 + 4  # embedding and head
+    both, slow = gather + scatter, {"per_node": 1, "constants": HIDES}
+    compare("messages of state", [
+        ("data=1", {}, 0),
+        ("data=2", {}, 200.036),
+        ("data=2", {"precision": "bf16"}, 100.018),
+        ("data=2", {"many": 3}, 200.036),
+        ("data=2", {"constants": HALF}, 100.018),  # the backward pass takes longer
+        ("data=2", {"constants": HIDES}, 0),
+        ("data=2", {"constants": HIDES, "overlap_gradients": False}, 200.036),
+        ("data=2", slow, 2000.36 - (4 * 53 + 4)),
+        ("data=2 tensor=2", {}, 4 * (4 * 6.002 + 1.001)),
+        ("data=2 context=2", {}, 1.5 * 200.036),
+        ("data=2 shard=2", {}, 1.5 * 200.036),
+        ("pipeline=2 data=2", {}, 4 * (2 * 12.002 + 1.001)),
+        ("pipeline=2", {}, 0),
+        ("pipeline=2", {"model": TIED}, 4),  # gradients of the embedding, to the other stage that has it
+        ("pipeline=2 tensor=2", {"model": TIED}, 2),
+        ("pipeline=2", {"model": TIED, "per_node": 1}, 40),
+        ("shard=2", {"zero_stage": 1, "many": 2}, 100.018 + 50.009),
+        ("shard=2", {"zero_stage": 1, "constants": HIDES}, 0),
+        ("shard=2", {"zero_stage": 1, "constants": HIDES, "overlap_gradients": False}, 150.027),
+        ("shard=2", {"zero_stage": 1, "constants": HIDES, "overlap_gradients": False, "per_node": 1}, 1500.27),
+        ("shard=2", {"zero_stage": 2, "many": 2}, 2 * 100.018 + 50.009),
+        ("shard=2", {"zero_stage": 2, "many": 2} | slow, 2 * (1000.18 - 216) + 500.09 - 106),
+        ("data=2 shard=2", {"zero_stage": 1}, 150.027 + 200.036),
+        ("shard=2", THIRD, ends + both + 4 * layers),
+        ("shard=2", {"many": 2} | THIRD, 2 * (ends + 4 * layers) + both),
+        ("shard=2", {"many": 2, "model": TIED} | THIRD, 2 * (ends / 2 + 4 * layers) + both),
+        ("shard=2", {"constants": HIDES} | THIRD, ends + both),
+        ("shard=2", {"constants": HALF} | THIRD, ends + both + 4 * layers / 2),
+        ("shard=2", slow | THIRD, 10 * (ends + both) + 4 * (10 * gather - 26 + 10 * both - 53)),
+        ("shard=2", slow | THIRD | FULL, 10 * (ends + both) + 4 * (10 * gather - 26 + 10 * both - 79)),
+        ("shard=2 context=2", THIRD, 1.5 * (ends + both + 4 * layers)),
+        ("data=2 shard=2", THIRD, ends + both + 4 * layers + 100.018),
+        ("pipeline=2 shard=2", {"many": 2} | THIRD, 2 * both),
+        ("pipeline=2 shard=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2} | THIRD, 2 * both),
+        ("pipeline=2 data=2 shard=2", THIRD, 2 * both + 4 * (2 * 12.002 + 1.001) / 2),
+    ])  # fmt: skip
+
+
+def test_the_optimizer():
+    """42 bytes of a parameter through a memory of a TB per second. Offloaded, 6 bytes over PCIe and 30 through the
+    host's memory, a GB per second each; FSDP's shards come from there for every gathering but the first."""
+    hbm, dense, experts = {"hbm": 1e12}, 34.013, 16.0  # millions, of a mixture on one of two ranks along "expert"
+    compare("optimizer", [
+        ("data=2", hbm, 50.009 * 42e-3),
+        ("shard=2", {"zero_stage": 1} | hbm, 50.009 / 2 * 42e-3),
+        ("data=1", {"constants": replace(BARE, memory_rate=0.5)} | hbm, 2 * 50.009 * 42e-3),
+        ("pipeline=2", hbm, 25.005 * 42e-3),
+        ("expert=2", {"model": MIXED} | hbm, (dense + experts) * 42e-3),
+        ("shard=2 expert=2", {"model": MIXED} | THIRD | hbm, (dense / 4 + experts / 2) * 42e-3),
+        ("data=1", {"offload": True}, 50.009 * (6 + 30)),
+        ("data=2", {"offload": True}, 50.009 * (6 + 30 * 2)),
+        ("data=2", {"offload": True, "per_node": 1}, 50.009 * (6 + 30)),
+        ("shard=2", {"offload": True, "many": 2} | THIRD, 50.009 / 2 * (6 + 2 * 3 + 30 * 2)),
+        ("shard=2", {"offload": True, "many": 2, "zero_stage": 2}, 50.009 / 2 * (6 + 30 * 2)),
+        ("pipeline=2 shard=2", {"offload": True, "many": 2} | THIRD, 25.005 / 2 * (6 + 30 * 4)),
+    ])  # fmt: skip
+
+
+def test_what_a_pipelines_schedule_is_run_with(monkeypatch):
+    """ms of each stage forward and backward, messages inside of its layers among them, and of a message between."""
+    asked = []
+    monkeypatch.setattr(stages, "makespan", lambda one, *times: asked.append(times) or (1.0, 1.0))
+    for text, more, forward, backward, send in (
+        ("pipeline=2", {}, [52, 54], [106, 110], 2),
+        ("pipeline=2", FULL, [52, 54], [158, 162], 2),
+        ("pipeline=2 tensor=2", {}, [26 + 8, 27 + 8], [53 + 8, 55 + 8], 1),
+        ("pipeline=2 tensor=2", {"sequence_parallel": False}, [26 + 8, 27 + 8], [53 + 8, 55 + 8], 2),
+        ("pipeline=2", {"per_node": 1}, [52, 54], [106, 110], 20),
+        ("pipeline=2 data=2", {"per_node": 2}, [52, 54], [106, 110], 20),
+        ("pipeline=2 data=2", {"per_node": 4}, [52, 54], [106, 110], 2),
+        ("pipeline=3", {}, [26, 52, 28], [53, 106, 57], 2),  # the inner stage has the layer that is left
+        ("pipeline=2", {"stages_per_rank": 2}, [26, 26, 26, 28], [53, 53, 53, 57], 2),
+        ("data=1", {}, [106], [216], 0),
+    ):
+        asked.clear()
+        step(text, **more)
+        ((found_forward, found_backward, found_send, quick),) = asked
+        assert [1000 * one for one in found_forward] == pytest.approx(forward), f"forward of {text}, {more}"
+        assert [1000 * one for one in found_backward] == pytest.approx(backward), f"backward of {text}, {more}"
+        assert 1000 * found_send == pytest.approx(send) and not quick, f"a message between stages of {text}, {more}"
+
+
+def test_waiting_is_the_bubble():
+    """In a pipeline of two, the first stage waits for one micro-batch of the other, and for messages."""
+    found = step("pipeline=2 tensor=2", many=4, model=TIED)
+    one = found.parts
+    assert 1000 * one["bubble"] == pytest.approx(35 + 63, abs=8) and found.bubble == one["bubble"] / found.seconds
+    assert found.exposed == pytest.approx(one["messages in layers"] + one["messages of state"]), "what nothing hides"
+    assert found.seconds == sum(one.values()) and found.links == traffic.sent(TIED, layout("pipeline=2 tensor=2", 4))
+
+
+# --- groups and their messages ----------------------------------------------------------------------------------------
+
+
+def test_a_collective_takes_what_its_slowest_link_takes():
+    """Eight ranks on two nodes: rings leave a node by its four adapters of 10 bytes per second."""
+    two, one = network.Group(4, 2, 100.0, 10.0, 1.0, 10.0), network.Group(4, 1, 100.0, 10.0, 1.0, 10.0)
+    assert two.seconds("all_reduce", 800.0) == 2 * 700 / 40 + 2 * 3 * 1 + 2 * 1 * 10, "an all-reduce over two nodes"
+    assert two.seconds("all_gather", 800.0) == 700 / 40 + 3 * 1 + 1 * 10, "an all-gather over two nodes"
+    assert one.seconds("all_reduce", 800.0) == 2 * 600 / 100 + 2 * 3 * 1, "an all-reduce in one node"
+    assert replace(two, network=50.0).seconds("all_gather", 800.0) == 700 / 100 + 13, "adapters faster than links"
+    assert network.Group(1, 1, 100.0, 10.0, 1.0, 10.0).seconds("all_reduce", 800.0) == 0, "one rank sends nothing"
+
+
+def test_groups_of_several_axes():
+    """(ranks in a node, nodes), in nodes of eight GPUs that share four adapters."""
+    one = layout("pipeline=2 data=2 shard=4 context=2 tensor=2")
+    nodes = Cluster(TOY, 64, 8, 1e8, 4)
+    some = replace(PRIOR, link=0.5, network=0.25)
+    for axes, expected in (
+        (("shard", "context", "expert"), (4, 2)), (("data",), (1, 2)), (("pipeline",), (1, 2)), (("tensor",), (2, 1)),
+        (("context",), (2, 1)), (("shard",), (2, 2)), (("expert",), (1, 1)), (("data", "shard", "context"), (4, 4)),
+    ):  # fmt: skip
+        found = network.group(nodes, one, some, *axes)
+        assert (found.local, found.nodes) == expected, f"the group along {', '.join(axes)}"
+        assert (found.link, found.network) == (0.5 * 1e9, 0.25 * 1e8 * 4 / 8), "bytes per second of a rank"
+        assert (found.alpha_link, found.alpha_network) == (2.9e-6, 8e-6)
+    meshes = ("pipeline=2 data=4", "pipeline=2 data=8")
+    sent = [network.neighbour_seconds(nodes, layout(text), some, 1e6) for text in meshes]
+    assert sent == pytest.approx([2.9e-6 + 1e6 / 5e8, 8e-6 + 1e6 / 1.25e7]), "to the next stage in a node, and outside"

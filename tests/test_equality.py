@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from bug_numbers import NUMBERS
+from bug_words import said
 from helpers import FULL
 
 from common.lab import equality
@@ -120,6 +121,7 @@ def test_bug_is_refused(chapter, name):
         assert re.search(r"rank 0 .*\bwait\w* .*\b(reduce|recv)\b", str(refusal.value)), str(refusal.value)
     else:
         assert refusal.value.what == bug.refused_by, str(refusal.value)
+    said(chapter, name, bug, str(refusal.value))
     first_number_is_off_as_it_was(name, NUMBERS.get(chapter, {}).get(name, ""), str(refusal.value))
 
 

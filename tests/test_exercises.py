@@ -264,8 +264,18 @@ def test_what_a_class_is_asked_makes_sense(name):
             assert least <= min(numbers) and max(numbers) <= most, f"{name}, argument {place}: not in {limits}"
             spread = max(numbers) - min(numbers)
             assert spread >= 0.95 * (most - least), f"{name}, argument {place}: not all of {limits}"
-    for choice in {call[0] for call in calls if isinstance(call[0], str)}:
-        assert sum(call[0] == choice for call in calls) > 250, f"{name}: {choice} hardly ever"
+    words = sorted({call[0] for call in calls if isinstance(call[0], str)})
+    assert words == WORDS.get(name, []), f"{name}: what is drawn for its first argument"
+    assert [n for n in numbers_in(calls) if 64 * n % 1][:1] == [], f"{name}: what is no multiple of 1/64 is not exact"
+
+
+WORDS = {"all_reduce_seconds": ["halving-doubling", "ring", "tree"], "speedup_and_efficiency": ["strong", "weak"]}
+
+
+def numbers_in(value) -> list[float]:
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in numbers_in(item)]
+    return [] if value is None or isinstance(value, str) else [value]
 
 
 def fresh_of(chapter: str):
@@ -275,7 +285,13 @@ def fresh_of(chapter: str):
 def test_what_is_drawn_is_all_that_only_calculates():
     assert {name for chapter in CHAPTERS for name in fresh_of(chapter).ARGUMENTS} == DRAWN.keys()
     drawn = random.Random(0)
-    (case,) = fresh_of("03_ddp").CASES["exact_accuracy"](drawn, 4)
+    launches = [fresh_of("03_ddp").ARGUMENTS["launch_order"](drawn) for _ in range(20)]
+    in_order = [ready == sum(buckets, []) for buckets, ready in launches]
+    assert sum(in_order) < 5, "gradients hardly ever get ready in another order than that of the buckets"
+    exact = fresh_of("03_ddp").CASES["exact_accuracy"]
+    sizes = {examples for _ in range(200) for case in exact(drawn, 4) for _, examples in case.arguments}
+    assert sizes == {*range(11, 41)}, "examples of exact_accuracy"
+    (case,) = exact(drawn, 4)
     own = [correct.tolist() for correct, _ in case.arguments]
     (examples,) = {examples for _, examples in case.arguments}
     right = [answer for turn in zip(*own, strict=True) for answer in turn][:examples]

@@ -85,6 +85,10 @@ def test_one_all_reduce_of_two_numbers():
     assert refusal(intro.one_all_reduce, [two, two]) == ""
     said = refusal(intro.one_all_reduce, [two, [LedgerEntry("all_reduce", 24, 2)]])
     assert said == "rank 1: expected an all_reduce of two numbers, got an all_reduce of 24 bytes"
+    assert refusal(intro.one_all_reduce, [two, []]) == (
+        "rank 1: expected one all_reduce and nothing else, got nothing sent"
+    )
+    assert refusal(intro.one_all_reduce, [[LedgerEntry("all_reduce", 16, 2)], two]) == "", "two numbers of 8 bytes"
 
 
 def test_a_tree_passes_whole_tensors_on_in_few_rounds():
@@ -92,6 +96,13 @@ def test_a_tree_passes_whole_tensors_on_in_few_rounds():
     assert refusal(pattern, [sends((1, 8), (2, 8)), sends((3, 8)), [], []]) == ""
     halves = [sends((1, 4), (2, 8)), sends((3, 8)), [], []]
     assert refusal(pattern, halves).startswith("rank 0: expected messages of 8 bytes"), "a part of the tensor"
+    star = [sends((1, 8), (2, 8), (3, 8)), [], [], []]
+    assert refusal(pattern, star) == (
+        "rank None: expected 2 rounds, as in a binomial tree, "
+        "got 3 rounds: rank 0: 8 bytes to rank 1, 8 bytes to rank 2, 8 bytes to rank 3"
+    )
+    twice = [sends((1, 8), (2, 8)), sends((3, 8)), sends((3, 8)), []]
+    assert refusal(pattern, twice) == "rank 3: expected the tensor received 1 time(s), got 2 time(s)"
 
 
 def test_halving_and_doubling_send_halves_of_what_is_left():

@@ -118,6 +118,11 @@ class Layout:
         return self.size("shard") * context * self.size("expert") if self.zero_stage else 1
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks over which the state of an expert is divided: along "expert", ranks have different ones."""
+        return self.shards // self.size("expert") if self.zero_stage else 1
+
+    @property
     def copies(self) -> dict[str, int]:
         """Axes along which gradients are summed by an all-reduce, and their sizes; several that are one group count as
         "data"."""

@@ -81,8 +81,7 @@ def state(model: Model, layout: Layout, dense: float, experts: float) -> dict[st
     """Bytes of parameters, gradients and optimizer state between steps, by chapter 06's formula."""
     stage = STAGES[layout.zero_stage]
     found = formula(stage, dense, layout.shards, layout.recipe)
-    over = layout.shards // layout.size("expert") if layout.zero_stage else 1  # along it, experts are different ones
-    for kind, size in formula(stage, experts, over, layout.recipe).items():
+    for kind, size in formula(stage, experts, layout.expert_shards, layout.recipe).items():
         found[kind] += size
     return found
 

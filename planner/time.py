@@ -1,6 +1,7 @@
 """How long a step takes: work of the layers, messages that nothing hides, waiting in the pipeline, the optimizer."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.axes import AXES
 from planner import stages, traffic
@@ -85,9 +86,9 @@ def estimate(
     layer_unit, expert_unit = parameters_of(model, layout, 1, False, False)
     gather = scatter = 0.0
     if layout.zero_stage == 3 and layout.shards > 1:
-        sharded = group(cluster, layout, constants, "shard", "context", "expert")
-        gather = sharded.seconds("all_gather", (layer_unit + expert_unit) * itemsize)
-        scatter = sharded.seconds("reduce_scatter", (layer_unit + expert_unit) * message)
+        sharded = partial(state_seconds, cluster, layout, constants, ("shard", "context", "expert"))
+        gather = sharded("all_gather", layer_unit * itemsize, expert_unit * itemsize)
+        scatter = sharded("reduce_scatter", layer_unit * message, expert_unit * message)
     per_micro_batch = gather and p == 1  # a stage of a pipeline is gathered once for all of its micro-batches
     exposed_layer = 0.0
     if per_micro_batch:
@@ -111,7 +112,6 @@ def estimate(
     own, own_experts = max(parameters_of(model, layout, *share) for share in stages.shares(model, layout))
     once = 0.0
     last_backward = (sum(times_b) / p) if layout.overlap_gradients else 0.0
-    total_bytes = own * message + own_experts * message
     if layout.zero_stage == 3 and layout.shards > 1:
         if p > 1:
             units = max(counts) * layout.stages_per_rank
@@ -120,23 +120,26 @@ def estimate(
         else:
             # The ends of the model are units too; the first gather and the last reduction have nothing beside them.
             ends_unit = model.embedding_parameters * (1 if model.tied else 2) / layout.tensor
-            once += m * (sharded.seconds("all_gather", ends_unit * itemsize) + sharded.seconds(
+            once += m * (sharded("all_gather", ends_unit * itemsize) + sharded(
                 "reduce_scatter", ends_unit * message)) + gather + scatter  # fmt: skip
             once += m * model.layers * exposed_layer
     elif layout.zero_stage and layout.shards > 1:
-        sharded = group(cluster, layout, constants, "shard", "context", "expert")
+        sharded = partial(state_seconds, cluster, layout, constants, ("shard", "context", "expert"))
         repeats = m if layout.zero_stage == 2 else 1
-        reduce = repeats * sharded.seconds("reduce_scatter", total_bytes)
-        collect = sharded.seconds("all_gather", (own + own_experts) * itemsize)
+        reduce = repeats * sharded("reduce_scatter", own * message, own_experts * message)
+        collect = sharded("all_gather", own * itemsize, own_experts * itemsize)
         once += left_over(reduce, repeats * last_backward, constants) + left_over(
             collect, sum(times_f) / p if layout.overlap_gradients else 0.0, constants)  # fmt: skip
     if model.tied and p > 1:
         once += neighbour_seconds(cluster, layout, constants, model.embedding_parameters / layout.tensor * message)
+    kept_here = own / layout.shards + own_experts / layout.expert_shards
     for axis in layout.copies:
-        replicas = group(cluster, layout, constants, *((axis,) if layout.zero_stage else AXES[1:-1]))
-        payload = total_bytes / layout.shards if layout.zero_stage >= 2 else total_bytes
-        once += left_over(replicas.seconds("all_reduce", payload), last_backward, constants)
-    kept_here = own / layout.shards + own_experts / (layout.shards / layout.size("expert") if layout.zero_stage else 1)
+        axes = (axis,) if layout.zero_stage else AXES[1:-1]
+        summed = own, own_experts
+        if layout.zero_stage >= 2:
+            summed = own / layout.shards, own_experts / layout.expert_shards
+        one = state_seconds(cluster, layout, constants, axes, "all_reduce", *(size * message for size in summed))
+        once += left_over(one, last_backward, constants)
     if layout.offload:
         # Gradients to the host, parameters back; AdamW there reads and writes 28 bytes a parameter (and 2 of a copy).
         crossings = message + itemsize
@@ -154,6 +157,19 @@ def estimate(
              "optimizer": optimizer}  # fmt: skip
     seconds = sum(parts.values())
     return StepTime(parts, seconds, waiting / seconds, once + busy - work, {} if quick else traffic.sent(model, layout))
+
+
+def state_seconds(
+    cluster: Cluster, layout: Layout, constants: Constants, axes: tuple[str, ...], operation: str, dense: float,
+    experts: float = 0.0,
+) -> float:  # fmt: skip
+    """Of one collective along these axes over bytes of what all ranks use, and of experts. Along "expert", ranks have
+    different experts: what is theirs is a message of its own then, to fewer ranks."""
+    everybody = group(cluster, layout, constants, *axes)
+    if not experts or "expert" not in axes or layout.size("expert") == 1:
+        return everybody.seconds(operation, dense + experts)
+    fewer = group(cluster, layout, constants, *(axis for axis in axes if axis != "expert"))
+    return everybody.seconds(operation, dense) + fewer.seconds(operation, experts)
 
 
 def max_inside(layout: Layout, counts: tuple[int, ...], one: float) -> float:

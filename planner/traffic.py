@@ -39,20 +39,27 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
         found["pipeline"] += tied * 2 / p * (layout.stages - 1 not in stages.stages_of(layout, 0))
 
     ranks = [parameters_of(model, layout, *rank) for rank in stages.shares(model, layout)]
-    own = sum(dense + experts for dense, experts in ranks) / p
-    ends = own - sum(parameters_of(model, layout, model.layers, False, False)) / p
+    own, own_experts = (sum(part) / p for part in zip(*ranks, strict=True))
+    layers_own = parameters_of(model, layout, model.layers, False, False)[0] / p
     if layout.zero_stage and layout.shards > 1:
         gathered = {1: 1, 2: 1, 3: m if p == 1 else 1}[layout.zero_stage]
         reduced = m if layout.zero_stage >= 2 and p == 1 else 1
-        again = own - ends if layout.zero_stage == 3 and p == 1 else 0  # the unit at the ends stays until it is used
-        found["shard"] = wire_bytes("all_gather", (own + again) * itemsize, layout.shards) * gathered
-        found["shard"] += wire_bytes("reduce_scatter", own * message, layout.shards) * reduced
-    kept = own / layout.shards if layout.zero_stage >= 2 else own
+        again = layout.zero_stage == 3 and p == 1  # not the unit at the ends, which stays until it is used
+        found["shard"] = 0.0
+        for kept, in_layers, size in ((own, layers_own, layout.shards),
+                                      (own_experts, own_experts, layout.expert_shards)):  # fmt: skip
+            found["shard"] += wire_bytes("all_gather", (kept + again * in_layers) * itemsize, size) * gathered
+            found["shard"] += wire_bytes("reduce_scatter", kept * message, size) * reduced
+    divided = layout.zero_stage >= 2
     for axis, size in layout.copies.items():
-        found[axis] = found.get(axis, 0.0) + wire_bytes("all_reduce", kept * message, size)
+        dense = own / layout.shards if divided else own
+        experts = own_experts / layout.expert_shards if divided else own_experts
+        fewer = size if layout.zero_stage else size // layout.size("expert")  # that have the same experts
+        summed = wire_bytes("all_reduce", dense * message, size) + wire_bytes("all_reduce", experts * message, fewer)
+        found[axis] = found.get(axis, 0.0) + summed
     if layout.offload:
         crossings = message + itemsize
         if layout.zero_stage == 3 and layout.shards > 1:  # shards come from the host for every gathering
             crossings += itemsize * (2 * m - 1 if p == 1 else 0)
-        found["host"] = own / layout.shards * crossings
+        found["host"] = (own / layout.shards + own_experts / layout.expert_shards) * crossings
     return {axis: size for axis, size in found.items() if size}

@@ -72,6 +72,16 @@ SENT = [  # mesh, fields of the layout, and MB along each axis
     ("data=2 shard=2", {"zero_stage": 1}, {"shard": 150.027, "data": 200.036}),
     ("data=2 shard=2", {}, {"data": 1.5 * 200.036}),
     ("shard=2 context=2", THIRD, {"shard": 1.5 * (50.009 + 48.008 + 100.018), "context": 2 * 3 * 4}),
+    # Half of four experts of 8 million parameters is on each of two ranks along "expert", which sum the rest only.
+    ("expert=2", {"model": MIXED}, {"expert": 2 * 8, "data": 4 * 34.013}),
+    ("data=2 expert=2", {"model": MIXED}, {"expert": 2 * 8, "data": 1.5 * 4 * 34.013 + 4 * 16}),
+    ("expert=2", {"model": MIXED} | THIRD, {"expert": 2 * 8, "shard": 34.013 + 32.012 + 2 * 34.013}),
+    ("shard=2 expert=2", {"model": MIXED} | THIRD, {
+        "expert": 2 * 8, "shard": 1.5 * (34.013 + 32.012 + 2 * 34.013) + 16 + 16 + 2 * 16}),
+    ("data=2 expert=2", {"model": MIXED} | THIRD, {
+        "expert": 2 * 8, "shard": 34.013 + 32.012 + 2 * 34.013, "data": 4 * (34.013 / 2 + 16)}),
+    ("shard=2 expert=2", {"model": MIXED, "offload": True, "zero_stage": 2}, {
+        "expert": 2 * 8, "shard": 1.5 * (34.013 + 2 * 34.013) + 16 + 2 * 16, "host": 6 * (34.013 / 4 + 16 / 2)}),
     ("data=1", {"offload": True}, {"host": 6 * 50.009}),
     ("shard=2", {"offload": True, "many": 2} | THIRD, {
         "shard": 2 * (50.009 + 48.008 + 100.018), "host": (6 + 2 * 3) * 50.009 / 2}),

@@ -145,6 +145,13 @@ def test_messages_of_state():
         ("pipeline=2 shard=2", {"many": 2} | THIRD, 2 * both),
         ("pipeline=2 shard=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2} | THIRD, 2 * both),
         ("pipeline=2 data=2 shard=2", THIRD, 2 * both + 4 * (2 * 12.002 + 1.001) / 2),
+        # Of a mixture, ranks along "expert" have different experts: 16 million parameters each, 4 million a layer.
+        ("expert=2", {"model": MIXED}, 4 * 34.013),
+        ("data=2 expert=2", {"model": MIXED}, 1.5 * 4 * 34.013 + 4 * 16),
+        ("expert=2", {"model": MIXED, "zero_stage": 1}, 3 * 34.013),
+        ("data=2 expert=2", {"model": MIXED, "zero_stage": 2}, 3 * 34.013 + 4 * (34.013 / 2 + 16)),
+        ("expert=2", {"model": MIXED} | THIRD, ends + 3 * 8.003 + 4 * 4 * 8.003),
+        ("shard=2 expert=2", {"model": MIXED} | THIRD, 1.5 * (ends + 3 * 8.003 + 4 * 4 * 8.003) + 3 * 4 + 4 * 4 * 4),
     ])  # fmt: skip
 
 

@@ -9,8 +9,6 @@ import torch
 from bug_words import SAYS, said
 
 from common.lab.launch import RankFailed
-from course.data_parallel.classroom import bugs as data_parallel
-from course.ddp.classroom import bugs as ddp
 from course.intro import by_hand
 from course.intro.classroom import bugs
 from course.intro.classroom import check_all_reduce as proof
@@ -45,9 +43,7 @@ def test_bugs_are_one_place_away_and_can_be_read(name):
 
 
 def test_every_bug_has_its_words():
-    assert {chapter: [*words] for chapter, words in SAYS.items()} == {
-        "01_intro": [*bugs.BUGS], "02_data_parallel": [*data_parallel.BUGS], "03_ddp": [*ddp.BUGS]
-    }  # fmt: skip
+    assert SAYS["01_intro"].keys() == bugs.BUGS.keys()
 
 
 def test_a_bug_whose_place_is_gone_is_reported(monkeypatch):

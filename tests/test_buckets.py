@@ -47,7 +47,9 @@ def test_simulated_overlap_worked_out_by_hand(gradients, bucket_bytes, backward,
 def test_more_ranks_send_more():
     """2 (N - 1) / N times the bytes: 3 s for each on four ranks."""
     sent = buckets.simulate([2, 2], 2, backward=2.0, alpha=0.0, bandwidth=1.0, ranks=4)
-    assert [bucket.end for bucket in sent] == [4.0, 7.0]
+    assert [(bucket.ready, bucket.start, bucket.end) for bucket in sent] == [(1.0, 1.0, 4.0), (2.0, 4.0, 7.0)], (
+        "seconds at which a bucket is complete, is sent, and has arrived: the second waits for the first"
+    )
 
 
 def recorded(*passes):

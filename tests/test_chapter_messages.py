@@ -14,6 +14,7 @@ from torch import nn
 from common import ROOT
 from common.errors import UserError
 from common.model import GPT
+from course import engines
 from course.ddp.by_hand import tell
 from course.fsdp import fsdp_setup
 from course.fsdp.by_hand_zero23 import units_of
@@ -83,6 +84,33 @@ def test_what_strategies_declare():
 
 WITHOUT_IMAGES = ["model", "tensor", "sequence", "context", "ulysses", "expert", "pipeline", "pipeline+ddp",
                   "pipeline+fsdp", "tensor+fsdp", "mesh"]  # fmt: skip
+
+
+class Names:
+    """Stands for a script whose library is not installed: each name in it is itself."""
+
+    def __getattr__(self, name):
+        return name
+
+
+def test_engines_are_these(monkeypatch):
+    for script in ("ddp.with_accelerate", "ddp.with_fabric", "fsdp.with_accelerate", "fsdp.with_deepspeed",
+                   "fsdp.with_trainer"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"course.{script}", Names())
+    found = {
+        f"{strategy} {engine}": (entry.package, entry.load())
+        for strategy, of in engines.OF.items()
+        for engine, entry in of.items()
+    }
+    assert found == {
+        "ddp accelerate": ("accelerate", "DDPWithAccelerate"),
+        "ddp fabric": ("lightning", "DDPWithFabric"),
+        "zero1 deepspeed": ("deepspeed", "Zero1WithDeepSpeed"),
+        "zero2 deepspeed": ("deepspeed", "Zero2WithDeepSpeed"),
+        "fsdp accelerate": ("accelerate", "FSDPWithAccelerate"),
+        "fsdp deepspeed": ("deepspeed", "Zero3WithDeepSpeed"),
+        "fsdp trainer": ("transformers", "FSDPWithTrainer"),
+    }, "strategy and engine: the package, and the class that trains"
 
 
 def test_what_divides_a_gpt_trains_no_images():

@@ -85,14 +85,14 @@ def test_text_is_the_standard_library_and_the_target_is_the_next_byte():
 
 
 def test_text_is_read_from_its_files_in_the_order_of_their_names_window_by_window(tmp_path):
-    (tmp_path / "b.py").write_text("ghijklm")
+    (tmp_path / "b.py").write_text("ghij\u00e9m", encoding="utf-8")  # of which one letter has two bytes
     (tmp_path / "a.py").write_text("abcde")
     (tmp_path / "c.txt").write_text("not Python")
     text = Text(4, str(tmp_path))  # 13 bytes: three windows of 4 and the byte after them
-    assert bytes(text.tokens.tolist()) == b"abcde\nghijklm" and text.size == 3, "all of the text, and no more"
+    assert bytes(text.tokens.tolist()) == b"abcde\nghij\xc3\xa9m" and text.size == 3, "all of the text, and no more"
     inputs, targets = text.batch(torch.tensor([0, 2]))
-    assert [bytes(row.tolist()) for row in inputs] == [b"abcd", b"ijkl"], "inputs"
-    assert [bytes(row.tolist()) for row in targets] == [b"bcde", b"jklm"], "targets are the next bytes"
+    assert [bytes(row.tolist()) for row in inputs] == [b"abcd", b"ij\xc3\xa9"], "inputs"
+    assert [bytes(row.tolist()) for row in targets] == [b"bcde", b"j\xc3\xa9m"], "targets are the next bytes"
     for index in range(3):
         decoded = text.decode(text.record(index))
         assert [row.tolist() for row in decoded] == [row[0].tolist() for row in text.batch(torch.tensor([index]))], (

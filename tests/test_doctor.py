@@ -349,7 +349,7 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(socket, "getfqdn", lambda: "janes-laptop.example.org")
     run_dir = tmp_path / "runs" / "of jane"
     run_dir.mkdir(parents=True)
-    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "/data/jane"}
+    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos"}
     (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 2.5}\n')
     for name in ("a", "z"):  # older runs
@@ -369,6 +369,7 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
     assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
     assert "jane" not in text and "/data" not in text and "none_x" not in text
+    assert "photos" not in text, "a folder with a name of its own, from here"
     assert "written: doctor-report.txt" in capsys.readouterr().out
 
 

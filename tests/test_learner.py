@@ -75,11 +75,13 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
         checked.append((path.read_text(), only))
         if path.read_text() == "both" and len(checked) > 2 and only == second.name:
             path.write_text("broken")  # an edit meanwhile
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # as if it were saved while it is checked
         number = [first.name, second.name].index(only)
         result = status[checked[-1][0]].split()[number]
         return [engine.Verdict([first, second][number], result, "here", "1", "2", inputs=("rank 0: f(1)",))]
 
     def wait(path, before):
+        assert before < path.stat().st_mtime_ns, "what was saved during a check is waited for"
         said.append(capfd.readouterr().out)
         path.write_text(texts[len(said)] if len(said) < 2 else "good")
 

@@ -80,7 +80,10 @@ def test_who_holds_what_in_six_ways_to_divide():
     assert [ax.get_title() for ax in axes] == list(HELD)
     for ax, (way, (of_model, of_batch, sent)) in zip(axes, HELD.items(), strict=True):
         words = [text.get_text() for text in ax.texts]
-        assert f"sent: {sent}" in words and words[16].startswith("model"), f"{way}: what is sent"
+        assert f"sent: {sent}" in words, f"{way}: what is sent"
+        below = "batch\nexamples ↓  tokens →" if of_batch else "batch: inputs on rank 0,\ntargets on rank 3"
+        named = [word for word in words if word.startswith(("model", "batch"))]
+        assert named == ["model\nlayers ↓  width →", below], f"{way}: what is divided, and along what"
         grids = ["".join(text or "." for text in words[:16])]
         if of_batch:
             grids.append("".join(text or "." for text in words[17:33]))

@@ -154,6 +154,8 @@ def test_collective_shows_every_chunk_in_its_ranks_colours():
     rgba = [plt.matplotlib.colors.to_rgba(colour) for colour in plotting.PALETTE]
     # 10, 20: rank 1; nothing; 3: rank 0; 13: ranks 0 and 1; 1000: rank 3
     assert painted == [rgba[1], rgba[1], rgba[0], rgba[0], rgba[1], rgba[3]], "colours of the ranks whose data it is"
+    moments = {text.get_text(): text.get_position() for text in ax.texts if text.get_text() in ("start", "end")}
+    assert moments == {"start": (1.0, -0.25), "end": (3.6, -0.25)}, "a caption over the middle of its chunks"
     assert ax.yaxis_inverted(), "rank 0 at the top"
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from common.state import Where, chunk, interval, whole
+from common import state
+from common.state import Part, Where, chunk, interval, whole
 
 FULL = torch.arange(24.0).reshape(4, 6)
 
@@ -31,3 +32,15 @@ def test_what_is_put_stands_there_and_nothing_else_is_changed():
     changed = (full != FULL).nonzero().tolist()
     assert changed == [[0, 5], [1, 3], [1, 4]], "the places that were written"
     assert full[0, 5] == full[1, 3] == full[1, 4] == -1
+
+
+def test_what_is_gathered_keeps_its_type(monkeypatch):
+    """BatchNorm counts its batches in int64, and a model may have parameters of 16 or 64 bits."""
+    monkeypatch.setattr(state.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(state.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(state.dist, "all_gather_object", lambda everybody, mine: everybody.__setitem__(0, mine))
+    kinds = (torch.int64, torch.bfloat16, torch.float64)
+    tensors = {str(dtype): torch.ones(2, dtype=dtype) for dtype in kinds}
+    found = state.gather([Part(name, tensor, whole(tensor)) for name, tensor in tensors.items()], {})["model"]
+    assert {name: str(tensor.dtype) for name, tensor in found.items()} == {name: name for name in tensors}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

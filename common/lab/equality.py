@@ -283,6 +283,8 @@ def kind_of(name: str) -> str:
 
 def refuse(name: str, got: torch.Tensor, expected: torch.Tensor, what: str, scale: torch.Tensor | None = None) -> None:
     """Raise NotEqual unless two tensors are equal to TOLERANCE of the largest element."""
+    if got.dtype != expected.dtype:
+        raise NotEqual(kind_of(name), f"{what} is {got.dtype}, one process has {expected.dtype}")
     if not difference(got, expected, scale) <= TOLERANCE:
         text = f"{what} differs by {difference(got, expected, scale):.3g} of its largest element"
         worst = int((got - expected).abs().argmax()) if got.shape == expected.shape and got.numel() else None

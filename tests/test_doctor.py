@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -368,6 +369,8 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME, NAME and 127.0.0.1\n" in text
     assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
     assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
+    machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+    assert f"## machine\n{machine}\nCPython\n" in text, "the system, the architecture and the cores"
     assert "jane" not in text and "/data" not in text and "none_x" not in text
     assert "photos" not in text, "a folder with a name of its own, from here"
     assert "written: doctor-report.txt" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
+from common.state import local_of
 from common.task import make_task
 from common.validation import validate
 from course.model_parallel.moe_model import MixtureGPT
@@ -28,6 +29,12 @@ def sharpen(model) -> None:
                 parameter.mul_(4)
 
 
+def held(model) -> int:
+    """Bytes of its parameters' memory on this rank, of which units that are not gathered have none."""
+    tensors = [local_of(parameter.detach()) for parameter in model.parameters()]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def validated(configs) -> list[list[float]]:
     """For each configuration: the loss on 13 examples, that of a step, and the loss on 13 examples after the step."""
     validation.EXAMPLES, found = 13, []
@@ -37,7 +44,10 @@ def validated(configs) -> list[list[float]]:
         sharpen(model)
         strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
         text = task.validation_text()
+        kept = held(strategy.model)
         before = validate(strategy, text, AT_ONCE)
+        if config.implementation == "by-hand":
+            assert held(strategy.model) == kept, f"{config.strategy}: what validation gathers is given back"
         step = float(strategy.step(task.micro_batches(0, strategy))[0])
         found.append([before, step, validate(strategy, text, AT_ONCE)])
     return found

@@ -138,15 +138,19 @@ def loaded(accumulate: int):
     rank = Accelerator(cpu=True).process_index
     plan, dataset = Plan(5, 12, 36, rank, 2, accumulate), Text(16)
     ways = {"ours": shard, **FEEDING}
-    return {name: [part for step in way(dataset, plan) for pair in step for part in pair] for name, way in ways.items()}
+    return {
+        (name, start): [part for step in way(dataset, plan, start) for pair in step for part in pair]
+        for name, way in ways.items()
+        for start in (0, 2)
+    }
 
 
 def test_both_ways_of_accelerate_load_what_the_course_loads():
     for ways in launch(loaded, 2, (3,)):
-        ours = ways.pop("ours")
-        assert len(ours) == 3 * 3 * 2
-        for name, theirs in ways.items():
-            assert len(theirs) == len(ours) and all(map(torch.equal, theirs, ours)), name
+        assert len(ways["ours", 0]) == 3 * 3 * 2
+        for (name, start), theirs in ways.items():
+            ours = ways["ours", start]
+            assert len(theirs) == len(ours) and all(map(torch.equal, theirs, ours)), f"{name} from step {start} on"
 
 
 def last_batches() -> dict:

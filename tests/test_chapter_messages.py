@@ -82,6 +82,17 @@ def test_what_strategies_declare():
         assert {o: getattr(found, o) for o in options.split()} == {o: DEFAULTS[o] for o in options.split()}, who
 
 
+def test_each_strategy_is_trained_by_its_chapters_main():
+    mains = {name: entry().main.__module__.removeprefix("course.") for name, entry in STRATEGIES.items()}
+    looks_first = {"zero2": "fsdp.batch_size", "fsdp": "fsdp.batch_size"}  # for the batch that --find-batch-size finds
+    chapters = {"intro": "single", "data_parallel": "dp", "ddp": "ddp", "fsdp": "zero1 hsdp tensor+fsdp mesh",
+                "model_parallel": "model tensor sequence context ulysses expert",
+                "pipeline": "pipeline pipeline+ddp pipeline+fsdp"}  # fmt: skip
+    assert mains == looks_first | {
+        name: f"{chapter}.distributed_training" for chapter, names in chapters.items() for name in names.split()
+    }, "strategy: the module of the main that it is trained by"
+
+
 WITHOUT_IMAGES = ["model", "tensor", "sequence", "context", "ulysses", "expert", "pipeline", "pipeline+ddp",
                   "pipeline+fsdp", "tensor+fsdp", "mesh"]  # fmt: skip
 

@@ -151,6 +151,8 @@ def test_adapters_and_networks_that_are_usual():
         found = cluster(gpu, gpus, per_node)
         assert (found.network, found.adapters) == (rate, number), f"{gpu}, {per_node} in a node"
         assert found.node_network == rate * number and found.nodes == gpus // per_node
+    assert cluster("l4", 16, 8).name == "ethernet-100", "the name of the usual network"
+    assert cluster("l4", 16, 8, "efa-400").name == "efa-400", "the name of a network that was asked for"
 
 
 def test_a_model_has_about_as_many_parameters_as_its_name_says():

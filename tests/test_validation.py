@@ -1,6 +1,7 @@
 """The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
 
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
 from common.state import local_of
+from common.strategy import Strategy
 from common.task import make_task
 from common.validation import validate
 from course.model_parallel.moe_model import MixtureGPT
@@ -35,20 +37,59 @@ def held(model) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def watch_contexts() -> list[int]:
+    """How many contexts of a strategy's precision this process is in, from now on."""
+    autocast, depth = Strategy.autocast, [0]
+
+    @contextmanager
+    def noting(strategy):
+        depth[0] += 1
+        with autocast(strategy):
+            yield
+        depth[0] -= 1
+
+    Strategy.autocast = noting  # this process ends here
+    return depth
+
+
+def watch_layers(model, depth: list[int], noted: set) -> None:
+    """Note of each layer that computes its kind, whether it does in the run's precision, and whether for a backward
+    pass."""
+
+    def note(layer, args):
+        noted.add((type(layer).__name__, depth[0] > 0, torch.is_grad_enabled()))
+
+    for layer in model.modules():
+        if any(True for _ in layer.parameters(recurse=False)):
+            layer.register_forward_pre_hook(note)
+
+
+def otherwise(noted: set, backward: bool) -> set:
+    """What was noted and should not have been; nothing was noted in vain."""
+    wrong = {layer for layer in noted if layer[1:] != (True, backward)} or ({"no layer"} if not noted else set())
+    noted.clear()
+    return wrong
+
+
 def validated(configs) -> list[list[float]]:
     """For each configuration: the loss on 13 examples, that of a step, and the loss on 13 examples after the step."""
-    validation.EXAMPLES, found = 13, []
+    validation.EXAMPLES, found, depth = 13, [], watch_contexts()
     for config in configs:
         task, mesh = make_task(config), make_mesh(config.axes, "cpu")
         model = task.make_model()
         sharpen(model)
         strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
         text = task.validation_text()
-        kept = held(strategy.model)
+        kept, noted, who = held(strategy.model), set(), f"{config.strategy} {config.implementation} {config.axes}"
+        watch_layers(strategy.model, depth, noted)
         before = validate(strategy, text, AT_ONCE)
+        wrong = otherwise(noted, False)
+        assert not wrong, f"{who}: (layer, in --precision, for a backward pass) that are not (True, False): {wrong}"
         if config.implementation == "by-hand":
             assert held(strategy.model) == kept, f"{config.strategy}: what validation gathers is given back"
         step = float(strategy.step(task.micro_batches(0, strategy))[0])
+        wrong = otherwise(noted, True)
+        assert not wrong, f"{who}: (layer, in --precision, for a backward pass) that are not (True, True): {wrong}"
         found.append([before, step, validate(strategy, text, AT_ONCE)])
     return found
 
@@ -57,8 +98,9 @@ def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
     rows = [*sorted(every_strategy()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
     rows += [(4, "mesh", kind, "--mesh pipeline=2,data=2 --precision fp16") for kind in ("by-hand", "pytorch")]
     many = [config_of(tmp_path, *row) for row in rows]
-    alone = [config_of(tmp_path, 1, "single"), config_of(tmp_path, 1, "expert", "by-hand")]
+    alone = [config_of(tmp_path, 1, *who) for who in (("single",), ("expert", "by-hand"), ("model",))]
     (expected,) = launch(validated, 1, (alone,))
+    assert expected[2] == pytest.approx(expected[0], rel=3e-5), "layers on the devices of one process"
     assert expected[0][0] != pytest.approx(expected[0][1], rel=0.01), "other text than that of the step"
     assert expected[0][0] != pytest.approx(expected[0][2], rel=1e-4), "another model after a step"
     by_size = {size: [config for config, row in zip(many, rows, strict=True) if row[0] == size] for size in (2, 4)}

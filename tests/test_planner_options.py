@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UserError
 from planner import __main__ as commands
-from planner import any_module, benchmark, constants, fit, models, scoreboard
+from planner import any_module, benchmark, constants, fit, hardware, models, scoreboard
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -166,6 +166,102 @@ def test_lists_as_json_have_the_numbers(capsys):
     found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
     llama = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "parameters": 8_030_261_248}
     assert {name: found["llama-3-8b"][name] for name in llama} == llama
+
+
+SHAPES = {  # layers, width, heads and heads of keys, of the tables that each model names as its source
+    "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25),
+    "gpt3-1.3b": (24, 2048, 16), "gpt3-6.7b": (32, 4096, 32), "gpt3-13b": (40, 5120, 40), "gpt3-175b": (96, 12288, 96),
+    "opt-125m": (12, 768, 12), "opt-1.3b": (24, 2048, 32), "opt-6.7b": (32, 4096, 32), "opt-13b": (40, 5120, 40),
+    "opt-30b": (48, 7168, 56), "opt-66b": (64, 9216, 72), "opt-175b": (96, 12288, 96),
+    "pythia-160m": (12, 768, 12), "pythia-410m": (24, 1024, 16), "pythia-1.4b": (24, 2048, 16),
+    "pythia-2.8b": (32, 2560, 32), "pythia-6.9b": (32, 4096, 32), "pythia-12b": (36, 5120, 40),
+    "llama-7b": (32, 4096, 32), "llama-13b": (40, 5120, 40), "llama-33b": (60, 6656, 52), "llama-65b": (80, 8192, 64),
+    "llama-2-7b": (32, 4096, 32), "llama-2-13b": (40, 5120, 40), "llama-2-70b": (80, 8192, 64, 8),
+    "llama-3-8b": (32, 4096, 32, 8), "llama-3-70b": (80, 8192, 64, 8), "llama-3-405b": (126, 16384, 128, 8),
+    "llama-3.2-1b": (16, 2048, 32, 8), "llama-3.2-3b": (28, 3072, 24, 8), "mistral-7b": (32, 4096, 32, 8),
+    "mixtral-8x7b": (32, 4096, 32, 8), "mixtral-8x22b": (56, 6144, 48, 8), "qwen2.5-7b": (28, 3584, 28, 4),
+    "qwen2.5-14b": (48, 5120, 40, 8), "qwen2.5-32b": (64, 5120, 40, 8), "qwen2.5-72b": (80, 8192, 64, 8),
+    "deepseek-v3": (61, 7168, 128), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16),
+    "t5-base": (24, 768, 12), "t5-large": (48, 1024, 16), "t5-3b": (48, 1024, 32), "t5-11b": (48, 1024, 128),
+    "megatron-1.7b": (24, 2304, 24), "megatron-3.6b": (30, 3072, 32), "megatron-7.5b": (36, 4096, 32),
+    "megatron-18b": (40, 6144, 48), "megatron-39b": (48, 8192, 64), "megatron-76b": (60, 10240, 80),
+    "megatron-145b": (80, 12288, 96), "megatron-310b": (96, 16384, 128), "megatron-530b": (105, 20480, 128),
+    "megatron-1t": (128, 25600, 160), "megatron-22b": (48, 6144, 64), "megatron-175b": (96, 12288, 96),
+}  # fmt: skip
+
+
+def test_every_model_has_the_shape_of_its_source(capsys):
+    found = {
+        name: (model.layers, model.width, model.heads, *([model.kv_heads] if model.kv_heads else []))
+        for name, model in models.MODELS.items()
+    }
+    differ = {name: shape for name, shape in found.items() if SHAPES.get(name) != shape}
+    assert not differ and found.keys() == SHAPES.keys(), f"layers, width, heads, heads of keys: {differ}"
+    main(["models"])
+    said = {line.split()[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    for name, (layers, width, heads, *_) in SHAPES.items():
+        assert f" {layers} layers, width {width:,}, {heads} heads {models.find(name).source}" in said[name], name
+
+
+def test_shares_of_the_peak_of_every_gpu():
+    """Of the best of many products, and of fused attention."""
+    told = {
+        "a100-40gb": (0.869, 0.55), "a100-80gb": (0.869, 0.55), "h100-80gb": (0.803, 0.35), "h100-96gb": (0.74, 0.32),
+        "h200": (0.803, 0.35), "b200": (0.776, 0.35), "gb200-nvl72": (0.729, 0.35), "v100-32gb": (0.8, 0.3),
+        "l4": (0.7, 0.4), "rtx-4090": (0.85, 0.5), "cpu": (0.6, 0.2),
+    }  # fmt: skip
+    assert {name: (gpu.achievable, gpu.attention) for name, gpu in hardware.GPUS.items()} == told
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        (f"{SHAPE} --layers 0", "--layers must be at least 1, not 0"),
+        (f"{SHAPE} --heads 0", "--heads must be at least 1, not 0"),
+        (f"{SHAPE} --mlp-width 0", "--mlp-width must be at least 1, not 0"),
+        (f"{SHAPE} --mlp relu", "--mlp 'relu' is unknown; take gelu (two matrices) or swiglu (three)"),
+        (f"{SHAPE} --heads 5", "--width 64 does not divide into --heads 5; change one of them"),
+        (f"{SHAPE} --kv-heads 3", "--kv-heads 3 does not divide --heads 4; take a divisor of it"),
+        (f"{SHAPE} --experts 4 --top-k 5", "--top-k 5 is not between 1 and --experts 4"),
+        (f"{SHAPE} --experts 4", "--top-k 0 is not between 1 and --experts 4"),
+        (f"{SHAPE} --gpus 0", "--gpus must be at least 1, not 0"),
+        (f"{SHAPE} --gpus-per-node 0", "--gpus-per-node must be at least 1, not 0"),
+        (f"{SHAPE} --gpus 12", "--gpus 12 are no whole number of nodes of 8; change --gpus or --gpus-per-node"),
+        (f"{SHAPE} --flash maybe", "argument --flash: expected yes or no, not 'maybe'"),
+        (f"{SHAPE} --widht 3", "unknown option '--widht'; did you mean '--width'?"),
+        ("estimat --gpus 1", "unknown command 'estimat'; did you mean 'estimate'?"),
+        ("benchmark --max-gpus 0", "--max-gpus must be at least 1, not 0"),
+        ("benchmark --batch-size 0", "--batch-size must be at least 1, not 0"),
+        ("benchmark --steps 0", "--steps must be at least 1, not 0"),
+        (f"plan {SHAPE[9:]} --count 0", "--count must be at least 1, not 0"),
+        (f"emit {SHAPE[9:]} --format slurm --zero-stage 1",
+         "--zero-stage is of a layout that you name: add --mesh, or leave it out"),
+        ("estimate --gpus 1 --gpu h100 --batch-size 1 --layers 2 --heads 4",
+         "the model lacks --width --vocabulary; give them, or a name with --model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_one_line(line, says, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert capsys.readouterr().err.strip().removeprefix("error: ") == says
+
+
+def test_what_options_are_where_nothing_is_said():
+    told = {
+        "estimate": {"sequence": 2048, "precision": "bf16-mixed", "zero_stage": None, "micro_batch": 1,
+                     "schedule": "1f1b", "stages_per_rank": 1, "recompute": "none", "offload": False,
+                     "sequence_parallel": True, "flash": True, "fused": True, "fused_loss": False, "dropout": False,
+                     "async_tensor": False, "overlap_gradients": True, "explain": False, "json": False},
+        "plan": {"sequence": 2048, "precision": "bf16-mixed", "count": 5, "plot": None, "explain": False},
+        "calibrate": {"out": "constants.json", "ranks": 2},
+        "benchmark": {"models": "tiny", "max_gpus": 2, "batch_size": 16, "steps": 10, "run": False, "json": False},
+        "scoreboard": {"runs": False, "refit": False, "json": False},
+    }  # fmt: skip
+    for command, expected in told.items():
+        more = ["--gpu", "h100", "--gpus", "8", "--batch-size", "8"] if command in ("estimate", "plan") else []
+        found = vars(read([command, *more]))
+        differ = {name: found[name] for name, value in expected.items() if found[name] != value}
+        assert not differ, f"{command}: {differ}"
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------

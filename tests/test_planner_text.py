@@ -44,31 +44,44 @@ def test_what_binds_a_layout():
     assert made(step=replace(STEP, parts=waiting)).binding == "bubble", "a fifth is"
 
 
+GPUS = "16 x h100-80gb (80.0 GiB)"
+HEADING = f"llama-7b: 6.74 billion parameters; {GPUS}; 32 sequences of 1,000 tokens a step; bf16-mixed"
+NOTE = "note: not checked against any published run: ZeRO stages 1 and 2"
+
+
 def test_estimates_in_lines():
-    lines = output.one_layout(made()).splitlines()
-    assert lines[0].startswith("llama-7b: 6.74 billion parameters; 16 x h100-80gb (80.0 GiB); 32 sequences of 1,000")
-    assert lines[1:5] == [
-        "layout                 shard 16, ZeRO-3, micro-batch 1, recompute none",
+    """Each token costs 6 x (6.738 - 0.131) + 12 x 32 x 4096 x 1000 / 1e9 = 41.2 GFLOP, 200 times a second."""
+    assert output.one_layout(made(zero_stage=2)).splitlines() == [
+        HEADING,
+        "layout                 shard 16, ZeRO-2, micro-batch 1, recompute none",
         "memory per GPU         20.0 GiB (10.0 to 40.0): fits: yes",
         "step                   10.0 s (5.00 s to 20.0 s)",
         "tokens per second      3,200 (200 per GPU)",
-    ]
-    assert lines[6:10] == [
+        "model FLOP/s per GPU   8.2 TFLOP/s, MFU 0.8%",
         "bubble                 10.0%",
         "exposed messages       0.75 s",
         "bound by               work",
         "sent along shard       3.00 GB per GPU and step",
+        NOTE,
     ]
     assert [output.seconds(value) for value in (12.34, 0.5, 0.0123)] == ["12.3 s", "0.50 s", "12.3 ms"]
+    assert [output.seconds(value) for value in (10, 0.1, 1234)] == ["10.0 s", "0.10 s", "1,234.0 s"], "at the borders"
 
 
 def test_a_plan_in_lines():
-    two = [search.Choice(made(), "the other"), search.Choice(made(micro_batch=2), "this one")]
-    lines = output.table(two).splitlines()
-    first, lost, second = lines[3:6]
-    assert first.split()[:8] == ["1", "10.0", "s", "3,200", f"{two[0].estimate.mfu:.1%}", "10.0%", "20.0", "GiB"]
-    assert lost.strip() == "bound by work; lost: the other" and "micro-batch 2" in second
-    assert "1 sends 3.00 GB per GPU and step along shard" in lines
+    two = [search.Choice(made(zero_stage=2), "the other"), search.Choice(made(35, micro_batch=2), "this one")]
+    assert output.table(two).splitlines() == [
+        HEADING,
+        "",
+        "        step     tokens/s    MFU  bubble     memory  fits  layout",
+        " 1    10.0 s        3,200   0.8%   10.0%   20.0 GiB   yes  shard 16, ZeRO-2, micro-batch 1, recompute none",
+        "             bound by work; lost: the other",
+        " 2    10.0 s        3,200   0.8%   10.0%   20.0 GiB tight  shard 16, ZeRO-3, micro-batch 2, recompute none",
+        "             bound by work; lost: this one",
+        "",
+        "1 sends 3.00 GB per GPU and step along shard",
+        NOTE,
+    ]
 
 
 def test_what_was_not_checked_is_named():

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from common import strategy as contract
 from common.data import Plan, Text, shard
@@ -33,10 +34,12 @@ class Optimizer:
 
 
 class Library:
-    """What both have in common: it notes the settings that it is given, and whether it is asked to compute."""
+    """What both have in common: it notes the settings that it is given, and what it is asked to do."""
+
+    scaler = None
 
     def __init__(self, **settings):
-        type(self).settings, self.scaler, self.inside, self.reduced = settings, None, False, []
+        type(self).settings, self.inside, self.reduced = settings, False, []
         self.synchronised = []  # for each micro-batch: whether its gradients are sent
 
     @contextmanager
@@ -175,15 +178,18 @@ def test_a_step_is_that_of_one_process(script, name, cls):
     assert strategy.wrapped is strategy.model and strategy.optimizer.param_groups[0]["params"]
 
 
-def test_what_accelerate_is_asked_for(script):
+def test_what_accelerate_is_asked_for(script, monkeypatch):
     module = script("with_accelerate")
     for precision, called in (("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16")):
         one = module.DDPWithAccelerate(equality.tied(GPT), equality.sgd, "mesh", precision=precision)
         plugin = {"num_steps": 1, "sync_with_dataloader": False}
         assert Accelerator.settings == {
             "mixed_precision": called, "cpu": True, "gradient_accumulation_plugin": plugin
-        }, precision  # fmt: skip
-        assert one.scaler.is_enabled() == (precision == "fp16"), "the scaler that is kept in checkpoints"
+        }, f"Accelerator's settings, in {precision}"  # fmt: skip
+        assert one.scaler.is_enabled() == (precision == "fp16"), "without a scaler of Accelerate's, the strategy's own"
+    monkeypatch.setattr(Accelerator, "scaler", "Accelerate's scaler")
+    one = module.DDPWithAccelerate(equality.tied(GPT), equality.sgd, "mesh")
+    assert one.scaler == "Accelerate's scaler", "the scaler that is kept in checkpoints"
     config = SimpleNamespace(precision="fp16", task="text", options=module.DDPWithAccelerate.Options())
     with pytest.raises(UserError, match="^--precision fp16: Accelerate scales losses on GPUs only; try bf16, or fp32$"):
         module.DDPWithAccelerate.require(config, {"data": 2})
@@ -206,7 +212,7 @@ def test_accelerate_reads_what_the_course_reads(script, loading):
         assert prepare_data_loader.how == {
             "split_batches": True, "dispatch_batches": loading == "dispatch", "put_on_device": True,
             "num_processes": 2, "process_index": rank, "device": torch.device("cpu"),
-        }  # fmt: skip
+        }, f"how prepare_data_loader is called, with --loading {loading}"  # fmt: skip
 
 
 def test_what_fabric_is_asked_for(script, monkeypatch):
@@ -220,7 +226,7 @@ def test_what_fabric_is_asked_for(script, monkeypatch):
         assert Fabric.settings == {
             "accelerator": "cpu", "devices": 4, "num_nodes": 2, "strategy": {"gradient_as_bucket_view": True},
             "precision": called,
-        }, precision  # fmt: skip
+        }, f"Fabric's settings, in {precision}"  # fmt: skip
         assert one.scaler == "the scaler of Fabric's precision", "the scaler that is kept in checkpoints"
-        again = [block.forward.func.__name__ == "checkpoint" for block in model.blocks]
+        again = [getattr(block.forward, "func", None) is checkpoint for block in model.blocks]
         assert again == [True] * 2, "blocks that are computed again, with --recompute full"

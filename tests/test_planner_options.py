@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +108,30 @@ def test_every_file_is_written(capsys, tmp_path):
     main(line.split())
     assert {file.name for file in tmp_path.iterdir()} == {"job.sbatch", "course.yaml"}
     assert f"written to {tmp_path / 'course.yaml'}" in capsys.readouterr().out
+
+
+def test_what_emit_prints(monkeypatch, capsys):
+    found = SimpleNamespace(files={"a.yaml": "x: 1\n", "b.json": "{}"}, notes=["one", "two"], command="run it")
+    monkeypatch.setattr(commands, "emit", lambda estimate, tool: found)
+    main(f"emit --format slurm --mesh data=8 {ESTIMATE[9:]}".split())
+    said = "--- a.yaml\nx: 1\n\n--- b.json\n{}\nnote: one\nnote: two\nrun it\n"
+    assert capsys.readouterr().out == said, "files, notes, and the command last"
+    main(f"emit --format slurm --mesh data=8 {ESTIMATE[9:]} --json".split())
+    assert json.loads(capsys.readouterr().out) == vars(found), "the same as JSON"
+
+
+def test_this_machine_has_what_calibrate_measured():
+    measured = {"peak": 1e11, "hbm": 2e10, "link": 3e9, "cores": 2.0, "crowding": 1.25, "processes": 4, "memory": 5e9}
+    told = {
+        "name": "here", "peak": 1e11, "achievable": 1.0, "memory": 5e9, "hbm": 2e10, "link": 3e9, "pcie": 2e10,
+        "attention": 0.5, "source": "measured by calibrate", "peak_fp8": 0.0, "gpus_per_node": 4, "cores": 2,
+        "crowding": 1.25,
+    }  # fmt: skip
+    found = vars(hardware.here(measured))
+    assert found == told, f"of this machine: { {name: found[name] for name in told if found[name] != told[name]} }"
+    old = hardware.here({"peak": 1e11, "hbm": 2e10, "link": 3e9})
+    numbers = (old.memory, old.gpus_per_node, old.cores, old.crowding)
+    assert numbers == (8 * 2**30, 8, 0, 1.0), "what an older file lacks"
 
 
 def test_the_scoreboard_stores_what_it_fits_and_shows_runs_when_asked(monkeypatch, capsys):

@@ -51,7 +51,8 @@ NOTE = "note: not checked against any published run: ZeRO stages 1 and 2"
 
 def test_estimates_in_lines():
     """Each token costs 6 x (6.738 - 0.131) + 12 x 32 x 4096 x 1000 / 1e9 = 41.2 GFLOP, 200 times a second."""
-    assert output.one_layout(made(zero_stage=2)).splitlines() == [
+    lines = output.one_layout(made(zero_stage=2)).splitlines()
+    expected = [
         HEADING,
         "layout                 shard 16, ZeRO-2, micro-batch 1, recompute none",
         "memory per GPU         20.0 GiB (10.0 to 40.0): fits: yes",
@@ -64,13 +65,16 @@ def test_estimates_in_lines():
         "sent along shard       3.00 GB per GPU and step",
         NOTE,
     ]
+    differ = [line for line in lines if line not in expected]
+    assert lines == expected, f"lines of an estimate that should be others: {differ}"
     assert [output.seconds(value) for value in (12.34, 0.5, 0.0123)] == ["12.3 s", "0.50 s", "12.3 ms"]
     assert [output.seconds(value) for value in (10, 0.1, 1234)] == ["10.0 s", "0.10 s", "1,234.0 s"], "at the borders"
 
 
 def test_a_plan_in_lines():
     two = [search.Choice(made(zero_stage=2), "the other"), search.Choice(made(35, micro_batch=2), "this one")]
-    assert output.table(two).splitlines() == [
+    lines = output.table(two).splitlines()
+    expected = [
         HEADING,
         "",
         "        step     tokens/s    MFU  bubble     memory  fits  layout",
@@ -82,6 +86,8 @@ def test_a_plan_in_lines():
         "1 sends 3.00 GB per GPU and step along shard",
         NOTE,
     ]
+    differ = [line for line in lines if line not in expected]
+    assert lines == expected, f"lines of a plan that should be others: {differ}"
 
 
 def test_what_was_not_checked_is_named():

@@ -57,7 +57,7 @@ def test_the_walls_of_the_sandbox(monkeypatch, tmp_path):
 
 
 ENDS = {
-    "import os; os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
+    "import os; os.read(0, 1); os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
     "import sys; print('first', file=sys.stderr); sys.exit('last ' + 'x' * 300)":
         "grading ended with exit code 1: last " + "x" * 195,
     "import os; os._exit(4)": "grading ended with exit code 4",

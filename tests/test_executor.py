@@ -70,6 +70,28 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
     assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_forward_keeps_what_its_backward_needs_and_the_loss_keeps_nothing(recompute):
+    """One rank, one stage, whose result is computed again with --recompute full."""
+
+    def run():
+        kept, layer = [], nn.Linear(2, 2)
+
+        class Looks(Executor):
+            def forward(self, stage, m, x):
+                super().forward(stage, m, x)
+                kept.append([held is not None for held in self.kept[stage, m]])
+
+        executor = Looks(schedules.build("gpipe", 1, 2), {0: layer}, dist.group.WORLD, recompute)
+        loss = executor.run([torch.ones(1, 2)] * 2, lambda y, m: y.sum(), (1, 2))
+        return kept, loss.requires_grad, loss.item(), 2 * layer(torch.ones(1, 2)).sum().item()
+
+    ((kept, graph, loss, expected),) = launch(run, 1)
+    assert kept == [[True, not recompute, recompute]] * 2, "whether input, output and random state are kept"
+    assert not graph, "the loss that is told keeps the forward pass of every micro-batch in memory"
+    assert loss == pytest.approx(expected)
+
+
 def unsent(name, numbers):
     mesh = mesh_of(CountingPipeline)
     counted = []

@@ -193,6 +193,8 @@ SAID = [  # what is called, with what, and all that it says; None where nothing 
      "pipeline(s) x --accumulation-steps 2 x --microbatches 4 = 40; the nearest that does is 40"),
     (pipeline_options.require, (settings(), {"pipeline": 2, "data": 2, "shard": 5}), "--batch-size 48 does not divide "
      "by 10 pipeline(s) x --accumulation-steps 2 x --microbatches 4 = 80; the nearest that does is 80"),
+    (pipeline_options.require, (settings(), {"pipeline": 2, "data": 15}), "--batch-size 48 does not divide by 15 "
+     "pipeline(s) x --accumulation-steps 2 x --microbatches 4 = 120; the nearest that does is 120"),  # and not 0
     (pipeline_options.require, (settings(recompute="selective"), {"pipeline": 2}), "--recompute selective: a "
      "pipeline's stages compute all again, or nothing; take full or none"),
     (pipeline_options.require, (settings(), {"pipeline": 7}), "7 stages are more than 6 layers (embedding, 4 blocks, "

@@ -26,6 +26,14 @@ def test_its_bars_add_up_to_the_planners_memory(stage):
     assert shown.seconds == said.seconds
 
 
+def test_what_is_asked_of_the_planner_unless_something_else_is_said():
+    found = calculator.ask("llama-7b", 8, 3)
+    assert found.cluster == hardware.cluster("h100-80gb", 8), "eight H100"
+    layout = found.layout
+    assert (layout.micro_batch, layout.batch_size, layout.sequence) == (1, 8, 4096), "one sequence of 4096 on each GPU"
+    assert (layout.zero_stage, dict(layout.axes)) == (3, {"shard": 8}) and not layout.offload
+
+
 def test_every_part_of_the_planner_is_in_one_group():
     parts = [part for group in calculator.GROUPS.values() for part in group]
     assert len(parts) == len(set(parts))

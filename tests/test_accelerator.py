@@ -20,6 +20,7 @@ from helpers import FULL
 
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
+from common.lab.launch import ready_to_fork
 from common.task import Task
 from course.strategies import STRATEGIES
 from planner.strategies import SAYS
@@ -182,6 +183,8 @@ def elsewhere():
     """Calls a function in one process for all of these tests, since they change PyTorch for good."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("fork")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with ready_to_fork():  # else it dies, if it collects what other tests have left in this process
+            pool.submit(int).result()
         yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
 
 

@@ -1,5 +1,6 @@
 """The process that runs a submission, and what it sends back: walls, limits, reasons, and plain data alone."""
 
+import contextlib
 import ctypes
 import io
 import os
@@ -19,6 +20,7 @@ import torch
 from common.grading import sandbox
 from common.grading.engine import CallOutcome, DoesNotLoad
 from common.grading.values import Description
+from common.lab.launch import ready_to_fork
 from common.lab.ledger import LedgerEntry
 
 WALLS = """
@@ -69,10 +71,14 @@ def test_why_grading_ended(code, why, tmp_path):
     runner = sandbox.Runner(tmp_path, 0.4 if "sleep(60)" in code else 60.0)
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with tempfile.TemporaryFile() as runner.errors:
-        with subprocess.Popen([sys.executable, "-S", "-c", code], stderr=runner.errors, **pipes) as runner.process:
-            with pytest.raises(sandbox.GradingEnded) as ended:
-                runner(tmp_path / "ann.py", {}, 2)
-            runner.process.kill()
+        runner.process = subprocess.Popen([sys.executable, "-S", "-c", code], stderr=runner.errors, **pipes)
+        with pytest.raises(sandbox.GradingEnded) as ended:
+            runner(tmp_path / "ann.py", {}, 2)
+        runner.process.kill()
+        runner.process.wait()
+        runner.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # what nobody has read any more
+            runner.process.stdin.close()
     assert str(ended.value) == why, "the reason in a class's table"
 
 
@@ -134,16 +140,17 @@ def test_requests_are_answered_one_after_the_other_within_limits(monkeypatch):
     process cannot be looked into by way of /proc."""
     monkeypatch.setattr(sandbox, "run_jobs", run_jobs)
     requests, answers = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(requests[0], 0)
-            os.dup2(answers[1], 1)
-            for descriptor in (*requests, *answers):
-                os.close(descriptor)
-            sandbox.serve()
-        finally:
-            os._exit(0)
+    with ready_to_fork():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(requests[0], 0)
+                os.dup2(answers[1], 1)
+                for descriptor in (*requests, *answers):
+                    os.close(descriptor)
+                sandbox.serve()
+            finally:
+                os._exit(0)
     os.close(requests[0])
     os.close(answers[1])
     with open(requests[1], "wb") as ask, open(answers[0], "rb") as hear:

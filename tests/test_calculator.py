@@ -31,7 +31,7 @@ def test_what_is_asked_of_the_planner_unless_something_else_is_said():
     assert found.cluster == hardware.cluster("h100-80gb", 8), "eight H100"
     layout = found.layout
     assert (layout.micro_batch, layout.batch_size, layout.sequence) == (1, 8, 4096), "one sequence of 4096 on each GPU"
-    assert (layout.zero_stage, dict(layout.axes)) == (3, {"shard": 8}) and not layout.offload
+    assert (layout.zero_stage, layout.size("shard")) == (3, 8) and not layout.offload
 
 
 def test_every_part_of_the_planner_is_in_one_group():

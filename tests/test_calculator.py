@@ -123,6 +123,20 @@ def test_the_map_is_whole_and_what_the_planner_says():
         assert found == {name: value for name, value in said.items() if value}
 
 
+def test_the_map_is_written_cell_by_cell(monkeypatch, tmp_path):
+    def cell(model, gpus, network):
+        row = {"network": network, "model": model, "gpus": str(gpus), "kind": "tensor"}
+        return row | ({"next": "offload"} if gpus == 16 else {})
+
+    for name, value in {"cell": cell, "STORED": tmp_path / "map.csv", "NETWORKS": {"N": 0}, "MODELS": ("a", "b"),
+                        "GPUS": (8, 16)}.items():  # fmt: skip
+        monkeypatch.setattr(decision_map, name, value)
+    decision_map.main()
+    table = b"network,model,gpus,kind,next\nN,a,8,tensor,\nN,a,16,tensor,offload\n"
+    table += b"N,b,8,tensor,\nN,b,16,tensor,offload\n"
+    assert (tmp_path / "map.csv").read_bytes() == table, "a head, then the cells of a model one after the other"
+
+
 @pytest.mark.parametrize(
     "axes, fields, kind, short",
     [

@@ -385,3 +385,12 @@ def test_a_checkpoint_is_saved_within_a_share_and_a_unit(who, elsewhere):
     assert peak <= share + s.unit, f"{peak:,} bytes are more than a share of {share:,} and a unit of {s.unit:,}"
     if who == ("fsdp", "pytorch"):
         assert elsewhere(save_and_count, case, True)[1] > share + s.unit, "whole parameters would be seen"
+
+
+def test_a_broadcast_to_devices_copies_to_the_others_alone(monkeypatch):
+    """As CUDA's does: the parameters of the first device are not copied on it once more."""
+    from common.lab import fake_stand_ins
+
+    tensor = mock.Mock(device=torch.device("cuda", 0), to=lambda device, copy=False: f"a copy on {device}")
+    monkeypatch.setattr(fake_stand_ins, "gpu", lambda number: number)
+    assert fake_stand_ins.broadcast_to_devices([tensor], [0, 1], None) == [[tensor], ["a copy on 1"]]

@@ -57,7 +57,7 @@ def test_the_walls_of_the_sandbox(monkeypatch, tmp_path):
 
 
 ENDS = {
-    "import os; os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
+    "import os; os.read(0, 1); os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
     "import sys; print('first', file=sys.stderr); sys.exit('last ' + 'x' * 300)":
         "grading ended with exit code 1: last " + "x" * 195,
     "import os; os._exit(4)": "grading ended with exit code 4",
@@ -84,11 +84,14 @@ def test_why_grading_ended(code, why, tmp_path):
 
 def test_a_request_that_nobody_reads_ends_this_grading_alone(tmp_path, monkeypatch):
     """As where a submission ends its process after an answer: the class goes on."""
-    popen = subprocess.Popen
+    popen, folders = subprocess.Popen, []
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **about: popen(["true"], **about))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **about: folders.append(about.get("cwd")) or popen(["true"], **about)
+    )
     with pytest.raises(sandbox.GradingEnded, match="^grading ended with exit code 0$"):
         with sandbox.Runner(tmp_path, 60.0) as runner:
+            assert folders == [runner.empty.name], "without walls too, a submission runs in an empty folder"
             runner.process.wait()
             runner(tmp_path / "ann.py", {}, 2)
     assert runner.process.stdin.closed and runner.errors.closed and not Path(runner.empty.name).exists()

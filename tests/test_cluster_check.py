@@ -116,13 +116,17 @@ def test_a_slow_host_is_named_once():
     ranks, links = cluster(4, 2)
     its = {4, 5}  # the ranks of host2
     wrong = wrong_of(ranks, slowed(links, lambda link: len({link.a, link.b} & its) == 1))
-    assert len(wrong) == 1 and wrong[0].startswith("all links of host host2 are slow: 12 pairs"), wrong
+    its = "12 pairs, 100 to 100 µs for a byte, 100 MB/s to 100 MB/s each way"
+    usual = "the median of such links is 100 µs and 550 MB/s"  # 12 of 24 are slow
+    assert wrong == [f"all links of host host2 are slow: {its}; {usual}"]
 
 
 def test_a_slow_rank_is_named_once():
     ranks, links = cluster(1, 6)
     wrong = wrong_of(ranks, slowed(links, lambda link: 3 in (link.a, link.b)))
-    assert len(wrong) == 1 and wrong[0].startswith("all links of rank 3 on host0 are slow: 5 pairs"), wrong
+    its = "5 pairs, 100 to 100 µs for a byte, 100 MB/s to 100 MB/s each way"
+    usual = "the median of such links is 100 µs and 1.00 GB/s"
+    assert wrong == [f"all links of rank 3 on host0 are slow: {its}; {usual}"]
 
 
 def test_links_between_hosts_may_be_slower_than_those_within():
@@ -131,7 +135,9 @@ def test_links_between_hosts_may_be_slower_than_those_within():
     assert wrong_of(ranks, links) == []
     late = [replace(link, latency=1.0) if (link.a, link.b) == (1, 6) else link for link in links]
     (line,) = wrong_of(ranks, late)
-    assert line.startswith("the link between rank 1 on host0 and rank 6 on host1 is slow"), line
+    its = "1 pairs, 1,000,000 to 1,000,000 µs for a byte, 100 MB/s to 100 MB/s each way"
+    usual = "the median of such links is 100 µs and 100 MB/s"
+    assert line == f"the link between rank 1 on host0 and rank 6 on host1 is slow: {its}; {usual}"
 
 
 def test_nccls_own_view():
@@ -141,7 +147,10 @@ def test_nccls_own_view():
     )
     lines, wrong = cluster_check.network_of(log)
     assert lines[0].endswith("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>") and not wrong
-    assert "TCP sockets" in cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n")[1][0]
+    assert cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n") == (
+        ["NCCL            Using network Socket"],
+        ["NCCL goes through TCP sockets; if there is InfiniBand, see NCCL_IB_HCA in docs/cluster.md"],
+    )
 
 
 def test_the_exit_code(tmp_path):
@@ -230,13 +239,16 @@ def test_a_clock_is_told_when_it_is_further_off_than_asking_took():
         (0.9, 0.6): "",  # the network is slow: it may as well be 0.3 s
     }.items():
         wrong = wrong_of(ranks_with(clock=[(0.0, 0.0), clock, (0.3, 0.0)]), [])
-        assert [line.split(":")[0] for line in wrong] == ([said] if said else []), f"seconds, give or take: {clock}"
+        expected = [f"{said}: logs cannot be compared; run NTP"] if said else []
+        assert wrong == expected, f"seconds, give or take: {clock}"
 
 
 def test_a_straggler_is_slower_than_half_of_the_ranks_by_much():
     assert wrong_of(ranks_with(flops=[1e12, 0.85e12, 1e12, 5e12]), []) == [], "15 % less, and a faster one"
     (line,) = wrong_of(ranks_with(flops=[1e12, 1e12, 0.7e12]), [])
-    assert line.startswith("rank 2 on host0 is a straggler: 700 GFLOP/s, and the median is 1,000; is"), line
+    speed = "700 GFLOP/s, and the median is 1,000"
+    why = "is something else running there, or is it throttled?"
+    assert line == f"rank 2 on host0 is a straggler: {speed}; {why}"
 
 
 def test_what_differs_is_told_against_what_most_ranks_have():

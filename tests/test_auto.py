@@ -153,10 +153,11 @@ def test_what_was_picked_is_told_in_its_units():
     said = auto.says(config, Choice(found, "another"), 1, "x")
     layout = f"micro-batches of {found.layout.micro_batch}, recompute none"
     picked, cost = f"auto: --strategy ddp --mesh data=2, {layout}", "250 ms a step and 3 MiB per process"
-    assert said == f"{picked}: the fastest that fits, by x: {cost}; second to it: another"
+    expected = f"{picked}: the fastest that fits, by x: {cost}; second to it: another"
+    assert said == expected, f"layout, why, and what it costs: {said}"
     later = auto.says(config, Choice(found, "another"), 3, "x")
     why = "place 3: those before it are not in the course"
-    assert later == f"{picked}: {why}, by x: {cost}; second to it: another"
+    assert later == f"{picked}: {why}, by x: {cost}; second to it: another", f"why: {later}"
 
 
 def test_layouts_that_the_course_has_not_are_passed_over(monkeypatch, capsys):

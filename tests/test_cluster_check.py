@@ -229,6 +229,8 @@ def test_the_page_word_for_word():
     assert wrong == []
     alone, _ = cluster_check.report(ranks[:1], [], 0.0, 8, "gloo")
     assert len(alone) == 5, f"one rank has no links and nobody to reduce with: {alone}"
+    two, _ = cluster_check.report(ranks[:2], links[:1], 1.5e9, 8, "nccl")
+    assert two[-2:] == [lines[5], lines[7]], "two ranks have a link, and reduce"
 
 
 def test_a_clock_is_told_when_it_is_further_off_than_asking_took():
@@ -270,6 +272,15 @@ def test_slow_links_are_told_the_slowest_first_and_microseconds_are_none():
     ]  # fmt: skip
     quick = [replace(link, latency=5e-5 if link.a == 2 else 1e-6, bandwidth=1e9 - 2e8 * link.a) for link in links]
     assert wrong_of(ranks, quick) == [], "50 µs in place of 1 µs, and 40 % of the bandwidth less"
+    late = [replace(link, latency=2e-4 if (link.a, link.b) == (0, 1) else 1e-6) for link in links]
+    assert len(wrong_of(ranks, late)) == 1, "200 µs in place of 1 µs are slow"
+
+
+def test_of_two_slow_links_the_fault_may_be_at_their_other_ends():
+    ranks, links = cluster(2, 3)
+    its = slowed(links, lambda link: (link.a, link.b) in ((0, 1), (0, 2)))
+    told = [line.split(" is slow")[0] for line in wrong_of(ranks, its)]
+    assert told == [f"the link between rank 0 on host0 and rank {other} on host0" for other in (1, 2)], told
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
@@ -351,6 +362,10 @@ def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch,
     wrong += ["one", "two"]
     assert cluster_check.main(["--device=cpu", "--megabytes=2"]) == 1
     assert os.environ["NCCL_DEBUG"] == "WARN", "the user's own"
+    capsys.readouterr()
+    assert cluster_check.main(["--device=cpu"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "8388608.0 and 8388608.0 bytes, 8 MiB", "a large message"
+    repeated.pop()
     assert repeated == ["LOOK AT: one\nLOOK AT: two"], "below torchrun's report"
 
 

@@ -72,7 +72,8 @@ def test_the_norm_of_a_long_vector_is_that_of_its_elements():
 
 def test_a_vector_on_another_device_is_in_one_piece():
     here, elsewhere = torch.empty(1 << 17), torch.empty(1 << 17, device="meta")
-    assert [[len(piece) for piece in pieces(vector)] for vector in (here, elsewhere)] == [[65536] * 2, [131072]]
+    shapes = [[tuple(piece.shape) for piece in pieces(vector)] for vector in (here, elsewhere)]
+    assert shapes == [[(65536,)] * 2, [(131072,)]], "pieces on the CPU, and on a GPU"
 
 
 def test_leaving_meta_moves_buffers_and_no_parameter_that_has_memory():

@@ -148,7 +148,8 @@ def test_a_window_begins_when_all_ranks_have_come(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: order.append("all ranks meet"))
     monkeypatch.setattr(per_rank.time, "time_ns", lambda: order.append("the time is taken") or 7)
     watch = PerRank(torch.device("cpu"))
-    assert order == ["all ranks meet", "the time is taken"] and (watch.began, watch.ends) == (7, [])
+    assert order == ["all ranks meet", "the time is taken"], "first all meet, then the window begins"
+    assert (watch.began, watch.ends) == (7, []), "an empty window"
 
 
 def test_what_a_rank_on_a_gpu_measures(monkeypatch):
@@ -158,12 +159,12 @@ def test_what_a_rank_on_a_gpu_measures(monkeypatch):
     monkeypatch.setattr(per_rank, "utilization", lambda device: 0.75)
     monkeypatch.setattr(per_rank, "peak_memory", lambda device: 3 * GIB)
     monkeypatch.setattr(per_rank.socket, "gethostname", lambda: "node7")
-    clock = SimpleNamespace(perf_counter=lambda: 16.0, time_ns=lambda: 8_000_000)
+    clock = SimpleNamespace(perf_counter=lambda: 16.0, time_ns=lambda: 8_000_000, perf_counter_ns=lambda: 16e9)
     monkeypatch.setattr(per_rank, "time", clock)
     watch = SimpleNamespace(device=torch.device("cuda"), wall=10.0, began=1_500_000, ends=[3_000_000, 6_000_000])
     assert PerRank.measure(watch) == Report(
         "node7", 3 * GIB, use=0.75, waiting=0.25, step_seconds=3.0, launches={(0, ("0", "x"), 5): 5e-4}
-    )
+    ), "memory, use, share of time in collectives, seconds of a step, and launches of a rank on a GPU"
 
 
 def test_waiting_is_what_is_neither_computing_nor_waiting_for_a_core(monkeypatch):

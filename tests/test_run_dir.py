@@ -161,7 +161,7 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
         monkeypatch.setattr(run_dir.tempfile, "TemporaryFile", full)
         with pytest.raises(UserError) as error:
             run_dir.claim(Path("new"), "")
-        assert str(error.value) == f"--run-dir new cannot be written: {said}"
+        assert str(error.value) == f"--run-dir new cannot be written: {said}", "what is wrong, and what to do"
 
 
 def test_the_loss_curve():

@@ -150,6 +150,11 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^--run-dir run holds a run already; add --resume to go on, or name another$"):
         run_dir.claim(Path("run"), "")
     run_dir.claim(Path("run"), "2")  # of this run: it goes on
+    tried = []
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "Lock", lambda folder: SimpleNamespace(release=lambda: tried.append(folder)))
+        run_dir.claim(Path("free"), "")
+    assert tried == [Path("free")], "whether a living run writes there is asked, and the lock is given back"
     for number, said in (
         (errno.ENOSPC, "No space left on device; make room, or name another folder"),
         (errno.EACCES, "Permission denied; name another folder"),

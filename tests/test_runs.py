@@ -114,6 +114,7 @@ def test_what_is_drawn(tmp_path, monkeypatch):
 
     def look(figure, file):
         (ax,) = figure.axes
+        assert ax.get_legend(), "no legend says which run a line is of"
         assert [text.get_text() for text in ax.get_legend().texts] == [line.get_label() for line in ax.lines], "legend"
         assert {line.get_marker() for line in ax.lines} == {"."}, "points of a short run are marked"
         lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}

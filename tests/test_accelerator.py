@@ -20,6 +20,7 @@ from helpers import FULL
 
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
+from common.lab.launch import ready_to_fork
 from common.task import Task
 from course.strategies import STRATEGIES
 from planner.strategies import SAYS
@@ -182,6 +183,8 @@ def elsewhere():
     """Calls a function in one process for all of these tests, since they change PyTorch for good."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("fork")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with ready_to_fork():  # else it dies, if it collects what other tests have left in this process
+            pool.submit(int).result()
         yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
 
 
@@ -382,3 +385,12 @@ def test_a_checkpoint_is_saved_within_a_share_and_a_unit(who, elsewhere):
     assert peak <= share + s.unit, f"{peak:,} bytes are more than a share of {share:,} and a unit of {s.unit:,}"
     if who == ("fsdp", "pytorch"):
         assert elsewhere(save_and_count, case, True)[1] > share + s.unit, "whole parameters would be seen"
+
+
+def test_a_broadcast_to_devices_copies_to_the_others_alone(monkeypatch):
+    """As CUDA's does: the parameters of the first device are not copied on it once more."""
+    from common.lab import fake_stand_ins
+
+    tensor = mock.Mock(device=torch.device("cuda", 0), to=lambda device, copy=False: f"a copy on {device}")
+    monkeypatch.setattr(fake_stand_ins, "gpu", lambda number: number)
+    assert fake_stand_ins.broadcast_to_devices([tensor], [0, 1], None) == [[tensor], ["a copy on 1"]]

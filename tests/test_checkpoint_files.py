@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import json
 import os
 import pickle
 import socket
@@ -174,6 +175,25 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
         torch.manual_seed(9)
         load(folder, other)
         assert not torch.equal(torch.rand(3), expected), "of two ranks, no random numbers are this one's"
+
+
+def test_the_loss_scale_is_taken_up():
+    """A run in fp16 goes on with the scale that it had found, and not with the first one; others have none."""
+    config = configure(**SMALL, strategy="single")
+    task = make_task(config)
+
+    def make(precision):
+        return config.strategy_class(task.make_model(), task.make_optimizer, make_mesh({"data": 1}, "cpu"),
+                                     config.options, precision)  # fmt: skip
+
+    with process_group("cpu"):
+        one, other, plain = make("fp16"), make("fp16"), make("fp32")
+        one.scaler.scale(torch.ones(()))
+        one.scaler.update(512.0)
+        other.load_global_state(json.loads(json.dumps(one.global_state())))
+        assert other.scaler.state_dict()["scale"] == 512.0, "the scale that the run had found"
+        other.load_global_state(plain.global_state())
+        assert other.scaler.state_dict()["scale"] == 512.0, "a run without scaling has nothing to take up"
 
 
 def test_random_numbers_of_a_device_go_with_those_of_the_cpu(monkeypatch):

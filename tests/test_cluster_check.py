@@ -39,6 +39,18 @@ def calm(monkeypatch):
     monkeypatch.setattr(cluster_check, "STRAGGLER", 200.0)
 
 
+@pytest.mark.parametrize("kind, size, dtype", [("cuda", 8192, torch.bfloat16), ("cpu", 384, torch.float32)])
+def test_products_are_of_the_kind_that_training_has(kind, size, dtype, monkeypatch):
+    """Operations of a product of n x n matrices, 2 n^3, by the seconds of the fastest of several."""
+    made, clock = [], iter([0.0, 0.3, 1.0, 1.1, 2.0, 2.2])
+    ones = torch.ones(2, 2)
+    monkeypatch.setattr(cluster_check, "synchronize", lambda device: None)
+    monkeypatch.setattr(cluster_check.torch, "ones", lambda *shape, **how: made.append((shape, how["dtype"])) or ones)
+    monkeypatch.setattr(cluster_check.time, "perf_counter", lambda: next(clock))
+    rate = cluster_check.multiply(SimpleNamespace(device=SimpleNamespace(type=kind)), rounds=3)
+    assert made == [((size, size), dtype)] and rate == pytest.approx(2 * size**3 / 0.1)
+
+
 def test_ranks_that_are_alike(calm):
     page, wrong = run(4)
     assert not wrong, f"{wrong} of ranks of one machine"

@@ -44,11 +44,11 @@ def test_yaml_is_read_as_what_was_written():
 
 
 def test_torchtitan_has_all_axes(capsys):
-    line = f"{LLAMA} --gpus 64 --mesh data=2,shard=4,pipeline=2,context=2,tensor=2 --zero-stage 3 --micro-batch 2"
+    line = f"{LLAMA} --gpus 384 --mesh data=2,shard=4,pipeline=3,context=8,tensor=2 --zero-stage 3 --micro-batch 2"
     found = say(capsys, "torchtitan", line)
     (tables,) = read(found)
     degrees = {
-        "data_parallel_replicate": 2, "data_parallel_shard": 4, "pipeline_parallel": 2, "context_parallel": 2,
+        "data_parallel_replicate": 2, "data_parallel_shard": 4, "pipeline_parallel": 3, "context_parallel": 8,
         "tensor_parallel": 2,
     }  # fmt: skip
     assert {name: tables["parallelism"][f"{name}_degree"] for name in degrees} == degrees
@@ -57,7 +57,7 @@ def test_torchtitan_has_all_axes(capsys):
     assert tables["training"]["local_batch_size"] == 8 and tables["training"]["global_batch_size"] == 64
     assert tables["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
     assert tables["activation_checkpoint"] == {"mode": "full"}
-    assert found["command"].startswith("torchrun --nnodes=8 --node_rank=$NODE")
+    assert found["command"].startswith("torchrun --nnodes=48 --node_rank=$NODE")
 
 
 def test_accelerate_has_two_axes_and_more(capsys):

@@ -167,6 +167,9 @@ def test_toml_has_the_values_of_json():
         ({"pipeline": 4, "data": 2}, {"schedule": "interleaved", "stages_per_rank": 2},
          {"mesh": "pipeline=4,data=2", "stages-per-rank": 2, "schedule": "interleaved", "microbatches": 32}),
         ({"shard": 8}, {"zero_stage": 2, "offload": True}, {"strategy": "zero2", "offload": True}),
+        ({"data": 2, "expert": 4}, {"model": "mixtral-8x7b"}, {
+            "strategy": "expert", "mesh": "data=2,expert=4", "experts": 8, "top-k": 2, "by-hand": True}),
+        ({"expert": 8}, {"model": "mixtral-8x7b"}, {"mesh": "data=1,expert=8"}),
     ],
 )  # fmt: skip
 def test_layouts_as_the_courses_options(mesh, fields, told):

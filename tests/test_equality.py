@@ -145,6 +145,14 @@ def test_without_a_bug_the_cases_that_refuse_bugs_pass():
     assert len(examine(load("ddp", True), 2, "ddp")) == len(TELLING) == 2
 
 
+def test_adamw_of_the_proofs_makes_no_steps_of_rounding():
+    """With PyTorch's eps of 1e-8 a gradient that is 0 but for rounding moves its parameter by the learning rate."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), 1e-9)
+    equality.adamw([parameter]).step()
+    assert abs(parameter.item()) < 1e-6, "how far a gradient of 1e-9 moves a parameter"
+
+
 def test_adamw_alone_would_not_see_a_wrong_scale():
     """Why the cases have SGD: AdamW's steps are the same for gradients of half the size, so the loss is too."""
     wrong = DDP_BUGS.plant("too_small")

@@ -1,5 +1,6 @@
 """The process that runs a submission, and what it sends back: walls, limits, reasons, and plain data alone."""
 
+import contextlib
 import ctypes
 import io
 import os
@@ -19,6 +20,7 @@ import torch
 from common.grading import sandbox
 from common.grading.engine import CallOutcome, DoesNotLoad
 from common.grading.values import Description
+from common.lab.launch import ready_to_fork
 from common.lab.ledger import LedgerEntry
 
 WALLS = """
@@ -55,7 +57,7 @@ def test_the_walls_of_the_sandbox(monkeypatch, tmp_path):
 
 
 ENDS = {
-    "import os; os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
+    "import os; os.read(0, 1); os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
     "import sys; print('first', file=sys.stderr); sys.exit('last ' + 'x' * 300)":
         "grading ended with exit code 1: last " + "x" * 195,
     "import os; os._exit(4)": "grading ended with exit code 4",
@@ -69,20 +71,27 @@ def test_why_grading_ended(code, why, tmp_path):
     runner = sandbox.Runner(tmp_path, 0.4 if "sleep(60)" in code else 60.0)
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with tempfile.TemporaryFile() as runner.errors:
-        with subprocess.Popen([sys.executable, "-S", "-c", code], stderr=runner.errors, **pipes) as runner.process:
-            with pytest.raises(sandbox.GradingEnded) as ended:
-                runner(tmp_path / "ann.py", {}, 2)
-            runner.process.kill()
+        runner.process = subprocess.Popen([sys.executable, "-S", "-c", code], stderr=runner.errors, **pipes)
+        with pytest.raises(sandbox.GradingEnded) as ended:
+            runner(tmp_path / "ann.py", {}, 2)
+        runner.process.kill()
+        runner.process.wait()
+        runner.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # what nobody has read any more
+            runner.process.stdin.close()
     assert str(ended.value) == why, "the reason in a class's table"
 
 
 def test_a_request_that_nobody_reads_ends_this_grading_alone(tmp_path, monkeypatch):
     """As where a submission ends its process after an answer: the class goes on."""
-    popen = subprocess.Popen
+    popen, folders = subprocess.Popen, []
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **about: popen(["true"], **about))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **about: folders.append(about.get("cwd")) or popen(["true"], **about)
+    )
     with pytest.raises(sandbox.GradingEnded, match="^grading ended with exit code 0$"):
         with sandbox.Runner(tmp_path, 60.0) as runner:
+            assert folders == [runner.empty.name], "without walls too, a submission runs in an empty folder"
             runner.process.wait()
             runner(tmp_path / "ann.py", {}, 2)
     assert runner.process.stdin.closed and runner.errors.closed and not Path(runner.empty.name).exists()
@@ -134,16 +143,17 @@ def test_requests_are_answered_one_after_the_other_within_limits(monkeypatch):
     process cannot be looked into by way of /proc."""
     monkeypatch.setattr(sandbox, "run_jobs", run_jobs)
     requests, answers = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(requests[0], 0)
-            os.dup2(answers[1], 1)
-            for descriptor in (*requests, *answers):
-                os.close(descriptor)
-            sandbox.serve()
-        finally:
-            os._exit(0)
+    with ready_to_fork():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(requests[0], 0)
+                os.dup2(answers[1], 1)
+                for descriptor in (*requests, *answers):
+                    os.close(descriptor)
+                sandbox.serve()
+            finally:
+                os._exit(0)
     os.close(requests[0])
     os.close(answers[1])
     with open(requests[1], "wb") as ask, open(answers[0], "rb") as hear:

@@ -1,5 +1,6 @@
 """The loss on text that is not trained on: exact over ranks, with every strategy; training goes on as without it."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -50,12 +51,20 @@ def validated(configs) -> list[list[float]]:
             assert held(strategy.model) == kept, f"{config.strategy}: what validation gathers is given back"
         step = float(strategy.step(task.micro_batches(0, strategy))[0])
         found.append([before, step, validate(strategy, text, AT_ONCE)])
+        with torch.no_grad():
+            for part in strategy.parts():
+                part.tensor.zero_()  # as if it were loaded: now all tokens are as likely
+        strategy.after_loading()
+        of_zeros, who = validate(strategy, text, AT_ONCE), f"{config.strategy} {config.precision}"
+        assert of_zeros == pytest.approx(math.log(256), rel=1e-5), f"{who}: the loss with what was loaded"
     return found
 
 
 def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
     rows = [*sorted(every_strategy()), (4, "mesh", "by-hand", "--mesh context=2,data=2")]
     rows += [(4, "mesh", kind, "--mesh pipeline=2,data=2 --precision fp16") for kind in ("by-hand", "pytorch")]
+    rows += [(4, "mesh", "by-hand", "--mesh shard=2,tensor=2 --precision fp16")]
+    rows += [(2, name, "by-hand", "--precision fp16") for name in ("zero1", "zero2", "fsdp")]
     many = [config_of(tmp_path, *row) for row in rows]
     alone = [config_of(tmp_path, 1, "single"), config_of(tmp_path, 1, "expert", "by-hand")]
     (expected,) = launch(validated, 1, (alone,))

@@ -81,9 +81,9 @@ def test_other_options_stay(tmp_path):
     [
         ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
         ("--mesh-order data", "--mesh-order: --strategy auto picks it"),
-        ("--by-hand", "--by-hand: --strategy auto picks it"),
+        ("--by-hand", "^--by-hand: --strategy auto picks it; leave one of them out$"),
         ("--implementation pytorch", "--implementation: --strategy auto picks it"),
-        ("--task images", "--strategy auto plans GPTs, and this is --task images"),
+        ("--task images", "^--strategy auto plans GPTs, and this is --task images; take --strategy ddp$"),
         ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7 does not divide"),
     ],
 )
@@ -151,7 +151,32 @@ def test_what_was_picked_is_told_in_its_units():
     found = replace(found, memory=replace(found.memory, expected=3 * 2**20), step=replace(found.step, seconds=0.25))
     config = SimpleNamespace(strategy="ddp", axes={"data": 2})
     said = auto.says(config, Choice(found, "another"), 1, "x")
-    assert said.endswith("by x: 250 ms a step and 3 MiB per process; second to it: another")
+    layout = f"micro-batches of {found.layout.micro_batch}, recompute none"
+    picked, cost = f"auto: --strategy ddp --mesh data=2, {layout}", "250 ms a step and 3 MiB per process"
+    expected = f"{picked}: the fastest that fits, by x: {cost}; second to it: another"
+    assert said == expected, f"layout, why, and what it costs: {said}"
+    later = auto.says(config, Choice(found, "another"), 3, "x")
+    why = "place 3: those before it are not in the course"
+    assert later == f"{picked}: {why}, by x: {cost}; second to it: another", f"why: {later}"
+
+
+def test_layouts_that_the_course_has_not_are_passed_over(monkeypatch, capsys):
+    def refused(argv, one):
+        seen.append(one)
+        if len(seen) <= left:
+            raise UserError("not in the course")
+        return with_layout(argv, one)
+
+    monkeypatch.setattr(auto, "with_layout", refused)
+    seen, left = [], 1
+    picked("--layers 2 --width 32 --batch-size 24", 2)
+    assert ": place 2: those before it are not in the course, by" in capsys.readouterr().out
+    seen, left = [], 1000
+    with pytest.raises(UserError) as error:
+        picked("--layers 2 --width 32 --batch-size 24", 2)
+    assert len(seen) > 1, "more layouts than the fastest one are looked at"
+    told = f"--strategy auto: the course has none of the {len(seen)} fastest layouts; name a --strategy"
+    assert str(error.value) == told
 
 
 def test_it_trains_like_what_it_picked(tmp_path):

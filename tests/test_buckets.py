@@ -72,6 +72,18 @@ def test_only_passes_that_can_be_compared_are_drawn():
     assert pair["hooks"].backward == 1.3 and share == 0.5
 
 
+def test_of_undisturbed_passes_the_shortest_two_are_drawn():
+    long, short, alike = ((2.0, 2.5), (2.0, 2.1)), ((1.0, 1.5), (1.15, 1.2)), ((1.2, 1.7), (1.21, 1.3))
+    pair, share = buckets.comparable(recorded(*long, *short, *alike))
+    assert (pair["after"].backward, pair["hooks"].backward, share) == (1.0, 1.15, 1.0), "the shortest two"
+    pair, _ = buckets.comparable(recorded((1.0, 1.5), (1.4, 1.5), (3.0, 3.5), (3.3, 3.4)))
+    assert pair["after"].backward == 3.0, "the two that are most alike come before shorter ones"
+    pair, _ = buckets.comparable(recorded((1.0, 1.5), (2.9, 3.0)))
+    assert pair["hooks"].backward == 2.9, "on a busy computer one pass may take three times as long as the other"
+    with pytest.raises(RuntimeError, match="run the cell again"):
+        buckets.comparable(recorded((1.0, 1.5), (3.1, 3.2)))
+
+
 def test_exposed_is_what_follows_the_slowest_rank():
     run = buckets.Pass([(0.0, 2.0), (0.5, 3.0)], [(1.0, 2.0), (3.0, 3.5)])
     assert (run.backward, run.exposed, run.first_leaves) == (3.0, 0.5, 1 / 3)

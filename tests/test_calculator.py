@@ -26,6 +26,14 @@ def test_its_bars_add_up_to_the_planners_memory(stage):
     assert shown.seconds == said.seconds
 
 
+def test_what_is_asked_of_the_planner_unless_something_else_is_said():
+    found = calculator.ask("llama-7b", 8, 3)
+    assert found.cluster == hardware.cluster("h100-80gb", 8), "eight H100"
+    layout = found.layout
+    assert (layout.micro_batch, layout.batch_size, layout.sequence) == (1, 8, 4096), "one sequence of 4096 on each GPU"
+    assert (layout.zero_stage, layout.size("shard")) == (3, 8) and not layout.offload
+
+
 def test_every_part_of_the_planner_is_in_one_group():
     parts = [part for group in calculator.GROUPS.values() for part in group]
     assert len(parts) == len(set(parts))
@@ -113,6 +121,20 @@ def test_the_map_is_whole_and_what_the_planner_says():
     for model, gpus in (("llama-33b", 8), ("llama-3-405b", 16)):
         found, said = decision_map.cell(model, gpus, network), rows[network, model, gpus]
         assert found == {name: value for name, value in said.items() if value}
+
+
+def test_the_map_is_written_cell_by_cell(monkeypatch, tmp_path):
+    def cell(model, gpus, network):
+        row = {"network": network, "model": model, "gpus": str(gpus), "kind": "tensor"}
+        return row | ({"next": "offload"} if gpus == 16 else {})
+
+    for name, value in {"cell": cell, "STORED": tmp_path / "map.csv", "NETWORKS": {"N": 0}, "MODELS": ("a", "b"),
+                        "GPUS": (8, 16)}.items():  # fmt: skip
+        monkeypatch.setattr(decision_map, name, value)
+    decision_map.main()
+    table = b"network,model,gpus,kind,next\nN,a,8,tensor,\nN,a,16,tensor,offload\n"
+    table += b"N,b,8,tensor,\nN,b,16,tensor,offload\n"
+    assert (tmp_path / "map.csv").read_bytes() == table, "a head, then the cells of a model one after the other"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.collectives import all_reduce_together, broadcast_module, global_norm, leave_meta, weights_of_rank_0
+from common.collectives import (
+    all_reduce_together,
+    broadcast_module,
+    global_norm,
+    leave_meta,
+    pieces,
+    weights_of_rank_0,
+)
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 
@@ -61,6 +68,18 @@ def test_the_norm_of_a_long_vector_is_that_of_its_elements():
     vector = torch.randn(3_000_000)
     found, expected = global_norm([([vector], [])], torch.device("cpu")).item(), vector.double().norm().item()
     assert found == pytest.approx(expected, rel=1e-6), f"off by {abs(found / expected - 1):.1e}"
+
+
+def test_a_vector_on_another_device_is_in_one_piece():
+    here, elsewhere = torch.empty(1 << 17), torch.empty(1 << 17, device="meta")
+    shapes = [[tuple(piece.shape) for piece in pieces(vector)] for vector in (here, elsewhere)]
+    assert shapes == [[(65536,)] * 2, [(131072,)]], "pieces on the CPU, and on a GPU"
+
+
+def test_leaving_meta_moves_buffers_and_no_parameter_that_has_memory():
+    model = leave_meta(nn.BatchNorm1d(2), torch.device("meta"))  # in the place of a GPU
+    assert [tensor.device.type for tensor in model.parameters()] == ["cpu"] * 2, "parameters"
+    assert [tensor.device.type for tensor in model.buffers()] == ["meta"] * 3, "buffers"
 
 
 def test_tensors_of_a_type_are_summed_in_one_message(ranks):

@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 import json
 import os
-import platform
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import common
 from common import doctor
 from common.grading import sandbox
 
@@ -49,6 +50,16 @@ def test_a_healthy_machine_needs_nothing():
     result = run(OMP_NUM_THREADS="1", PET_MASTER_PORT=str(port))
     lines = result.stdout.splitlines()
     assert [line[:3] for line in lines[:-1]] == ["OK "] * len(doctor.CHECKS), result.stdout + result.stderr
+    assert [line[5:17].rstrip() for line in lines[:-1]] == [
+        "python", "packages", "common", "links", "torchvision", "jupyter", "cores", "memory", "disk", "gpus",
+        "loopback", "own name", "port", "store", "gloo", "sandbox",
+    ], "what others rest on stands above them"  # fmt: skip
+    for line in (
+        "OK   common      installed from this checkout", "OK   links       course/ has its links",
+        "OK   jupyter     the kernel python3 runs this Python", f"OK   port        {port} is free",
+        "OK   store       TCP store with libuv", "OK   gloo        two ranks summed a number",
+    ):  # fmt: skip
+        assert line in lines, f"not said: {line}\n{result.stdout}"
     assert lines[-1] == "all OK"
     assert result.returncode == 0
 
@@ -74,24 +85,17 @@ def test_a_check_that_breaks_is_reported():
 
 def test_python_too_old(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
-    assert "3.9.18 is too old" in fix(doctor.check_python)
+    assert fix(doctor.check_python) == "3.9.18 is too old: make a virtual environment with Python 3.10 or newer"
     monkeypatch.setattr(sys, "version_info", (3, 10, 0))
     assert doctor.examine(doctor.check_python) == ("OK", f"3.10.0, {sys.executable}"), "the oldest that will do"
-
-
-@pytest.mark.parametrize("python, numpy", [((3, 10, 4), "2.2.6"), ((3, 11, 0), "2.4.6"), ((3, 14, 1), "2.4.6")])
-def test_pins_for_this_python(monkeypatch, python, numpy):
-    monkeypatch.setattr(sys, "version_info", python)
-    pins = doctor.pinned((doctor.ROOT / "requirements.txt").read_text())
-    assert pins["numpy"] == numpy
-    assert {"torch", "torchvision", "jupyterlab", "nbval", "scikit-learn", "PyYAML", "ruff"} <= set(pins)
-    assert all(pins.values())
 
 
 def test_other_version(monkeypatch):
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "tqdm" else version(name))
-    assert fix(doctor.check_packages).startswith("tqdm is 9.9 instead of ")
+    (pin,) = re.findall(r"^tqdm==(\S+)", (doctor.ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    told = f"tqdm is 9.9 instead of {pin}: pip install -r requirements.txt"
+    assert fix(doctor.check_packages) == told
 
 
 def test_missing_package_and_one_without_a_pin(monkeypatch, tmp_path):
@@ -105,15 +109,16 @@ def test_the_build_of_a_version_does_not_matter(monkeypatch, tmp_path):
     tmp_path.joinpath("requirements.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     monkeypatch.setattr(importlib.metadata, "version", returns("2.13.0+cu130"))
-    assert doctor.examine(doctor.check_packages)[0] == "OK"
+    assert doctor.examine(doctor.check_packages) == ("OK", "all 1 of requirements.txt")
 
 
 def test_common_from_another_checkout_or_none(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(doctor, "ROOT", tmp_path)
-        assert "another checkout" in fix(doctor.check_common)
+        told = f"comes from {common.ROOT / 'common'}, another checkout: pip install -e {tmp_path}"
+        assert fix(doctor.check_common) == told
     monkeypatch.setattr(doctor.subprocess, "run", returns(subprocess.CompletedProcess([], 1, stdout="")))
-    assert "not importable" in fix(doctor.check_common)
+    assert fix(doctor.check_common) == f"not importable from other folders: pip install -e {common.ROOT}"
 
 
 @pytest.fixture
@@ -167,6 +172,9 @@ def test_torchvision_that_is_broken_otherwise_is_not_hidden(import_beside):
     assert "different CUDA" in fix(doctor.check_torchvision)
 
 
+REGISTER = "python -m ipykernel install --sys-prefix"
+
+
 def test_kernel_of_another_python(monkeypatch, tmp_path):
     folder = tmp_path / "kernels" / "python3"
     folder.mkdir(parents=True)
@@ -175,8 +183,10 @@ def test_kernel_of_another_python(monkeypatch, tmp_path):
     for python, verdict in ((tmp_path / "python", "FIX"), ("/bin/sh", "FIX"), (sys.executable, "OK"), ("python", "OK")):
         kernel = {"argv": [str(python), "-m", "ipykernel_launcher"], "display_name": "other"}
         folder.joinpath("kernel.json").write_text(json.dumps(kernel))
-        found, text = doctor.examine(doctor.check_jupyter)
-        assert found == verdict and ("not this Python" in text) == (verdict == "FIX"), f"a kernel of {python}: {text}"
+        told = "the kernel python3 runs this Python"
+        if verdict == "FIX":
+            told = f"the kernel python3 in {folder} starts {python}, not this Python: {REGISTER}"
+        assert doctor.examine(doctor.check_jupyter) == (verdict, told), f"a kernel of {python}"
 
 
 def test_no_kernel_and_no_jupyterlab(monkeypatch):
@@ -185,22 +195,29 @@ def test_no_kernel_and_no_jupyterlab(monkeypatch):
     with monkeypatch.context() as patch:
         no_kernel = raises(kernelspec.NoSuchKernel("python3"))
         patch.setattr(kernelspec.KernelSpecManager, "get_kernel_spec", no_kernel)
-        assert "no kernel named python3" in fix(doctor.check_jupyter)
+        assert fix(doctor.check_jupyter) == f"there is no kernel named python3: {REGISTER}"
     monkeypatch.setattr(doctor.importlib.util, "find_spec", returns(None))
-    assert "JupyterLab is missing" in fix(doctor.check_jupyter)
+    assert fix(doctor.check_jupyter) == "JupyterLab is missing: pip install -r requirements.txt"
 
 
-@pytest.mark.parametrize("threads, told", [("many", "no number"), ("0", "no number"), ("100000", "crowd")])
-def test_threads(monkeypatch, threads, told):
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert told in fix(doctor.check_cores)
+def test_threads(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", returns(range(8)), raising=False)
+    for threads, told in {
+        "many": "OMP_NUM_THREADS=many is no number of threads",
+        "0": "OMP_NUM_THREADS=0 is no number of threads",
+        "100": "2 ranks with OMP_NUM_THREADS=100 crowd 8 cores",
+    }.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert fix(doctor.check_cores) == f"{told}: unset it, or set it to 1: each rank is a process of its own"
 
 
 def test_half_of_the_cores_for_each_of_two_ranks_is_no_crowd(monkeypatch):
     for cores, threads, verdict in ((4, "2", "OK"), (4, "3", "FIX"), (1, "1", "OK")):
         monkeypatch.setattr(os, "sched_getaffinity", returns(range(cores)), raising=False)
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        assert doctor.examine(doctor.check_cores)[0] == verdict, f"OMP_NUM_THREADS={threads} on {cores} core(s)"
+        found, text = doctor.examine(doctor.check_cores)
+        assert found == verdict, f"OMP_NUM_THREADS={threads} on {cores} core(s)"
+        assert found == "FIX" or text == f"{cores}; OMP_NUM_THREADS={threads}", "cores, and the variable"
 
 
 def test_disk(monkeypatch, tmp_path):
@@ -209,11 +226,12 @@ def test_disk(monkeypatch, tmp_path):
         patch.setattr(doctor.shutil, "disk_usage", returns(SimpleNamespace(free=5.5e9)))
         assert doctor.examine(doctor.check_disk) == ("OK", "5.5 GB free for runs/")
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 10**9, 10**6)))
-        assert "1 MB are free" in fix(doctor.check_disk)
+        assert fix(doctor.check_disk) == f"1 MB are free in {tmp_path}, and runs want 200: make room"
         patch.setattr(doctor.shutil, "disk_usage", returns(doctor.shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8)))
         assert "100 MB are free in" in fix(doctor.check_disk), "a run wants 200"
     tmp_path.joinpath("runs").touch()  # a file where the folder should be
-    assert "cannot be written" in fix(doctor.check_disk)
+    told = f"{tmp_path}/runs cannot be written (Not a directory): make it writable, or name another with --run-dir"
+    assert fix(doctor.check_disk) == told
 
 
 def test_gpus_that_this_torch_cannot_use(monkeypatch, tmp_path):
@@ -226,9 +244,13 @@ def test_gpus_that_this_torch_cannot_use(monkeypatch, tmp_path):
     assert doctor.examine(doctor.check_gpus)[0] == "OK", "a driver without a GPU"
     tool.write_text("#!/bin/sh\necho 'GPU 0: some GPU'\n")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is for the CPU" in fix(doctor.check_gpus)
+    listed = f"the driver lists GPUs, but torch {torch.__version__}"
+    assert fix(doctor.check_gpus) == f"{listed} is for the CPU: install a CUDA build"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "update the driver" in fix(doctor.check_gpus)
+    assert fix(doctor.check_gpus) == f"{listed} cannot use them: update the driver"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert fix(doctor.check_gpus) == f"{listed} cannot use them: update the driver", "a build for AMD's GPUs"
 
 
 def test_gpus_with_and_without_nccl(monkeypatch):
@@ -239,30 +261,45 @@ def test_gpus_with_and_without_nccl(monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", returns(True))
     assert doctor.examine(doctor.check_gpus) == ("OK", "3 (A100, H100); NCCL 2.28.9")
     monkeypatch.setattr(dist, "is_nccl_available", returns(False))
-    assert "no NCCL" in fix(doctor.check_gpus)
+    told = "PyTorch sees GPUs but has no NCCL: use --backend gloo, or on Linux another build of torch"
+    assert fix(doctor.check_gpus) == told
 
 
 def test_loopback(monkeypatch):
+    line = '"127.0.0.1 localhost"'
     with monkeypatch.context() as patch:
         patch.setattr(socket, "gethostbyname", raises(socket.gaierror("unknown")))
-        assert "does not resolve" in fix(doctor.check_loopback)
+        told = f"the name localhost does not resolve: add the line {line} to the hosts file"
+        assert fix(doctor.check_loopback) == told
     with monkeypatch.context() as patch:
         patch.setattr(socket, "gethostbyname", returns("192.0.2.1"))  # an address for documentation: nobody's
-        assert "resolves to 192.0.2.1" in fix(doctor.check_loopback)
+        told = f"localhost resolves to 192.0.2.1: the hosts file should have the line {line}"
+        assert fix(doctor.check_loopback) == told
     with monkeypatch.context() as patch:
         patch.setattr(socket, "create_connection", raises(TimeoutError("timed out")))
-        assert "firewall" in fix(doctor.check_loopback)
-    monkeypatch.setattr(socket, "if_nameindex", returns([(1, "eth0")]))
-    assert "GLOO_SOCKET_IFNAME to one of eth0" in fix(doctor.check_loopback)
+        told = "no connection to 127.0.0.1 (timed out): is a firewall in the way?"
+        assert fix(doctor.check_loopback) == told
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(socket, "if_nameindex", returns([(1, "eth0"), (2, "wlan0")]))
+    told = "there is no interface lo: set GLOO_SOCKET_IFNAME to one of eth0, wlan0"
+    assert fix(doctor.check_loopback) == told
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert doctor.examine(doctor.check_loopback) == ("OK", "localhost is 127.0.0.1"), "Windows names none"
 
 
 def test_own_name(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", returns("nowhere"))
+    told = (
+        'this machine cannot be reached by its own name: add the line "127.0.0.1 nowhere" to the hosts file, or start '
+        "with torchrun --local_addr=localhost"
+    )
     with monkeypatch.context() as patch:
         patch.setattr(socket, "gethostbyname", raises(socket.gaierror("unknown")))
-        assert '"127.0.0.1 nowhere"' in fix(doctor.check_own_name)
+        assert fix(doctor.check_own_name) == told
     monkeypatch.setattr(socket, "gethostbyname", returns("192.0.2.1"))
-    assert "--local_addr" in fix(doctor.check_own_name)
+    assert fix(doctor.check_own_name) == told, "somebody else's address"
+    monkeypatch.setattr(socket, "gethostbyname", returns("127.0.0.1"))
+    assert doctor.examine(doctor.check_own_name) == ("OK", "nowhere is 127.0.0.1")
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1"])
@@ -271,8 +308,10 @@ def test_occupied_port(monkeypatch, address):
         port = str(server.getsockname()[1])
         monkeypatch.setenv("PET_MASTER_PORT", port)
         text = fix(doctor.check_port)
-    assert "--master_port" in text and "--standalone" in text and text.startswith(f"port {port} cannot be used")
-    assert doctor.examine(doctor.check_port)[0] == "OK"
+    advice = "on one node start with torchrun --standalone, on several give another port on every node"
+    assert text.startswith(f"port {port} cannot be used (Address already in use"), text
+    assert text.endswith(f"): {advice}: --master_port=PORT"), text
+    assert doctor.examine(doctor.check_port) == ("OK", f"{port} is free")
     monkeypatch.delenv("PET_MASTER_PORT")
     monkeypatch.setattr(socket, "create_server", returns(SimpleNamespace(close=returns(None))))
     assert doctor.examine(doctor.check_port) == ("OK", "29500 is free"), "the port that torchrun takes by default"
@@ -286,17 +325,22 @@ def test_what_is_in_order_is_said(monkeypatch):
     assert doctor.check_cores() == "4; OMP_NUM_THREADS is unset: torchrun takes 1"
     monkeypatch.setattr(torchvision.extension, "_has_ops", returns(True))
     assert doctor.check_torchvision() == "with its compiled operators"
+    monkeypatch.setattr(torchvision.extension, "_has_ops", returns(False))
+    told = "without its compiled operators, which do not fit this build of torch; the course needs none of them"
+    assert doctor.check_torchvision() == told
     for system, interface in (("darwin", "lo0"), ("linux", "lo")):
         monkeypatch.setattr(sys, "platform", system)
         monkeypatch.setattr(socket, "if_nameindex", returns([(1, interface)]))
-        assert doctor.examine(doctor.check_loopback)[0] == "OK", f"the loopback interface of {system}"
+        found = doctor.examine(doctor.check_loopback)
+        assert found == ("OK", "localhost is 127.0.0.1"), f"the loopback interface of {system}"
 
 
 def test_torch_without_libuv(monkeypatch):
     error = dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
     monkeypatch.delenv("USE_LIBUV", raising=False)
     monkeypatch.setattr(dist, "TCPStore", lambda *where, use_libuv, **how: raises(error)() if use_libuv else None)
-    assert "USE_LIBUV=0" in fix(doctor.check_store)
+    told = "this build of torch lacks libuv: set the environment variable USE_LIBUV=0"
+    assert fix(doctor.check_store) == told
     monkeypatch.setenv("USE_LIBUV", "0")
     assert doctor.examine(doctor.check_store) == ("OK", "TCP store without libuv"), "once it is set"
     monkeypatch.setattr(dist, "TCPStore", raises(dist.DistStoreError("nobody there")))
@@ -306,12 +350,18 @@ def test_torch_without_libuv(monkeypatch):
 def test_gloo(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_gloo_available", returns(False))
-        assert "no gloo" in fix(doctor.check_gloo)
+        told = "this build of torch has no gloo: install the usual one with pip install -r requirements.txt"
+        assert fix(doctor.check_gloo) == told
     with monkeypatch.context() as patch:
         patch.setattr(doctor, "sum_of_ranks", returns(1.0))
-        assert "to [1.0, 1.0]" in fix(doctor.check_gloo)
+        again = "reinstall torch with pip install -r requirements.txt --force-reinstall"
+        assert fix(doctor.check_gloo) == f"two ranks summed 1 and 2 to [1.0, 1.0]: {again}"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert "could not sum" in fix(doctor.check_gloo)
+    assert re.fullmatch(
+        r"two ranks could not sum a number \(rank \d of 2: .*nosuch0.*\): mend what stands above first; then unset "
+        r"variables such as GLOO_SOCKET_IFNAME, and look for a firewall",
+        fix(doctor.check_gloo),
+    )
 
 
 def test_outside_of_the_virtual_environment(tmp_path, monkeypatch):
@@ -319,7 +369,8 @@ def test_outside_of_the_virtual_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     assert doctor.examine(doctor.check_python)[0] == "OK"  # there is none
     (tmp_path / ".venv").mkdir()
-    assert f"source {tmp_path}/.venv/bin/activate" in fix(doctor.check_python)
+    own = f"{sys.executable} is not that of the virtual environment"
+    assert fix(doctor.check_python) == f"{own}: source {tmp_path}/.venv/bin/activate"
 
 
 def test_links_that_are_text(tmp_path, monkeypatch):
@@ -327,70 +378,22 @@ def test_links_that_are_text(tmp_path, monkeypatch):
     (tmp_path / "course").mkdir()
     (tmp_path / "course" / "ddp").write_text("../03_ddp")
     (tmp_path / "course" / "start.py").touch()
-    assert "course/ddp is a text file" in fix(doctor.check_links) and "core.symlinks true" in fix(doctor.check_links)
+    advice = "git config core.symlinks true, then git checkout -- course"
+    assert fix(doctor.check_links) == f"course/ddp is a text file, where it should be a link: {advice}"
 
 
 def test_little_memory(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.5e9))
-    assert fix(doctor.check_memory).startswith("1.5 GB are free")
+    told = "1.5 GB are free, and two ranks with a notebook want 2: close what you do not need"
+    assert fix(doctor.check_memory) == told
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2.5e9))
     assert doctor.examine(doctor.check_memory) == ("OK", "2.5 GB free")
 
 
 def test_no_sandbox_is_nothing_to_fix(monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: "bubblewrap (bwrap) is not installed")
-    verdict, text = doctor.examine(doctor.check_sandbox)
-    assert verdict == "OK" and "apt install bubblewrap" in text
-
-
-def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("USER", "jane")
-    monkeypatch.setattr(socket, "gethostname", lambda: "janes-laptop.example.org")
-    monkeypatch.setattr(socket, "getfqdn", lambda: "janes-laptop.example.org")
-    run_dir = tmp_path / "runs" / "of jane"
-    run_dir.mkdir(parents=True)
-    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos"}
-    (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 2.5}\n')
-    for name in ("a", "z"):  # older runs
-        (tmp_path / "runs" / name).mkdir()
-        (tmp_path / "runs" / name / "config.json").write_text("{}")
-        os.utime(tmp_path / "runs" / name / "config.json", (0, 0))
-
-    def check_path():
-        where = f"in {doctor.ROOT}/runs on janes-laptop, janes-laptop.example.org and 127.0.0.1"
-        return f"/opt/jane/bin/python of jane at 10.1.2.3, {where}"
-
-    monkeypatch.setattr(doctor, "CHECKS", [check_path])
-    assert doctor.main([]) == 0 and not (tmp_path / "doctor-report.txt").exists(), "a report that nobody asked for"
-    assert doctor.main(["--report"]) == 0
-    text = (tmp_path / "doctor-report.txt").read_text()
-    assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME, NAME and 127.0.0.1\n" in text
-    assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
-    assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
-    machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
-    assert f"## machine\n{machine}\nCPython\n" in text, "the system, the architecture and the cores"
-    assert "jane" not in text and "/data" not in text and "none_x" not in text
-    assert "photos" not in text, "a folder with a name of its own, from here"
-    assert "written: doctor-report.txt" in capsys.readouterr().out
-
-
-def test_what_is_to_fix_is_counted(monkeypatch, capsys):
-    def check_own_name():
-        import no_such_module  # noqa: F401
-
-    monkeypatch.setattr(doctor, "CHECKS", [check_own_name, lambda: "never mind", check_own_name])
-    doctor.CHECKS[1].__name__ = "check_disk"
-    assert doctor.main([]) == 2, "how many have something to fix"
-    line = "FIX  own name    No module named 'no_such_module': pip install -r requirements.txt"
-    assert capsys.readouterr().out.splitlines() == [line, "OK   disk        never mind", line, "2 to fix"]
-
-
-def test_a_run_that_cannot_be_read_spoils_no_report(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert doctor.last_run() == ["none under runs/"]
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    for content, error in (("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"config": {}}', "FileNotFoundError")):
-        (tmp_path / "runs" / "a" / "config.json").write_text(content)
-        assert doctor.last_run() == [f"cannot be read: {error}"], content
+    why = "bubblewrap (bwrap) is not installed"
+    told = f"none, for {why}; only who grades a class needs one: apt install bubblewrap"
+    assert doctor.examine(doctor.check_sandbox) == ("OK", told)
+    monkeypatch.setattr(sandbox, "available", lambda: "")
+    assert doctor.examine(doctor.check_sandbox) == ("OK", "bubblewrap: submissions of a class are graded in it")

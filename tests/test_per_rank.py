@@ -56,6 +56,7 @@ def test_lateness_is_that_of_the_worst_collective_of_a_step_in_half_of_the_steps
     steps = range(5)
     on_time = {(s, "g", n): s + 0.1 * n for s in steps for n in (1, 2)}
     late = {key: when + (0.03 if key[2] == 2 else 0.01) for key, when in on_time.items()}
+    assert lateness(reports(on_time, late)) == pytest.approx([0, 0.03]), "of two ranks: than the other one"
     once = {key: when + (9.0 if key[0] == 3 else 0.0) for key, when in on_time.items()}
     assert lateness(reports(on_time, late, on_time)) == pytest.approx([0, 0.03, 0])
     assert lateness(reports(on_time, once, on_time)) == [0, 0, 0], "once is no habit"
@@ -139,6 +140,31 @@ def test_what_a_rank_measures_is_for_a_step_and_for_a_second(monkeypatch):
     assert row(Report("node0", 7, 0.123456, None, 1.0)) == {
         "host": "node0", "memory_bytes": 7, "use": 0.1235, "waiting": None
     }  # fmt: skip
+
+
+def test_a_window_begins_when_all_ranks_have_come(monkeypatch):
+    order = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: order.append("all ranks meet"))
+    monkeypatch.setattr(per_rank.time, "time_ns", lambda: order.append("the time is taken") or 7)
+    watch = PerRank(torch.device("cpu"))
+    assert order == ["all ranks meet", "the time is taken"], "first all meet, then the window begins"
+    assert (watch.began, watch.ends) == (7, []), "an empty window"
+
+
+def test_what_a_rank_on_a_gpu_measures(monkeypatch):
+    """The share of time in which it computed, and that in NCCL's collectives since the window began."""
+    trace = {"entries": [entry(1_000, 4, duration_ms=99.0), entry(2_000_000, 5, duration_ms=1.5)]}
+    monkeypatch.setattr(per_rank, "flight_record", lambda device: trace if device.type == "cuda" else {})
+    monkeypatch.setattr(per_rank, "utilization", lambda device: 0.75)
+    monkeypatch.setattr(per_rank, "peak_memory", lambda device: 3 * GIB)
+    monkeypatch.setattr(per_rank.socket, "gethostname", lambda: "node7")
+    clock = SimpleNamespace(perf_counter=lambda: 16.0, time_ns=lambda: 8_000_000, perf_counter_ns=lambda: 16e9)
+    monkeypatch.setattr(per_rank, "time", clock)
+    watch = SimpleNamespace(device=torch.device("cuda"), wall=10.0, began=1_500_000, ends=[3_000_000, 6_000_000])
+    assert PerRank.measure(watch) == Report(
+        "node7", 3 * GIB, use=0.75, waiting=0.25, step_seconds=3.0, launches={(0, ("0", "x"), 5): 5e-4}
+    ), "memory, use, share of time in collectives, seconds of a step, and launches of a rank on a GPU"
 
 
 def test_waiting_is_what_is_neither_computing_nor_waiting_for_a_core(monkeypatch):

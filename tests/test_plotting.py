@@ -39,6 +39,30 @@ def test_a_png_has_a_palette(tmp_path):
     assert not plt.fignum_exists(fig.number), "the figure is still open, and a notebook shows it once more"
 
 
+def test_pictures_have_one_style_and_keep_their_colours(monkeypatch):
+    okabe_ito = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
+    style = {"figure.facecolor": "white", "savefig.facecolor": "white", "figure.constrained_layout.use": True,
+             "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5,
+             "lines.markersize": 8, "legend.frameon": False}  # fmt: skip
+    assert {name: plt.rcParams[name] for name in style} == style, "the style of every picture"
+    assert plotting.PALETTE == okabe_ito == plt.rcParams["axes.prop_cycle"].by_key()["color"], "colours in their order"
+    fig, ax = plt.subplots(figsize=(4, 3))
+    ax.imshow([[[1.0, green / 200, 0.0] for green in range(200)]], aspect="auto")
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    plotting.show(fig, alt="from red to yellow")
+    picture = Image.open(io.BytesIO(shown[0].data))
+    assert picture.size == (600, 450), "150 dots per inch, for projectors"
+    seen = {colour for _, colour in picture.convert("RGB").getcolors()}
+    between = [green for red, green, blue in seen if red > 240 and blue < 15]
+    assert len(between) > 60 and min(between) < 15 and max(between) > 240, f"red to yellow in many steps: {between}"
+
+
+def test_a_moment_with_fewer_ranks_takes_no_row_from_the_others():
+    fig = plotting.collective([[["a"]], [["b"], ["c"]]], sources=lambda chunk: [0])
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["rank 0", "rank 1"], "rows"
+
+
 def lit_numbers(fig):
     """Those that stand in a cell on yellow ground."""
     ax = fig.axes[0]

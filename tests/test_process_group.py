@@ -1,5 +1,7 @@
 """A process group from its beginning to its end: within another, with the guard, after an exit, after an error."""
 
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -183,10 +185,13 @@ def test_the_ranks_of_several_nodes_are_introduced():
     first, second, third = launch(introduced, 3, (cases,))
     assert first == {"alike": "welcome", "versions": "welcome", "twice": "welcome"}
     assert second["alike"] == "welcome"
-    assert "rank 1 on" in second["versions"] and "has torch 2.12.1, and rank 0 has 2.13.0" in second["versions"]
+    told = f"rank 1 on {socket.gethostname()} has torch 2.12.1, and rank 0 has 2.13.0: install the same on every node"
+    assert second["versions"] == told
     twice = sorted([second["twice"], third["twice"]])  # who of the two comes first is open
     assert twice[1] == "welcome" != twice[0], f"two processes are rank 1, and are told: {twice}"
-    assert twice[0].startswith("two processes are rank 1: ") and "--node_rank" in twice[0]
+    who = rf"{re.escape(socket.gethostname())}, process \d+"
+    advice = "do two nodes have the same --node_rank, or two processes the same RANK"
+    assert re.fullmatch(rf"two processes are rank 1: {who}, and {who}; {advice}\?", twice[0]), twice[0]
 
 
 def test_a_group_over_several_nodes_begins_with_introductions(monkeypatch):

@@ -1,5 +1,6 @@
 """The run directory: what stands in it and when, what a resumed run forgets, and which launch a run belongs to."""
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import torch
 from helpers import NoFigure, configure, metrics
 
 from common import manifest, run_dir
+from common.errors import UserError
+from common.options import LATEST
 from common.run_dir import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -105,11 +108,73 @@ def test_a_run_goes_on_after_a_restart_where_there_is_a_checkpoint(tmp_path, mon
     assert RunDirectory(config, 1).checkpoints == newest_first[1:], "the one that --resume names"
 
 
+def test_what_cannot_be_resumed_word_for_word(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("other/checkpoint-000001", "run/checkpoint-000002", "run/checkpoint-000003", "old", "begun"):
+        Path(folder).mkdir(parents=True)
+    for folder in ("run", "old", "begun"):
+        Path(folder, "config.json").write_text('{"config": {"steps": 3}}')
+    Path("old/checkpoint-000001.pt").touch()
+    monkeypatch.setattr(manifest, "read", lambda folder: ({"settings": {"lr": 7}} if folder.name == "mine" else {}, {}))
+    for resume, folder, told in (
+        ("old/config.json", "", " old/config.json is a file, and a checkpoint is a folder; give that, or a step"),
+        ("gone", "", " gone: no such folder; give a step or the folder of a checkpoint"),
+        ("run", "", " run is a run, not a checkpoint; write --resume --run-dir run"),
+        ("other/checkpoint-000001", "", ": other/checkpoint-000001 is no checkpoint of a run of this course"),
+        (LATEST, "", ": there is no run under runs/; name its folder with --run-dir"),
+        (LATEST, "old", ": the checkpoints in old are single files, as earlier versions of this course wrote them; "
+         "this version reads folders only, so start a new run"),
+        (LATEST, "begun", ": no checkpoint in begun; leave --resume out to start there"),
+        (LATEST, "other", ": no checkpoint in other; leave --resume out to start there"),
+        ("4", "run", " 4: run has no checkpoint of that step; it has 2, 3"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as error:
+            run_dir.saved_settings({"resume": resume, "run_dir": folder})
+        assert str(error.value) == f"--resume{told}", f"--resume {resume} --run-dir {folder}"
+    Path("a/mine").mkdir(parents=True)
+    for asked, expected in (("", "a"), ("elsewhere", "elsewhere")):
+        found = run_dir.saved_settings({"resume": "a/mine", "run_dir": asked})
+        assert found == {"lr": 7, "run_dir": expected}, "the checkpoint's settings, and where the run goes on"
+    for name in ("late", "early"):
+        Path("runs", name, "checkpoint-000001").mkdir(parents=True)
+        Path("runs", name, "config.json").write_text('{"config": {"steps": 3}}')
+    os.utime("runs/early/config.json", (0, 0))
+    found = run_dir.saved_settings({"resume": LATEST})
+    assert found == {"steps": 3, "run_dir": "runs/late"}, "of the runs under runs/ the newest"
+
+
+def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    with pytest.raises(UserError, match="^--run-dir run holds a run already; add --resume to go on, or name another$"):
+        run_dir.claim(Path("run"), "")
+    run_dir.claim(Path("run"), "2")  # of this run: it goes on
+    tried = []
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "Lock", lambda folder: SimpleNamespace(release=lambda: tried.append(folder)))
+        run_dir.claim(Path("free"), "")
+    assert tried == [Path("free")], "whether a living run writes there is asked, and the lock is given back"
+    for number, said in (
+        (errno.ENOSPC, "No space left on device; make room, or name another folder"),
+        (errno.EACCES, "Permission denied; name another folder"),
+    ):
+
+        def full(dir, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(run_dir.tempfile, "TemporaryFile", full)
+        with pytest.raises(UserError) as error:
+            run_dir.claim(Path("new"), "")
+        assert str(error.value) == f"--run-dir new cannot be written: {said}", "what is wrong, and what to do"
+
+
 def test_the_loss_curve():
     (ax,) = run_dir.loss_curve([{"step": step, "loss": 1 / step} for step in (2, 4, 5)]).axes
     (line,) = ax.lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 4, 5], [0.5, 0.25, 0.2])
     assert ax.get_ylim()[0] == 0 and ax.get_xlabel() == "optimizer step"
+    assert ax.get_ylabel() == "loss (mean over the global batch)"
 
 
 def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):

@@ -89,7 +89,8 @@ def test_the_last_report_of_the_ranks_is_shown(tmp_path, capsys):
 
 def test_what_comparisons_say(tmp_path, capsys):
     a, b, c, d = (made(tmp_path / name, [4.0, 2.0]) for name in "abcd")
-    (b / "config.json").write_text((b / "config.json").read_text().replace('"lr": 0.1', '"lr": 0.2, "top_k": 3'))
+    changed = '"lr": 0.2, "resume": "latest", "top_k": 3'
+    (b / "config.json").write_text((b / "config.json").read_text().replace('"lr": 0.1', changed))
     noted(b, 1, grad_norm=1.5), noted(b, 2, loss=8.0), noted(c, 2, grad_norm=None), noted(c, 1, loss=4.0004)
     assert said(capsys, "compare", a, b, c, d) == [
         "a and b: 2 steps",
@@ -113,6 +114,9 @@ def test_what_is_drawn(tmp_path, monkeypatch):
 
     def look(figure, file):
         (ax,) = figure.axes
+        assert ax.get_legend(), "no legend says which run a line is of"
+        assert [text.get_text() for text in ax.get_legend().texts] == [line.get_label() for line in ax.lines], "legend"
+        assert {line.get_marker() for line in ax.lines} == {"."}, "points of a short run are marked"
         lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
         drawn[:] = file.name, ax.get_xlabel(), ax.get_ylabel(), lines
 

@@ -1,0 +1,87 @@
+"""What the doctor writes for a bug report: everything that helps, and nobody's name; what it counts, and its pins."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+
+import pytest
+
+from common import doctor
+
+
+def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USER", "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "janes-laptop.example.org")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "janes-laptop.example.org")
+    run_dir = tmp_path / "runs" / "of jane"
+    run_dir.mkdir(parents=True)
+    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos"}
+    (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 2.5}\n')
+    for name in ("a", "z"):  # older runs
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+        os.utime(tmp_path / "runs" / name / "config.json", (0, 0))
+
+    def check_path():
+        where = f"in {doctor.ROOT}/runs on janes-laptop, janes-laptop.example.org and 127.0.0.1"
+        return f"/opt/jane/bin/python of jane at 10.1.2.3, {where}"
+
+    monkeypatch.setattr(doctor, "CHECKS", [check_path])
+    assert doctor.main([]) == 0 and not (tmp_path / "doctor-report.txt").exists(), "a report that nobody asked for"
+    assert doctor.main(["--report"]) == 0
+    text = (tmp_path / "doctor-report.txt").read_text()
+    assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME, NAME and 127.0.0.1\n" in text
+    assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
+    assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
+    machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+    assert f"## machine\n{machine}\nCPython\n" in text, "the system, the architecture and the cores"
+    assert text.startswith("# Report of python -m common.doctor\n\n## checks\nOK   path "), "what it is"
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings == ["## checks", "## machine", "## versions", "## last run"]
+    assert "jane" not in text and "/data" not in text and "none_x" not in text
+    assert "photos" not in text, "a folder with a name of its own, from here"
+    assert "written: doctor-report.txt" in capsys.readouterr().out
+
+
+def test_what_is_to_fix_is_counted(monkeypatch, capsys):
+    def check_own_name():
+        import no_such_module  # noqa: F401
+
+    monkeypatch.setattr(doctor, "CHECKS", [check_own_name, lambda: "never mind", check_own_name])
+    doctor.CHECKS[1].__name__ = "check_disk"
+    assert doctor.main([]) == 2, "how many have something to fix"
+    line = "FIX  own name    No module named 'no_such_module': pip install -r requirements.txt"
+    assert capsys.readouterr().out.splitlines() == [line, "OK   disk        never mind", line, "2 to fix"]
+
+
+def test_a_run_that_cannot_be_read_spoils_no_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.last_run() == ["none under runs/"]
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for content, error in (("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"config": {}}', "FileNotFoundError")):
+        (tmp_path / "runs" / "a" / "config.json").write_text(content)
+        assert doctor.last_run() == [f"cannot be read: {error}"], content
+
+
+def test_a_package_that_is_missing_stands_in_the_report(tmp_path, monkeypatch):
+    tmp_path.joinpath("requirements.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    torch = importlib.metadata.version("torch")
+    text = doctor.report(["OK   disk        12 GB free"])
+    versions = f"## versions\nno-such-package is missing\ntorch {torch}\n\n## last run\nnone under runs/\n"
+    assert text.endswith(versions), f"versions and runs:\n{text}"
+
+
+@pytest.mark.parametrize("python, numpy", [((3, 10, 4), "2.2.6"), ((3, 11, 0), "2.4.6"), ((3, 14, 1), "2.4.6")])
+def test_pins_for_this_python(monkeypatch, python, numpy):
+    monkeypatch.setattr(sys, "version_info", python)
+    pins = doctor.pinned((doctor.ROOT / "requirements.txt").read_text())
+    assert pins["numpy"] == numpy
+    assert {"torch", "torchvision", "jupyterlab", "nbval", "scikit-learn", "PyYAML", "ruff"} <= set(pins)
+    assert all(pins.values())

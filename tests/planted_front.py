@@ -73,7 +73,7 @@ MISTAKES = [
     Mistake(
         "common/doctor.py", 'text.replace(str(ROOT), "COURSE")', "text",
         "the report names the folder of the course",
-        "tests/test_doctor.py::test_the_report_names_nobody",
+        "tests/test_doctor_report.py::test_the_report_names_nobody",
         "COURSE/runs",
     ),
 ]  # fmt: skip

@@ -328,6 +328,8 @@ while True:
         (["01_intro", "ring_shfit"], r"no exercise 'ring_shfit' in 01_intro; did you mean 'ring_shift'\?"),
         (["01_into", "ring_shift"], r"no chapter '01_into' with exercises; did you mean '01_intro'\?"),
         (["ring_shitf"], r"no chapter and no exercise 'ring_shitf'; did you mean 'ring_shift'\? chapters: 01_intro"),
+        (["data_paralel"], r"no chapter and no exercise 'data_paralel'; did you mean '02_data_parallel'\? chapters: "),
+        (["01_intro", "ring"], "no exercise 'ring' in 01_intro; "),
         (["01_intro", "--hint"], "--hint: name an exercise"),
         (["global_mean", "--hint", "3"], r"--hint 3: the hint of global_mean has 2 stage"),
         (["03_ddp", "ring_shift", "--hint"], "no exercise 'ring_shift' in 03_ddp"),

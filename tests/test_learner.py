@@ -18,8 +18,9 @@ EXERCISES = [exercise for chapter in check.chapters() for exercise in check.exer
 
 
 def test_the_chapter_is_inferred(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(check.ROOT / "04_model_parallel" / "classroom")
-    assert check.chapter_here() == "04_model_parallel"
+    for folder in ("04_model_parallel", "04_model_parallel/classroom"):
+        monkeypatch.chdir(check.ROOT / folder)
+        assert check.chapter_here() == "04_model_parallel", f"the chapter of {folder}"
     monkeypatch.chdir(tmp_path)
     for chapter in check.chapters():
         (tmp_path / chapter).mkdir()
@@ -176,6 +177,25 @@ def test_progress_is_a_line_of_a_terminal(monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     check.tell("starting 2 ranks")
     assert capfd.readouterr().err == "\r\033[Kstarting 2 ranks", "a line that takes the place of the last one"
+
+
+def test_progress_is_told_and_wiped_before_what_was_found(tmp_path, monkeypatch):
+    """By a check, and by a watch of each exercise."""
+    said = []
+
+    def verdicts(chapter, file, only, progress=lambda text: None):
+        progress("starting")
+        return [engine.Verdict(check.exercises_of("01_intro")[0], "right")]
+
+    monkeypatch.setattr(check, "tell", said.append)
+    monkeypatch.setattr(check, "verdicts", verdicts)
+    (tmp_path / "mine.py").touch()
+    line = ["01_intro", "ring_shift", "--submission", str(tmp_path / "mine.py")]
+    monkeypatch.setattr("builtins.print", lambda *text, **how: said.append("a result"))
+    for kind in ([], ["--watch"]):
+        check.main([*line, *kind])
+        assert said[:3] == ["starting", "", "a result"], f"progress, nothing in its place, results: {kind}"
+        said.clear()
 
 
 def test_until_saved(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.data import Images, Plan, Text, digits, epoch_order, global_batch, micro_batches, shard
+from common.data import Images, Plan, Text, digits, epoch_order, global_batch, micro_batches, shard, validation_text
 from common.errors import UserError
 
 
@@ -51,6 +51,12 @@ def test_a_slice_is_cut_into_pairs_on_the_device():
     plan = Plan(seed=0, batch_size=8, examples=8, data_size=2, accumulate=2)
     pairs = plan.cut(torch.arange(4), 10 + torch.arange(4))
     assert [[part.tolist() for part in pair] for pair in pairs] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
+
+
+def test_micro_batches_are_where_they_are_wanted():
+    plan = Plan(seed=0, batch_size=8, examples=8, data_rank=1, data_size=2, accumulate=2, device="meta")
+    (parts,) = shard(Numbers(), plan)
+    assert [[part.device.type for part in pair] for pair in parts] == [["meta"] * 2] * 2, "inputs and targets"
 
 
 class Numbers:
@@ -115,11 +121,21 @@ def test_too_little_text_is_an_error(tmp_path):
         Text(16, str(tmp_path / "missing"))
 
 
+def test_text_for_validation_is_that_of_whole_packages(tmp_path, monkeypatch):
+    for name in ("os.py", "json/b.py", "json/a.py", "json/c.txt", "json/deeper/d.py", "email/z.py", "asyncio/y.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"in {name}.")
+    monkeypatch.setattr("common.data.STANDARD_LIBRARY", tmp_path)
+    read = bytes(validation_text(4).tokens.tolist()).decode()
+    assert read == "in asyncio/y.py.\nin email/z.py.\nin json/a.py.\nin json/b.py.", "file by file, line by line"
+
+
 def test_digits():
     images = digits()
     pixels, labels = images.batch(torch.tensor([0, 1, 2]))
     assert (images.size, images.channels, images.classes) == (1797, 1, 10)
     assert pixels.shape == (3, 1, 8, 8) and labels.tolist() == [0, 1, 2]
+    assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64), "what a loss takes"
     assert (images.pixels.min(), images.pixels.max()) == (0, 1), "from black to white"
 
 
@@ -134,14 +150,17 @@ def test_torchvision_datasets_where_they_are(tmp_path):
         torchvision_images("cifar10", str(tmp_path), download=False)
 
     def no_network(*args, **more):
+        asked.append((args, more))
         raise OSError("no route to host")
 
+    asked = []
     grey = SimpleNamespace(data=torch.full((2, 28, 28), 255, dtype=torch.uint8), targets=[1, 2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchvision.datasets, "CIFAR10", no_network)
         patch.setattr(torchvision.datasets, "FashionMNIST", lambda *args, **more: grey)
         with pytest.raises(UserError, match=r"^--dataset cifar10: cannot be downloaded to .* \(no route to host\)$"):
             torchvision_images("cifar10", str(tmp_path), download=True)
+        assert asked == [((str(tmp_path),), {"train": True, "download": True})], "what torchvision is asked for"
         assert torchvision_images("fashion-mnist", "", download=False).pixels.shape == (2, 1, 28, 28), "one channel"
     cifar = torchvision.datasets.CIFAR10
     folder = tmp_path / cifar.base_folder

@@ -5,9 +5,11 @@ import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from common import doctor
 
@@ -48,6 +50,23 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     assert "written: doctor-report.txt" in capsys.readouterr().out
 
 
+def test_what_names_somebody_is_replaced(monkeypatch):
+    for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("USERNAME", "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "box.example.org")
+    monkeypatch.setattr(doctor.Path, "home", lambda: doctor.Path("/home/jane"))
+    for text, expected in {
+        "written to /home/jane/my/runs": "written to HOME/my/runs",
+        f"{doctor.ROOT}/runs, 8/8 of /srv/data/x.txt": "COURSE/runs, 8/8 of PATH",
+        "jane on box.example.org, janet": "NAME on NAME, janet",
+        "localhost is 127.0.0.1, not 192.0.2.17": "localhost is 127.0.0.1, not ADDRESS",
+        "torch 2.13.0, 3.50 GB free for runs/": "torch 2.13.0, 3.50 GB free for runs/",
+    }.items():
+        assert doctor.anonymous(text) == expected, "what a report has in its place"
+
+
 def test_what_is_to_fix_is_counted(monkeypatch, capsys):
     def check_own_name():
         import no_such_module  # noqa: F401
@@ -57,6 +76,27 @@ def test_what_is_to_fix_is_counted(monkeypatch, capsys):
     assert doctor.main([]) == 2, "how many have something to fix"
     line = "FIX  own name    No module named 'no_such_module': pip install -r requirements.txt"
     assert capsys.readouterr().out.splitlines() == [line, "OK   disk        never mind", line, "2 to fix"]
+
+
+def test_what_other_programs_are_asked(monkeypatch):
+    """A Python elsewhere what it imports, where failing is an answer; a driver that may hang."""
+    asked = []
+
+    def run(command, **how):
+        asked.append((command, how))
+        if command[0] == "nvidia-smi":
+            raise subprocess.TimeoutExpired(command, how["timeout"])
+        return subprocess.CompletedProcess(command, 1, stdout="")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    told = f"not importable from other folders: pip install -e {doctor.ROOT}"
+    assert doctor.examine(doctor.check_common) == ("FIX", told)
+    (command, how) = asked[0]
+    assert command[0] == sys.executable and not how.get("check"), "this Python, whose failure is what is told"
+    assert doctor.ROOT not in (doctor.Path(how["cwd"]), *doctor.Path(how["cwd"]).parents), "asked in another folder"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = "none: ranks compute on the CPU and talk through gloo"
+    assert doctor.examine(doctor.check_gpus) == ("OK", told), "a driver that does not answer"
 
 
 def test_a_run_that_cannot_be_read_spoils_no_report(tmp_path, monkeypatch):
@@ -72,9 +112,9 @@ def test_a_package_that_is_missing_stands_in_the_report(tmp_path, monkeypatch):
     tmp_path.joinpath("requirements.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    torch = importlib.metadata.version("torch")
+    version = importlib.metadata.version("torch")
     text = doctor.report(["OK   disk        12 GB free"])
-    versions = f"## versions\nno-such-package is missing\ntorch {torch}\n\n## last run\nnone under runs/\n"
+    versions = f"## versions\nno-such-package is missing\ntorch {version}\n\n## last run\nnone under runs/\n"
     assert text.endswith(versions), f"versions and runs:\n{text}"
 
 

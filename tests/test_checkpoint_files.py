@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import socket
+import warnings
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import SMALL, configure
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties, TensorStorageMetadata
 
 from common import checkpoint, lock, manifest
@@ -22,9 +23,10 @@ from common.checkpoint import Reader, Saver, Writer, Written, in_one_line, load,
 from common.errors import UserError
 from common.lock import Lock
 from common.mesh import make_mesh
-from common.pieces import LoadPieces, Piece
+from common.pieces import LoadPieces, Piece, SavePieces, pieces_of, pieces_to_load
 from common.random_state import random_state, set_random_state
 from common.ranks import process_group
+from common.state import Part, whole
 from common.task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -223,6 +225,72 @@ def test_a_piece_that_the_checkpoint_does_not_have(tmp_path):
             planner.create_local_plan()
         wanted = f"{name} of shape [4, 2] is wanted, and it has {has}"
         assert str(error.value) == f"there is not of this model: {wanted}"
+
+
+def test_whole_tensors_are_read_as_they_were_written(tmp_path):
+    """Of every type, by one process, which is told nothing of a process group that it has not."""
+    tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in (torch.int64, torch.bfloat16, torch.float32)}
+    pieces = [p for name, tensor in tensors.items() for p in pieces_of(f"model.{name}", tensor, whole(tensor))]
+    pieces += pieces_of("random.0", torch.ones(2), whole(torch.ones(2)))
+    how = {"storage_writer": Writer(tmp_path / "a", {}), "planner": SavePieces(pieces, 1), "no_dist": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({piece.key: piece.tensor for piece in pieces}, **how)
+        warnings.simplefilter("error")
+        found = checkpoint.whole_tensors(tmp_path / "a")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in tensors.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), "the numbers of each"
+
+
+def test_memory_for_the_optimizers_state_is_of_the_type_that_was_saved():
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    part, state = Part("w", weight.detach(), whole(weight), weight), {weight: {}}
+    kinds = {"step": (torch.int64, ()), "exp_avg": (torch.bfloat16, (2, 2))}
+    saved = {
+        f"optimizer.w.{key}": TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        for key, (dtype, shape) in kinds.items()
+    }
+    found = pieces_to_load([part], state, Metadata(saved))
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in state[weight].items()} == kinds
+    assert [piece.name for piece in found] == ["model.w", "optimizer.w.step", "optimizer.w.exp_avg"], "what is read"
+
+
+def test_copies_are_compared_where_their_shapes_agree(monkeypatch):
+    """Two ranks' pieces that begin at one place, as flat shards of different lengths do, and two that are copies."""
+
+    def plans(*tensors):
+        for tensor in tensors:
+            piece = Piece("model.w", (4, 2), (0, 0), tensor)
+            planner = SavePieces([piece], len(tensors))
+            planner.set_up_planner({piece.key: tensor})
+            yield planner, planner.create_local_plan()
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", lambda planner, plans: len(plans))
+    for other in (torch.ones(1, 2), torch.zeros(2, 2)):
+        (planner, one), (_, two) = plans(torch.zeros(2, 2), other)
+        assert planner.create_global_plan([one, two]) == 2, "no copies, or equal ones"
+    (planner, one), (_, two), (_, three) = plans(*[torch.zeros(2, 2)] * 2, torch.ones(2, 2))
+    with pytest.raises(UserError) as error:
+        planner.create_global_plan([one, two, three])
+    assert str(error.value) == (
+        "ranks 0 and 2 have different numbers for model.w, of which they should have equal copies; no checkpoint was "
+        "written"
+    )
+
+
+def test_messages_of_a_checkpoint_in_the_background_have_their_own_group(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: f"a group of {backend}")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint.dcp, "async_save", lambda tensors, **how: asked.update(how))
+    strategy = SimpleNamespace(
+        device=torch.device("cpu"), parts=list, optimizer_state=dict, global_state=lambda: {"optimizer": {"lr": 0.5}}
+    )
+    Saver(background=True).save(tmp_path / "checkpoint-000001", strategy, {"step": 1})
+    assert asked["process_group"] == "a group of gloo", "they would meet those of training"
+    about = {"step": 1, "world_size": 1, "optimizer": {"lr": 0.5}}
+    assert asked["storage_writer"].about == about, "what the manifest says"
 
 
 def test_the_lock_names_who_writes(tmp_path, monkeypatch):

@@ -235,6 +235,8 @@ def test_metadata_that_would_call_something_is_refused(run):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match="cannot be read: .*mkdir does not belong into a checkpoint"):
         checkpoint.whole_tensors(folder)
+    with pytest.raises(UserError, match="cannot be read: .*mkdir does not belong into a checkpoint"):
+        checkpoint.load(folder, None)
     assert not (run / "called").exists()
 
 

@@ -47,6 +47,41 @@ def alone(monkeypatch):
     monkeypatch.setattr(state.dist, "broadcast_object_list", lambda box, src: None)
 
 
+def test_the_parts_of_a_model():
+    """A tied weight once, by its first name; no owner for what is frozen and for buffers; no buffer that is not to be
+    stored; and what is cut, in its place."""
+    model = nn.Module()
+    model.first, model.frozen = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3), requires_grad=False)
+    model.rows, model.last = nn.Parameter(torch.ones(2, 4)), model.first
+    model.register_buffer("count", torch.tensor(7))
+    model.register_buffer("mask", torch.ones(5), persistent=False)
+    found = state.parts_of(model, {model.rows: (0, SimpleNamespace(rank=1, size=2))})
+    assert {part.name: (part.owner, part.aliases) for part in found} == {
+        "first": (model.first, ("last",)), "frozen": (None, ()), "rows": (model.rows, ()), "count": (None, ())
+    }, "owner and other names of each"  # fmt: skip
+    assert [part.where for part in found] == [
+        whole(model.first), whole(model.frozen), Where((4, 4), (2, 0), (2, 4), 0, 8), whole(model.count)
+    ], "where each lies"  # fmt: skip
+    for part in found:
+        kept = getattr(model, part.name)
+        assert part.tensor.data_ptr() == kept.data_ptr() and not part.tensor.requires_grad, f"memory of {part.name}"
+
+
+def test_what_a_rank_is_sent_is_of_the_type_that_rank_0_has(alone, monkeypatch):
+    monkeypatch.setattr(state.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(state.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(state.dist, "gather_object", lambda mine, everybody: None)
+    weight, optimizer, asked = nn.Parameter(torch.zeros(2)), collections.defaultdict(dict), []
+    kept = {"step": (torch.float32, torch.tensor(3.0)), "exp_avg": (torch.bfloat16, None)}
+    told = {"w": kept}, {"w": torch.float64}
+    monkeypatch.setattr(state.dist, "broadcast_object_list", lambda box, src: box.__setitem__(0, told))
+    monkeypatch.setattr(state.dist, "recv", lambda values, src: asked.append((values.dtype, src)) or values.fill_(5))
+    state.scatter(None, [Part("w", weight.detach(), whole(weight), weight)], optimizer)
+    assert asked == [(torch.float64, 0), (torch.bfloat16, 0)], "of the model, and of the optimizer's state"
+    assert weight.tolist() == [5, 5] and optimizer[weight]["exp_avg"].tolist() == [5, 5], "what was received"
+    assert optimizer[weight]["step"] == 3, "a scalar"
+
+
 def test_a_state_is_scattered_and_gathered_whole(alone):
     """A flat vector of two parameters, of which one is tied; a parameter of its own that has no optimizer state yet;
     and a buffer."""

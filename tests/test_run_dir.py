@@ -53,9 +53,9 @@ def test_what_is_written_is_there_at_once_and_whole(tmp_path, monkeypatch):
     }  # fmt: skip
     assert synced == [(tmp_path / "config.json").stat().st_ino], "the file was on the disk before it got its name"
     directory.board = SimpleNamespace(add_scalar=lambda *about: shown.append(about))
-    directory.log({"step": 1, "loss": 1.5, "grad_norm": None, "ranks": [{"host": "a"}]})
+    directory.log({"step": 1, "loss": 1.5, "examples": 8, "grad_norm": None, "ranks": [{"host": "a"}]})
     assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1, "loss": 1.5'), "at once"
-    assert shown == [("loss", 1.5, 1)], "numbers, with their step"
+    assert shown == [("loss", 1.5, 1), ("examples", 8, 1)], "numbers, with their step"
     directory.sync_metrics()
     assert synced[1:] == [(tmp_path / "metrics.jsonl").stat().st_ino], "metrics on the disk"
 
@@ -89,6 +89,21 @@ def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
     directory.finish()
     assert len(drawn[0]) == 3 and (tmp_path / "loss.png").exists(), "the loss curve"
     assert directory.lock.file.closed, "nobody holds the folder"
+
+
+def test_what_the_disk_refuses_is_told_and_checkpoints_are_removed_as_a_whole(tmp_path, monkeypatch):
+    directory, removed = begun(tmp_path, keep=1), []
+    room = "No space left on device; make room or name another with --run-dir"
+    for more in ("", " (checkpoints written before are whole; --resume goes on from them)"):
+        with pytest.raises(UserError) as error, directory.told():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+        assert str(error.value) == f"run directory {tmp_path}: {room}{more}"
+        for step in (1, 2, 3):
+            (tmp_path / manifest.name_of(step)).mkdir(exist_ok=True)
+    monkeypatch.setattr(manifest, "remove", lambda folder: removed.append(folder.name[-1]) or folder.rmdir())
+    directory.forget_after(2)
+    directory.keep_newest()
+    assert removed == ["3", "1"], "so that at no moment a part of one is there"
 
 
 def test_a_run_goes_on_after_a_restart_where_there_is_a_checkpoint(tmp_path, monkeypatch):
@@ -150,6 +165,9 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^--run-dir run holds a run already; add --resume to go on, or name another$"):
         run_dir.claim(Path("run"), "")
     run_dir.claim(Path("run"), "2")  # of this run: it goes on
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "restarts", lambda folder: folder == Path("run"))
+        run_dir.claim(Path("run"), "")  # begun by this very launch, whose ranks torchrun has started again
     tried = []
     with monkeypatch.context() as patch:
         patch.setattr(run_dir, "Lock", lambda folder: SimpleNamespace(release=lambda: tried.append(folder)))

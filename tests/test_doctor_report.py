@@ -56,9 +56,9 @@ def test_what_names_somebody_is_replaced(monkeypatch):
     monkeypatch.setenv("USERNAME", "jane")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     monkeypatch.setattr(socket, "getfqdn", lambda: "box.example.org")
-    monkeypatch.setattr(doctor.Path, "home", lambda: doctor.Path("/home/jane"))
+    monkeypatch.setattr(doctor.Path, "home", lambda: doctor.Path("/people/jane"))
     for text, expected in {
-        "written to /home/jane/my/runs": "written to HOME/my/runs",
+        "written to /people/jane/my/runs": "written to HOME/my/runs",
         f"{doctor.ROOT}/runs, 8/8 of /srv/data/x.txt": "COURSE/runs, 8/8 of PATH",
         "jane on box.example.org, janet": "NAME on NAME, janet",
         "localhost is 127.0.0.1, not 192.0.2.17": "localhost is 127.0.0.1, not ADDRESS",

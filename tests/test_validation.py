@@ -154,7 +154,10 @@ def seeded(config) -> float:
     model = config.strategy_class.make_model(config)
     sharpen(model)
     strategy = config.strategy_class(model, lambda p: torch.optim.SGD(p, 0.1), make_mesh(config.axes, "cpu"))
+    modes: set[bool] = set()
+    strategy.model.register_forward_pre_hook(lambda module, args: modes.add(module.training))
     loss = validate(strategy, data.validation_text(16), 5)
+    assert modes == {False}, "what drops out in training does not in validation"
     assert strategy.model.training, "the model goes on as one that is trained"
     return loss
 

@@ -95,10 +95,11 @@ def test_no_token_looks_ahead():
         tokens = torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(1))
         changed = tokens.clone()
         changed[0, 5:] = (changed[0, 5:] + 1) % 64
-        return [model(t)[0] for t in (tokens, changed)], model.blocks[0].mlp.dropped
+        layer = model.blocks[0].mlp
+        return [model(t)[0] for t in (tokens, changed)], layer.dropped.item(), layer.load.sum().item()
 
-    (one, other), dropped = launch(run, 1)[0]
-    assert dropped > 0
+    (one, other), dropped, sent = launch(run, 1)[0]
+    assert dropped > 0 and dropped + sent == 8 * 2, "choices of 8 tokens: what is dropped and what is sent"
     torch.testing.assert_close(one[:5], other[:5])
     assert not torch.allclose(one[5:], other[5:])
 

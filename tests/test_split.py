@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
+from course.fsdp.by_hand_mesh import MeshByHand
 from course.model_parallel.by_hand_layers import count, layers_of
 from course.pipeline import by_hand, schedules, split
 from course.pipeline import pipeline_hybrids as hybrid
@@ -95,17 +96,23 @@ def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatc
         rank = dist.get_rank(dist.group.WORLD)
         return [9.0 if number == 3 - rank else 1.0 for number in range(len(layers_of(model)))]
 
-    def cut(strategy_class):
-        options = PipelineOptions(split_spec="auto-time")
-        names = strategy_class(small(), equality.sgd, mesh_of(strategy_class), options).stages.names
-        assert seen == [("cpu", "autocast")] * (dist.get_rank() == 0), "who measures, where, and in which context"
-        return names
+    def cut():
+        found, options = [], PipelineOptions(split_spec="auto-time", recompute="full")
+        for strategy_class, axes in kinds.items():
+            seen.clear()
+            strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes), options)
+            assert seen == [("cpu", "autocast")] * (dist.get_rank() == 0), "who measures, where, and in which context"
+            executor = getattr(strategy, "executor", None)
+            found.append((strategy.stages.names, executor and (executor.recompute, executor.dtype)))
+        return found
 
-    seen = []
+    seen, kinds = [], {hybrid.PipelineDDPByHand: {}, hybrid.PipelineDDP: {}, hybrid.PipelineFSDP: {}}
+    kinds[MeshByHand] = {"pipeline": 2, "tensor": 2}
     monkeypatch.setattr(split, "measured", measured)
-    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
-        as_rank_0_says = [["embedding", "blocks.0", "blocks.1"], ["head"]]
-        assert launch(cut, 4, (strategy_class,)) == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
+    as_rank_0_says, told = [["embedding", "blocks.0", "blocks.1"], ["head"]], (True, torch.float32)
+    for found in launch(cut, 4):
+        assert [names for names, _ in found] == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
+        assert [executor for _, executor in found] == [told, None, None, told], "whether to recompute, and dtype"
 
 
 def test_several_pipelines_are_not_measured_one_by_one():

@@ -104,6 +104,17 @@ def test_no_token_looks_ahead():
     assert not torch.allclose(one[5:], other[5:])
 
 
+def test_rows_are_sent_in_one_piece(monkeypatch):
+    """Also a gradient of another layout, which a collective would refuse."""
+    asked = []
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, group: asked.append((arguments, group)))
+    rows = torch.arange(6.0).view(2, 3).t()
+    result = by_hand.exchange(rows, [1, 2], [4, 0], "experts")
+    (((into, sent, *lengths), group),) = asked
+    assert into is result and result.shape == (4, 2) and sent.is_contiguous() and torch.equal(sent, rows)
+    assert (lengths, group) == ([[4, 0], [1, 2]], "experts"), "rows from each rank, rows to each rank"
+
+
 def uneven():
     """Rank r sends r + 1 rows, all to rank 0; forward and backward."""
     rank, size = dist.get_rank(), dist.get_world_size()

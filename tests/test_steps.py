@@ -1,6 +1,8 @@
 """What a step does beside its numbers: it waits for each message that it started, buffers follow rank 0's, what is
 gathered follows what was stepped, and all ranks skip a step together that overflowed on one."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
+from course.ddp.by_hand import Reducer
 from course.strategies import load
 
 ALL = [0, 1, 2, 3]
@@ -118,3 +121,12 @@ def test_in_half_precision_what_is_gathered_follows_what_was_stepped(who, found)
     for rank in found:
         assert any(rank[who]["shards that move"])
         assert rank[who]["shards that are gathered as they were"] == [], "flat vectors of an old value after a step"
+
+
+def test_after_an_error_in_a_micro_batch_the_reducer_sends_again():
+    reducer = object.__new__(Reducer)
+    reducer.synchronise = True
+    with contextlib.suppress(ZeroDivisionError), reducer.no_sync():
+        assert not reducer.synchronise, "gradients add up locally"
+        raise ZeroDivisionError
+    assert reducer.synchronise, "the next step would send nothing"

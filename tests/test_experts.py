@@ -95,12 +95,24 @@ def test_no_token_looks_ahead():
         tokens = torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(1))
         changed = tokens.clone()
         changed[0, 5:] = (changed[0, 5:] + 1) % 64
-        return [model(t)[0] for t in (tokens, changed)], model.blocks[0].mlp.dropped
+        layer = model.blocks[0].mlp
+        return [model(t)[0] for t in (tokens, changed)], layer.dropped.item(), layer.load.sum().item()
 
-    (one, other), dropped = launch(run, 1)[0]
-    assert dropped > 0
+    (one, other), dropped, sent = launch(run, 1)[0]
+    assert dropped > 0 and dropped + sent == 8 * 2, "choices of 8 tokens: what is dropped and what is sent"
     torch.testing.assert_close(one[:5], other[:5])
     assert not torch.allclose(one[5:], other[5:])
+
+
+def test_rows_are_sent_in_one_piece(monkeypatch):
+    """Also a gradient of another layout, which a collective would refuse."""
+    asked = []
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, group: asked.append((arguments, group)))
+    rows = torch.arange(6.0).view(2, 3).t()
+    result = by_hand.exchange(rows, [1, 2], [4, 0], "experts")
+    (((into, sent, *lengths), group),) = asked
+    assert into is result and result.shape == (4, 2) and sent.is_contiguous() and torch.equal(sent, rows)
+    assert (lengths, group) == ([[4, 0], [1, 2]], "experts"), "rows from each rank, rows to each rank"
 
 
 def uneven():

@@ -15,7 +15,31 @@ from helpers import launcher
 
 from common import ROOT
 from common.data import Plan
+from course import start
 from course.ddp import feeding, loading
+from course.strategies import BY_AXES
+
+
+def test_how_a_script_starts(monkeypatch, capsys):
+    calls, here = [], SimpleNamespace(chapter="03_ddp")
+    config = SimpleNamespace(entry=here, strategy="ddp", dry_run=False, main=lambda config: calls.append("trained"))
+    monkeypatch.setattr(start, "parse", lambda table, default, **how: calls.append((default, how)) or config)
+    monkeypatch.setattr("course.dry_run.dry_run", lambda config: calls.append("a dry run"))
+    how = {"by_axes": BY_AXES, "auto": start.pick}
+    start.start("ddp", "accelerate")
+    config.dry_run = True
+    start.start()
+    assert calls == [
+        ("ddp", how | {"default_implementation": "accelerate"}), "trained",
+        (None, how | {"default_implementation": "pytorch"}), "a dry run",
+    ], "what the command line is read with, and what comes of it"  # fmt: skip
+    here.chapter, config.strategy = "06_fsdp", "fsdp"
+    start.start()  # from the repository's root
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        start.start("ddp")
+    told = "error: --strategy fsdp lives in 06_fsdp/: start it there, or from the repository's root\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, told), "a chapter's script is for its own strategies"
 
 
 def test_how_feeding_makes_its_loader(monkeypatch):

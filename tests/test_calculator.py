@@ -189,6 +189,35 @@ def test_the_map_is_whole_and_what_the_planner_says():
         assert found == {name: value for name, value in said.items() if value}
 
 
+def test_of_each_kind_the_fastest_four_are_estimated_exactly(monkeypatch):
+    """A search says 1 to 6 s for six layouts; exactly, the fourth takes 0.5 s and nobody asks about the fifth."""
+    exact = {0: 3.0, 1: 2.5, 2: 2.0, 3: 0.5, 4: 0.1, 5: 0.55}
+    layouts = [Layout((("shard", 8),), 64, zero_stage=3, micro_batch=number + 1) for number in range(5)]
+    layouts.append(Layout((("tensor", 8),), 64, micro_batch=6, recompute="full"))
+    offloads, gpu = [], SimpleNamespace(memory=80 * GIB)
+
+    def candidates(*given):
+        offloads.append(given[-1])
+        return [SimpleNamespace(layout=layout, seconds=1.0 + number, expected=(80 if number else 10) * GIB)
+                for number, layout in enumerate(layouts)][::-1]  # fmt: skip
+
+    def estimated(shape, cluster, layout, constants):
+        memory = SimpleNamespace(expected=12.34 * GIB, needed=15 * GIB)
+        return SimpleNamespace(layout=layout, seconds=exact[layouts.index(layout)], mfu=0.4567, memory=memory)
+
+    monkeypatch.setattr(decision_map.search, "candidates", candidates)
+    monkeypatch.setattr(decision_map, "estimate", estimated)
+    row = decision_map.searched("a shape", SimpleNamespace(gpu=gpu), 64, 4096, "bf16-mixed", "constants")
+    assert row == {
+        "kind": "ZeRO-3 (FSDP)", "layout": "Z3", "micro_batch": "4", "recompute": "none", "seconds": "0.5",
+        "mfu": "0.457", "gib": "12.3", "next": "tensor", "later": "0.100",
+    }, "the winner of the exact estimates, and how much longer the next kind takes"  # fmt: skip
+    assert offloads == [False], "offload is not looked at where something fits"
+    gpu.memory = 9 * GIB
+    row = decision_map.searched("a shape", SimpleNamespace(gpu=gpu), 64, 4096, "bf16-mixed", "constants")
+    assert (row, offloads) == ({"kind": "does not fit"}, [False, False, True]), "then with offload, and nothing fits"
+
+
 def test_the_map_is_written_cell_by_cell(monkeypatch, tmp_path):
     def cell(model, gpus, network):
         row = {"network": network, "model": model, "gpus": str(gpus), "kind": "tensor"}

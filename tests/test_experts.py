@@ -87,6 +87,27 @@ def test_capacity_is_rounded_up(time, factor, capacity):
     assert mixture.Mixture(4, 8, 2, factor, std=0.02).capacity(time) == capacity, "places of an expert"
 
 
+def test_how_a_mixture_begins_and_computes():
+    """Of three layers: 0.02, and 0.02 / sqrt(6) where a block adds to what passes by; the router in float32."""
+    torch.manual_seed(0)
+    block = mixture.MixtureGPT(3, 64, 4, 16, experts=4, top_k=4).blocks[0]  # every expert may be chosen
+    layer, experts = block.mlp, block.mlp.experts
+    spreads = {name: p.std().item() for name, p in layer.named_parameters()}
+    assert spreads == pytest.approx({
+        "experts.up": 0.02, "experts.up_bias": 0, "experts.down": 0.0082, "experts.down_bias": 0, "router.weight": 0.02,
+    }, rel=0.15), "standard deviations of the first weights"  # fmt: skip
+    x = torch.randn(2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts([x] * 4)[0].dtype == torch.bfloat16, "experts compute in the run's precision"
+        assert layer.router(x.bfloat16()).dtype == torch.float32, "the router computes in float32"
+        for kind in (torch.bfloat16, torch.float32):
+            assert layer(x.to(kind)).dtype == kind, "what comes out is of the type of what goes in"
+    assert layer.dropped.dtype == torch.int64, "choices are counted in whole numbers"
+    with pytest.raises(UserError) as error:
+        mixture.MixtureGPT(1, 64, 4, 16, experts=4, top_k=5)
+    assert str(error.value) == "a token cannot go to 5 of 4 experts; choose top-k of at most 4"
+
+
 def test_no_token_looks_ahead():
     """The earliest tokens are kept, so what comes later changes nothing before it."""
 

@@ -361,3 +361,10 @@ def test_the_largest_batch(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     batch_size.find(config)
     assert capsys.readouterr().out == ""
+    called = []
+    monkeypatch.setattr(batch_size, "find", lambda config: called.append("find"))
+    monkeypatch.setattr(batch_size.distributed_training, "main", lambda config: called.append("train"))
+    for asked in (True, False):
+        config.options.find_batch_size = asked
+        batch_size.main(config)
+    assert called == ["find", "train"], "--find-batch-size trains nothing"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner import models, network, stages, time, traffic
+from planner import layer_time, models, network, stages, time, traffic
 from planner.constants import PRIOR
 from planner.hardware import GPU, Cluster
 from planner.layout import Layout
@@ -74,7 +74,35 @@ def test_work():
         ("expert=2", {"model": MIXED, "constants": START}, 418 + 3 * (2 * 4 + 2 * 4) + 3),  # of one expert
         ("data=1", {"constants": replace(BARE, matmul=0.5)}, 4 * (2 * 72 + 7) + 12),
         ("data=1", {"constants": replace(BARE, attention=0.5)}, 4 * (72 + 14) + 6),
+        ("data=1", {"model": replace(GPT, attention=8_000_000)}, 4 * (3 * 32 + 7) + 6),  # twice as many, as T5's
     ])  # fmt: skip
+
+
+def test_a_product_goes_through_the_memory_as_well():
+    """[2, 3] x [3, 5]: 60 operations at half of 60 a second, and 31 numbers in 16 bit at half of 62 bytes a second."""
+    machine, half = replace(TOY, peak=60.0, hbm=62.0), replace(BARE, matmul=0.5, memory_rate=0.5, kernel=0.25)
+    assert layer_time.product(2, 3, 5, machine, "bf16", half) == 2 + 2 + 0.25, "arithmetic, bytes, and the start"
+    assert layer_time.product(2, 3, 5, machine, "float32", half) == 4 + 4 + 0.25, "of 32 bit numbers"
+
+
+def test_element_wise_work():
+    """What a layer keeps goes through a memory of a GB per second: 16 numbers of each token and width, 32 MB."""
+    once, swiglu = replace(BARE, passes=1.0, eager=1.5), replace(GPT, mlp="swiglu")
+    stored, dropout, whole = {"flash": False}, {"dropout": True}, {"sequence_parallel": False}
+    for text, model, fields, constants, expected in (
+        ("data=1", GPT, {}, once, 32), ("data=1", GPT, {}, replace(once, passes=3.0), 96),
+        ("data=1", GPT, {}, replace(once, memory_rate=0.5), 64), ("data=1", GPT, {"precision": "float32"}, once, 64),
+        ("data=1", GPT, {"fused": False}, once, 1.5 * 32), ("context=2", GPT, {}, once, 16),
+        ("tensor=2", GPT, {}, once, 16), ("tensor=2", GPT, whole, once, 8 + 12),
+        ("data=1", GPT, dropout, once, 32 + 2), ("tensor=2", GPT, dropout | whole, once, 10 + 12),  # masks of a byte
+        ("data=1", GPT, stored, once, 32 + 20), ("tensor=2", GPT, stored, once, 16 + 10),  # scores of ten heads
+        ("data=1", GPT, stored | dropout, once, 34 + 50), ("data=1", replace(GPT, kv_heads=5), {}, once, 30),
+        ("data=1", swiglu, {}, once, 16 + 24), ("data=1", swiglu, {"fused": False}, once, 1.5 * (16 + 32)),
+        ("data=1", MIXED, {}, once, 48),  # of both experts
+    ):  # fmt: skip
+        one = layer_time.of_layer(model, replace(TOY, hbm=1e9), layout(text, **fields), model is MIXED, constants)
+        found = 1000 * one.elementwise, 1000 * one.backward_elementwise
+        assert found == pytest.approx((expected, 2 * expected)), f"ms forward and backward on {text}, {fields}"
 
 
 def test_messages_in_layers():

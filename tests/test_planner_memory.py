@@ -214,6 +214,8 @@ def test_any_module_is_measured(capsys, tmp_path):
         "def frozen():\n    return torch.nn.Linear(1, 1).requires_grad_(False), (torch.randn(1),)\n"
         "def raises():\n    raise ValueError('no such layer')\n"
         "def many():\n    return torch.nn.Linear(1, 1), (torch.randn(1), torch.randn(1))\n"
+        "class Long(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('one line\\nand another')\n"
+        "def long():\n    return Long(1, 1), (torch.randn(1),)\n"
     )
     line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
     main(["measure", f"{file}:model", *line.split()])
@@ -223,20 +225,41 @@ def test_any_module_is_measured(capsys, tmp_path):
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
     assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
     assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000, "a layer and the next one"
-    (tmp_path / "cut.py").write_text("def model(:")
-    for what, words in (
-        (f"{file}:frozen", "nothing in the module is trained"),
-        (f"{file}:raises", "ValueError: no such layer"),
-        (f"{file}:many", "TypeError"),
-        (f"{tmp_path / 'cut.py'}:model", "SyntaxError"),
-        (f"{file}:none", "no function 'none'"),
-        ("nowhere.py:f", "no such file"),
-        (f"{file}:alone", "should return (module, inputs)"),
-        (f"{file}:asks", "without values"),
-    ):
+    broken, without = tmp_path / "broken.py", "the module cannot be run on tensors without values:"
+    broken.write_text("raise ValueError('no such file of settings')")
+    for what, says in (
+        (f"{file}:frozen",
+         "nothing in the module is trained: no output depends on a parameter that wants a gradient"),
+        (f"{file}:raises", "the function failed: ValueError: no such layer"),
+        (f"{file}:many", f"{without} TypeError: Linear.forward() takes 2 positional arguments but 3 were given"),
+        (f"{file}:long", f"{without} ValueError: one line"),
+        (f"{broken}:model", f"{broken} cannot be imported: ValueError: no such file of settings"),
+        (f"{file}:none", f"{file} has no function 'none'"),
+        ("nowhere.py:f", "'nowhere.py:f': there is no such file; give FILE.py:FUNCTION"),
+        (str(file), f"'{file}' names no function; give FILE.py:FUNCTION"),
+        (f"{file}:alone", "the function should return (module, inputs), with inputs as a tuple of tensors"),
+        (f"{file}:asks", f"{without} DataDependentOutputException: aten._local_scalar_dense.default"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
-        assert words in capsys.readouterr().err
+        assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {what}"
+
+
+class Several(torch.nn.Module):
+    """Two results that are trained, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(100, size, bias=False) for size in (100, 200))
+
+    def forward(self, x):
+        return x, self.one(x), self.two(x), 3
+
+
+def test_all_results_of_a_module_that_are_trained_are():
+    found = any_module.measure(lambda: (Several(), (torch.randn(8, 100),)))
+    assert found.flops == 2 * 2 * 8 * 100 * (100 + 200), "forward, and for both weights backward"
+    assert (found.parameters, found.largest, found.kept) == (30_000, 20_000, 4 * 8 * 100), "one input is kept, once"
 
 
 class Nested(torch.nn.Module):

@@ -38,10 +38,10 @@ def test_a_constant_stays_within_its_bounds(monkeypatch):
 
 def test_what_the_allocator_adds_is_the_middle_of_each_source(monkeypatch):
     monkeypatch.setattr(fit.memory, "estimate", lambda *_: SimpleNamespace(needed=10 * GIB))
-    runs = [run("a", gib=9.0), run("a", gib=10.0), run("a", gib=30.0), run("b", gib=12.1), run("c", 1.0)]
+    runs = [run("a", gib=9.0), run("a", gib=10.0), run("a", gib=30.0), run("b", gib=14.4), run("c", 1.0)]
     found = fit.fit_memory(runs, PRIOR)
-    assert found.allocator == pytest.approx(1.1), "between 10 / 10 and 12.1 / 10"
-    assert (found.allocator_low, found.allocator_high) == pytest.approx((1.0, 1.2))
+    assert found.allocator == pytest.approx(1.2), "between 10 / 10 and 14.4 / 10"
+    assert (found.allocator_low, found.allocator_high) == pytest.approx((1.1, 1.3)), "a tenth less and more"
     assert fit.fit_memory([run("c", 1.0)], PRIOR) == PRIOR
 
 

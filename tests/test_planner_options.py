@@ -169,14 +169,31 @@ def test_each_option_of_measure_reaches_it(monkeypatch, slow):
     assert (what, gpu.name) == ("mine.py:f", "a100-80gb") and rest == [4, "float32", constants.load(slow)]
 
 
+LISTED = {  # lines of `models` and of `hardware`
+    "models": [
+        "gpt2                 0.12 billion                 12 layers, width    768,  12 heads   "
+        "Radford et al. 2019, table 2",
+        "mixtral-8x7b        46.70 billion (12.9 active)   32 layers, width  4,096,  32 heads   "
+        "Jiang et al. 2023, table 1; Jiang et al. 2024, table 1",
+    ],
+    "hardware": [
+        "h200           989.0 TFLOP/s   139.8 GiB   4.80 TB/s   450 GB/s to 8 in a node   NVIDIA H200 data sheet",
+        "v100-32gb      125.0 TFLOP/s    31.7 GiB   0.90 TB/s   150 GB/s to 8 in a node   NVIDIA V100 data sheet",
+        "infiniband-400    50.00 GB/s per adapter   NDR InfiniBand, 400 Gb/s",
+        "infiniband-800   100.00 GB/s per adapter   XDR InfiniBand, 800 Gb/s",
+        "efa-400           50.00 GB/s per adapter   AWS EFA, 400 Gb/s per GPU",
+        "ethernet-10        1.25 GB/s per adapter   10 Gb/s Ethernet",
+    ],
+}
+
+
 def test_lists_have_the_numbers(capsys):
-    main(["models"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "46.70 billion (12.9 active)" in lines["mixtral-8x7b"] and "active" not in lines["llama-7b"]
-    main(["hardware"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "989.0 TFLOP/s    79.1 GiB   3.35 TB/s   450 GB/s to 8 in a node" in lines["h100-80gb"]
-    assert " 50.00 GB/s per adapter" in lines["infiniband-400"]
+    for what, expected in LISTED.items():
+        main([what])
+        found = capsys.readouterr().out.splitlines()
+        missing = [line for line in expected if line not in found]
+        assert not missing, f"lines that `{what}` lacks"
+    assert len(found) == len(hardware.GPUS) + len(hardware.NETWORKS), "a line for each GPU and network"
 
 
 def test_lists_as_json_have_the_numbers(capsys):

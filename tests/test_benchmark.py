@@ -50,11 +50,13 @@ def test_work_is_that_of_one_process_divided():
 
 def test_predictions_are_of_kernels_as_eager_pytorch_has_them(monkeypatch):
     """And in float32, with micro-batches that fill what a process has."""
-    seen = []
-    monkeypatch.setattr(benchmark, "estimate", lambda model, nodes, layout, constants: seen.append(layout))
+    seen, at = [], set()
+    monkeypatch.setattr(benchmark, "estimate", lambda model, nodes, layout, constants: seen.append(layout) or at.add(
+        (nodes.gpus, nodes.nodes, constants)))  # fmt: skip
     monkeypatch.setattr(benchmark, "described", lambda found, strategy: {})
     benchmark.grid(["tiny"], 2, "cpu", None)
     assert {(one.fused, one.precision) for one in seen} == {(False, "float32")}
+    assert at == {(1, 1, None), (2, 1, None)}, "(processes, nodes, constants): all on this machine"
     assert {(one.pipeline, one.readers, one.micro_batch) for one in seen} == {(1, 1, 16), (1, 2, 8), (2, 1, 4)}
 
 
@@ -68,12 +70,13 @@ def test_each_run_is_compared_with_its_own_work(monkeypatch):
     found = benchmark.compare(runs, 10)
     assert [run["measured"]["work_seconds"] for run in found] == [8.0, 4.0, 4.0]
     assert [run["measured"]["step_seconds"] for run in found] == [8.0, 5.0, 7.0]
-    assert [line.split() for line in benchmark.table(found).splitlines()[1:]] == [
-        ["tiny", "1", "ddp", "8000.0", "ms", "8000.0", "ms", "1.00", "work", "(+0.0", "ms)"],
-        ["tiny", "2", "ddp", "4000.0", "ms", "5000.0", "ms", "0.80", "processes", "(+1000.0", "ms)"],
-        ["tiny", "4", "ddp", "2000.0", "ms", "7000.0", "ms", "0.29", "processes", "(+3000.0", "ms)"],
-    ]
-    with pytest.raises(UserError, match="^the grid has no run of 'wide' on one process"):
+    assert benchmark.table(found).splitlines() == [
+        "model    ranks strategy    predicted   measured  ratio  mostly",
+        "tiny         1 ddp         8000.0 ms  8000.0 ms   1.00  work (+0.0 ms)",
+        "tiny         2 ddp         4000.0 ms  5000.0 ms   0.80  processes (+1000.0 ms)",
+        "tiny         4 ddp         2000.0 ms  7000.0 ms   0.29  processes (+3000.0 ms)",
+    ], "what --run prints"
+    with pytest.raises(UserError, match="^the grid has no run of 'wide' on one process, whose work is compared with$"):
         benchmark.works([*runs, {"model": "wide", "processes": 2}], [8.0, 5.0, 7.0, 6.0], 2)
 
 
@@ -82,6 +85,9 @@ def test_a_training_that_fails_is_told_by_its_last_line(monkeypatch):
     monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: failed)
     run = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": []}
     with pytest.raises(UserError, match=r"^ddp of 'tiny' on 2 process\(es\) failed: ValueError: no such thing$"):
+        benchmark.measure(run, 1)
+    failed.stderr = ""
+    with pytest.raises(UserError, match=r"^ddp of 'tiny' on 2 process\(es\) failed: no message$"):
         benchmark.measure(run, 1)
 
 

@@ -65,6 +65,8 @@ def test_work():
         ("data=1", {"recompute": "selective"}, 4 * (79 + 2) + 6),
         ("shard=2", {"recompute": "selective"} | THIRD, 4 * (79 + 12) + 6),
         ("data=1", {"flash": False}, 4 * (72 + 3 * 4 / 0.6) + 6),  # 60% of the rate, and no half is left out
+        ("data=1", {"precision": "float32"}, 2 * (4 * 79 + 6)),  # TF32 has half of the rate
+        ("data=1", {"precision": "float32", "flash": False}, 2 * (4 * (72 + 3 * 4 / 0.6) + 6)),
         ("tensor=2", {}, 4 * 79 / 2 + 3),
         ("context=2", {}, 4 * 79 / 2 + 3),
         ("context=2", {"constants": replace(BARE, ring=1.0)}, 4 * (36 + 1.5 * 3.5) + 3),
@@ -170,6 +172,8 @@ def test_messages_of_state():
         ("shard=2", slow | THIRD | FULL, 10 * (ends + both) + 4 * (10 * gather - 26 + 10 * both - 79)),
         ("shard=2 context=2", THIRD, 1.5 * (ends + both + 4 * layers)),
         ("data=2 shard=2", THIRD, ends + both + 4 * layers + 100.018),
+        ("shard=2 context=2", {"shard_context": False} | THIRD, ends + both + 4 * layers + 100.018),
+        ("shard=2 context=2", {"shard_context": False, "zero_stage": 1}, 150.027 + 200.036),
         ("pipeline=2 shard=2", {"many": 2} | THIRD, 2 * both),
         ("pipeline=2 shard=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2} | THIRD, 2 * both),
         ("pipeline=2 data=2 shard=2", THIRD, 2 * both + 4 * (2 * 12.002 + 1.001) / 2),

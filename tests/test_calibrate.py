@@ -139,6 +139,7 @@ def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
         assert link == ((1e-5, 1e9, 2) if ranks == 1 else (1e-4, 1e9, 2)), "one rank's are usual ones"
     assert found["crowding"] == 1.0, "a machine is not faster for being crowded"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     asked.clear()
     found = calibrate.measure(4)
     assert asked == [("one_rank", 1), ("links", 4)], "each rank has a GPU of its own: one is timed"

@@ -1,6 +1,7 @@
 """What `planner emit` writes for each tool: a setting for each choice of the layout, for one machine and several."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -86,28 +87,96 @@ def test_each_choice_of_the_layout_is_a_setting(tool, gpus, mesh, fields, told):
     assert {name: settings.get(name, "not there") for name in told} == told, f"what {tool} reads in {name}"
 
 
-REFUSED = [
-    ("accelerate", 16, {"data": 2, "context": 8}, {"zero_stage": 3}, "'data' needs an axis 'shard' larger than 1"),
-    ("accelerate", 8, {"data": 8}, {"offload": True}, "without fully_shard it has no axis but 'data', and no offload"),
-    ("deepspeed", 8, {"data": 8}, {"offload": True}, "offloads the optimizer with ZeRO only"),
-    ("torchtitan", 8, {"data": 4, "pipeline": 2}, {"zero_stage": 3}, "shards along 'shard' or 'context'"),
-    ("torchtitan", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 3, "sequence_parallel": False},
-     "has tensor parallelism together with sequence parallelism; leave --sequence-parallel out"),
-    ("torchtitan", 8, {"pipeline": 2, "shard": 4}, {"zero_stage": 2}, "has nothing like ZeRO-2 here"),
-    ("torchtitan", 8, {"shard": 8}, {"zero_stage": 3, "precision": "fp16"}, "has no precision 'fp16-mixed'"),
-    ("torchrun", 8, {"shard": 2, "context": 4}, {"zero_stage": 3}, "ranks along 'context' copy the state"),
-    ("torchrun", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 1}, "has ZeRO-1 along 'shard' alone"),
-    ("torchrun", 8, {"data": 8}, {"recompute": "every-second"}, "does not recompute 'every-second'"),
-]
+PLAIN, THREE = {"sequence_parallel": False}, {"zero_stage": 3}
+REFUSED = [  # tool, GPUs, mesh, fields of the layout, and all that is said
+    ("accelerate", 8, {"pipeline": 8}, {},
+     "Accelerate has no axis 'pipeline'=8; give another --mesh, or --format torchtitan"),
+    ("accelerate", 8, {"shard": 8}, {"zero_stage": 1},
+     "fully_shard divides gradients too; take --zero-stage 2 or 3, or --format deepspeed"),
+    ("accelerate", 8, {"tensor": 8}, {},
+     "it cuts weights along 'tensor', and no activations; add --sequence-parallel no"),
+    ("accelerate", 8, {"shard": 8}, {"recompute": "selective"} | THREE,
+     "it has no recomputation 'selective'; take one of none, full"),
+    ("accelerate", 8, {"data": 8}, {"precision": "fp8"},
+     "it has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("accelerate", 16, {"data": 2, "context": 8}, THREE,
+     "beside other axes, 'data' needs an axis 'shard' larger than 1; give another --mesh"),
+    ("accelerate", 8, {"data": 8}, {"offload": True},
+     "without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3"),
+    ("accelerate", 8, {"data": 2, "tensor": 4}, PLAIN,
+     "without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3"),
+    ("deepspeed", 8, {"data": 8}, {"offload": True},
+     "it offloads the optimizer with ZeRO only; take --zero-stage 1, 2 or 3"),
+    ("deepspeed", 8, {"data": 2, "shard": 4}, THREE,
+     "it divides state over all ranks; take data or shard alone, or --format accelerate"),
+    ("deepspeed", 8, {"shard": 4, "tensor": 2}, PLAIN | THREE,
+     "it has tensor parallelism with ZeRO stages 0 to 2; take one, or --format accelerate"),
+    ("deepspeed", 8, {"context": 8}, {},
+     "DeepSpeed's configuration has no axis 'context'=8; give another --mesh, or --format torchtitan"),
+    ("deepspeed", 8, {"data": 8}, {"recompute": "products"},
+     "it has no recomputation 'products'; take one of none, full"),
+    ("deepspeed", 8, {"data": 8}, {"precision": "bf16"},
+     "it has no precision 'bf16'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("hf-trainer", 8, {"tensor": 8}, PLAIN,
+     "the Trainer's file has no axis 'tensor'=8; give another --mesh, or --format torchtitan"),
+    ("hf-trainer", 8, {"data": 2, "shard": 4}, THREE,
+     "its file cannot replicate what it shards; take shard alone, or --format accelerate"),
+    ("hf-trainer", 8, {"data": 8}, {"recompute": "selective"},
+     "it has no recomputation 'selective'; take one of none, full"),
+    ("hf-trainer", 8, {"data": 8}, {"precision": "fp8"},
+     "it has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("torchtitan", 8, {"data": 4, "pipeline": 2}, THREE, "it shards along 'shard' or 'context'; give such an axis"),
+    ("torchtitan", 8, {"data": 2, "tensor": 4}, {},
+     "it replicates over all ranks of a stage or shards; take --zero-stage 3"),
+    ("torchtitan", 8, {"shard": 4, "tensor": 2}, PLAIN | THREE,
+     "it has tensor parallelism together with sequence parallelism; leave --sequence-parallel out"),
+    ("torchtitan", 8, {"shard": 8}, {"zero_stage": 1}, "it has nothing like ZeRO-1 here; take --zero-stage 0 or 3"),
+    ("torchtitan", 8, {"pipeline": 2, "shard": 4}, {"zero_stage": 2},
+     "it has nothing like ZeRO-2 here; take --zero-stage 0 or 3"),
+    ("torchtitan", 8, {"shard": 8}, {"precision": "fp16"} | THREE,
+     "it has no precision 'fp16-mixed'; take one of float32, bf16-mixed, fp8-mixed"),
+    ("torchtitan", 8, {"shard": 8}, {"model": "gpt2"} | THREE,
+     "it has no model 'gpt2'; take one of llama-3-8b, llama-3-70b, llama-3-405b, deepseek-v3"),
+    ("torchtitan", 8, {"shard": 8}, {"recompute": "products"} | THREE,
+     "it has no recomputation 'products'; take one of none, full, operators, every-second"),
+    ("torchtitan", 8, {"pipeline": 8}, {"schedule": "zb-h1"},
+     "it has no schedule 'zb-h1'; take one of gpipe, 1f1b, interleaved, looped-bfs, interleaved-zb, zbv, dualpipev"),
+    ("torchrun", 8, {"shard": 2, "context": 4}, THREE,
+     "the course's ranks along 'context' copy the state; give a --mesh with --zero-stage 0"),
+    ("torchrun", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 1},
+     "the course has ZeRO-1 along 'shard' alone; take --zero-stage 3 or another --mesh"),
+    ("torchrun", 8, {"shard": 4, "tensor": 2}, THREE,
+     "the course has sequence parallelism along 'tensor' alone; add --sequence-parallel no"),
+    ("torchrun", 8, {"data": 8}, {"recompute": "every-second"},
+     "the course does not recompute 'every-second'; take one of none, selective, products, full"),
+    ("torchrun", 8, {"data": 8}, {"precision": "fp8"},
+     "the course has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("slurm", 8, {"data": 8}, {"dropout": True},
+     "the course's strategies have nothing like --dropout yes; leave it out"),
+    ("torchrun", 8, {"tensor": 8}, {"async_tensor": True},
+     "the course's strategies have nothing like --async-tensor yes; leave it out"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tool, gpus, mesh, fields, says", REFUSED)
 def test_what_a_tool_has_not_is_refused(tool, gpus, mesh, fields, says):
     found = estimated(gpus, mesh, **fields)
-    if tool == "torchtitan" and fields == {"zero_stage": 3}:  # the command line takes such a mesh for one along "shard"
-        found = Estimate(**vars(found) | {"layout": Layout((*mesh.items(),), 64, zero_stage=3)})
-    with pytest.raises(UserError, match=f"^--format {tool}: .*{says}"):
+    if tool == "torchtitan" and fields == THREE:  # the command line takes such a mesh for one along "shard"
+        found = replace(found, layout=Layout((*mesh.items(),), 64, zero_stage=3))
+    with pytest.raises(UserError) as error:
         emit(found, tool)
+    assert str(error.value) == f"--format {tool}: {says}", f"what is said of {mesh}, {fields}"
+
+
+def test_what_does_not_fit_is_not_emitted():
+    found = estimated(8, {"data": 8})
+    small = replace(found.cluster, gpu=replace(found.cluster.gpu, memory=10 * GIB))
+    found = replace(found, cluster=small, memory=replace(found.memory, low=10.5 * GIB, expected=12.25 * GIB))
+    with pytest.raises(UserError) as error:
+        emit(found, "torchrun")
+    assert str(error.value) == (
+        "the layout needs 12.2 GiB per GPU, of 10.0; `python -m planner plan` finds one that fits")
+    assert emit(replace(found, memory=replace(found.memory, low=9 * GIB)), "torchrun").files, "it may fit"
 
 
 def test_commands_name_nodes_where_there_are_several():

@@ -289,22 +289,70 @@ def test_what_cannot_be_is_said_in_one_line(line, says, capsys):
     assert capsys.readouterr().err.strip().removeprefix("error: ") == says
 
 
-def test_what_options_are_where_nothing_is_said():
-    told = {
-        "estimate": {"sequence": 2048, "precision": "bf16-mixed", "zero_stage": None, "micro_batch": 1,
-                     "schedule": "1f1b", "stages_per_rank": 1, "recompute": "none", "offload": False,
-                     "sequence_parallel": True, "flash": True, "fused": True, "fused_loss": False, "dropout": False,
-                     "async_tensor": False, "overlap_gradients": True, "explain": False, "json": False},
-        "plan": {"sequence": 2048, "precision": "bf16-mixed", "count": 5, "plot": None, "explain": False},
-        "calibrate": {"out": "constants.json", "ranks": 2},
-        "benchmark": {"models": "tiny", "max_gpus": 2, "batch_size": 16, "steps": 10, "run": False, "json": False},
-        "scoreboard": {"runs": False, "refit": False, "json": False},
-    }  # fmt: skip
-    for command, expected in told.items():
-        more = ["--gpu", "h100", "--gpus", "8", "--batch-size", "8"] if command in ("estimate", "plan") else []
-        found = vars(read([command, *more]))
-        differ = {name: found[name] for name, value in expected.items() if found[name] != value}
-        assert not differ, f"{command}: {differ}"
+SHAPED = dict.fromkeys(["model", "layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary", "experts", "top_k",
+                        "expert_width", "shared_experts", "head_width", "mlp", "gpus_per_node", "network", "adapters",
+                        "max_memory_gb", "constants"])  # fmt: skip
+SHAPED |= {"sequence": 2048, "precision": "bf16-mixed", "json": False}
+ONE = {"mesh": "", "zero_stage": None, "micro_batch": 1, "schedule": "1f1b", "stages_per_rank": 1, "recompute": "none",
+       "offload": False, "sequence_parallel": True, "flash": True, "fused": True, "fused_loss": False, "dropout": False,
+       "async_tensor": False, "overlap_gradients": True}  # fmt: skip
+ASKED = {"gpu": "h100", "gpus": 8, "batch_size": 4}
+SAID = "--gpu h100 --gpus 8 --batch-size 4"
+DEFAULTS = {  # line, and what its options are
+    f"plan {SAID}": SHAPED | ASKED | {"count": 5, "plot": None, "explain": False},
+    f"estimate {SAID}": SHAPED | ASKED | ONE | {"explain": False},
+    f"emit {SAID} --format slurm": SHAPED | ASKED | ONE | {"format": "slurm", "out": None},
+    "scoreboard": {"runs": False, "refit": False, "json": False},
+    "calibrate": {"out": "constants.json", "ranks": 2},
+    "benchmark": {"models": "tiny", "max_gpus": 2, "batch_size": 16, "steps": 10, "constants": None, "run": False,
+                  "json": False},
+    "measure a.py:f --gpu h100 --gpus 8": {"what": "a.py:f", "gpu": "h100", "gpus": 8, "precision": "bf16-mixed",
+                                           "constants": None, "json": False},
+    "models": {"json": False}, "hardware": {"json": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DEFAULTS)
+def test_what_options_are_where_nothing_is_said(line):
+    found, expected = vars(read(line.split())), DEFAULTS[line] | {"command": line.split()[0]}
+    names = [name for name in {**expected, **found} if found.get(name, "gone") != expected.get(name, "new")]
+    assert not names, {name: f"{found.get(name, 'gone')}, not {expected.get(name, 'there')}" for name in names}
+
+
+def test_help_says_what_is_so_by_default():
+    _, subs = commands.parser()
+    options = {option.option_strings[0]: option for option in subs["estimate"]._actions}
+    for name in ("sequence-parallel", "flash", "fused", "fused-loss", "dropout", "async-tensor"):
+        option = options[f"--{name}"]
+        said = option.help.rpartition("; by default ")[2]
+        assert said == ("yes" if option.default else "no"), f"help of --{name}: '{option.help}'"
+    assert all(command in commands.__doc__ for command in ("plan", "estimate", "emit"))
+    assert list(commands.RUN) == list(commands.COMMANDS) == list(subs), "commands"
+
+
+@pytest.mark.parametrize(
+    "line, names",
+    [
+        ("", "command"), ("plan", "--gpu, --gpus, --batch-size"), ("estimate", "--gpu, --gpus, --batch-size"),
+        ("emit", "--gpu, --gpus, --batch-size, --format"), ("measure", "FILE.py:FUNCTION, --gpu, --gpus"),
+    ],
+)  # fmt: skip
+def test_what_has_to_be_said(line, names):
+    with pytest.raises(UserError, match=f"^the following arguments are required: {names}$"):
+        read(line.split())
+
+
+def test_each_option_of_calibrate_and_of_a_plans_lines_reaches_it(monkeypatch, capsys):
+    asked, drawn = [], []
+    monkeypatch.setattr("planner.calibrate.calibrate", lambda *args: asked.append(args) or "what was found")
+    main(["calibrate", "--out", "mine.json", "--ranks", "3"])
+    assert asked == [("mine.json", 3)] and capsys.readouterr().out == "what was found\n"
+    found = [SimpleNamespace(estimate=name, as_dict=lambda name=name: {"best": name, "lost": "d"}) for name in "abc"]
+    monkeypatch.setattr(commands, "planned", lambda args, count: found[:count])
+    monkeypatch.setattr("planner.plot.picture", lambda *args: drawn.append(args))
+    main(f"plan {ESTIMATE[9:]} --count 2 --json --plot mine.png".split())
+    assert json.loads(capsys.readouterr().out) == [{"best": name, "lost": "d"} for name in "ab"], "--count 2"
+    assert drawn == [(["a", "b"], "mine.png")], "the layouts of the picture, and its file"
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------

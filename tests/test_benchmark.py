@@ -24,7 +24,8 @@ def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
         assert ("--distributed" in run["options"]) == (run["processes"] > 1), "one process joins no group"
         pipeline = config.strategy == "pipeline"
         assert not pipeline or config.options.microbatches == 2 * run["processes"], "two for each stage"
-        assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1]
+        assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1], (
+            f"the line {line}")
         assert sum(run["predicted"]["parts"].values()) == pytest.approx(run["predicted"]["step_seconds"]), (
             f"the parts of a step of {run['strategy']} on {run['processes']} are all of it")
 
@@ -39,14 +40,14 @@ def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
 )
 def test_a_difference_is_that_of_work_and_that_of_processes(seconds, work, term, differences):
     found = benchmark.attribute({"step_seconds": 10.0, "parts": {"work": 10.0}}, seconds, work)
-    assert found["term"] == term and found["ratio"] == 10 / seconds
-    assert found["difference_seconds"] == pytest.approx(differences)
+    assert found["term"] == term and found["ratio"] == 10 / seconds, "the term, and predicted over measured"
+    assert found["difference_seconds"] == pytest.approx(differences), "seconds of both differences"
     assert sum(found["difference_seconds"].values()) == pytest.approx(seconds - 10)
 
 
 def test_work_is_that_of_one_process_divided():
     runs = [{"model": "tiny", "processes": size} for size in (1, 2, 4)]
-    assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=8) == [8.0, 4.0, 2.0]
+    assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=8) == [8.0, 4.0, 2.0], "on eight cores all compute at once"
     assert benchmark.works(runs, [8.0, 9.0, 10.0], cores=2) == [8.0, 4.0, 4.0], "four processes take turns on two cores"
 
 
@@ -57,9 +58,9 @@ def test_predictions_are_of_kernels_as_eager_pytorch_has_them(monkeypatch):
         (nodes.gpus, nodes.nodes, constants)))  # fmt: skip
     monkeypatch.setattr(benchmark, "described", lambda found, strategy: {})
     benchmark.grid(["tiny"], 2, "cpu", None)
-    assert {(one.fused, one.precision) for one in seen} == {(False, "float32")}
+    assert {(one.fused, one.precision) for one in seen} == {(False, "float32")}, "(fused, precision)"
     assert at == {(1, 1, None), (2, 1, None)}, "(processes, nodes, constants): all on this machine"
-    assert {(one.pipeline, one.readers, one.micro_batch) for one in seen} == {(1, 1, 16), (1, 2, 8), (2, 1, 4)}
+    assert {(one.pipeline, one.readers, one.micro_batch) for one in seen} == {(1, 1, 16), (1, 2, 8), (2, 1, 4)}, "sizes"
     at.clear()
     benchmark.grid(["tiny"], 7, "cpu", None, 24)
     assert {processes for processes, *_ in at} == {1, 2, 4}, "powers of two, of seven processes at most"
@@ -73,8 +74,8 @@ def test_each_run_is_compared_with_its_own_work(monkeypatch):
     monkeypatch.setattr(benchmark, "measure", lambda run, steps: {1: 8.0, 2: 5.0, 4: 7.0}[run["processes"]])
     monkeypatch.setattr(benchmark.os, "sched_getaffinity", lambda process: {0, 1})
     found = benchmark.compare(runs, 10)
-    assert [run["measured"]["work_seconds"] for run in found] == [8.0, 4.0, 4.0]
-    assert [run["measured"]["step_seconds"] for run in found] == [8.0, 5.0, 7.0]
+    assert [run["measured"]["work_seconds"] for run in found] == [8.0, 4.0, 4.0], "seconds of a rank's work"
+    assert [run["measured"]["step_seconds"] for run in found] == [8.0, 5.0, 7.0], "seconds of a step"
     assert benchmark.table(found).splitlines() == [
         "model    ranks strategy    predicted   measured  ratio  mostly",
         "tiny         1 ddp         8000.0 ms  8000.0 ms   1.00  work (+0.0 ms)",

@@ -113,7 +113,7 @@ def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
     monkeypatch.setattr(calibrate, "block", block)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    assert calibrate.crowded_block() == pytest.approx(0.3)
+    assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
 
 
 def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
@@ -143,7 +143,7 @@ def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
     asked.clear()
     found = calibrate.measure(4)
     assert asked == [("one_rank", 1), ("links", 4)], "each rank has a GPU of its own: one is timed"
-    assert found == {"block": 0.05, "alpha_link": 1e-4, "link": 1e9, "cores": 0}
+    assert found == {"block": 0.05, "alpha_link": 1e-4, "link": 1e9, "cores": 0}, "what was found on GPUs"
 
 
 def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
@@ -167,7 +167,7 @@ def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
     ]
     found = calibrate.json.loads((tmp_path / "here.json").read_text())
     told = {"matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": 2e-5, "alpha_link": 1e-4, "kept": 0.0}
-    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE
+    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE, "what is written"
     monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE | {"cores": 0})
     calibrate.calibrate(tmp_path / "gpu.json", 2)
     found = calibrate.json.loads((tmp_path / "gpu.json").read_text())["constants"]
@@ -176,5 +176,5 @@ def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
 
 def test_a_block_that_products_explain_leaves_a_little_for_the_rest():
     gpu = hardware.here(HERE)
-    assert calibrate.passes(gpu, replace(PRIOR, matmul=1.0), 1e-9) == 0.1
+    assert calibrate.passes(gpu, replace(PRIOR, matmul=1.0), 1e-9) == 0.1, "a tenth at least"
     assert gpu.pcie == 1e10 and gpu.memory == 8 * 2**30, "a processor's memory is the host's"

@@ -29,8 +29,8 @@ def test_each_option_of_a_layout_reaches_it():
         "sequence": 512, "precision": "fp16-mixed", "offload": True, "batch_size": 64, "zero_stage": 3,
     }  # fmt: skip
     layout = named(read(line.split())).layout
-    assert {name: getattr(layout, name) for name in told} == told
-    assert (layout.size("shard"), layout.tensor) == (4, 2)
+    assert {name: getattr(layout, name) for name in told} == told, "what the layout is told"
+    assert (layout.size("shard"), layout.tensor) == (4, 2), "the mesh"
     assert named(read(f"{ESTIMATE} --mesh data=8".split())).layout.zero_stage == 0, "the stage without an axis 'shard'"
 
 
@@ -41,7 +41,7 @@ def test_each_option_of_a_layout_reaches_it():
 )  # fmt: skip
 def test_schedules_have_other_names_too(said, schedule, chunks):
     line = f"{ESTIMATE} --mesh pipeline=8 --schedule {said} --stages-per-rank {chunks}"
-    assert named(read(line.split())).layout.schedule == schedule
+    assert named(read(line.split())).layout.schedule == schedule, f"the schedule of --schedule {said}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_schedules_have_other_names_too(said, schedule, chunks):
     ],
 )  # fmt: skip
 def test_each_option_of_a_shape_reaches_the_model(more, parameters):
-    assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters
+    assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
 
 
 def test_experts_that_are_added_to_a_model_are_as_wide_as_its_mlp():
@@ -71,7 +71,8 @@ def test_experts_that_are_added_to_a_model_are_as_wide_as_its_mlp():
 def test_each_option_of_a_cluster_reaches_it():
     line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
     found = cluster_of(read(line.split()))
-    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2)
+    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (
+        "cluster")
 
 
 @pytest.fixture
@@ -89,8 +90,8 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
     commands.planned(read(line.split()), 7)
     ((model, cluster, *rest),) = asked
     assert (model.name, cluster.gpus) == ("llama-2-7b", 8)
-    assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)]
-    assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0
+    assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)], "what the search is asked"
+    assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
 
 
 def test_a_plan_explains_its_best_layout_and_an_estimate_itself(capsys):
@@ -379,7 +380,7 @@ def test_constants_are_stored_to_four_digits(tmp_path, monkeypatch):
     constants.save(found, file, {"a source": other})
     assert constants.load(file) == replace(found, matmul=0.8123), "as it is read again"
     monkeypatch.setattr(constants, "STORED", file)
-    assert constants.load_left_out() == {"a source": other}
+    assert constants.load_left_out() == {"a source": other}, "constants without a source, as they are read again"
 
 
 def test_every_fitted_constant_has_bounds_and_a_prior_within():

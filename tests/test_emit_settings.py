@@ -1,6 +1,7 @@
 """What `planner emit` writes for each tool: a setting for each choice of the layout, for one machine and several."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,8 @@ REFUSED = [  # tool, GPUs, mesh, fields of the layout, and all that is said
      "the course's strategies have nothing like --dropout yes; leave it out"),
     ("torchrun", 8, {"tensor": 8}, {"async_tensor": True},
      "the course's strategies have nothing like --async-tensor yes; leave it out"),
+    ("torchrun", 8, {"data": 8}, {"offload": True},
+     "--offload is an option of zero2 (pytorch), fsdp (pytorch), hsdp (pytorch), not of 'ddp'; leave it out"),
 ]  # fmt: skip
 
 
@@ -196,8 +199,11 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
     job = emitted("slurm", 16, {"data": 16}).files["job.sbatch"].splitlines()
     asked = [line for line in job if line.startswith("#SBATCH") and "=0" not in line]
     assert asked[1:] == ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"]
-    on_cpu = emitted("slurm", 2, {"data": 2}, gpu="cpu", precision="float32").files["job.sbatch"]
-    assert "--gpus-per-node" not in on_cpu, "a node without GPUs is asked for none"
+    found = estimated(2, {"data": 2}, gpu="cpu", precision="float32")
+    for name in ("cpu", "here"):  # the latter was measured by calibrate
+        one = replace(found, cluster=replace(found.cluster, gpu=replace(found.cluster.gpu, name=name)))
+        assert "--gpus-per-node" not in emit(one, "slurm").files["job.sbatch"], f"{name}: no GPUs are asked for"
+        assert yaml.safe_load(emit(one, "accelerate").files["accelerate.yaml"])["use_cpu"], f"{name}: use_cpu"
 
 
 def test_what_the_readers_script_has_to_say_is_a_note():
@@ -239,12 +245,16 @@ def test_toml_has_the_values_of_json():
         ({"data": 2, "expert": 4}, {"model": "mixtral-8x7b"}, {
             "strategy": "expert", "mesh": "data=2,expert=4", "experts": 8, "top-k": 2, "by-hand": True}),
         ({"expert": 8}, {"model": "mixtral-8x7b"}, {"mesh": "data=1,expert=8"}),
+        ({"shard": 4, "tensor": 2}, {"sequence_parallel": False}, {"mesh": "data=4,tensor=2"}),
+        ({}, {}, {"mesh": "data=1", "accumulation-steps": 64}),
+        ({"tensor": 8}, {}, {"strategy": "sequence", "by-hand": True, "mesh": "tensor=8"}),
+        ({"data": 4, "context": 2}, {}, {"by-hand": True, "mesh": "data=4,context=2"}),
     ],
 )  # fmt: skip
 def test_layouts_as_the_courses_options(mesh, fields, told):
-    found = estimated(8, mesh, **fields)
+    found = estimated(math.prod(mesh.values()), mesh, **fields)
     settings = as_course.settings(found.model, found.layout)
-    assert {name: settings.get(name, "not there") for name in told} == told
+    assert {name: settings.get(name, "not there") for name in told} == told, f"options of {mesh}, {fields}"
 
 
 def test_in_what_a_model_is_unlike_the_courses():

@@ -212,8 +212,8 @@ def test_what_the_readers_script_has_to_say_is_a_note():
         notes = {how: emitted(tool, 8, mesh, zero_stage=0, recompute=how).notes for how in ("full", "none")}
         assert recompute in notes["full"] and recompute not in notes["none"], f"{tool}: note of recomputation"
     (note,) = emitted("accelerate", 8, {"shard": 8}, zero_stage=3, micro_batch=2).notes
-    assert note.endswith("micro-batches of 2 sequence(s) of 2,048 tokens, 4 of them accumulated before each optimizer "
-                         "step")  # fmt: skip
+    assert note == ("in train.py: micro-batches of 2 sequence(s) of 2,048 tokens, 4 of them accumulated before each "
+                    "optimizer step"), "what the script has to do"  # fmt: skip
 
 
 def test_the_head_of_a_file_says_what_was_predicted():

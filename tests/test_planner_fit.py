@@ -155,6 +155,7 @@ def test_adapters_and_networks_that_are_usual():
         assert (found.network, found.adapters) == (rate, number), f"{gpu}, {per_node} in a node"
         assert found.node_network == rate * number and found.nodes == gpus // per_node, (
             f"nodes of {gpu}, and bytes per second of one")
+    assert cluster("h100-80gb", 2).gpus_per_node == 2, "GPUs of a node that is not full"
     assert cluster("l4", 16, 8).name == "ethernet-100", "the name of the usual network"
     assert cluster("l4", 16, 8, "efa-400").name == "efa-400", "the name of a network that was asked for"
 

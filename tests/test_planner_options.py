@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from planner import __main__ as commands
-from planner import any_module, benchmark, constants, fit, hardware, models, scoreboard
+from planner import any_module, benchmark, constants, fit, hardware, models, scoreboard, search
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -348,12 +348,14 @@ def test_each_option_of_calibrate_and_of_a_plans_lines_reaches_it(monkeypatch, c
     monkeypatch.setattr("planner.calibrate.calibrate", lambda *args: asked.append(args) or "what was found")
     main(["calibrate", "--out", "mine.json", "--ranks", "3"])
     assert asked == [("mine.json", 3)] and capsys.readouterr().out == "what was found\n"
-    found = [SimpleNamespace(estimate=name, as_dict=lambda name=name: {"best": name, "lost": "d"}) for name in "abc"]
+    best = [SimpleNamespace(as_dict=lambda name=name: {"best": name}) for name in "abc"]
+    found = [search.Choice(one, "d") for one in best]
     monkeypatch.setattr(commands, "planned", lambda args, count: found[:count])
     monkeypatch.setattr("planner.plot.picture", lambda *args: drawn.append(args))
     main(f"plan {ESTIMATE[9:]} --count 2 --json --plot mine.png".split())
-    assert json.loads(capsys.readouterr().out) == [{"best": name, "lost": "d"} for name in "ab"], "--count 2"
-    assert drawn == [(["a", "b"], "mine.png")], "the layouts of the picture, and its file"
+    assert json.loads(capsys.readouterr().out) == [
+        {"best": name, "nearest_alternative": "d"} for name in "ab"], "--count 2"
+    assert drawn == [(best[:2], "mine.png")], "the layouts of the picture, and its file"
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_what_was_not_checked_is_named():
     assert outside(replace(one, model=many)) == [
         f"not checked against any published run: {what}"
         for what in ("mixtures of experts", "models of 1,700 billion parameters")
-    ]
+    ], "all parameters of a mixture count"
 
 
 def value(line: str) -> float:

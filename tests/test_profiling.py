@@ -138,7 +138,7 @@ def test_one_call_in_which_clocks_contradict_each_other_is_enough():
         1: [(0.5, 1.0), (6.5, 7.0)],
     }  # the second ends on rank 0 before it begins on 1
     told = [(rank, "all-reduce", *times) for rank, both in calls.items() for times in both]
-    for order in (told, told[::-1]):
+    for order in (told, [*told[:2], *told[:1:-1]]):
         assert clock_error(order) == 0.5, "seconds by which the clocks differ at least"
 
 

@@ -26,14 +26,14 @@ class Bars(Sliders):
 def test_sliders_stand_in_two_columns_above_their_picture():
     below = widgets.HTML("below")
     bars = Bars(below)
-    columns, under, picture = bars.children
+    assert bars.children[1:] == (below, bars.picture), "columns, what stands below them, the picture"
+    assert bars.drawn == [(2, 2, 2, 2, 2)], "drawn once before anybody moves a slider"
+    columns, _, picture = bars.children
     stand = [[bars.controls[name] for name in names] for names in ("ab", "cde")]
     assert [list(column.children) for column in columns.children] == stand, "the first half at the left"
-    assert under is below and picture is bars.picture
     assert {control.style.description_width for control in bars.controls.values()} == {"100px"}, "room for the names"
     assert (picture.format, picture.width) == ("png", "860"), "how the picture is shown"
     assert Image.open(io.BytesIO(picture.value)).size == (260, 130), "130 dots per inch"
-    assert bars.drawn == [(2, 2, 2, 2, 2)], "drawn once before anybody moves a slider"
     bars.controls["a"].value = 3
     assert Image.open(io.BytesIO(picture.value)).size == (390, 130) and bars.drawn[-1] == (3, 2, 2, 2, 2)
     before = picture.value

@@ -86,6 +86,14 @@ def test_equal_outcomes_are_proved_bit_by_bit():
         assert not dataclasses.replace(proof, **{field: 1e-9}).bitwise, f"a difference of the {field}"
 
 
+def test_a_difference_of_a_part_is_relative_to_the_whole_tensors_largest_element():
+    """Rank 0 has the row with the smaller numbers."""
+    first = outcome(0)
+    first.own[0][2][1] += 1.2e-4
+    proof = equality.compare(CASE, outcome(), [first, outcome(1)], "x")
+    assert proof.parameters == pytest.approx(1.2e-4 / 8, rel=0.01), "of 8, not of 2"
+
+
 TABLE = """\
 largest difference in                                   loss      norm    params     optim
 sgd, accumulate 3, tied, unclipped                   1.0e-07  bitwise    2.5e-06  bitwise \n\
@@ -123,11 +131,16 @@ def test_a_proof_says_who_was_proved_and_asks_for_what_it_was_given(monkeypatch)
 
 def agreement(monkeypatch, first: dict, second: dict) -> str:
     ranks = [[Outcome([], [], {}, [(name, None, values) for name, values in own.items()])] for own in (first, second)]
-    monkeypatch.setattr(equality, "launch", lambda *about: ranks)
+    asked = []
+    monkeypatch.setattr(equality, "launch", lambda *about: asked.append(about) or ranks)
     try:
-        equality.agree(Proof, 2, "mine")
+        equality.agree(Proof, 3, "mine")
     except NotEqual as refused:
         return f"{refused.what}: {refused}"
+    except KeyError as error:
+        return f"looked for {error}, which a rank does not hold"
+    ((function, nproc, (proved, cases)),) = asked
+    assert (function, nproc, proved) == (equality.on_ranks, 3, Proof) and len(cases) == 1, "what the ranks are to do"
     return "agreed"
 
 
@@ -135,7 +148,7 @@ def test_ranks_agree_when_all_that_they_hold_is_equal(monkeypatch):
     mean, off = torch.full((16,), 0.5), torch.full((16,), 0.5)
     off[3] = 0.25
     both = {"model/norm.running_mean": mean, "model/w": torch.ones(2)}
-    assert agreement(monkeypatch, both, both) == "agreed"
+    assert agreement(monkeypatch, both, both) == "agreed", "what ranks say that hold the same"
     assert agreement(monkeypatch, both, both | {"model/norm.running_mean": off}) == (
         "agreement: mine: model/norm.running_mean on rank 1 differs by 0.5 of its largest element on rank 0"
     )

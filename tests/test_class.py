@@ -352,6 +352,7 @@ def test_no_cell_is_a_formula():
     for text in ("=1+1", "+1", "-1", "@SUM(A1)", "  =1", "\t=1", "\r\n=HYPERLINK()"):
         assert safe(text).startswith("'")
     assert safe("a = 1\nb") == "a = 1 b" and safe(12) == "12"
+    assert safe("naïve \ud800 €") == "naïve ? €", "what cannot be written would end the grading of the whole class"
 
 
 @walled

@@ -59,7 +59,7 @@ def test_the_walls_of_the_sandbox(monkeypatch, tmp_path):
 def test_what_is_hidden_and_what_is_seen_in_the_sandbox(tmp_path, monkeypatch):
     """The home folder and a class's folder look empty, but for Python and the course in them; in the course, the
     answers, the history and a class's folder do."""
-    home, python, folder = tmp_path / "home", tmp_path / "python", tmp_path / "copy"
+    home, python, folder = tmp_path / "mine", tmp_path / "python", tmp_path / "copy"
     course, others, own = home / "course", tmp_path / "class", home / "course" / "class"
     for path in (course / "01_x" / "classroom", own, others, python, folder):
         path.mkdir(parents=True)
@@ -70,12 +70,12 @@ def test_what_is_hidden_and_what_is_seen_in_the_sandbox(tmp_path, monkeypatch):
     command = sandbox._bwrap(folder, (others, own, tmp_path / "nowhere"))
     words = " ".join(command[command.index(str(sandbox.TEMPORARY)) + 1 :]).replace(str(tmp_path), "").split(" --")
     assert words == [
-        "--tmpfs /home", "tmpfs /class",
-        "ro-bind /python /python", "ro-bind /home/env /home/env", "ro-bind /home/course /home/course",
-        "remount-ro /home", "remount-ro /class",
-        "tmpfs /home/course/class", "remount-ro /home/course/class",
-        "tmpfs /home/course/01_x/classroom", "remount-ro /home/course/01_x/classroom",
-        "ro-bind /dev/null /home/course/.git",
+        "--tmpfs /mine", "tmpfs /class",
+        "ro-bind /python /python", "ro-bind /mine/env /mine/env", "ro-bind /mine/course /mine/course",
+        "remount-ro /mine", "remount-ro /class",
+        "tmpfs /mine/course/class", "remount-ro /mine/course/class",
+        "tmpfs /mine/course/01_x/classroom", "remount-ro /mine/course/01_x/classroom",
+        "ro-bind /dev/null /mine/course/.git",
         f"ro-bind /copy {sandbox.INSIDE}", f"chdir {sandbox.TEMPORARY}",
     ], "what is hidden, and what is seen again"  # fmt: skip
 

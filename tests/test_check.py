@@ -146,7 +146,9 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
     )
     check.notebook("05_pipeline")
     assert row not in capfd.readouterr().out  # a notebook shows the picture
-    assert [title for title, _ in shown] == ["makespan 28, at most 8 stored"] and shown[0][1].endswith(shown[0][0])
+    title = "makespan 28, at most 8 stored"
+    alt = f"Timeline of your schedule, a row of numbered boxes for each rank: {title}"
+    assert shown == [(title, alt)], "the title of the picture, and its alt text"
 
 
 @pytest.mark.parametrize(

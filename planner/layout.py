@@ -172,14 +172,23 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     return layout
 
 
+def cut_by_tensor(model: Model) -> dict[str, int]:
+    """What ranks along "tensor" divide among them. Heads of keys and values are not copied, as in torchtitan, and in
+    Megatron-LM before its core 0.16."""
+    found = {"heads": model.heads, "kv-heads": model.kv_heads or model.heads, "mlp-width": model.hidden}
+    return found | ({"expert-width": model.expert_width} if model.experts else {})
+
+
 def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     text = ",".join(f"{axis}={size}" for axis, size in layout.mesh if size > 1) or "of one rank"
     world = math.prod(size for _, size in layout.mesh)
     if world != cluster.gpus:
         raise UserError(f"--mesh {text} is {world} GPU(s), and --gpus is {cluster.gpus}; make them equal")
-    for what, number in (("heads", model.heads), ("mlp-width", model.hidden), ("vocabulary", model.vocabulary)):
-        if number % layout.tensor and (what != "vocabulary" or layout.tensor > number):
+    for what, number in cut_by_tensor(model).items():
+        if number % layout.tensor:
             raise UserError(f"tensor={layout.tensor} does not divide --{what} {number}; take a divisor of it")
+    if layout.tensor > model.vocabulary:  # which is padded otherwise
+        raise UserError(f"tensor={layout.tensor} is more than --vocabulary {model.vocabulary}; take fewer")
     if layout.size("expert") > 1 and not model.experts:
         raise UserError(f"expert={layout.size('expert')}: model '{model.name}' has no experts; take data or shard")
     if model.experts and model.experts % layout.size("expert"):

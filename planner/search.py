@@ -9,7 +9,7 @@ from planner import memory, time
 from planner.constants import Constants, load
 from planner.estimate import GIB, Estimate, estimate, limited
 from planner.hardware import Cluster
-from planner.layout import Layout
+from planner.layout import Layout, cut_by_tensor
 from planner.models import Model
 
 LONGEST_PIPELINE = 64  # stages in all, of a pipeline that is looked at
@@ -38,7 +38,7 @@ def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, prec
     """Every layout that divides what it must divide. offload: those whose optimizer is in the host's memory."""
     gpus = cluster.gpus
     for tensor in divisors(gpus):
-        if tensor > cluster.gpus_per_node or model.heads % tensor or model.hidden % tensor:
+        if tensor > cluster.gpus_per_node or any(number % tensor for number in cut_by_tensor(model).values()):
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > min(model.layers, LONGEST_PIPELINE):

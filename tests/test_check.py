@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from forks import Fork
+from helpers import FULL
 from hostile import RING_SHIFT
 
 from common import check
@@ -87,9 +88,12 @@ def test_planted_bugs_are_shown_in_any_folder(chapter, tmp_path):
         assert process.returncode == 0, errors
         return output
 
-    listed = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
-    names = listed.stdout.split()
+    if FULL or chapter == "05_pipeline":  # a program of its own, which takes seconds to import what a fork has
+        listed = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True)
+        assert listed.returncode == 0, listed.stderr
+        names = listed.stdout.split()
+    else:
+        names = command().split()
     bug = BUGS[chapter][names[0]]
     assert set(BUGS[chapter]) <= set(names) and len(names) >= 8
     code, answer = command(names[0]), command(names[0], "--answer")

@@ -68,7 +68,7 @@ def one_hoards():
         store.set("waits", "yes")
         dist.barrier()
     store.get("waits")  # on a busy machine rank 0 may come late
-    limit = psutil.Process().memory_info().vms + 300 * 2**20  # of this rank only: the tests' machine is shared
+    limit = psutil.Process().memory_info().vms + 60 * 2**20  # of this rank only: the tests' machine is shared
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     hoard = []
     while True:

@@ -86,6 +86,13 @@ def test_every_layout_of_four_gpus_is_looked_at():
     same(looked_at(SMALL, 4, 2, 8, 1024, offload=True), lines(EIGHT) - whole)
 
 
+def test_tensor_parallelism_divides_heads_of_keys_and_values_and_widths_of_experts():
+    fewer = [replace(SMALL, kv_heads=2), replace(SMALL, mlp_width=6), replace(MIXED, expert_width=6)]
+    for model, most in zip([SMALL, *fewer], (4, 2, 2, 2), strict=True):
+        sizes = {line.partition("tensor=")[2][:1] for line in looked_at(model, 4, 4, 4, 1024)}
+        assert max(sizes) == str(most), f"the most ranks along 'tensor' of {model}"
+
+
 def test_sequences_are_cut_where_2048_tokens_stay_on_a_rank():
     found = {line for line in looked_at(SMALL, 4, 4, 4, 4096) if "context" in line}
     same(found, lines(CONTEXT))

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import yaml
 
@@ -27,6 +28,7 @@ from common.run_dir import claim, new_run_dir, saved_settings
 from common.strategy import StrategyEntry
 
 RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
+REPLICAS = SimpleNamespace(type=int, metadata={"choices": (), "bare": ""})  # what came before --mesh
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
 ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume",
         "timeout")  # fmt: skip
@@ -93,7 +95,7 @@ def parse(
     for key, value in content.items():
         if key not in known and key != "replicas":
             refuse_key(table, f"--config {file}", key, spelled[key], name, implementation, known)
-        from_file[key] = value if key == "replicas" else convert(f"--config {file}: {spelled[key]}", value, known[key])
+        from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known.get(key, REPLICAS))
     values = {**from_file, **given}
     if kept:
         values = resumed(kept, values, known, same_strategy=kept.get("strategy") == name)
@@ -366,7 +368,7 @@ def convert(where: str, value, item):
         if item.type is int and float(value) != int(value):
             raise ValueError
         value = item.type(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # of a word, a date, infinity
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
         raise UserError(f"{where}: expected {names[item.type]}, got {value!r}") from None
     choices = item.metadata["choices"]

@@ -127,7 +127,9 @@ def needed(found: Measured, gpus: int, precision: str) -> dict[str, dict[str, fl
 def load(what: str) -> Callable:
     """The function that FILE.py:FUNCTION names. Raises UserError."""
     path, _, name = what.rpartition(":")
-    if not path or not Path(path).is_file():
+    if not path:
+        raise UserError(f"'{what}' names no function; give FILE.py:FUNCTION")
+    if not Path(path).is_file():
         raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -100,6 +100,7 @@ class Estimate:
 def outside(found: Estimate) -> list[str]:
     """In what the layout is unlike all that the planner was compared with (planner/published)."""
     model, layout, cluster = found.model, found.layout, found.cluster
+    billions = float(f"{model.parameters / 1e9:.2g}")  # two digits, and no exponent
     says = {
         "mixtures of experts": bool(model.experts),
         "offload": layout.offload,
@@ -109,7 +110,7 @@ def outside(found: Estimate) -> list[str]:
         f"schedule {layout.schedule}": layout.pipeline > 1 and layout.schedule not in ("1f1b", "interleaved"),
         "sequences of more than 262,144 tokens": layout.sequence > 262_144,
         f"precision {layout.precision}": layout.precision not in ("bf16-mixed", "fp16-mixed", "fp8-mixed"),
-        f"models of {model.parameters / 1e9:.2g} billion parameters": not 1e9 < model.parameters < 1.1e12,
+        f"models of {billions:,g} billion parameters": not 1e9 < model.parameters < 1.1e12,
         "several nodes over a slow network": cluster.nodes > 1 and cluster.node_network / cluster.gpus_per_node < 20e9,
     }
     return [f"not checked against any published run: {what}" for what, is_so in says.items() if is_so]

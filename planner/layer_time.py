@@ -30,13 +30,15 @@ class Work:
         return self.backward_products + self.backward_core + self.backward_elementwise
 
 
+def peak(gpu: GPU, precision: str) -> float:
+    """FLOP/s of a data sheet, in 16 bit or float32: TF32 has half of 16 bit's, and a CPU's is that of float32."""
+    return gpu.peak / 2 if precision == "float32" and gpu.name not in ("cpu", "here") else gpu.peak
+
+
 def rate(gpu: GPU, precision: str, constants: Constants) -> float:
     """FLOP/s of large products."""
-    if precision == "float32":
-        half = 1 if gpu.name in ("cpu", "here") else 2  # TF32 has half of 16-bit's peak; a CPU's is that of float32
-        return gpu.peak / half * gpu.achievable * constants.matmul
     fast = constants.fp8 if precision == "fp8-mixed" and gpu.peak_fp8 else 1.0
-    return gpu.peak * gpu.achievable * constants.matmul * fast
+    return peak(gpu, precision) * gpu.achievable * constants.matmul * fast
 
 
 def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: Constants) -> float:
@@ -76,10 +78,10 @@ def work(
         mlp_width = model.hidden
     flops = 4 * tokens * sequence * model.query / tensor * context_factor
     if flash:  # only the half under the diagonal; the backward pass computes the scores again: 5 products for 2
-        core = flops / 2 / (gpu.peak * gpu.attention * constants.attention)
+        core = flops / 2 / (peak(gpu, precision) * gpu.attention * constants.attention)
         backward_core = 2.5 * core
     else:
-        core = flops / (gpu.peak * gpu.achievable * constants.matmul * 0.6)
+        core = flops / (peak(gpu, precision) * gpu.achievable * constants.matmul * 0.6)
         backward_core = 2 * core
     gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
     kept = layer_bytes(h, model.query, model.key, mlp_width, gated, dropout, "none", tensor, cut, itemsize) * tokens

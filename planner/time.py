@@ -85,8 +85,9 @@ def estimate(
     counts = stages.layers_of_stages(model.layers, layout.stages)
     layer_unit, expert_unit = parameters_of(model, layout, 1, False, False)
     gather = scatter = 0.0
+    divides = ("shard", "context", "expert") if layout.shard_context else ("shard", "expert")
+    sharded = partial(state_seconds, cluster, layout, constants, divides)
     if layout.zero_stage == 3 and layout.shards > 1:
-        sharded = partial(state_seconds, cluster, layout, constants, ("shard", "context", "expert"))
         gather = sharded("all_gather", layer_unit * itemsize, expert_unit * itemsize)
         scatter = sharded("reduce_scatter", layer_unit * message, expert_unit * message)
     per_micro_batch = gather and p == 1  # a stage of a pipeline is gathered once for all of its micro-batches
@@ -124,7 +125,6 @@ def estimate(
                 "reduce_scatter", ends_unit * message)) + gather + scatter  # fmt: skip
             once += m * model.layers * exposed_layer
     elif layout.zero_stage and layout.shards > 1:
-        sharded = partial(state_seconds, cluster, layout, constants, ("shard", "context", "expert"))
         repeats = m if layout.zero_stage == 2 else 1
         reduce = repeats * sharded("reduce_scatter", own * message, own_experts * message)
         collect = sharded("all_gather", own * itemsize, own_experts * itemsize)

@@ -169,7 +169,7 @@ MISTAKES = [
     Mistake(
         "common/lab/guard.py", "        if what != their_what:\n", "        if False:\n",
         "a message of the wrong type is not seen",
-        "tests/test_guard.py::test_the_second_of_a_send_and_its_receive_sees_the_difference",
+        "tests/test_guard_messages.py::test_the_second_of_a_send_and_its_receive_sees_the_difference",
         "what the second of a send and its receive is told",
     ),
     Mistake(

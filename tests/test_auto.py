@@ -106,9 +106,10 @@ def test_what_it_cannot_pick_gets_one_line(line, says):
     ],
 )
 def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
+    here = SimpleNamespace(total_memory=gib * 2**30)  # of GPU 0, which every process has; others it may not see
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: said)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: {0: here}[number])
     if name is None:
         named = said.lower().replace(" ", "-")
         with pytest.raises(UserError, match=f"does not know the GPU {named}; run `python -m planner calibrate`"):
@@ -143,6 +144,7 @@ def test_the_planner_is_asked_of_this_training_on_these_nodes(tmp_path, monkeypa
         choose(line.split())
     machine, precision = asked[1][0][1], asked[1][0][4]
     assert (machine.gpu.name, machine.nodes, precision) == ("cpu", 2, "float32")
+    assert list(tmp_path.iterdir()) == [], "what is asked of the command line makes no folder for the run"
 
 
 def test_what_was_picked_is_told_in_its_units():

@@ -1,6 +1,7 @@
 """The page that grows the reducer of chapter 03 grows the one of by_hand.py; its pictures of buckets; and the program
 that measures how fast ranks train."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,8 @@ def test_of_undisturbed_passes_the_shortest_two_are_drawn():
     assert (pair["after"].backward, pair["hooks"].backward, share) == (1.0, 1.15, 1.0), "the shortest two"
     pair, _ = buckets.comparable(recorded((1.0, 1.5), (1.4, 1.5), (3.0, 3.5), (3.3, 3.4)))
     assert pair["after"].backward == 3.0, "the two that are most alike come before shorter ones"
+    pair, _ = buckets.comparable(recorded((1.0, 1.5), (1.25, 1.3), (3.0, 3.5), (3.5, 3.6)))
+    assert pair["after"].backward == 3.0, "up to a fifth longer than the other is alike"
     pair, _ = buckets.comparable(recorded((1.0, 1.5), (2.9, 3.0)))
     assert pair["hooks"].backward == 2.9, "on a busy computer one pass may take three times as long as the other"
     with pytest.raises(RuntimeError, match="run the cell again"):
@@ -176,11 +179,12 @@ def test_a_pass_with_buckets_held_back_and_one_by_hooks_follow_each_other(monkey
 
         def average_bucket(self, bucket):
             done = torch.futures.Future()
-            done.set_result(None)
+            self.sent = done
             return SimpleNamespace(get_future=lambda: done)
 
         def finish(self):
             noted.append("finished")
+            threading.Timer(0.02, self.sent.set_result, [None]).start()  # over a moment later
 
     class Loss:
         def backward(self):
@@ -194,7 +198,8 @@ def test_a_pass_with_buckets_held_back_and_one_by_hooks_follow_each_other(monkey
     held_back, by_hooks = ["computed", "sent", "finished"], ["sent", "computed", "finished"]
     assert noted == [2.5, "all are here", *held_back, "all are here", *by_hooks], "held back, then by hooks"
     assert [run[:2] for run in runs] == [(0.0, 1.0), (1.0, 2.0)], "start and end of the backward pass alone"
-    assert [run[2] for run in runs] == [[[1.0, 1.0]], [[1.0, 1.0]]], "when each all-reduce was called, and was over"
+    spans = [run[2] for run in runs]
+    assert spans == [[[1.0, 1.0]], [[1.0, 2.0]]], "when each all-reduce was called, and was over, which is waited for"
 
 
 def test_an_all_reduce_begins_when_the_last_rank_calls_it():
@@ -223,12 +228,24 @@ def test_seconds_of_a_step_are_the_slowest_ranks_without_the_first_steps(monkeyp
     assert calls == ["barrier", "barrier", 2.0], "a barrier before the clock starts and before it stops; seconds a step"
 
 
+def test_the_clock_waits_for_a_gpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(speed.torch.cuda, "synchronize", lambda: calls.append("GPU"))
+    monkeypatch.setattr(speed.dist, "barrier", lambda: calls.append("all ranks"))
+    for device in ("cpu", "cuda"):
+        speed.finish(torch.device(device))
+    assert calls == ["all ranks", "GPU", "all ranks"], "on CPUs the ranks are waited for; on GPUs first the GPU"
+
+
 def test_a_rank_trains_on_its_part_of_the_batch(monkeypatch):
-    seen = []
-    monkeypatch.setattr(speed, "DistributedDataParallel", lambda model: seen.append(model) or model)
+    seen, asked = [], []
+    monkeypatch.setattr(
+        speed, "DistributedDataParallel", lambda model, **how: asked.append(how) or seen.append(model) or model
+    )
     monkeypatch.setattr(speed.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(speed.dist, "get_world_size", lambda: 4)
-    step = speed.make_step(64, torch.device("cpu"))
+    step = speed.make_step(64, torch.device("cpu"), bucket_cap_mb=3)
+    assert asked == [{"bucket_cap_mb": 3}], "options for DistributedDataParallel"
     (model,) = seen
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     before = model[0].weight.clone()

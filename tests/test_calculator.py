@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
@@ -11,7 +12,7 @@ from common import ROOT
 from course.fsdp import calculator, decision_map, formulas, pictures
 from planner import hardware, models
 from planner.estimate import GIB, estimate
-from planner.layout import Layout, make_layout
+from planner.layout import RECOMPUTE, Layout, make_layout
 
 
 @pytest.mark.parametrize("stage", calculator.STAGES.values())
@@ -55,7 +56,11 @@ def test_messages_are_hidden_or_exposed():
 def test_every_control_redraws_and_errors_are_explained():
     sliders = calculator.Calculator()
     seen = {bytes(sliders.picture.value)}
-    assert sliders.text.value.startswith("28 to 37 GiB with what the allocator adds: fits: yes; step 0.40 s")
+    found = calculator.ask("llama-7b", 8, 3)
+    assert sliders.text.value == (
+        "28 to 37 GiB with what the allocator adds: fits: yes; step 0.40 s, of which "
+        f"{found.step.exposed:.2f} s exposed communication; MFU {100 * found.mfu:.0f}%"
+    )
     for name, value in [("model", "llama-13b"), ("gpus", 16), ("stage", 1), ("precision", "bf16"), ("sequence", 2048),
                         ("micro_batch", 4), ("recompute", "full"), ("offload", True)]:  # fmt: skip
         sliders.controls[name].value = value
@@ -64,6 +69,27 @@ def test_every_control_redraws_and_errors_are_explained():
     sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
     sliders.controls["model"].value = "llama-8"
     assert "llama-8" in sliders.text.value and sliders.picture.layout.display == "none"
+
+
+def test_what_the_calculators_controls_offer(monkeypatch):
+    controls = calculator.Calculator().controls
+    offload = controls.pop("offload")
+    found = {name: (control.description, control.options, control.value) for name, control in controls.items()}
+    assert found == {
+        "model": ("model", ("llama-3.2-1b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "llama-3-405b"),
+                  "llama-7b"),
+        "gpus": ("GPUs", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 8),
+        "stage": ("stage", {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3 (FSDP)": 3}, 3),
+        "precision": ("precision", ("float32", "bf16-mixed", "fp16-mixed", "bf16"), "bf16-mixed"),
+        "sequence": ("sequence", (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), 4096),
+        "micro_batch": ("micro-batch", (1, 2, 4, 8, 16, 32), 1),
+        "recompute": ("recompute", tuple(how for how in RECOMPUTE if how != "selective"), "none"),
+    }, "what each control is called, what it offers, and where it begins"  # fmt: skip
+    assert (offload.description, offload.value) == ("offload", False)
+    monkeypatch.setattr(calculator, "draw", list)  # the labels alone
+    shown = SimpleNamespace(text=SimpleNamespace())
+    labels = [calculator.Calculator.draw(shown, "llama-3.2-1b", gpus, 0) for gpus in (1, 8)]
+    assert labels == [["llama-3.2-1b\n1 GPU"], ["llama-3.2-1b\n8 GPUs"]], "what stands beside the bar"
 
 
 def test_phases_of_a_step_are_marked():
@@ -76,6 +102,17 @@ def test_phases_of_a_step_are_marked():
     assert fig.axes[0].get_ylim() == fig.axes[1].get_ylim()
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in fig.axes[0].collections]
     assert tops == [1, 1, 1, 1.25, 6.25], "MiB up to each kind, one upon the other"
+    for ax, backward, title in zip(fig.axes, (2, 1), ("one", "two"), strict=True):
+        assert [line.get_xdata()[0] for line in ax.lines] == [0, backward, 4], "where phases begin"
+        assert [text.get_position()[0] for text in ax.texts[:3]] == [backward / 2, (backward + 4) / 2, 4.5]
+        assert ax.texts[3].xy == (1, 6.25), "the peak, in MiB"
+        assert (ax.get_xlim(), ax.get_ylim()) == ((0, 5), (0, 1.25 * 6.25)), "a quarter more than the backward pass"
+        assert (ax.get_title(), ax.get_xlabel()) == (title, "operators of a step")
+    assert fig.axes[0].get_ylabel() == "memory (MiB)"
+    legend = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert legend == ["parameters", "gradients", "optimizer", "gathered units", "activations"]
+    colours = [to_hex(area.get_facecolor()[0]).upper() for area in fig.axes[1].collections]
+    assert colours == [calculator.COLOURS[name].upper() for name in legend], "the colours of the bars' legend"
 
 
 def test_bars_of_time_lie_where_the_step_spends_it():
@@ -92,8 +129,37 @@ def test_bars_of_time_lie_where_the_step_spends_it():
         assert (bar.get_x(), bar.get_width()) == pytest.approx(place), f"begin and length of {what}"
     limit = found.cluster.gpu.memory / GIB
     assert list(left.lines[0].get_xdata()) == [limit, limit], "the line of what a GPU has"
+    assert list(left.lines[0].get_ydata()) == [-0.5, 1], "which goes past all bars"
     (total,) = (text.get_text() for text in left.texts if text.get_weight() == "bold")
     assert total == f"{found.memory.needed / GIB:.0f}", "the sum beside the bar"
+    assert [text.get_text() for text in right.texts] == [f" {found.seconds:.2f} s"]
+    assert (left.get_xlabel(), right.get_xlabel()) == ("memory at the peak (GiB per GPU)", "one step (seconds)")
+    assert [label.get_text() for label in left.get_yticklabels()] == ["one"]
+    assert left.get_xlim() == pytest.approx((0, 1.15 * limit)) and right.get_xlim()[1] > found.seconds
+    told = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in (left, right)]
+    assert told == [["parameters", "gradients", "optimizer", "gathered units", "activations", "logits and loss"],
+                    ["forward, backward", "optimizer", "hidden communication", "exposed communication"]]  # fmt: skip
+    handles, bars = right.get_legend().legend_handles, {"forward, backward": 0, "optimizer": 1}
+    bars |= {"hidden communication": 2, "exposed communication": 3}
+    for (name, number), handle in zip(bars.items(), handles, strict=True):
+        like = right.patches[number]
+        assert (handle.get_facecolor(), handle.get_hatch()) == (like.get_facecolor(), like.get_hatch()), name
+    for name, handle, bar in zip(told[0], left.get_legend().legend_handles, left.patches, strict=True):
+        assert handle.get_facecolor() == bar.get_facecolor(), f"{name}: the colour of the legend and of the bar"
+    plt.close(fig)
+
+
+def test_numbers_stand_in_the_bars_that_are_wide_enough():
+    found = calculator.ask("llama-13b", 8, 1, micro_batch=2)
+    fig = calculator.draw({"one": found, "two": calculator.ask("llama-7b", 8, 3)})
+    texts = {text.get_text(): text.get_position() for text in fig.axes[0].texts}
+    ends, end = {}, 0.0
+    for name, size in calculator.grouped(found).items():
+        ends[name], end = (end, end + size), end + size
+    for name in ("parameters", "gradients", "activations"):
+        begin, end = ends[name]
+        assert texts[f"{end - begin:.0f}"] == pytest.approx(((begin + end) / 2, 0)), f"{name}: GiB, in its bar"
+    assert texts["79 GiB that a GPU has"] == (79.1, -0.55), "beside the line, above the bars"
     plt.close(fig)
 
 
@@ -121,6 +187,35 @@ def test_the_map_is_whole_and_what_the_planner_says():
     for model, gpus in (("llama-33b", 8), ("llama-3-405b", 16)):
         found, said = decision_map.cell(model, gpus, network), rows[network, model, gpus]
         assert found == {name: value for name, value in said.items() if value}
+
+
+def test_of_each_kind_the_fastest_four_are_estimated_exactly(monkeypatch):
+    """A search says 1 to 6 s for six layouts; exactly, the fourth takes 0.5 s and nobody asks about the fifth."""
+    exact = {0: 3.0, 1: 2.5, 2: 2.0, 3: 0.5, 4: 0.1, 5: 0.55}
+    layouts = [Layout((("shard", 8),), 64, zero_stage=3, micro_batch=number + 1) for number in range(5)]
+    layouts.append(Layout((("tensor", 8),), 64, micro_batch=6, recompute="full"))
+    offloads, gpu = [], SimpleNamespace(memory=80 * GIB)
+
+    def candidates(*given):
+        offloads.append(given[-1])
+        return [SimpleNamespace(layout=layout, seconds=1.0 + number, expected=(80 if number else 10) * GIB)
+                for number, layout in enumerate(layouts)][::-1]  # fmt: skip
+
+    def estimated(shape, cluster, layout, constants):
+        memory = SimpleNamespace(expected=12.34 * GIB, needed=15 * GIB)
+        return SimpleNamespace(layout=layout, seconds=exact[layouts.index(layout)], mfu=0.4567, memory=memory)
+
+    monkeypatch.setattr(decision_map.search, "candidates", candidates)
+    monkeypatch.setattr(decision_map, "estimate", estimated)
+    row = decision_map.searched("a shape", SimpleNamespace(gpu=gpu), 64, 4096, "bf16-mixed", "constants")
+    assert row == {
+        "kind": "ZeRO-3 (FSDP)", "layout": "Z3", "micro_batch": "4", "recompute": "none", "seconds": "0.5",
+        "mfu": "0.457", "gib": "12.3", "next": "tensor", "later": "0.100",
+    }, "the winner of the exact estimates, and how much longer the next kind takes"  # fmt: skip
+    assert offloads == [False], "offload is not looked at where something fits"
+    gpu.memory = 9 * GIB
+    row = decision_map.searched("a shape", SimpleNamespace(gpu=gpu), 64, 4096, "bf16-mixed", "constants")
+    assert (row, offloads) == ({"kind": "does not fit"}, [False, False, True]), "then with offload, and nothing fits"
 
 
 def test_the_map_is_written_cell_by_cell(monkeypatch, tmp_path):

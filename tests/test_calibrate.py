@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,34 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
     assert peak == 2 * 8**3 / 2.0, "a multiplication and an addition for each of 8 x 8 x 8"
     assert kernel == 2.0 / 100, "one of a hundred tiny products"
     assert calibrate.memory_rate(CPU) == 2 * 4 * 2**24 / 2.0, "each of 2**24 numbers is read and written"
+
+
+def test_a_gpu_gets_larger_products_and_is_waited_for(monkeypatch):
+    """16 times as large a side, and 16 times as much memory."""
+    shapes, done, gpu = [], [], SimpleNamespace(type="cuda")
+    monkeypatch.setattr(calibrate, "SIDE", 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    calibrate.best_of(lambda: done.append("computed"), times=2)
+    assert done == ["computed", "waited"] * 3, "the clock is read when the GPU is done"
+    monkeypatch.setattr(calibrate, "best_of", lambda work, times=5: 2.0)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **_: shapes.append(shape) or torch.zeros(3))
+    assert calibrate.products(gpu, torch.bfloat16)[0] == 2 * 128**3 / 2.0, "FLOP/s"
+    calibrate.memory_rate(gpu)
+    assert shapes == [(128, 128), (8, 8), (2**28,)], "shapes of what is computed with"
+
+
+def test_what_each_rank_measures(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibrate, "products", lambda device, dtype: asked.append((device.type, dtype)) or (6e10, 1e-5))
+    monkeypatch.setattr(calibrate, "memory_rate", lambda device: asked.append(device.type) or 1e10)
+    monkeypatch.setattr(calibrate, "block", lambda device: asked.append(device.type) or 0.05)
+    monkeypatch.setattr(dist, "barrier", lambda: asked.append("barrier"))
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda device=device: device == "cuda")
+        asked.clear()
+        assert calibrate.one_rank() == {"peak": 6e10, "kernel": 1e-5, "hbm": 1e10, "block": 0.05}, device
+        assert asked == ["barrier", (device, dtype), "barrier", device, "barrier", device], "all ranks at the same time"
 
 
 class Clock:
@@ -84,7 +113,7 @@ def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
     monkeypatch.setattr(calibrate, "block", block)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    assert calibrate.crowded_block() == pytest.approx(0.3)
+    assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
 
 
 def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
@@ -106,7 +135,15 @@ def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
         asked.clear()
         found = calibrate.measure(ranks)
         assert asked == expected, f"{ranks} ranks on two cores"
+        link = (found["alpha_link"], found["link"], found["cores"])
+        assert link == ((1e-5, 1e9, 2) if ranks == 1 else (1e-4, 1e9, 2)), "one rank's are usual ones"
     assert found["crowding"] == 1.0, "a machine is not faster for being crowded"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked.clear()
+    found = calibrate.measure(4)
+    assert asked == [("one_rank", 1), ("links", 4)], "each rank has a GPU of its own: one is timed"
+    assert found == {"block": 0.05, "alpha_link": 1e-4, "link": 1e9, "cores": 0}, "what was found on GPUs"
 
 
 def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
@@ -115,6 +152,8 @@ def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
     monkeypatch.setattr("common.lab.launch.launch", lambda work, size, **_: [times, times])
     _, link = calibrate.links(2)
     assert link == pytest.approx(calibrate.SIZES[-1] / 0.7), "all-reduces of two ranks send as much as they have"
+    times[:] = [(size / 1e6) ** 2 for size in calibrate.SIZES]  # a line through them has less than nothing at 0 bytes
+    assert calibrate.links(2)[0] == 1e-9, "seconds of a message"
 
 
 def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
@@ -128,10 +167,14 @@ def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
     ]
     found = calibrate.json.loads((tmp_path / "here.json").read_text())
     told = {"matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": 2e-5, "alpha_link": 1e-4, "kept": 0.0}
-    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE
+    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE, "what is written"
+    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE | {"cores": 0})
+    calibrate.calibrate(tmp_path / "gpu.json", 2)
+    found = calibrate.json.loads((tmp_path / "gpu.json").read_text())["constants"]
+    assert not {"kept", "passes"} & {*found}, "of a GPU those that were fitted"
 
 
 def test_a_block_that_products_explain_leaves_a_little_for_the_rest():
     gpu = hardware.here(HERE)
-    assert calibrate.passes(gpu, replace(PRIOR, matmul=1.0), 1e-9) == 0.1
+    assert calibrate.passes(gpu, replace(PRIOR, matmul=1.0), 1e-9) == 0.1, "a tenth at least"
     assert gpu.pcie == 1e10 and gpu.memory == 8 * 2**30, "a processor's memory is the host's"

@@ -105,6 +105,8 @@ class Names:
 
 
 def test_engines_are_these(monkeypatch):
+    in_table = {name: entry().engines for name, entry in STRATEGIES.items() if entry().engines}
+    assert in_table == engines.OF, "strategy: its engines, in the table of strategies"
     for script in ("ddp.with_accelerate", "ddp.with_fabric", "fsdp.with_accelerate", "fsdp.with_deepspeed",
                    "fsdp.with_trainer"):  # fmt: skip
         monkeypatch.setitem(sys.modules, f"course.{script}", Names())

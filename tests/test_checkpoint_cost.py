@@ -32,6 +32,11 @@ def test_sliders_have_hours_and_seconds_and_the_picture_minutes(monkeypatch):
     assert asked[1] == pytest.approx(begin), "where each slider begins"
     names = [control.description for control in sliders.controls.values()]
     assert names == ["GPUs", "GPU-h/failure", "s/checkpoint", "s/restart"], "what each slider is, with its unit"
+    ranges = [(round(10**one.min, 6), round(10**one.max, 6), one.step, one.readout_format)
+              for one in sliders.controls.values()]  # fmt: skip
+    assert ranges == [
+        (8, 131072, 0.05, ",.0f"), (1000, 1e6, 0.05, ",.0f"), (0.1, 1000, 0.05, ",.0f"), (1, 3600, 0.05, ",.0f"),
+    ], "least and largest of each slider, its step in powers of ten, and how it is read out"  # fmt: skip
 
 
 def test_the_picture_says_which_interval_is_best():

@@ -339,10 +339,20 @@ def test_of_a_submissions_folder_no_file_is_too_large(tmp_path):
     assert said == "data.bin is larger than 1 MiB", "why a folder is not copied"
 
 
+def test_a_file_that_cannot_be_copied_is_its_own_note(tmp_path, monkeypatch):
+    def denied(source, target):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "ann.py").touch()
+    monkeypatch.setattr(classes.shutil, "copyfile", denied)
+    assert classes.copy(tmp_path / "ann.py", tmp_path / "0") == "cannot be read: Permission denied"
+
+
 def test_no_cell_is_a_formula():
     for text in ("=1+1", "+1", "-1", "@SUM(A1)", "  =1", "\t=1", "\r\n=HYPERLINK()"):
         assert safe(text).startswith("'")
     assert safe("a = 1\nb") == "a = 1 b" and safe(12) == "12"
+    assert safe("naïve \ud800 €") == "naïve ? €", "what cannot be written would end the grading of the whole class"
 
 
 @walled

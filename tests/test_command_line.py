@@ -45,6 +45,10 @@ REFUSED = {
     ("--dry-run --mesh data=2", 4): "--mesh data=2 is 2 rank(s), and 4 are started; start 2, or make the product 4",
     ("--offload=yes", 1): "--offload is an option of zero2 (pytorch), fsdp (pytorch), hsdp (pytorch), not of 'single'; "
     "leave it out",
+    ("--steps many", 1): "argument --steps: invalid int value: 'many' (--help lists the options)",
+    ("--strategy context --implementation magic", 1): "strategy 'context' has a version by hand only; add --by-hand",
+    ("--strategy hsdp --mesh tensor=1", 1): "--mesh tensor=1: strategy 'hsdp' has axes data, shard, not 'tensor'; "
+    "leave --strategy out, and the mesh says what is done",
     ("--batch-sise=3", 1): "unknown option --batch-sise; did you mean --batch-size?",
     ("--strategy ddp --implementation magic", 1): "strategy 'ddp' has no implementation 'magic'; it has pytorch, "
     "by-hand, accelerate, fabric",
@@ -66,6 +70,10 @@ def test_the_file_is_named_where_the_fault_is_its(tmp_path):
         "optimizer: adam": "optimizer: expected one of sgd, adamw, got 'adam'",
         "Accumulation_Steps: 3": "unknown key 'Accumulation_Steps'; did you mean 'accumulation-steps'?",
         "accumulate: many": "accumulate: expected a whole number, got 'many'",
+        "strategy: hsdp\nreplicas: two": "replicas: expected a whole number, got 'two'",
+        "text: [a, b]": "text: expected a word, got ['a', 'b']",
+        "text:": "text: expected a word, got None",
+        "steps: .inf": "steps: expected a whole number, got inf",
         "lay-ers: 3": "unknown key 'lay-ers'; did you mean 'layers'?",
     }.items():
         Path("run.yaml").write_text(content)
@@ -81,6 +89,14 @@ def test_the_file_is_named_where_the_fault_is_its(tmp_path):
 def test_the_newer_name_wins(capsys):
     assert configure("--accumulate 3 --accumulation-steps 5").accumulation_steps == 5, "of both names the newer one"
     assert capsys.readouterr().err == "note: --accumulate is called --accumulation-steps now\n"
+
+
+def test_older_forms_of_the_mesh_say_the_newer_one(capsys):
+    Path("run.yaml").write_text("replicas: 1")
+    assert configure("--strategy hsdp --config run.yaml", size=4).axes == {"data": 1, "shard": 4}
+    assert capsys.readouterr().err == "note: --replicas 1 is --mesh data=1 now\n"
+    assert configure("--strategy hsdp --mesh 1x4", size=4).axes == {"data": 1, "shard": 4}
+    assert capsys.readouterr().err == "note: --mesh 1x4 is --mesh data=1,shard=4\n"
 
 
 def test_a_dry_run_asks_for_no_device_and_no_launcher():
@@ -143,6 +159,8 @@ def test_the_command_line_says_which_run_is_resumed():
     begun("a", strategy="ddp", seed=1), begun("b", strategy="ddp", seed=2)
     Path("run.yaml").write_text("run-dir: a\nresume: true\n")
     assert [configure(f"--config run.yaml {more}").seed for more in ("", "--run-dir b")] == [1, 2], "--run-dir's"
+    Path("run.yaml").write_text("resume: false\n")
+    assert configure("--config run.yaml --resume --run-dir b").seed == 2, "--resume of the command line wins"
 
 
 def test_which_strategy_and_implementation_goes_on():
@@ -166,6 +184,9 @@ def test_the_order_goes_with_the_mesh():
     assert list(configure("--resume --run-dir run").axes) == ["shard", "data"]
     named = configure("--resume --run-dir run --mesh data=1,shard=1")
     assert list(named.axes) == ["data", "shard"], "a mesh that is named has its own order"
+    for form in ("--mesh 1x1", "--replicas 1"):
+        older = configure(f"--resume --run-dir run {form}")
+        assert (older.strategy, list(older.axes)) == ("hsdp", ["data", "shard"]), f"{form}: a mesh in its older form"
 
 
 def test_a_setting_that_this_version_does_not_have_is_refused():

@@ -1,5 +1,6 @@
-"""Whole pictures against what they should show, line by line. tests/drawn.txt was read line by line against the numbers
-that the pictures are given here; the pictures of a plan have numbers of their own instead of the planner's."""
+"""Whole pictures against what they should show, line by line. drawn.txt and drawn_first.txt beside this file were read
+line by line against the numbers that the pictures are given here; the pictures of a plan have numbers of their own
+instead of the planner's."""
 
 from types import SimpleNamespace
 
@@ -9,9 +10,9 @@ from drawn import drawn
 
 from common import ROOT
 from common.lab import plotting
-from course.ddp import buckets
+from course.ddp import buckets, checkpoint_cost
 from course.fsdp import calculator, decision_map
-from course.intro import networks
+from course.intro import networks, overview
 
 
 class Timeline:
@@ -69,6 +70,7 @@ def decisions():
     return decision_map.draw_rows(cells, "a network", "GPUs of a kind")
 
 
+ROWS = [["0", "1 2", "-15", "0.5"], ["0", "3 4", "-87", "0.5"]]  # weight, examples, gradient, new weight
 RUN = {"computed": [(5.0, 5.2), (5.0, 5.3)], "reduced": [(5.1, 5.25), (5.28, 5.34)]}
 PICTURES = {
     "collective": lambda: plotting.collective([[[11, None], [2]], [[13], [20]]], ("start", "end"), title="a sum"),
@@ -85,6 +87,11 @@ PICTURES = {
     "plans": plans,
     "memory of a step": memory_of_a_step,
     "decisions": decisions,
+    "own gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[2],
+    "summed gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[3],
+    "state": lambda: overview.state_bars([1e9, 7e9], recipe=(2, 3, 12), gpu=80e9),
+    "shares": lambda: overview.share_bars({"fast": [0.1, 0.02], "slow": [0.5, 0.25]}, ["few", "many"]),
+    "checkpoints": lambda: checkpoint_cost.draw(cost=0.5, mtbf=180.0, restart=10.0),
 }
 
 
@@ -127,7 +134,7 @@ def test_sliders_offer_and_begin_with():
 
 
 def expected(name: str) -> list[str]:
-    text = (ROOT / "tests/drawn.txt").read_text()
+    text = "\n".join((ROOT / "tests" / file).read_text() for file in ("drawn.txt", "drawn_first.txt"))
     return text.partition(f"===== {name}\n")[2].partition("\n=====")[0].splitlines()
 
 
@@ -137,4 +144,4 @@ def test_a_picture_shows_all_that_it_should(name):
     plt.close("all")
     missing, more = ([line for line in one if line not in other] for one, other in ((wanted, shown), (shown, wanted)))
     said = "\n".join(["missing:", *missing, "instead:", *more])
-    assert shown == wanted, f"the picture of {name} (tests/drawn.txt); in it is {said}"
+    assert shown == wanted, f"the picture of {name} (tests/drawn*.txt); in it is {said}"

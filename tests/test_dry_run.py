@@ -2,9 +2,11 @@
 
 import math
 import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from forks import Fork, torchrun
 from helpers import SMALL, configure, launcher
@@ -57,6 +59,50 @@ def test_what_is_foreseen_is_what_ranks_do(size, tmp_path):
             assert foreseen.sent == pytest.approx(real.sent, rel=1e-3), f"{line}, rank {rank}: sent"
             assert foreseen.sent and foreseen.state >= 4 * 3 * foreseen.numbers, "AdamW has two numbers for each"
             assert foreseen.peak > foreseen.state + 4 * foreseen.numbers
+
+
+def test_a_rank_is_looked_at_in_a_second_step(monkeypatch):
+    """Rank 5 of eight: 24 examples in parts of 4, each a pipeline's two micro-batches; by a strategy that notes."""
+    noted, zeros = [], torch.zeros
+
+    class Strategy:
+        data_axes, data_rank, data_size = ("data",), 1, 2
+        step = staticmethod(lambda parts: noted.append([tuple(part.shape for part in pair) for pair in parts]))
+
+        def __init__(self, *given):
+            noted.append(given)
+
+        def parts(self):
+            where = SimpleNamespace(start=0, stop=6, size=(2, 3), shape=(4, 3))
+            return [SimpleNamespace(name="w", where=where, tensor=zeros(2, 3))]
+
+    @contextmanager
+    def pretend(*given):
+        noted.append(given)
+        begin = lambda name: noted.append(name) or SimpleNamespace(peak={"first": 70, "second": 90}[name])  # noqa: E731
+        yield "mesh", SimpleNamespace(begin=begin, now=[50, 60])
+
+    def on_gpu(*shape, dtype, device=None):
+        noted.append((device, dtype)) if device else None
+        return zeros(*shape, dtype=dtype)
+
+    monkeypatch.setattr(dry_run, "torch", SimpleNamespace(zeros=on_gpu, long=torch.long))
+    monkeypatch.setattr(dry_run, "pretend", pretend)
+    monkeypatch.setattr(dry_run, "check_batch", lambda *given: noted.append("checked"))
+    axes, options = {"pipeline": 2, "data": 2, "tensor": 2}, SimpleNamespace(microbatches=2)
+    config = SimpleNamespace(axes=axes, options=options, batch_size=24, accumulation_steps=3, context=16, width=32,
+                             strategy_class=Strategy)  # fmt: skip
+    example = zeros(1, 16, dtype=torch.uint8), zeros(1, dtype=torch.int32)
+    dataset = SimpleNamespace(batch=lambda numbers: example)
+    task = SimpleNamespace(dataset=dataset, make_model=lambda: "model", make_optimizer="optimizer")
+    found = dry_run.as_rank(config, task, 5)
+    a_step = [("gpu", torch.uint8), ("gpu", torch.int32), [((4, 16), (4,))] * 3]
+    assert noted == [
+        (axes, 5, 8, 1, (2, 16, 32)), ("model", "optimizer", "mesh", options), "checked", "first", *a_step, "second",
+        *a_step,
+    ], "mesh, rank, ranks, nodes and a message's shape; the strategy; two steps on this rank's examples"  # fmt: skip
+    place = {"pipeline": 1, "data": 0, "tensor": 1}
+    assert found == dry_run.Foreseen(place, (12, 24), {"w": "[2, 3] of [4, 3]"}, 6, 50, 90, {}), "of the second step"
 
 
 def small(line: str) -> list[str]:

@@ -51,7 +51,7 @@ def test_torchtitan_has_all_axes(capsys):
         "data_parallel_replicate": 2, "data_parallel_shard": 4, "pipeline_parallel": 3, "context_parallel": 8,
         "tensor_parallel": 2,
     }  # fmt: skip
-    assert {name: tables["parallelism"][f"{name}_degree"] for name in degrees} == degrees
+    assert {name: tables["parallelism"][f"{name}_degree"] for name in degrees} == degrees, "degrees"
     assert tables["parallelism"]["pipeline_parallel_schedule"] == "1F1B"
     assert tables["parallelism"]["pipeline_parallel_microbatch_size"] == 2
     assert tables["training"]["local_batch_size"] == 8 and tables["training"]["global_batch_size"] == 64
@@ -118,8 +118,8 @@ def test_the_course_reads_its_own(capsys, tmp_path, line, strategy, implementati
     file = tmp_path / "course.yaml"
     file.write_text(found["files"]["course.yaml"])
     config = configure(f"--dry-run --config {file}")
-    assert (config.strategy, config.implementation, config.batch_size) == (strategy, implementation, 16)
-    assert (config.layers, config.width, config.heads, config.context) == (4, 32, 4, 16)
+    assert (config.strategy, config.implementation, config.batch_size) == (strategy, implementation, 16), "strategy"
+    assert (config.layers, config.width, config.heads, config.context) == (4, 32, 4, 16), "the model's shape"
     for name, value in options.items():
         assert getattr(config, name, None) == value or getattr(config.options, name, None) == value, name
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_said_gets_one_line(capsys, tool, line, says):
         base = "--model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 64 --sequence 2048"
         main(["emit", "--format", tool, *f"{base} {room}{line}".split()])
     (error,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and says in error
+    assert end.value.code == 2 and says in error, f"what is said of {line}"
     assert tool not in FORMATS or "--zero-stage is" in says or "finds one" in says or f"--format {tool}: " in error
 
 

@@ -1,6 +1,8 @@
 """What `planner emit` writes for each tool: a setting for each choice of the layout, for one machine and several."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -86,28 +88,98 @@ def test_each_choice_of_the_layout_is_a_setting(tool, gpus, mesh, fields, told):
     assert {name: settings.get(name, "not there") for name in told} == told, f"what {tool} reads in {name}"
 
 
-REFUSED = [
-    ("accelerate", 16, {"data": 2, "context": 8}, {"zero_stage": 3}, "'data' needs an axis 'shard' larger than 1"),
-    ("accelerate", 8, {"data": 8}, {"offload": True}, "without fully_shard it has no axis but 'data', and no offload"),
-    ("deepspeed", 8, {"data": 8}, {"offload": True}, "offloads the optimizer with ZeRO only"),
-    ("torchtitan", 8, {"data": 4, "pipeline": 2}, {"zero_stage": 3}, "shards along 'shard' or 'context'"),
-    ("torchtitan", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 3, "sequence_parallel": False},
-     "has tensor parallelism together with sequence parallelism; leave --sequence-parallel out"),
-    ("torchtitan", 8, {"pipeline": 2, "shard": 4}, {"zero_stage": 2}, "has nothing like ZeRO-2 here"),
-    ("torchtitan", 8, {"shard": 8}, {"zero_stage": 3, "precision": "fp16"}, "has no precision 'fp16-mixed'"),
-    ("torchrun", 8, {"shard": 2, "context": 4}, {"zero_stage": 3}, "ranks along 'context' copy the state"),
-    ("torchrun", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 1}, "has ZeRO-1 along 'shard' alone"),
-    ("torchrun", 8, {"data": 8}, {"recompute": "every-second"}, "does not recompute 'every-second'"),
-]
+PLAIN, THREE = {"sequence_parallel": False}, {"zero_stage": 3}
+REFUSED = [  # tool, GPUs, mesh, fields of the layout, and all that is said
+    ("accelerate", 8, {"pipeline": 8}, {},
+     "Accelerate has no axis 'pipeline'=8; give another --mesh, or --format torchtitan"),
+    ("accelerate", 8, {"shard": 8}, {"zero_stage": 1},
+     "fully_shard divides gradients too; take --zero-stage 2 or 3, or --format deepspeed"),
+    ("accelerate", 8, {"tensor": 8}, {},
+     "it cuts weights along 'tensor', and no activations; add --sequence-parallel no"),
+    ("accelerate", 8, {"shard": 8}, {"recompute": "selective"} | THREE,
+     "it has no recomputation 'selective'; take one of none, full"),
+    ("accelerate", 8, {"data": 8}, {"precision": "fp8"},
+     "it has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("accelerate", 16, {"data": 2, "context": 8}, THREE,
+     "beside other axes, 'data' needs an axis 'shard' larger than 1; give another --mesh"),
+    ("accelerate", 8, {"data": 8}, {"offload": True},
+     "without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3"),
+    ("accelerate", 8, {"data": 2, "tensor": 4}, PLAIN,
+     "without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3"),
+    ("deepspeed", 8, {"data": 8}, {"offload": True},
+     "it offloads the optimizer with ZeRO only; take --zero-stage 1, 2 or 3"),
+    ("deepspeed", 8, {"data": 2, "shard": 4}, THREE,
+     "it divides state over all ranks; take data or shard alone, or --format accelerate"),
+    ("deepspeed", 8, {"shard": 4, "tensor": 2}, PLAIN | THREE,
+     "it has tensor parallelism with ZeRO stages 0 to 2; take one, or --format accelerate"),
+    ("deepspeed", 8, {"context": 8}, {},
+     "DeepSpeed's configuration has no axis 'context'=8; give another --mesh, or --format torchtitan"),
+    ("deepspeed", 8, {"data": 8}, {"recompute": "products"},
+     "it has no recomputation 'products'; take one of none, full"),
+    ("deepspeed", 8, {"data": 8}, {"precision": "bf16"},
+     "it has no precision 'bf16'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("hf-trainer", 8, {"tensor": 8}, PLAIN,
+     "the Trainer's file has no axis 'tensor'=8; give another --mesh, or --format torchtitan"),
+    ("hf-trainer", 8, {"data": 2, "shard": 4}, THREE,
+     "its file cannot replicate what it shards; take shard alone, or --format accelerate"),
+    ("hf-trainer", 8, {"data": 8}, {"recompute": "selective"},
+     "it has no recomputation 'selective'; take one of none, full"),
+    ("hf-trainer", 8, {"data": 8}, {"precision": "fp8"},
+     "it has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("torchtitan", 8, {"data": 4, "pipeline": 2}, THREE, "it shards along 'shard' or 'context'; give such an axis"),
+    ("torchtitan", 8, {"data": 2, "tensor": 4}, {},
+     "it replicates over all ranks of a stage or shards; take --zero-stage 3"),
+    ("torchtitan", 8, {"shard": 4, "tensor": 2}, PLAIN | THREE,
+     "it has tensor parallelism together with sequence parallelism; leave --sequence-parallel out"),
+    ("torchtitan", 8, {"shard": 8}, {"zero_stage": 1}, "it has nothing like ZeRO-1 here; take --zero-stage 0 or 3"),
+    ("torchtitan", 8, {"pipeline": 2, "shard": 4}, {"zero_stage": 2},
+     "it has nothing like ZeRO-2 here; take --zero-stage 0 or 3"),
+    ("torchtitan", 8, {"shard": 8}, {"precision": "fp16"} | THREE,
+     "it has no precision 'fp16-mixed'; take one of float32, bf16-mixed, fp8-mixed"),
+    ("torchtitan", 8, {"shard": 8}, {"model": "gpt2"} | THREE,
+     "it has no model 'gpt2'; take one of llama-3-8b, llama-3-70b, llama-3-405b, deepseek-v3"),
+    ("torchtitan", 8, {"shard": 8}, {"recompute": "products"} | THREE,
+     "it has no recomputation 'products'; take one of none, full, operators, every-second"),
+    ("torchtitan", 8, {"pipeline": 8}, {"schedule": "zb-h1"},
+     "it has no schedule 'zb-h1'; take one of gpipe, 1f1b, interleaved, looped-bfs, interleaved-zb, zbv, dualpipev"),
+    ("torchrun", 8, {"shard": 2, "context": 4}, THREE,
+     "the course's ranks along 'context' copy the state; give a --mesh with --zero-stage 0"),
+    ("torchrun", 8, {"shard": 4, "tensor": 2}, {"zero_stage": 1},
+     "the course has ZeRO-1 along 'shard' alone; take --zero-stage 3 or another --mesh"),
+    ("torchrun", 8, {"shard": 4, "tensor": 2}, THREE,
+     "the course has sequence parallelism along 'tensor' alone; add --sequence-parallel no"),
+    ("torchrun", 8, {"data": 8}, {"recompute": "every-second"},
+     "the course does not recompute 'every-second'; take one of none, selective, products, full"),
+    ("torchrun", 8, {"data": 8}, {"precision": "fp8"},
+     "the course has no precision 'fp8-mixed'; take one of float32, bf16-mixed, fp16-mixed"),
+    ("slurm", 8, {"data": 8}, {"dropout": True},
+     "the course's strategies have nothing like --dropout yes; leave it out"),
+    ("torchrun", 8, {"tensor": 8}, {"async_tensor": True},
+     "the course's strategies have nothing like --async-tensor yes; leave it out"),
+    ("torchrun", 8, {"data": 8}, {"offload": True},
+     "--offload is an option of zero2 (pytorch), fsdp (pytorch), hsdp (pytorch), not of 'ddp'; leave it out"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tool, gpus, mesh, fields, says", REFUSED)
 def test_what_a_tool_has_not_is_refused(tool, gpus, mesh, fields, says):
     found = estimated(gpus, mesh, **fields)
-    if tool == "torchtitan" and fields == {"zero_stage": 3}:  # the command line takes such a mesh for one along "shard"
-        found = Estimate(**vars(found) | {"layout": Layout((*mesh.items(),), 64, zero_stage=3)})
-    with pytest.raises(UserError, match=f"^--format {tool}: .*{says}"):
+    if tool == "torchtitan" and fields == THREE:  # the command line takes such a mesh for one along "shard"
+        found = replace(found, layout=Layout((*mesh.items(),), 64, zero_stage=3))
+    with pytest.raises(UserError) as error:
         emit(found, tool)
+    assert str(error.value) == f"--format {tool}: {says}", f"what is said of {mesh}, {fields}"
+
+
+def test_what_does_not_fit_is_not_emitted():
+    found = estimated(8, {"data": 8})
+    small = replace(found.cluster, gpu=replace(found.cluster.gpu, memory=10 * GIB))
+    found = replace(found, cluster=small, memory=replace(found.memory, low=10.5 * GIB, expected=12.25 * GIB))
+    with pytest.raises(UserError) as error:
+        emit(found, "torchrun")
+    assert str(error.value) == (
+        "the layout needs 12.2 GiB per GPU, of 10.0; `python -m planner plan` finds one that fits")
+    assert emit(replace(found, memory=replace(found.memory, low=9 * GIB)), "torchrun").files, "it may fit"
 
 
 def test_commands_name_nodes_where_there_are_several():
@@ -127,8 +199,11 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
     job = emitted("slurm", 16, {"data": 16}).files["job.sbatch"].splitlines()
     asked = [line for line in job if line.startswith("#SBATCH") and "=0" not in line]
     assert asked[1:] == ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"]
-    on_cpu = emitted("slurm", 2, {"data": 2}, gpu="cpu", precision="float32").files["job.sbatch"]
-    assert "--gpus-per-node" not in on_cpu, "a node without GPUs is asked for none"
+    found = estimated(2, {"data": 2}, gpu="cpu", precision="float32")
+    for name in ("cpu", "here"):  # the latter was measured by calibrate
+        one = replace(found, cluster=replace(found.cluster, gpu=replace(found.cluster.gpu, name=name)))
+        assert "--gpus-per-node" not in emit(one, "slurm").files["job.sbatch"], f"{name}: no GPUs are asked for"
+        assert yaml.safe_load(emit(one, "accelerate").files["accelerate.yaml"])["use_cpu"], f"{name}: use_cpu"
 
 
 def test_what_the_readers_script_has_to_say_is_a_note():
@@ -137,8 +212,8 @@ def test_what_the_readers_script_has_to_say_is_a_note():
         notes = {how: emitted(tool, 8, mesh, zero_stage=0, recompute=how).notes for how in ("full", "none")}
         assert recompute in notes["full"] and recompute not in notes["none"], f"{tool}: note of recomputation"
     (note,) = emitted("accelerate", 8, {"shard": 8}, zero_stage=3, micro_batch=2).notes
-    assert note.endswith("micro-batches of 2 sequence(s) of 2,048 tokens, 4 of them accumulated before each optimizer "
-                         "step")  # fmt: skip
+    assert note == ("in train.py: micro-batches of 2 sequence(s) of 2,048 tokens, 4 of them accumulated before each "
+                    "optimizer step"), "what the script has to do"  # fmt: skip
 
 
 def test_the_head_of_a_file_says_what_was_predicted():
@@ -170,12 +245,16 @@ def test_toml_has_the_values_of_json():
         ({"data": 2, "expert": 4}, {"model": "mixtral-8x7b"}, {
             "strategy": "expert", "mesh": "data=2,expert=4", "experts": 8, "top-k": 2, "by-hand": True}),
         ({"expert": 8}, {"model": "mixtral-8x7b"}, {"mesh": "data=1,expert=8"}),
+        ({"shard": 4, "tensor": 2}, {"sequence_parallel": False}, {"mesh": "data=4,tensor=2"}),
+        ({}, {}, {"mesh": "data=1", "accumulation-steps": 64}),
+        ({"tensor": 8}, {}, {"strategy": "sequence", "by-hand": True, "mesh": "tensor=8"}),
+        ({"data": 4, "context": 2}, {}, {"by-hand": True, "mesh": "data=4,context=2"}),
     ],
 )  # fmt: skip
 def test_layouts_as_the_courses_options(mesh, fields, told):
-    found = estimated(8, mesh, **fields)
+    found = estimated(math.prod(mesh.values()), mesh, **fields)
     settings = as_course.settings(found.model, found.layout)
-    assert {name: settings.get(name, "not there") for name in told} == told
+    assert {name: settings.get(name, "not there") for name in told} == told, f"options of {mesh}, {fields}"
 
 
 def test_in_what_a_model_is_unlike_the_courses():

@@ -14,7 +14,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.model import GPT
-from course.pipeline import by_hand, schedules, simulator
+from course.pipeline import by_hand, schedules, simulator, sleeping
 from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
 from course.pipeline.executor import Executor, timeline
@@ -70,12 +70,62 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
     assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
 
 
+def alone(**attributes) -> Executor:
+    """An executor on the CPU of which nothing is there but these attributes: the second of three stages."""
+    executor = object.__new__(Executor)
+    executor.__dict__.update(device=torch.device("cpu"), stages={1: None}, last=2, marks=[], outbox={}, inbox={})
+    executor.__dict__.update(attributes)
+    return executor
+
+
+def test_of_gradients_on_their_way_the_oldest_are_waited_for():
+    log = []
+
+    def work(name):
+        return SimpleNamespace(wait=lambda: log.append(name)), None
+
+    keys = [(2, "F", 0), (0, "B", 0), (2, "F", 1), (0, "B", 1), (0, "B", 2)]
+    executor = alone(sends={key: work(key) for key in keys})
+    executor.release_gradients(3)
+    assert log == [], "three gradients are not more than three"
+    executor.release_gradients(1)
+    assert log == [(0, "B", 0), (0, "B", 1)], "what is waited for until one gradient is on its way: (stage, kind, m)"
+    assert list(executor.sends) == [(2, "F", 0), (2, "F", 1), (0, "B", 2)], "what is on its way then"
+
+
+def test_an_actions_time_begins_when_its_input_is_there(monkeypatch):
+    """A clock that waiting moves by 5 s, a forward by 2 and a backward by 3."""
+    now = [10.0]
+
+    def taking(seconds):
+        return lambda *arguments: now.append(now.pop() + seconds)
+
+    executor = alone(receive=taking(5), forward=taking(2), backward=taking(3))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    todo = [simulator.Action(1, kind, 0) for kind in "FB"]
+    for action in todo:
+        executor.compute(action)
+    assert executor.events == [(15.0, 17.0, todo[0]), (22.0, 25.0, todo[1])], "begin and end without waiting, action"
+
+
+def test_what_is_sent_lies_in_one_piece():
+    turned = torch.arange(6.0).view(2, 3).t()
+    executor = alone(shape=(3, 2), dtype=torch.float32)
+    executor.give(2, "F", 0, turned)
+    assert executor.outbox[2, "F", 0].is_contiguous(), "dist.isend refuses what is not contiguous"
+    assert torch.equal(executor.outbox[2, "F", 0], turned)
+    for stage in (-1, 3):
+        executor.give(stage, "B", 0, turned)
+    assert list(executor.outbox) == [(2, "F", 0)] and not executor.inbox, "there is no stage -1 and no stage 3"
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_forward_keeps_what_its_backward_needs_and_the_loss_keeps_nothing(recompute):
     """One rank, one stage, whose result is computed again with --recompute full."""
 
     def run():
-        kept, layer = [], nn.Linear(2, 2)
+        kept, layer, records = [], nn.Linear(2, 2), []
+        layer.register_forward_pre_hook(lambda *_: records.append(torch.is_grad_enabled()))
 
         class Looks(Executor):
             def forward(self, stage, m, x):
@@ -84,9 +134,12 @@ def test_a_forward_keeps_what_its_backward_needs_and_the_loss_keeps_nothing(reco
 
         executor = Looks(schedules.build("gpipe", 1, 2), {0: layer}, dist.group.WORLD, recompute)
         loss = executor.run([torch.ones(1, 2)] * 2, lambda y, m: y.sum(), (1, 2))
-        return kept, loss.requires_grad, loss.item(), 2 * layer(torch.ones(1, 2)).sum().item()
+        graphs = list(records)
+        return kept, graphs, loss.requires_grad, loss.item(), 2 * layer(torch.ones(1, 2)).sum().item()
 
-    ((kept, graph, loss, expected),) = launch(run, 1)
+    ((kept, graphs, graph, loss, expected),) = launch(run, 1)
+    first = [False, False, True, True] if recompute else [True, True]
+    assert graphs == first, "whether each forward pass makes a graph; one that will be done again must not"
     assert kept == [[True, not recompute, recompute]] * 2, "whether input, output and random state are kept"
     assert not graph, "the loss that is told keeps the forward pass of every micro-batch in memory"
     assert loss == pytest.approx(expected)
@@ -286,29 +339,33 @@ def with_other_dtype():
 
 
 def test_a_stage_that_hands_on_another_dtype_is_refused():
-    def first():
-        return with_other_dtype() if dist.get_rank(dist.group.WORLD) == 0 else None
-
-    assert (
-        "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32"
-        in (launch(first, 2)[0])
+    assert launch(lambda: with_other_dtype() if dist.get_rank() == 0 else None, 2)[0] == (
+        "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32 of shape (2,): "
+        "tell the executor"
     )
 
 
-def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
-    from course.pipeline import sleeping
+def slept(*run):
+    """Events of a run of sleeping stages, and what each of this rank's stages sleeps."""
+    make, made = sleeping.Sleeping, []
+    sleeping.Sleeping = lambda *seconds: made.append(seconds) or make(*seconds)  # this process ends here
+    return sleeping.run(*run), made
 
-    seconds = (0.01, 0.01, 0.01)
-    for name in ("1f1b", "zbv"):
-        events = launch(sleeping.run, 4, (name, 8, seconds))
+
+def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
+    seconds = (0.005, 0.015, 0.01)
+    for name, each in (("1f1b", [seconds]), ("zbv", [(0.0025, 0.0075, 0.005)] * 2)):
+        events, made = zip(*launch(slept, 4, (name, 8, seconds)), strict=True)
+        assert made == (each,) * 4, f"{name}: seconds of each stage's forward and both halves of its backward"
         parts = schedules.SCHEDULES[name].stages_per_rank
         simulated = simulator.simulate(schedules.build(name, 4, 8), simulator.Times(*(s / parts for s in seconds)))
         real = timeline(events)
-        assert [[e.action for e in rank] for rank in real.ranks] == [
-            [e.action for e in rank] for rank in simulated.ranks
-        ]
+        done = [[[e.action for e in rank] for rank in timeline.ranks] for timeline in (real, simulated)]
+        assert done[0] == done[1], f"{name}: what each rank does in which order"
         for rank, expected in zip(real.ranks, simulated.ranks, strict=True):
-            assert all(e.end - e.start >= 0.99 * (s.end - s.start) for e, s in zip(rank, expected, strict=True))
+            pairs = zip(rank, expected, strict=True)
+            short = [str(e.action) for e, s in pairs if e.end - e.start < 0.99 * (s.end - s.start)]
+            assert not short, f"{name}: these actions took less time than their stages sleep"
         assert real.makespan >= 0.99 * simulated.makespan and real.peaks == simulated.peaks
         measured, told = sleeping.bubbles(events, name, 8, seconds)
         assert told == simulated.bubble and 0 < measured < 1

@@ -135,5 +135,24 @@ def test_cases_are_drawn_as_they_are_meant(name):
         assert all(limit < ranks for ranks, _, limit in calls), "less room than 1F1B wants"
 
 
+def test_schedules_are_drawn_of_all_sizes():
+    """As (ranks, micro-batches), read off the schedule that a learner is given."""
+    drawn = random.Random(0)
+    sizes, places = {"place_weight_gradients": set(), "late": set(), "stuck": set()}, set()
+    for _ in range(100):
+        given = [case.arguments[0][0] for case in pipeline.CASES["place_weight_gradients"](drawn, 2)]
+        late, stuck = (case.arguments[0][0] for case in pipeline.CASES["mend"](drawn, 2))
+        for kind, schedule in zip(sizes, [*given, late, stuck], strict=True):
+            sizes[kind].add((len(schedule), sum("F" in action for action in schedule[0])))
+        right = [str(action) for action in schedules.build("1f1b", len(late), len(late[0]) // 2)[-1]]
+        places.add([new == old for new, old in zip(late[-1], right, strict=True)].index(False))
+    expected = {(ranks, microbatches) for ranks in range(2, 6) for microbatches in range(ranks, 10)}
+    assert sizes["place_weight_gradients"] <= expected, "at least as many micro-batches as ranks, and at most 9"
+    assert len(sizes["place_weight_gradients"]) >= 0.8 * len(expected), "place_weight_gradients: nearly all sizes"
+    assert sizes["late"] == {(ranks, many) for ranks in (3, 4, 5) for many in (5, 6, 7, 8)}, "mend, a backward early"
+    assert sizes["stuck"] == {(3, 2), (5, 4), (6, 5)}, "mend, ranks that wait for each other"
+    assert places == {0, 2, 4, 6, 8, 10, 12, 14}, "mend: any forward of the last rank and its backward"
+
+
 def test_everything_that_is_drawn_is_looked_at():
     assert all(module.ARGUMENTS.keys() == names.keys() for module, names in RANGES.items())

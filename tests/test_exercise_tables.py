@@ -14,6 +14,7 @@ import torch
 from common import ROOT, check
 from common.grading.engine import SIZES, Wrong
 from common.grading.values import plain
+from common.lab.ledger import LedgerEntry
 from course.fsdp.classroom import grading as fsdp
 from course.pipeline import schedules, simulator
 from course.pipeline.classroom import fresh, solutions
@@ -93,6 +94,34 @@ def test_exercises_ask_what_their_table_says(chapter):
 
 def test_every_chapter_with_many_wrong_answers_has_its_table():
     assert sorted(TABLES) == ["04_model_parallel", "05_pipeline", "06_fsdp"]
+
+
+# exercise -> bytes that it allows at most, on 2, 3 and 4 ranks: no wrong answer comes near enough to each limit
+LIMITS = {
+    "first_difference": ([4096],) * 3,
+    "exact_accuracy": ([16],) * 3,  # two numbers of 8 bytes
+    # All-reduces of 5 + 1 numbers of 4 bytes, of which 1, 4/3 and 3/2 are sent; one more than there are steps.
+    "uneven_steps": ([72, 96], [96, 128], [108, 144]),
+    "parallel_cross_entropy": ([120, 96, 72], [160, 128, 96], [180, 144, 108]),  # 3 of 8 bytes for 5, 4 and 3 tokens
+    "gradient_norm": ([8],) * 3,
+    "load_balancing_loss": ([72],) * 3,  # four counts and four sums, and one number more, of 8 bytes
+    "global_norm": ([8],) * 3,
+    "scaled_step": ([8],) * 3,
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_is_allowed_at_most_is_as_much(name):
+    (exercise,) = check.chosen_from(check.chapter_with(name), name)
+    found = []
+    for size in SIZES:
+        said = []
+        for case in exercise.check(size):
+            with pytest.raises(Wrong) as wrong:  # a message that nobody asks for
+                case.pattern([[LedgerEntry("send", 10**9, size, peer=(rank + 1) % size)] for rank in range(size)])
+            said.append(int(wrong.value.expected.partition("at most ")[2].split()[0]))
+        found.append(list(dict.fromkeys(said)))
+    assert tuple(found) == LIMITS[name], f"{name}: how many bytes it allows at most"
 
 
 def judgements(cases, answer) -> list[str]:

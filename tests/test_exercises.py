@@ -1,7 +1,7 @@
 """The exercises of chapters 01 to 03: their inputs, their hints, and what a class is asked that nobody has seen.
 
 Inputs are written down here as the last of four ranks gets them (chapter 02: each of two). Those of the exercises that
-only calculate stand in the reasons of the wrong answers and in tests/test_wrong_answers.py.
+only calculate stand in the reasons of the wrong answers and in the tables of tests/wrong_answers/.
 """
 
 import random

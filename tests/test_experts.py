@@ -87,6 +87,27 @@ def test_capacity_is_rounded_up(time, factor, capacity):
     assert mixture.Mixture(4, 8, 2, factor, std=0.02).capacity(time) == capacity, "places of an expert"
 
 
+def test_how_a_mixture_begins_and_computes():
+    """Of three layers: 0.02, and 0.02 / sqrt(6) where a block adds to what passes by; the router in float32."""
+    torch.manual_seed(0)
+    block = mixture.MixtureGPT(3, 64, 4, 16, experts=4, top_k=4).blocks[0]  # every expert may be chosen
+    layer, experts = block.mlp, block.mlp.experts
+    spreads = {name: p.std().item() for name, p in layer.named_parameters()}
+    assert spreads == pytest.approx({
+        "experts.up": 0.02, "experts.up_bias": 0, "experts.down": 0.0082, "experts.down_bias": 0, "router.weight": 0.02,
+    }, rel=0.15), "standard deviations of the first weights"  # fmt: skip
+    x = torch.randn(2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts([x] * 4)[0].dtype == torch.bfloat16, "experts compute in the run's precision"
+        assert layer.router(x.bfloat16()).dtype == torch.float32, "the router computes in float32"
+        for kind in (torch.bfloat16, torch.float32):
+            assert layer(x.to(kind)).dtype == kind, "what comes out is of the type of what goes in"
+    assert layer.dropped.dtype == torch.int64, "choices are counted in whole numbers"
+    with pytest.raises(UserError) as error:
+        mixture.MixtureGPT(1, 64, 4, 16, experts=4, top_k=5)
+    assert str(error.value) == "a token cannot go to 5 of 4 experts; choose top-k of at most 4"
+
+
 def test_no_token_looks_ahead():
     """The earliest tokens are kept, so what comes later changes nothing before it."""
 
@@ -95,12 +116,24 @@ def test_no_token_looks_ahead():
         tokens = torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(1))
         changed = tokens.clone()
         changed[0, 5:] = (changed[0, 5:] + 1) % 64
-        return [model(t)[0] for t in (tokens, changed)], model.blocks[0].mlp.dropped
+        layer = model.blocks[0].mlp
+        return [model(t)[0] for t in (tokens, changed)], layer.dropped.item(), layer.load.sum().item()
 
-    (one, other), dropped = launch(run, 1)[0]
-    assert dropped > 0
+    (one, other), dropped, sent = launch(run, 1)[0]
+    assert dropped > 0 and dropped + sent == 8 * 2, "choices of 8 tokens: what is dropped and what is sent"
     torch.testing.assert_close(one[:5], other[:5])
     assert not torch.allclose(one[5:], other[5:])
+
+
+def test_rows_are_sent_in_one_piece(monkeypatch):
+    """Also a gradient of another layout, which a collective would refuse."""
+    asked = []
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, group: asked.append((arguments, group)))
+    rows = torch.arange(6.0).view(2, 3).t()
+    result = by_hand.exchange(rows, [1, 2], [4, 0], "experts")
+    (((into, sent, *lengths), group),) = asked
+    assert into is result and result.shape == (4, 2) and sent.is_contiguous() and torch.equal(sent, rows)
+    assert (lengths, group) == ([[4, 0], [1, 2]], "experts"), "rows from each rank, rows to each rank"
 
 
 def uneven():

@@ -106,4 +106,9 @@ def test_rows_and_pages_of_a_class_are_these(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == told, "progress on a terminal"
     assert sorted(page.name for page in pages.iterdir()) == ["=bob.md", "ann.md", "cat.md", "dan.md"]
     assert (pages / "ann.md").read_text() == f"# ann\n\n```\n{TABLE}\n```\n", "a page is the table that a learner sees"
+    results["dan"] = "half a pair: \ud800"
+    Grading(exercises, minutes, 7.0, pages).all({"dan": files["dan"]})
+    assert (pages / "dan.md").read_text() == "# dan\n\n```\nhalf a pair: ?\n```\n", "what cannot be written"
+    results["dan"] = "not finished after 7 s"
+    Grading(exercises, minutes, 7.0, pages).all({"dan": files["dan"]})
     assert (pages / "dan.md").read_text() == "# dan\n\n```\nnot finished after 7 s\n```\n"

@@ -298,8 +298,8 @@ def test_every_message_of_a_unit_is_waited_for():
 
     unit.flats, unit.gathered, unit.works = [flat("trained"), flat("frozen")], False, []
     unit.start()
-    unit.wait()
-    assert waited == ["trained", "frozen"], "which parameters have been waited for"
+    unit.free()
+    assert waited == ["trained", "frozen"], "which parameters have been waited for, before their memory is given back"
 
 
 def frozen_below() -> list[bool]:

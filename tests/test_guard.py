@@ -84,6 +84,20 @@ def other_splits(rank):
     dist.all_to_all_single(torch.empty(sum(receive), 3), torch.ones(2, 3), receive, send)
 
 
+def other_lists(rank):
+    receive, send = ([1, 4], [1, 2]) if rank == 0 else ([2, 5], [3, 5])
+    dist.all_to_all([torch.empty(n) for n in receive], [torch.ones(n) for n in send])
+
+
+def other_even_splits(rank):
+    dist.all_to_all_single(torch.empty(4 + 2 * rank, 3), torch.ones(4 + 2 * rank, 3))
+
+
+def functional_other_splits(rank):
+    receive, send = ([2, 1], [2, 3]) if rank == 0 else ([4, 1], [1, 1])
+    F.all_to_all_single(torch.ones(sum(send)), receive, send, dist.group.WORLD.group_name)
+
+
 def functional_other_operation(rank):
     x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     (x.sum() if rank == 0 else x.max()).full_tensor()
@@ -165,6 +179,12 @@ CAUGHT = {
     other_root: "rank 0 calls broadcast float32 [2] root 0 at +1; rank 1 calls broadcast float32 [2] root 1 at +1",
     other_splits: "rank 0 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [2, 3] at +2; "
     "rank 1 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [1, 3] at +2",
+    other_lists: "rank 0 calls all_to_all float32 sends [1], [2] receives [1], [4] at +2; "
+    "rank 1 calls all_to_all float32 sends [3], [5] receives [2], [5] at +2",
+    other_even_splits: "rank 0 calls all_to_all float32 sends [2, 3], [2, 3] receives [2, 3], [2, 3] at +1; "
+    "rank 1 calls all_to_all float32 sends [3, 3], [3, 3] receives [3, 3], [3, 3] at +1",
+    functional_other_splits: "rank 0 calls all_to_all float32 sends [2], [3] receives [2], [1] at +2; "
+    "rank 1 calls all_to_all float32 sends [1], [1] receives [4], [1] at +2",
     other_coalesced: "rank 0 calls all_reduce 2 x float32 [2] SUM at +1; "
     "rank 1 calls all_reduce float32 [2], float32 [3] SUM at +1",
     functional_other_operation: "rank 0 calls all_reduce float32 [] SUM at +2; "
@@ -195,69 +215,6 @@ def test_each_mistake_is_caught_before_it_starts():
     for mistake, (first, second) in LEFT_ALONE.items():
         assert texts[mistake][0].startswith("CollectiveMismatch: collective ") and first in texts[mistake][0]
         assert texts[mistake][1].startswith(second)
-
-
-def one_after_the_other():
-    """Rank `first` starts its half of a message, then the other rank its half: what do they say?"""
-    rank, store, said = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
-    for first in (0, 1):
-        try:
-            with CheckCollectives():
-                if rank != first:
-                    store.wait([f"{first} has started"])
-                x = torch.ones(2 + rank, dtype=torch.int64)
-                dist.isend(x, 1, tag=first) if rank == 0 else dist.irecv(x, 0, tag=first)
-                store.set(f"{first} has started", "")
-            said.append("nothing")
-        except CollectiveMismatch as error:
-            said.append(str(error))
-    return said
-
-
-def test_the_second_of_a_send_and_its_receive_sees_the_difference():
-    texts = launch(one_after_the_other, 2, timeout=10)
-    line = one_after_the_other.__code__.co_firstlineno + 9
-    halves = [f"calls {what} at test_guard.py:{line}" for what in ("send int64 [2]", "recv int64 [3]")]
-    for first, second in ((0, 1), (1, 0)):
-        assert texts[first][first] == "nothing"
-        expected = f"rank {first} {halves[first]}; rank {second} {halves[second]}"
-        told = f"message 1 from rank 0 to rank 1 of group 0: {expected}"
-        assert texts[second][first] == told, "what the second of a send and its receive is told"
-
-
-def functional_messages():
-    """Rank 0 starts its half first: one message that is too short, then a batch of two of which one is."""
-    rank, name = dist.get_rank(), dist.group.WORLD.group_name
-    store, said = dist.distributed_c10d._get_default_store(), []
-    for batch in (False, True):
-        try:
-            with CheckCollectives():
-                if rank == 1:
-                    store.wait([f"{batch} has started"])
-                if batch:
-                    kinds = [["isend", "irecv"], ["irecv", "isend"]][rank]
-                    F.batch_p2p_ops(kinds, [1 - rank] * 2, [7, 8], [torch.ones(2), torch.ones(4 + rank)], name)
-                elif rank == 0:
-                    F.isend(torch.ones(2), 1, 5, name)
-                else:
-                    F.irecv(torch.ones(3), 0, 5, name)
-                store.set(f"{batch} has started", "")
-            said.append("nothing")
-        except CollectiveMismatch as error:
-            said.append(re.sub(r"test_guard.py:\d+", "a line", str(error)))
-    return said
-
-
-def test_functional_messages_are_compared_too():
-    assert launch(functional_messages, 2, timeout=10) == [
-        ["nothing", "nothing"],
-        [
-            "message 1 from rank 0 to rank 1 of group 0: rank 0 calls send float32 [2] at a line; "
-            "rank 1 calls recv float32 [3] at a line",
-            "message 1 from rank 1 to rank 0 of group 0: rank 0 calls recv float32 [4] at a line; "
-            "rank 1 calls send float32 [5] at a line",
-        ],
-    ]
 
 
 def subgroups_and_latecomers():
@@ -318,6 +275,10 @@ def correct_program():
     send, receive = [(rank + other) % 3 for other in range(size)], [(other + rank) % 3 for other in range(size)]
     got["all_to_all"] = torch.empty(sum(receive), 2)
     dist.all_to_all_single(got["all_to_all"], torch.randn(sum(send), 2), receive, send)
+    got["lists"] = list(torch.empty(size, 2))  # gloo takes lists of one size only
+    dist.all_to_all(got["lists"], list(torch.randn(size, 2)))
+    got["even"] = torch.empty(size, 2)
+    dist.all_to_all_single(got["even"], torch.randn(size, 2))
     got["sums"] = [torch.randn(3) for _ in range(3)]
     works = [dist.all_reduce(part, async_op=True) for part in got["sums"]]
     group = dist.new_group([1, 2])

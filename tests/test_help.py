@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import pytest
 from helpers import configure
 
+from common import generate, runs
 from common.command_line import Parser, add
 from common.options import option
 
@@ -118,6 +119,54 @@ def test_lists_are_as_wide_as_the_terminal_and_not_much_wider_than_a_page(column
     lists = [text.partition("  strategies: ")[2].partition("\n\n")[0], others]
     longest = max(len(line) for part in lists for line in part.splitlines())
     assert most - 20 < longest <= most, f"characters of the longest line in {columns} columns"
+
+
+HELP, JSON = "-h, --help show this help message and exit", "--json print JSON"
+ONE = f"RUN positional arguments: RUN options: {HELP} {JSON}"
+MANY = f"RUN [RUN ...] positional arguments: RUN options: {HELP} {JSON}"
+OF_RUNS = {
+    "": "[-h] {list,summary,ranks,plot,compare,export} ... Look at runs, compare them, and take their models "
+    "elsewhere. positional arguments: {list,summary,ranks,plot,compare,export} "
+    "list what there is under runs/ "
+    "summary losses, speed, checkpoints; of several runs, speed-up over the first "
+    "ranks of each rank: host, memory, use of its processor, time waited "
+    "plot a metric over steps, tokens or seconds "
+    "compare the first step at which each run differs from the first "
+    f"export the model of a checkpoint in one file options: {HELP}",
+    "list": f"[-h] [--json] options: {HELP} {JSON}",
+    "summary": f"[-h] [--json] {MANY}",
+    "ranks": f"[-h] [--json] {ONE}",
+    "plot": "[-h] [--json] [--metric METRIC] [--over {steps,tokens,seconds}] [--out OUT] "
+    f"{MANY} --metric METRIC a key of metrics.jsonl (default: loss) --over {{steps,tokens,seconds}} "
+    "--out OUT the picture (default: runs.png)",
+    "compare": f"[-h] [--json] [--tolerance TOLERANCE] {MANY} --tolerance TOLERANCE relative (default: 1e-5)",
+    "export": f"[-h] [--json] [--safetensors] [--step STEP] [--out OUT] {ONE} "
+    "--safetensors in this format, and not as torch.save does --step STEP of which checkpoint (default: the newest "
+    "that is whole) --out OUT the file (default: in the run's folder)",
+}
+OF_GENERATE = (
+    "[-h] [--prompt PROMPT] [--length LENGTH] [--temperature TEMPERATURE] [--seed SEED] [--step STEP] RUN Let the "
+    f"model of a run write. positional arguments: RUN options: {HELP} --prompt PROMPT what it goes on from (default: "
+    "'def ') --length LENGTH bytes that it writes (default: 200) --temperature TEMPERATURE 0: always the likeliest "
+    "byte (default: 0.8) --seed SEED of the draws (default: 0) --step STEP of which checkpoint (default: the newest "
+    "that is whole)"
+)
+
+
+def test_the_help_of_the_programs_that_look_at_runs(capsys, monkeypatch):
+    """And what is meant where an option is left out, which the help says."""
+    monkeypatch.setenv("COLUMNS", "300")
+    pages = {f"common.runs {name}".strip(): (runs, page) for name, page in OF_RUNS.items()}
+    for program, (module, page) in (pages | {"common.generate": (generate, OF_GENERATE)}).items():
+        with pytest.raises(SystemExit):
+            module.parser().parse_args([*program.split()[1:], "--help"])
+        assert " ".join(capsys.readouterr().out.split()) == f"usage: python -m {program} {page}", program
+    meant = vars(runs.parser().parse_args(["plot", "a"])) | vars(runs.parser().parse_args(["compare", "a", "b"]))
+    assert (meant["metric"], meant["over"], meant["out"].name) == ("loss", "steps", "runs.png"), "of a plot"
+    assert meant["tolerance"] == 1e-5, "of a comparison"
+    assert vars(generate.parser().parse_args(["a"])) == {
+        "run": "a", "prompt": "def ", "length": 200, "temperature": 0.8, "seed": 0, "step": None
+    }, "of common.generate"  # fmt: skip
 
 
 @dataclass

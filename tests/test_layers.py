@@ -3,6 +3,7 @@
 import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,17 @@ def test_what_crosses_the_boundary_and_what_stays_equal(nproc):
     assert [list(names) for *_, names in results][0][0] == "embedding.tokens.weight"
     held = [name for *_, names in results for name in names]
     assert sorted(set(held) - {"head.out.weight"}) == sorted(name for name, _ in equality.tied().named_parameters())
+
+
+def test_what_is_sent_lies_in_one_piece(monkeypatch):
+    """Activations and gradients: dist.send refuses what is not contiguous."""
+    sent = []
+    monkeypatch.setattr(dist, "send", lambda x, group, group_dst: sent.append((x, group, group_dst)))
+    x, anchor = torch.arange(6.0).view(2, 3), torch.zeros(())
+    by_hand.Send.apply(x.t(), anchor, "pipeline", 2)
+    by_hand.Receive.backward(SimpleNamespace(group="pipeline", source=1), x.t())
+    for (tensor, *where), expected in zip(sent, (["pipeline", 2], ["pipeline", 1]), strict=True):
+        assert tensor.is_contiguous() and torch.equal(tensor, x.t()) and where == expected
 
 
 def test_untied_weights_are_not_added():

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import data
 from common.lab import equality
 from common.lab.launch import launch
-from common.lab.ledger import BATCH, FUNCTIONAL, OPERATORS, SILENT, Ledger, LedgerEntry, wire_bytes
+from common.lab.ledger import BATCH, FUNCTIONAL, OPERATORS, SILENT, Ledger, LedgerEntry, group_of, wire_bytes
 from common.mesh import make_mesh
 from course.strategies import load
 
@@ -230,6 +230,20 @@ def test_an_empty_ledger_counts_in_floats_too():
     assert type(sent) is type(received) is float
 
 
+def test_what_a_ledger_tells_of_its_entries():
+    ledger, half = Ledger(), LedgerEntry("all_reduce", 24, 4)
+    ledger.entries = [LedgerEntry("send", 8, 4, peer=1), LedgerEntry("recv", 4, 4, peer=3), half,
+                      LedgerEntry("send", 2, 4, peer=3), LedgerEntry("barrier", 0, 4)]  # fmt: skip
+    assert ledger.calls == {"send": 2, "recv": 1, "all_reduce": 1, "barrier": 1}, "how often each was called"
+    assert (ledger.sent, ledger.received) == (8 + 2 + 36, 4 + 36), "bytes: an all-reduce's are 2 x 3/4 of its payload"
+    assert ledger.messages == [(1, 8), (3, 2)], "receiver and bytes of what was sent"
+
+
+def test_a_call_without_a_group_is_no_call():
+    with pytest.raises(ValueError, match="no process group among these arguments"):
+        group_of((torch.ones(1), [torch.ones(1)], 0))
+
+
 def ddp_step() -> tuple[dict, float, float, list]:
     model = DistributedDataParallel(torch.nn.Linear(10, 5))
     model(torch.ones(2, 10))  # the first forward pass broadcasts buffers, of which there are none
@@ -255,6 +269,8 @@ def test_functional_collectives_and_subgroups():
             dist._functional_collectives.all_gather_tensor(torch.ones(5), 0, mine) + 0
             dist.broadcast(torch.ones(5), src=2 * (dist.get_rank() // 2) + 1, group=mine)
             torch.ops._c10d_functional.broadcast(torch.ones(5), 1, mine.group_name) + 0  # the group's rank 1
+        pair = ((0, 1), (2, 3))[dist.get_rank() // 2]
+        assert {e.group for e in ledger.entries} == {pair}, "global numbers of the group's ranks"
         return total[0].item(), [(e.operation, e.payload, e.ranks, e.peer) for e in ledger.entries]
 
     for rank, (total, entries) in enumerate(launch(work, 4)):

@@ -87,6 +87,19 @@ def test_the_resnet_is_for_small_pictures_and_looks_at_one_example_at_a_time():
     assert model(pictures).shape == (4, 10)
 
 
+def test_parameters_of_the_resnet():
+    """A stem, four stages of one block of two convolutions, a shortcut where a stage has other channels, and a layer;
+    no convolution has a bias, and each has a norm after it with two numbers for each channel."""
+
+    def block(before, after):
+        shortcut = before * after + 2 * after if before != after else 0
+        return 9 * before * after + 9 * after * after + 2 * 2 * after + shortcut
+
+    blocks = block(64, 64) + block(64, 128) + block(128, 256) + block(256, 512)
+    expected = 9 * 3 * 64 + 2 * 64 + blocks + 512 * 10 + 10
+    assert sum(p.numel() for p in make_resnet(3, 10).parameters()) == expected == 4_903_242, "parameters"
+
+
 def test_the_loss_is_a_mean_over_all_predictions():
     logits, targets = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
     assert cross_entropy(logits, targets).item() == pytest.approx(math.log(4)), "of 4 classes, by chance"

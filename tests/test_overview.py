@@ -76,7 +76,14 @@ HELD = {  # by which rank: layers down and width across, examples down and token
 
 
 def test_who_holds_what_in_six_ways_to_divide():
-    axes = overview.ways_to_divide().axes
+    figure = overview.ways_to_divide()
+    axes, (legend,) = figure.axes, figure.legends
+    shown = {text.get_text(): (to_hex(handle.get_facecolor()).upper(), handle.get_hatch())
+             for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)}  # fmt: skip
+    assert legend.get_title().get_text() == "held by" and shown == {
+        **{f"rank {rank}": (PALETTE[rank].upper(), None) for rank in range(4)}, "all ranks": ("#D9D9D9", None),
+        "hatched: only stored there": ("#FFFFFF", "///"),
+    }, "the legend: who holds what, and what hatched means"  # fmt: skip
     assert [ax.get_title() for ax in axes] == list(HELD)
     for ax, (way, (of_model, of_batch, sent)) in zip(axes, HELD.items(), strict=True):
         words = [text.get_text() for text in ax.texts]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,34 @@ def test_micro_batches_that_do_not_divide():
             return str(error)
 
     assert launch(step, 1) == ["6 examples cannot be cut into 4 equal micro-batches"]
+
+
+def test_what_pytorchs_schedule_is_given_and_what_ranks_without_a_loss_take(monkeypatch):
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **to: sent.append((str(tensor.device), tensor.shape, to)))
+    sent, strategy = [], object.__new__(torchs.PipelineParallel)
+    strategy.microbatches, strategy.device = 4, torch.device("meta")
+    strategy.pipeline = SimpleNamespace(group="the pipeline")
+    strategy.stages = SimpleNamespace(first=False, rank_of=[0, 1, 2])
+    strategy.from_last_stage(0.0)
+    assert sent == [("meta", torch.Size([]), {"group": "the pipeline", "group_src": 2})], "of the run's device"
+    inputs = torch.zeros(8, 2)
+    assert strategy.for_first_stage(inputs) == [], "inputs are for the first stage"
+    strategy.stages.first = True
+    assert strategy.for_first_stage(inputs)[0] is inputs
+    with pytest.raises(UserError, match="^6 examples cannot be cut into 4 equal micro-batches$"):
+        strategy.for_first_stage(torch.zeros(6, 2))
+        pytest.fail("PyTorch would cut six examples into unequal micro-batches")
+
+
+def test_a_stage_in_which_nothing_is_trained_is_not_given_to_ddp(monkeypatch):
+    """Which refuses it."""
+    monkeypatch.setattr(hybrid, "DistributedDataParallel", lambda stage, process_group, **how: (process_group, how))
+    monkeypatch.setattr(hybrid, "axis", lambda mesh, name: SimpleNamespace(group=f"along {name}"))
+    strategy, still = object.__new__(hybrid.PipelineDDP), nn.Linear(1, 1).requires_grad_(False)
+    strategy.options, strategy.pipeline = PipelineOptions(), SimpleNamespace(size=2)
+    strategy.mesh, strategy.microbatches = None, 4
+    wrapped = strategy.wrap_stages({0: still, 2: nn.Linear(1, 1)})
+    assert wrapped == {0: still, 2: ("along data", {"gradient_as_bucket_view": True})}, "stages as they are called"
 
 
 @pytest.mark.parametrize("by_hand_too", [True, False])

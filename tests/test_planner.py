@@ -42,17 +42,17 @@ def test_estimate_has_the_keys(capsys, recompute, precision):
     assert found.keys() >= KEYS and found["parameters"] == 8_030_261_248
     assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
     tokens = 512 * 8192
-    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"])
-    assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 989) and 0 < found["mfu"] < 1
+    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"]), "tokens per second"
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 989) and 0 < found["mfu"] < 1, "MFU"
     flops = models.find("llama-3-8b").flops(8192) * tokens / found["step_seconds"] / 64
-    assert found["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+    assert found["model_tflops_per_gpu"] == pytest.approx(flops / 1e12), "TFLOP/s of a GPU"
 
 
 def test_a_name_stands_for_its_shape(capsys):
     """The model of the line above by its name."""
     shape = json.loads(say(capsys, EXACT))
     name = "estimate --model llama-3.1-8b " + EXACT[EXACT.index("--sequence") :]
-    assert {**json.loads(say(capsys, name)), "model": "given"} == shape
+    assert {**json.loads(say(capsys, name)), "model": "given"} == shape, "a name, and its shape"
 
 
 def test_recomputation_and_stages_move_what_they_should(capsys):
@@ -65,7 +65,7 @@ def test_recomputation_and_stages_move_what_they_should(capsys):
 
     base = found()
     full = found(recompute=("--json", "--json --recompute full"))
-    assert full["memory_gib"] < base["memory_gib"] and full["step_seconds"] > 1.2 * base["step_seconds"]
+    assert full["memory_gib"] < base["memory_gib"] and full["step_seconds"] > 1.2 * base["step_seconds"], "recomputed"
     ddp = found(stage=("--zero-stage 3", "--zero-stage 0"))
     assert ddp["memory_gib"] > base["memory_gib"] and ddp["sent_bytes_per_gpu"].keys() >= {"data", "tensor"}
     interleaved = found(schedule=("--stages-per-rank 1", "--stages-per-rank 2"))
@@ -113,7 +113,7 @@ def test_a_plan_of_few_layouts_is_the_best_of_all(capsys):
     every = [estimate(model, gpus, one) for one in search.layouts(model, gpus, 32, 1024, "bf16-mixed")]
     fits = [one.seconds for one in every if one.memory.expected <= gpus.gpu.memory]
     best = search.plan(model, gpus, 32, 1024)[0].estimate.seconds
-    assert len(every) > 100 and best == pytest.approx(min(fits), rel=1e-3)
+    assert len(every) > 100 and best == pytest.approx(min(fits), rel=1e-3), "seconds of the best layout that fits"
 
 
 def test_every_layout_of_a_search_is_one_that_estimate_takes():
@@ -127,7 +127,7 @@ def test_the_search_of_16384_gpus_is_narrow_enough():
     """Layouts that are estimated for Llama 3 405B. A thousand take a tenth to a fifth of a second."""
     model, gpus = models.find("llama-3-405b"), cluster("h100-80gb", 16384)
     number = sum(1 for _ in search.layouts(model, gpus, 2048, 8192, "bf16-mixed"))
-    assert 1000 < number < 12_000
+    assert 1000 < number < 12_000, "layouts that are estimated"
 
 
 ESTIMATE = "estimate --model llama-7b --gpus 8 --gpu a100-80gb --batch-size 64"
@@ -212,7 +212,7 @@ def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
     assert min(measured["peak"] / 1e9, measured["hbm"] / 1e8, measured["link"] / 1e6) > 0.1
     line = f"estimate --layers 2 --width 64 --heads 4 --vocabulary 256 --gpus 2 --batch-size 8 --constants {file}"
     found = json.loads(say(capsys, f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32 --json"))
-    assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here"
+    assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here", "of this machine"
 
 
 def test_processes_that_share_cores_take_turns():
@@ -234,7 +234,7 @@ def test_a_calibrated_block_takes_as_long_as_it_took():
     constants = replace(constants, passes=calibrate.passes(gpu, constants, 0.05))
     layout = Layout((("data", 1),), 8, 8, 128, fused=False, precision="float32", sequence_parallel=False)
     one = of_layer(models.course_gpt(1, 128, 4, 128), gpu, layout, False, constants)
-    assert one.forward + one.backward == pytest.approx(0.05)
+    assert one.forward + one.backward == pytest.approx(0.05), "seconds of the block that was measured, by the planner"
 
 
 def test_a_plan_has_a_picture(capsys, tmp_path):
@@ -254,11 +254,11 @@ def test_calibrate_takes_what_is_usual_among_ranks(monkeypatch, tmp_path):
     calibrate.calibrate(tmp_path / "here.json", 4)
     written = json.loads((tmp_path / "here.json").read_text())
     usual = {"peak": 5.5e10, "hbm": 1.5e10, "kernel": 1.5e-5, "block": 0.025, "crowding": 0.06 / 0.05}
-    assert written["here"] == pytest.approx(usual | {"alpha_link": 1e-4, "link": 1e9, "cores": 2})
+    assert written["here"] == pytest.approx(usual | {"alpha_link": 1e-4, "link": 1e9, "cores": 2}), "medians of ranks"
     assert written["constants"]["kept"] == 0, "a processor that copies a message does not compute meanwhile"
     hardware.GPUS["here"] = hardware.read_here(tmp_path / "here.json")
     try:
-        assert hardware.cluster("here", 4, 4).gpu.peak == pytest.approx(5.5e10 / 2 / 1.2)
+        assert hardware.cluster("here", 4, 4).gpu.peak == pytest.approx(5.5e10 / 2 / 1.2), "half a core, less a sixth"
     finally:
         del hardware.GPUS["here"]
 

@@ -17,6 +17,7 @@ GPT = models.Model("gpt", 4, 1000, 10, 1000)
 TIED = replace(GPT, tied=True)
 WIDE = replace(GPT, vocabulary=100_000)  # ends of a hundred million each, and logits of 400 MB
 MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
+GATED = replace(GPT, mlp="swiglu")
 NARROW = replace(GPT, mlp_width=500, vocabulary=10)
 THIRD, FULL = {"zero_stage": 3}, {"recompute": "full"}
 
@@ -112,6 +113,7 @@ MIXED_PRECISION = {"parameters": 2 * 50.009, "gradients": 4 * 50.009, "optimizer
 FLOAT32 = {"parameters": 4 * 50.009, "gradients": 4 * 50.009, "optimizer": 8 * 50.009}  # shards of stage 3
 STAGE = {"parameters": 2 * 25.004, "gradients": 4 * 25.004, "optimizer": 12 * 25.004}  # two layers and the embedding
 KEPT = {"activations": 4 * 32, "gradients of activations": 2 * 8 + 2 * 2}  # 16 numbers of each token and width
+OF_GATED = KEPT | {"parameters": 2 * 66.009, "gradients": 4 * 66.009, "optimizer": 12 * 66.009}  # three matrices
 LOSS, ENDS = {"logits and loss": 3.5 * 400}, {"parameters": 2 * 248.009, "gradients": 4 * 248.009}
 LAST = {"parameters": 2 * 112.003, "gradients": 4 * 112.003, "optimizer": 12 * 112.003, "messages": 4 * 2}
 
@@ -124,6 +126,18 @@ def over(ranks: int, parts: dict, *names: str) -> dict:
 MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its peak, and MB of each part
     ("data=1", {}, 0, "backward", MIXED_PRECISION | KEPT),
     ("data=1", FULL, 0, "backward", MIXED_PRECISION | KEPT | {"activations": 4 * 2, "a layer computed again": 30}),
+    ("data=1", {"recompute": "every-second"}, 0, "backward",
+     MIXED_PRECISION | KEPT | {"activations": 2 * 32 + 2 * 2, "a layer computed again": 32 - 17}),
+    ("data=1", {"dropout": True}, 0, "backward", MIXED_PRECISION | KEPT | {"activations": 4 * 34}),  # masks of a byte
+    ("data=1", {"flash": False}, 0, "backward", MIXED_PRECISION | KEPT | {"activations": 4 * 52}),  # ten heads' scores
+    ("data=1", {"flash": False, "dropout": True}, 0, "backward",
+     MIXED_PRECISION | KEPT | {"activations": 4 * (34 + 50)}),
+    ("data=1", {"flash": False, "recompute": "attention"}, 0, "backward",
+     MIXED_PRECISION | KEPT | {"a layer computed again": 20}),
+    ("data=1", {"precision": "float32"}, 0, "backward",
+     FLOAT32 | {"activations": 4 * 64, "gradients of activations": 4 * 8 + 2 * 4}),
+    ("data=1", {"model": GATED}, 0, "backward", OF_GATED | {"activations": 4 * (16 + 24)}),
+    ("data=1", {"model": GATED, "fused": False}, 0, "backward", OF_GATED | {"activations": 4 * (16 + 32)}),
     ("context=2", {}, 0, "backward", MIXED_PRECISION | over(2, KEPT)),
     ("tensor=2", {}, 0, "backward", {
         "parameters": 2 * 25.009, "gradients": 4 * 25.009, "optimizer": 12 * 25.009, "activations": 4 * 16,
@@ -173,6 +187,9 @@ MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its
     ("data=1", {"model": MIXED}, 0, "backward", {
         "parameters": 2 * 66.013, "gradients": 4 * 66.013, "optimizer": 12 * 66.013,
         "activations": 2 * 32 + 2 * (32 + 16 + 8), "gradients of activations": 2 * 16 + 4}),
+    ("data=1", {"model": MIXED} | FULL, 0, "backward", {
+        "parameters": 2 * 66.013, "gradients": 4 * 66.013, "optimizer": 12 * 66.013, "activations": 4 * 2,
+        "a layer computed again": (2 * 32 + 2 * 56) / 4 - 2, "gradients of activations": 2 * 16 + 4}),
     ("shard=2 expert=2", {"model": MIXED} | THIRD, 0, "backward", {
         "parameters": 34.013 + 2 * 16, "gradients": 34.013 + 2 * 16, "optimizer": 2 * 34.013 + 4 * 16,
         "activations": 2 * 32 + 2 * (32 + 16 + 8), "gradients of activations": 2 * 16 + 4,

@@ -77,7 +77,7 @@ def test_bytes_are_the_ledgers(strategy, kind, axes, stage, micro_batches):
         expected["context"] += expected.pop("data")
     found = {name: sum(rank.get(name, 0) for rank in ranks) / size for rank in ranks for name in rank}
     print(f"{strategy} {axes}: ledger {found}, planner {expected}")
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert found == pytest.approx(expected, rel=1e-9), "bytes along each axis: the planner's, and the ledger's"
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -130,4 +130,4 @@ def elsewhere():
 def test_memory_is_that_of_an_accelerator_that_is_not_there(case, elsewhere):
     peak, said = elsewhere(case)
     print(f"{case}: at most {peak:,} bytes, planner {said:,}: {said / peak - 1:+.1%}")
-    assert abs(said / peak - 1) < 0.05
+    assert abs(said / peak - 1) < 0.05, "bytes that the planner says, and the device's peak"

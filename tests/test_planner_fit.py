@@ -25,24 +25,25 @@ def test_every_source_counts_alike_in_a_fit(monkeypatch):
     monkeypatch.setattr(fit, "seconds", lambda one, constants: one.predicted)
     runs = [run("a", 1.0, predicted=math.e), run("a", 1.0, predicted=1.0), run("b", 1.0, predicted=math.e**2)]
     runs.append(run("b", None, predicted=5.0))
-    assert fit.loss(runs, PRIOR) == pytest.approx((0.5 + 4) / 2)
+    assert fit.loss(runs, PRIOR) == pytest.approx((0.5 + 4) / 2), "the mean of both sources' mean squared logarithms"
     far = replace(PRIOR, matmul=PRIOR.matmul * math.e)
-    assert fit.loss(runs, far) - fit.loss(runs, PRIOR) == pytest.approx(fit.PULL / len(constants.FITTED))
+    assert fit.loss(runs, far) - fit.loss(runs, PRIOR) == pytest.approx(fit.PULL / len(constants.FITTED)), (
+        "the pull to the prior")
 
 
 def test_a_constant_stays_within_its_bounds(monkeypatch):
     monkeypatch.setattr(fit, "seconds", lambda one, constants: one.at / constants.matmul)
-    assert fit.fit([run("a", 100.0, at=1.0)], sweeps=1).matmul == fit.BOUNDS["matmul"][0]
-    assert fit.fit([run("a", 1.0, at=100.0)], sweeps=1).matmul == fit.BOUNDS["matmul"][1]
+    assert fit.fit([run("a", 100.0, at=1.0)], sweeps=1).matmul == fit.BOUNDS["matmul"][0], "the lower bound"
+    assert fit.fit([run("a", 1.0, at=100.0)], sweeps=1).matmul == fit.BOUNDS["matmul"][1], "the upper bound"
 
 
 def test_what_the_allocator_adds_is_the_middle_of_each_source(monkeypatch):
     monkeypatch.setattr(fit.memory, "estimate", lambda *_: SimpleNamespace(needed=10 * GIB))
-    runs = [run("a", gib=9.0), run("a", gib=10.0), run("a", gib=30.0), run("b", gib=12.1), run("c", 1.0)]
+    runs = [run("a", gib=9.0), run("a", gib=10.0), run("a", gib=30.0), run("b", gib=14.4), run("c", 1.0)]
     found = fit.fit_memory(runs, PRIOR)
-    assert found.allocator == pytest.approx(1.1), "between 10 / 10 and 12.1 / 10"
-    assert (found.allocator_low, found.allocator_high) == pytest.approx((1.0, 1.2))
-    assert fit.fit_memory([run("c", 1.0)], PRIOR) == PRIOR
+    assert found.allocator == pytest.approx(1.2), "between 10 / 10 and 14.4 / 10"
+    assert (found.allocator_low, found.allocator_high) == pytest.approx((1.1, 1.3)), "a tenth less and more"
+    assert fit.fit_memory([run("c", 1.0)], PRIOR) == PRIOR, "no run whose memory is known"
 
 
 def test_a_prediction_is_compared_with_what_was_measured(monkeypatch):
@@ -57,7 +58,8 @@ def test_a_prediction_is_compared_with_what_was_measured(monkeypatch):
 def test_each_source_has_constants_of_its_own(monkeypatch):
     monkeypatch.setattr(scoreboard, "runs", lambda: [run("a"), run("b")])
     monkeypatch.setattr(scoreboard, "predict", lambda one, constants: (one.source, constants))
-    assert scoreboard.leave_one_out({"a": 1, "b": 2}) == [("a", 1), ("b", 2)]
+    assert scoreboard.leave_one_out({"a": 1, "b": 2}) == [("a", 1), ("b", 2)], (
+        "each run, by the constants of its source")
 
 
 def test_intervals_are_as_wide_as_the_errors_on_sources_left_out(monkeypatch):
@@ -67,7 +69,8 @@ def test_intervals_are_as_wide_as_the_errors_on_sources_left_out(monkeypatch):
     monkeypatch.setattr(scoreboard.fit, "fit", lambda runs: replace(PRIOR, allocator=2.0))
     fitted, left_out = scoreboard.refit()
     found = fitted.step_low, fitted.step_high, fitted.allocator_low, fitted.allocator_high
-    assert found == pytest.approx((0.8, 1.25, 1.25, 3.2)) and left_out == {"a": PRIOR}
+    assert found == pytest.approx((0.8, 1.25, 1.25, 3.2)) and left_out == {"a": PRIOR}, (
+        "step and allocator, low and high")
 
 
 def line(fits: bool, ran: bool) -> SimpleNamespace:
@@ -87,7 +90,7 @@ def test_layouts_are_ordered_by_their_time_per_token():
         one = run("a", measured)
         one.model, one.cluster, one.layout = model, nodes, SimpleNamespace(sequence=4, batch_size=batch)
         lines.append(SimpleNamespace(run=one, seconds=predicted))
-    assert scoreboard.rankings(lines) == {"a": (1, 1.0)}
+    assert scoreboard.rankings(lines) == {"a": (1, 1.0)}, "(pairs, Kendall's tau) of the source"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -150,7 +153,9 @@ def test_adapters_and_networks_that_are_usual():
     ):  # fmt: skip
         found = cluster(gpu, gpus, per_node)
         assert (found.network, found.adapters) == (rate, number), f"{gpu}, {per_node} in a node"
-        assert found.node_network == rate * number and found.nodes == gpus // per_node
+        assert found.node_network == rate * number and found.nodes == gpus // per_node, (
+            f"nodes of {gpu}, and bytes per second of one")
+    assert cluster("h100-80gb", 2).gpus_per_node == 2, "GPUs of a node that is not full"
     assert cluster("l4", 16, 8).name == "ethernet-100", "the name of the usual network"
     assert cluster("l4", 16, 8, "efa-400").name == "efa-400", "the name of a network that was asked for"
 

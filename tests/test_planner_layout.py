@@ -87,7 +87,7 @@ def test_numbers_that_follow_from_a_layout():
                  micro_batch=4, sequence=700, stages_per_rank=2)  # fmt: skip
     assert (one.readers, one.micro_batches, one.stages, one.tokens) == (3 * 5 * 11, 2, 4, 4 * 100), (
         "ranks that read other sequences, micro-batches, stages, tokens of a micro-batch on a rank")
-    assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1)
+    assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1), "sizes of axes"
     told = {  # ZeRO stage, and whether ranks along "context" divide the state: shards, and copies that are summed
         (0, True): (1, {"data": 3 * 5 * 11 * 7}), (0, False): (1, {"data": 3 * 5 * 11 * 7}),
         (1, True): (5 * 7 * 11, {"data": 3}), (3, True): (5 * 7 * 11, {"data": 3}),
@@ -138,4 +138,5 @@ def test_layers_and_ends_of_each_rank():
 
 def test_a_step_without_a_pipeline_is_all_work():
     one = Layout((("data", 1),), 5)
-    assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,)
+    assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,), (
+        "five times six seconds")

@@ -28,7 +28,7 @@ def test_zeros_table_cell_by_cell(row):
     printed = row["paper_GB"]
     unit = 10.0 ** -len(printed.partition(".")[2])
     kept = memory.state(models.find("gpt2"), layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
-    assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit
+    assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit, "GB of the state, and what the paper prints"
 
 
 def test_zeros_table_is_whole():
@@ -66,7 +66,7 @@ def test_activations_are_korthikantis(tensor, cut, recompute, formula):
         (("tensor", tensor),), 3, micro_batch=3, sequence=s, recompute=recompute, sequence_parallel=cut, flash=False,
         dropout=True,
     )  # fmt: skip
-    assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s))
+    assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s)), "bytes of a layer"
 
 
 def test_their_figure_of_the_share_of_the_scores():
@@ -74,7 +74,8 @@ def test_their_figure_of_the_share_of_the_scores():
     70% and 65%."""
     for heads, width, ratio, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
         scores, rest = score_bytes(heads, 2048), layer_bytes(width, width, width, 4 * width, dropout=True)
-        assert scores / width == ratio and scores / (scores + rest) == pytest.approx(saved, abs=0.006)
+        assert scores / width == ratio and scores / (scores + rest) == pytest.approx(saved, abs=0.006), (
+            "share of the scores")
 
 
 PARAMETERS = {  # as their sources print them, in billions
@@ -87,7 +88,7 @@ PARAMETERS = {  # as their sources print them, in billions
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_of_known_models(name):
-    assert models.find(name).parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=4e-3)
+    assert models.find(name).parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=4e-3), "billions of parameters"
 
 
 def test_every_token_uses_all_three_matrices_of_a_shared_expert():
@@ -95,7 +96,8 @@ def test_every_token_uses_all_three_matrices_of_a_shared_expert():
     one = models.find("deepseek-v3")
     two = models.custom(one, shared_experts=2)
     each = 58 * 3 * 7168 * 2048
-    assert (two.parameters - one.parameters, two.active_parameters - one.active_parameters) == (each, each)
+    assert (two.parameters - one.parameters, two.active_parameters - one.active_parameters) == (each, each), (
+        "all, active")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -103,13 +105,14 @@ def test_parameters_of_the_courses_gpt(tied):
     with torch.device("meta"):
         model = GPT(3, 64, 4, 32, tied=tied)
     shape = models.custom(models.course_gpt(3, 64, 4, 32), tied=tied)
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.parameters == sum(p.numel() for p in model.parameters()), "the planner's parameters, and the model's"
 
 
 def test_megatrons_parameters_are_those_of_its_table():
     for run in published.megatron():
         printed = float(run.model.name.split()[1][:-1])
-        assert run.model.parameters / 1e9 == pytest.approx(printed, abs=0.06)
+        assert run.model.parameters / 1e9 == pytest.approx(printed, abs=0.06), (
+            f"billions of parameters of {run.model.name}")
 
 
 def test_shares_of_ranks_add_up():
@@ -119,7 +122,8 @@ def test_shares_of_ranks_add_up():
         one = Layout(tuple(mesh.items()), 8)
         found = sum(sum(memory.parameters_of(model, one, *share)) for share in stages.shares(model, one))
         whole = model.layers * model.uncut_parameters + model.width
-        assert (found - whole) * one.tensor + whole == pytest.approx(model.parameters, rel=1e-9)
+        assert (found - whole) * one.tensor + whole == pytest.approx(model.parameters, rel=1e-9), (
+            f"parameters on {mesh}")
 
 
 def test_a_step_has_its_peak_in_a_phase_and_not_the_sum_of_all():
@@ -129,7 +133,7 @@ def test_a_step_has_its_peak_in_a_phase_and_not_the_sum_of_all():
     whole = make_layout(model, gpus, {"data": 8}, batch_size=8, recompute="full")
     found = memory.estimate(model, whole, PRIOR)
     assert ("logits and loss" in found.parts) != ("a layer computed again" in found.parts)
-    assert found.needed == sum(found.parts.values())
+    assert found.needed == sum(found.parts.values()), "what is needed is the sum of its parts"
 
 
 def test_stored_micro_batches_are_the_simulators():
@@ -142,10 +146,10 @@ def test_stored_micro_batches_are_the_simulators():
         peaks[schedule] = stages.held(one)
         parts = memory.on_rank(model, one, PRIOR, 1, stages.shares(model, one)[1], peaks[schedule][1]).parts
         per_chunk = 4 // chunks * memory.layer_memory(model, one)
-        assert parts["activations"] == pytest.approx(peaks[schedule][1] * per_chunk)
+        assert parts["activations"] == pytest.approx(peaks[schedule][1] * per_chunk), f"bytes that {schedule} holds"
     assert peaks["interleaved"][0] == 8 + 2 * 7 + 1  # Narayanan et al. 2021, section 2.2: more by (p - 1) / (p v)
-    assert peaks["1f1b"] == tuple(range(8, 0, -1))
-    assert peaks["gpipe"] == (32,) * 8
+    assert peaks["1f1b"] == tuple(range(8, 0, -1)), "micro-batches that ranks hold under 1F1B"
+    assert peaks["gpipe"] == (32,) * 8, "GPipe holds all"
 
 
 def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
@@ -187,7 +191,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(half):
         per_token = found.kept / tokens
         assert formula <= per_token <= formula + 4 * (2 * 2 + 4) + 1, (make, per_token, formula)
         attention = 6 * 2 * tokens * 128 * width  # 2 products of scores forward, 4 backward; PyTorch counts them whole
-        assert found.flops == pytest.approx(6 * tokens * products + attention, rel=0.2)
+        assert found.flops == pytest.approx(6 * tokens * products + attention, rel=0.2), "FLOPs of a layer"
 
 
 def linear():
@@ -214,6 +218,8 @@ def test_any_module_is_measured(capsys, tmp_path):
         "def frozen():\n    return torch.nn.Linear(1, 1).requires_grad_(False), (torch.randn(1),)\n"
         "def raises():\n    raise ValueError('no such layer')\n"
         "def many():\n    return torch.nn.Linear(1, 1), (torch.randn(1), torch.randn(1))\n"
+        "class Long(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('one line\\nand another')\n"
+        "def long():\n    return Long(1, 1), (torch.randn(1),)\n"
     )
     line = "--gpu h100-80gb --gpus 4 --precision fp32 --json"
     main(["measure", f"{file}:model", *line.split()])
@@ -221,22 +227,43 @@ def test_any_module_is_measured(capsys, tmp_path):
     assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000), "of four layers, and of one"
     assert said["kept"] == 4 * 4 * 8 * 1000, "each of four layers keeps its input"
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
-    assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4
+    assert said["stages"]["zero1"]["parts"]["optimizer"] == 8 * 4_000_000 / 4, "bytes of the optimizer under ZeRO-1"
     assert said["stages"]["fsdp"]["parts"]["gathered"] == 2 * 4 * 1_000_000, "a layer and the next one"
-    (tmp_path / "cut.py").write_text("def model(:")
-    for what, words in (
-        (f"{file}:frozen", "nothing in the module is trained"),
-        (f"{file}:raises", "ValueError: no such layer"),
-        (f"{file}:many", "TypeError"),
-        (f"{tmp_path / 'cut.py'}:model", "SyntaxError"),
-        (f"{file}:none", "no function 'none'"),
-        ("nowhere.py:f", "no such file"),
-        (f"{file}:alone", "should return (module, inputs)"),
-        (f"{file}:asks", "without values"),
-    ):
+    broken, without = tmp_path / "broken.py", "the module cannot be run on tensors without values:"
+    broken.write_text("raise ValueError('no such file of settings')")
+    for what, says in (
+        (f"{file}:frozen",
+         "nothing in the module is trained: no output depends on a parameter that wants a gradient"),
+        (f"{file}:raises", "the function failed: ValueError: no such layer"),
+        (f"{file}:many", f"{without} TypeError: Linear.forward() takes 2 positional arguments but 3 were given"),
+        (f"{file}:long", f"{without} ValueError: one line"),
+        (f"{broken}:model", f"{broken} cannot be imported: ValueError: no such file of settings"),
+        (f"{file}:none", f"{file} has no function 'none'"),
+        ("nowhere.py:f", "'nowhere.py:f': there is no such file; give FILE.py:FUNCTION"),
+        (str(file), f"'{file}' names no function; give FILE.py:FUNCTION"),
+        (f"{file}:alone", "the function should return (module, inputs), with inputs as a tuple of tensors"),
+        (f"{file}:asks", f"{without} DataDependentOutputException: aten._local_scalar_dense.default"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
-        assert words in capsys.readouterr().err
+        assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {what}"
+
+
+class Several(torch.nn.Module):
+    """Two results that are trained, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(100, size, bias=False) for size in (100, 200))
+
+    def forward(self, x):
+        return x, self.one(x), self.two(x), 3
+
+
+def test_all_results_of_a_module_that_are_trained_are():
+    found = any_module.measure(lambda: (Several(), (torch.randn(8, 100),)))
+    assert found.flops == 2 * 2 * 8 * 100 * (100 + 200), "forward, and for both weights backward"
+    assert (found.parameters, found.largest, found.kept) == (30_000, 20_000, 4 * 8 * 100), "one input is kept, once"
 
 
 class Nested(torch.nn.Module):
@@ -272,16 +299,16 @@ def test_attentions_backward_pass_has_five_products_for_two():
         return layer, (torch.randn(1, 128, 64, requires_grad=True),)
 
     products = 3 * 2 * 128 * 4 * 64**2  # those of queries, keys, values and the output, forward and backward
-    assert any_module.measure(made).flops - products == (2 + 5) * 2 * 128 * 128 * 64
+    assert any_module.measure(made).flops - products == (2 + 5) * 2 * 128 * 128 * 64, "FLOPs of attention"
 
 
 def test_what_a_stage_needs_by_parts():
     """A unit of 1,000 in mixed precision: gathered in 2 bytes, its messages of gradients have 4."""
     found = any_module.Measured(parameters=10_000, largest=1_000, kept=500, flops=0)
     eight = any_module.needed(found, 8, "bf16-mixed")
-    assert eight["zero2"]["buckets of gradients"] == 2 * 4 * 1_000
+    assert eight["zero2"]["buckets of gradients"] == 2 * 4 * 1_000, "bytes of two buckets"
     assert eight["fsdp"]["gathered"] == 2 * 2 * 1_000 and eight["fsdp"]["unsharded gradients"] == (2 + 4) * 1_000
-    assert [eight[stage]["parameters"] for stage in ("ddp", "zero1", "fsdp")] == [20_000, 20_000, 40_000 / 8]
+    assert [eight[stage]["parameters"] for stage in ("ddp", "zero1", "fsdp")] == [20_000, 20_000, 40_000 / 8], "bytes"
     alone = any_module.needed(found, 1, "bf16-mixed")
     assert {*alone["fsdp"]} == {"parameters", "gradients", "optimizer", "activations"}, "one GPU gathers nothing"
 
@@ -291,10 +318,10 @@ def test_a_report_is_of_its_precision_and_in_its_units():
     full, half = (any_module.report(linear, gpu, 1, name, constants) for name in ("float32", "bf16-mixed"))
     assert (full["kept"], half["kept"]) == (4 * 8 * 1000, 2 * 8 * 1000), "bytes of the input"
     flops = 2 * 2 * 8 * 1_000_000  # forward, and for the weight backward
-    assert half["seconds_of_products"] == pytest.approx(flops / (989e12 * gpu.achievable * 0.5))
+    assert half["seconds_of_products"] == pytest.approx(flops / (989e12 * gpu.achievable * 0.5)), "seconds in 16 bit"
     assert full["seconds_of_products"] == pytest.approx(2 * half["seconds_of_products"]), "TF32 has half of the rate"
     ddp = full["stages"]["ddp"]
-    assert ddp["bytes"] == pytest.approx(1.1 * sum(ddp["parts"].values()))
+    assert ddp["bytes"] == pytest.approx(1.1 * sum(ddp["parts"].values())), "with what the allocator adds"
     said = {"parameters": 5, "kept": 3 * 2**30, "flops": 2e12, "seconds_of_products": 0.25,
             "stages": {"ddp": {"fits": "no", "bytes": 2**31, "parts": {"gradients": 2**30, "none": 0}}}}  # fmt: skip
     assert any_module.table(said).splitlines() == [
@@ -318,7 +345,7 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     """Of 8 ranks in which 2 and 2 have other experts, 4 have the same ones, and divide their 16 bytes."""
     one = Layout((("shard", 4), ("expert", 2)), 8, zero_stage=3, precision="float32")
     model = models.find("mixtral-8x7b")
-    assert sum(memory.state(model, one, 1000.0, 0.0).values()) == 16 * 1000 / 8
+    assert sum(memory.state(model, one, 1000.0, 0.0).values()) == 16 * 1000 / 8, "what all ranks use"
     assert sum(memory.state(model, one, 0.0, 1000.0).values()) == 16 * 1000 / 4, "experts of a rank"
 
 
@@ -347,5 +374,5 @@ def test_what_offloading_and_fused_losses_leave_on_the_gpu():
     assert {*parts(zero_stage=3, offload=True)} & kept == set(), "shards of FSDP are in the host's memory"
     assert parts(1, zero_stage=3)["16-bit copies"] == 2 * model.parameters, "one GPU has nothing to gather"
     logits = 2048 * model.vocabulary * 4
-    assert parts()["logits and loss"] == PRIOR.loss_copies * logits
+    assert parts()["logits and loss"] == PRIOR.loss_copies * logits, "bytes at the loss"
     assert parts(fused_loss=True).get("logits and loss", 1.5 * logits) == 1.5 * logits

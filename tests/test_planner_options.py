@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from planner import __main__ as commands
-from planner import any_module, benchmark, constants, fit, hardware, models, scoreboard
+from planner import any_module, benchmark, constants, fit, hardware, models, scoreboard, search
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -29,8 +29,8 @@ def test_each_option_of_a_layout_reaches_it():
         "sequence": 512, "precision": "fp16-mixed", "offload": True, "batch_size": 64, "zero_stage": 3,
     }  # fmt: skip
     layout = named(read(line.split())).layout
-    assert {name: getattr(layout, name) for name in told} == told
-    assert (layout.size("shard"), layout.tensor) == (4, 2)
+    assert {name: getattr(layout, name) for name in told} == told, "what the layout is told"
+    assert (layout.size("shard"), layout.tensor) == (4, 2), "the mesh"
     assert named(read(f"{ESTIMATE} --mesh data=8".split())).layout.zero_stage == 0, "the stage without an axis 'shard'"
 
 
@@ -41,7 +41,7 @@ def test_each_option_of_a_layout_reaches_it():
 )  # fmt: skip
 def test_schedules_have_other_names_too(said, schedule, chunks):
     line = f"{ESTIMATE} --mesh pipeline=8 --schedule {said} --stages-per-rank {chunks}"
-    assert named(read(line.split())).layout.schedule == schedule
+    assert named(read(line.split())).layout.schedule == schedule, f"the schedule of --schedule {said}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_schedules_have_other_names_too(said, schedule, chunks):
     ],
 )  # fmt: skip
 def test_each_option_of_a_shape_reaches_the_model(more, parameters):
-    assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters
+    assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
 
 
 def test_experts_that_are_added_to_a_model_are_as_wide_as_its_mlp():
@@ -71,7 +71,8 @@ def test_experts_that_are_added_to_a_model_are_as_wide_as_its_mlp():
 def test_each_option_of_a_cluster_reaches_it():
     line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
     found = cluster_of(read(line.split()))
-    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2)
+    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (
+        "cluster")
 
 
 @pytest.fixture
@@ -89,8 +90,8 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
     commands.planned(read(line.split()), 7)
     ((model, cluster, *rest),) = asked
     assert (model.name, cluster.gpus) == ("llama-2-7b", 8)
-    assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)]
-    assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0
+    assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)], "what the search is asked"
+    assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
 
 
 def test_a_plan_explains_its_best_layout_and_an_estimate_itself(capsys):
@@ -169,14 +170,31 @@ def test_each_option_of_measure_reaches_it(monkeypatch, slow):
     assert (what, gpu.name) == ("mine.py:f", "a100-80gb") and rest == [4, "float32", constants.load(slow)]
 
 
+LISTED = {  # lines of `models` and of `hardware`
+    "models": [
+        "gpt2                 0.12 billion                 12 layers, width    768,  12 heads   "
+        "Radford et al. 2019, table 2",
+        "mixtral-8x7b        46.70 billion (12.9 active)   32 layers, width  4,096,  32 heads   "
+        "Jiang et al. 2023, table 1; Jiang et al. 2024, table 1",
+    ],
+    "hardware": [
+        "h200           989.0 TFLOP/s   139.8 GiB   4.80 TB/s   450 GB/s to 8 in a node   NVIDIA H200 data sheet",
+        "v100-32gb      125.0 TFLOP/s    31.7 GiB   0.90 TB/s   150 GB/s to 8 in a node   NVIDIA V100 data sheet",
+        "infiniband-400    50.00 GB/s per adapter   NDR InfiniBand, 400 Gb/s",
+        "infiniband-800   100.00 GB/s per adapter   XDR InfiniBand, 800 Gb/s",
+        "efa-400           50.00 GB/s per adapter   AWS EFA, 400 Gb/s per GPU",
+        "ethernet-10        1.25 GB/s per adapter   10 Gb/s Ethernet",
+    ],
+}
+
+
 def test_lists_have_the_numbers(capsys):
-    main(["models"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "46.70 billion (12.9 active)" in lines["mixtral-8x7b"] and "active" not in lines["llama-7b"]
-    main(["hardware"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "989.0 TFLOP/s    79.1 GiB   3.35 TB/s   450 GB/s to 8 in a node" in lines["h100-80gb"]
-    assert " 50.00 GB/s per adapter" in lines["infiniband-400"]
+    for what, expected in LISTED.items():
+        main([what])
+        found = capsys.readouterr().out.splitlines()
+        missing = [line for line in expected if line not in found]
+        assert not missing, f"lines that `{what}` lacks"
+    assert len(found) == len(hardware.GPUS) + len(hardware.NETWORKS), "a line for each GPU and network"
 
 
 def test_lists_as_json_have_the_numbers(capsys):
@@ -271,22 +289,72 @@ def test_what_cannot_be_is_said_in_one_line(line, says, capsys):
     assert capsys.readouterr().err.strip().removeprefix("error: ") == says
 
 
-def test_what_options_are_where_nothing_is_said():
-    told = {
-        "estimate": {"sequence": 2048, "precision": "bf16-mixed", "zero_stage": None, "micro_batch": 1,
-                     "schedule": "1f1b", "stages_per_rank": 1, "recompute": "none", "offload": False,
-                     "sequence_parallel": True, "flash": True, "fused": True, "fused_loss": False, "dropout": False,
-                     "async_tensor": False, "overlap_gradients": True, "explain": False, "json": False},
-        "plan": {"sequence": 2048, "precision": "bf16-mixed", "count": 5, "plot": None, "explain": False},
-        "calibrate": {"out": "constants.json", "ranks": 2},
-        "benchmark": {"models": "tiny", "max_gpus": 2, "batch_size": 16, "steps": 10, "run": False, "json": False},
-        "scoreboard": {"runs": False, "refit": False, "json": False},
-    }  # fmt: skip
-    for command, expected in told.items():
-        more = ["--gpu", "h100", "--gpus", "8", "--batch-size", "8"] if command in ("estimate", "plan") else []
-        found = vars(read([command, *more]))
-        differ = {name: found[name] for name, value in expected.items() if found[name] != value}
-        assert not differ, f"{command}: {differ}"
+SHAPED = dict.fromkeys(["model", "layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary", "experts", "top_k",
+                        "expert_width", "shared_experts", "head_width", "mlp", "gpus_per_node", "network", "adapters",
+                        "max_memory_gb", "constants"])  # fmt: skip
+SHAPED |= {"sequence": 2048, "precision": "bf16-mixed", "json": False}
+ONE = {"mesh": "", "zero_stage": None, "micro_batch": 1, "schedule": "1f1b", "stages_per_rank": 1, "recompute": "none",
+       "offload": False, "sequence_parallel": True, "flash": True, "fused": True, "fused_loss": False, "dropout": False,
+       "async_tensor": False, "overlap_gradients": True}  # fmt: skip
+ASKED = {"gpu": "h100", "gpus": 8, "batch_size": 4}
+SAID = "--gpu h100 --gpus 8 --batch-size 4"
+DEFAULTS = {  # line, and what its options are
+    f"plan {SAID}": SHAPED | ASKED | {"count": 5, "plot": None, "explain": False},
+    f"estimate {SAID}": SHAPED | ASKED | ONE | {"explain": False},
+    f"emit {SAID} --format slurm": SHAPED | ASKED | ONE | {"format": "slurm", "out": None},
+    "scoreboard": {"runs": False, "refit": False, "json": False},
+    "calibrate": {"out": "constants.json", "ranks": 2},
+    "benchmark": {"models": "tiny", "max_gpus": 2, "batch_size": 16, "steps": 10, "constants": None, "run": False,
+                  "json": False},
+    "measure a.py:f --gpu h100 --gpus 8": {"what": "a.py:f", "gpu": "h100", "gpus": 8, "precision": "bf16-mixed",
+                                           "constants": None, "json": False},
+    "models": {"json": False}, "hardware": {"json": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DEFAULTS)
+def test_what_options_are_where_nothing_is_said(line):
+    found, expected = vars(read(line.split())), DEFAULTS[line] | {"command": line.split()[0]}
+    names = [name for name in {**expected, **found} if found.get(name, "gone") != expected.get(name, "new")]
+    assert not names, {name: f"{found.get(name, 'gone')}, not {expected.get(name, 'there')}" for name in names}
+
+
+def test_help_says_what_is_so_by_default():
+    _, subs = commands.parser()
+    options = {option.option_strings[0]: option for option in subs["estimate"]._actions}
+    for name in ("sequence-parallel", "flash", "fused", "fused-loss", "dropout", "async-tensor"):
+        option = options[f"--{name}"]
+        said = option.help.rpartition("; by default ")[2]
+        assert said == ("yes" if option.default else "no"), f"help of --{name}: '{option.help}'"
+    assert all(command in commands.__doc__ for command in ("plan", "estimate", "emit"))
+    assert list(commands.RUN) == list(commands.COMMANDS) == list(subs), "commands"
+
+
+@pytest.mark.parametrize(
+    "line, names",
+    [
+        ("", "command"), ("plan", "--gpu, --gpus, --batch-size"), ("estimate", "--gpu, --gpus, --batch-size"),
+        ("emit", "--gpu, --gpus, --batch-size, --format"), ("measure", "FILE.py:FUNCTION, --gpu, --gpus"),
+    ],
+)  # fmt: skip
+def test_what_has_to_be_said(line, names):
+    with pytest.raises(UserError, match=f"^the following arguments are required: {names}$"):
+        read(line.split())
+
+
+def test_each_option_of_calibrate_and_of_a_plans_lines_reaches_it(monkeypatch, capsys):
+    asked, drawn = [], []
+    monkeypatch.setattr("planner.calibrate.calibrate", lambda *args: asked.append(args) or "what was found")
+    main(["calibrate", "--out", "mine.json", "--ranks", "3"])
+    assert asked == [("mine.json", 3)] and capsys.readouterr().out == "what was found\n"
+    best = [SimpleNamespace(as_dict=lambda name=name: {"best": name}) for name in "abc"]
+    found = [search.Choice(one, "d") for one in best]
+    monkeypatch.setattr(commands, "planned", lambda args, count: found[:count])
+    monkeypatch.setattr("planner.plot.picture", lambda *args: drawn.append(args))
+    main(f"plan {ESTIMATE[9:]} --count 2 --json --plot mine.png".split())
+    assert json.loads(capsys.readouterr().out) == [
+        {"best": name, "nearest_alternative": "d"} for name in "ab"], "--count 2"
+    assert drawn == [(best[:2], "mine.png")], "the layouts of the picture, and its file"
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------
@@ -313,7 +381,7 @@ def test_constants_are_stored_to_four_digits(tmp_path, monkeypatch):
     constants.save(found, file, {"a source": other})
     assert constants.load(file) == replace(found, matmul=0.8123), "as it is read again"
     monkeypatch.setattr(constants, "STORED", file)
-    assert constants.load_left_out() == {"a source": other}
+    assert constants.load_left_out() == {"a source": other}, "constants without a source, as they are read again"
 
 
 def test_every_fitted_constant_has_bounds_and_a_prior_within():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner import models, network, stages, time, traffic
+from planner import layer_time, models, network, stages, time, traffic
 from planner.constants import PRIOR
 from planner.hardware import GPU, Cluster
 from planner.layout import Layout
@@ -65,6 +65,8 @@ def test_work():
         ("data=1", {"recompute": "selective"}, 4 * (79 + 2) + 6),
         ("shard=2", {"recompute": "selective"} | THIRD, 4 * (79 + 12) + 6),
         ("data=1", {"flash": False}, 4 * (72 + 3 * 4 / 0.6) + 6),  # 60% of the rate, and no half is left out
+        ("data=1", {"precision": "float32"}, 2 * (4 * 79 + 6)),  # TF32 has half of the rate
+        ("data=1", {"precision": "float32", "flash": False}, 2 * (4 * (72 + 3 * 4 / 0.6) + 6)),
         ("tensor=2", {}, 4 * 79 / 2 + 3),
         ("context=2", {}, 4 * 79 / 2 + 3),
         ("context=2", {"constants": replace(BARE, ring=1.0)}, 4 * (36 + 1.5 * 3.5) + 3),
@@ -74,7 +76,48 @@ def test_work():
         ("expert=2", {"model": MIXED, "constants": START}, 418 + 3 * (2 * 4 + 2 * 4) + 3),  # of one expert
         ("data=1", {"constants": replace(BARE, matmul=0.5)}, 4 * (2 * 72 + 7) + 12),
         ("data=1", {"constants": replace(BARE, attention=0.5)}, 4 * (72 + 14) + 6),
+        ("data=1", {"model": replace(GPT, attention=8_000_000)}, 4 * (3 * 32 + 7) + 6),  # twice as many, as T5's
     ])  # fmt: skip
+
+
+def test_model_flops_of_a_token():
+    """Six for each parameter of a product that a token uses, and attention's 12 x layers x queries x tokens."""
+    attention = 12 * 4 * 1000 * 1000
+    for model, products, scores in (
+        (GPT, 48e6 + 1e6, attention), (TIED, 49e6, attention), (replace(GPT, positions=500), 49e6, attention),
+        (MIXED, 2 * 12e6 + 2 * (4e6 + 2000 + 2 * 8e6) + 1e6, attention),  # two layers with a router and experts
+        (replace(MIXED, top_k=1), 2 * 12e6 + 2 * (4e6 + 2000 + 8e6) + 1e6, attention),
+        (replace(GPT, head_width=50), 4 * 10e6 + 1e6, attention / 2),
+        (replace(GPT, kv_heads=5), 4 * 11e6 + 1e6, attention),
+    ):  # fmt: skip
+        assert model.flops(1000) == 6 * products + scores, f"FLOPs of a token, {model}"
+
+
+def test_a_product_goes_through_the_memory_as_well():
+    """[2, 3] x [3, 5]: 60 operations at half of 60 a second, and 31 numbers in 16 bit at half of 62 bytes a second."""
+    machine, half = replace(TOY, peak=60.0, hbm=62.0), replace(BARE, matmul=0.5, memory_rate=0.5, kernel=0.25)
+    assert layer_time.product(2, 3, 5, machine, "bf16", half) == 2 + 2 + 0.25, "arithmetic, bytes, and the start"
+    assert layer_time.product(2, 3, 5, machine, "float32", half) == 4 + 4 + 0.25, "of 32 bit numbers"
+
+
+def test_element_wise_work():
+    """What a layer keeps goes through a memory of a GB per second: 16 numbers of each token and width, 32 MB."""
+    once, swiglu = replace(BARE, passes=1.0, eager=1.5), replace(GPT, mlp="swiglu")
+    stored, dropout, whole = {"flash": False}, {"dropout": True}, {"sequence_parallel": False}
+    for text, model, fields, constants, expected in (
+        ("data=1", GPT, {}, once, 32), ("data=1", GPT, {}, replace(once, passes=3.0), 96),
+        ("data=1", GPT, {}, replace(once, memory_rate=0.5), 64), ("data=1", GPT, {"precision": "float32"}, once, 64),
+        ("data=1", GPT, {"fused": False}, once, 1.5 * 32), ("context=2", GPT, {}, once, 16),
+        ("tensor=2", GPT, {}, once, 16), ("tensor=2", GPT, whole, once, 8 + 12),
+        ("data=1", GPT, dropout, once, 32 + 2), ("tensor=2", GPT, dropout | whole, once, 10 + 12),  # masks of a byte
+        ("data=1", GPT, stored, once, 32 + 20), ("tensor=2", GPT, stored, once, 16 + 10),  # scores of ten heads
+        ("data=1", GPT, stored | dropout, once, 34 + 50), ("data=1", replace(GPT, kv_heads=5), {}, once, 30),
+        ("data=1", swiglu, {}, once, 16 + 24), ("data=1", swiglu, {"fused": False}, once, 1.5 * (16 + 32)),
+        ("data=1", MIXED, {}, once, 48),  # of both experts
+    ):  # fmt: skip
+        one = layer_time.of_layer(model, replace(TOY, hbm=1e9), layout(text, **fields), model is MIXED, constants)
+        found = 1000 * one.elementwise, 1000 * one.backward_elementwise
+        assert found == pytest.approx((expected, 2 * expected)), f"ms forward and backward on {text}, {fields}"
 
 
 def test_messages_in_layers():
@@ -142,6 +185,8 @@ def test_messages_of_state():
         ("shard=2", slow | THIRD | FULL, 10 * (ends + both) + 4 * (10 * gather - 26 + 10 * both - 79)),
         ("shard=2 context=2", THIRD, 1.5 * (ends + both + 4 * layers)),
         ("data=2 shard=2", THIRD, ends + both + 4 * layers + 100.018),
+        ("shard=2 context=2", {"shard_context": False} | THIRD, ends + both + 4 * layers + 100.018),
+        ("shard=2 context=2", {"shard_context": False, "zero_stage": 1}, 150.027 + 200.036),
         ("pipeline=2 shard=2", {"many": 2} | THIRD, 2 * both),
         ("pipeline=2 shard=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2} | THIRD, 2 * both),
         ("pipeline=2 data=2 shard=2", THIRD, 2 * both + 4 * (2 * 12.002 + 1.001) / 2),

@@ -20,20 +20,30 @@ def made(room: float = 80, gpus: int = 16, step=STEP, **fields) -> Estimate:
     cluster = hardware.cluster("h100-80gb", gpus, min(gpus, 8))
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=room * GIB))
     layout = Layout((("shard", gpus),), **{"batch_size": 32, "sequence": 1000, "zero_stage": 3} | fields)
-    return Estimate(models.find("llama-7b"), cluster, layout, MEMORY, step, replace(PRIOR, step_low=0.5, step_high=2.0))
+    return Estimate(models.find("llama-7b"), cluster, layout, MEMORY, step, replace(PRIOR, step_low=0.5, step_high=3.0))
 
 
 def test_numbers_of_an_estimate():
-    said = made().as_dict()
-    told = {
-        "memory_gib_low": 10, "memory_gib": 20, "memory_gib_high": 40, "memory_limit_gib": 80, "fits": "yes",
-        "step_seconds_low": 5.0, "step_seconds": 10.0, "step_seconds_high": 20.0, "tokens_per_second": 3200.0,
-        "tokens_per_second_per_gpu": 200.0, "bubble": 0.1, "exposed_communication_seconds": 0.75, "schedule": None,
-        "micro_batches": 2, "memory_phase": "backward", "step_parts_seconds": PARTS, "sent_bytes_per_gpu": STEP.links,
-    }  # fmt: skip
-    assert {name: said[name] for name in told} == told
+    said = made(recompute="full", zero_stage=2).as_dict()
     flops = models.find("llama-7b").flops(1000) * 200
-    assert said["model_tflops_per_gpu"] == pytest.approx(flops / 1e12) and said["mfu"] == pytest.approx(flops / 989e12)
+    shares = said.pop("model_tflops_per_gpu"), said.pop("mfu")
+    assert shares == pytest.approx((flops / 1e12, flops / 989e12)), "TFLOP/s of a GPU, and MFU"
+    told = {
+        "model": "llama-7b", "parameters": 6_738_415_616, "gpu": "h100-80gb", "gpus": 16, "mesh": {"shard": 16},
+        "zero_stage": 2, "micro_batch": 1, "micro_batches": 2, "schedule": None, "stages_per_rank": 1,
+        "recompute": "full", "precision": "bf16-mixed", "offload": False,
+        "memory_gib_low": 10, "memory_gib": 20, "memory_gib_high": 40, "memory_limit_gib": 80, "fits": "yes",
+        "step_seconds_low": 5.0, "step_seconds": 10.0, "step_seconds_high": 30.0, "tokens_per_second": 3200.0,
+        "tokens_per_second_per_gpu": 200.0, "bubble": 0.1, "exposed_communication_seconds": 0.75, "binding": "work",
+        "memory_parts_gib": {"parameters": 5 / GIB, "activations": 7 / GIB}, "memory_phase": "backward",
+        "step_parts_seconds": PARTS, "sent_bytes_per_gpu": STEP.links, "notes": [NOTE.removeprefix("note: ")],
+    }  # fmt: skip
+    assert said == told, "what --json prints"
+    stages = replace(made(), layout=Layout((("pipeline", 16),), 32, 2, schedule="interleaved", stages_per_rank=3,
+                                           recompute="selective", offload=True, notes=("first",)))  # fmt: skip
+    found, names = stages.as_dict(), ("micro_batch", "micro_batches", "schedule", "stages_per_rank", "offload")
+    assert [found[name] for name in names] == [2, 16, "interleaved", 3, True], names
+    assert found["notes"] == ["first", "not checked against any published run: offload"], "the layout's notes first"
     assert [made(room).fits for room in (41, 39, 11, 9)] == ["yes", "tight", "tight", "no"]
 
 
@@ -56,7 +66,7 @@ def test_estimates_in_lines():
         HEADING,
         "layout                 shard 16, ZeRO-2, micro-batch 1, recompute none",
         "memory per GPU         20.0 GiB (10.0 to 40.0): fits: yes",
-        "step                   10.0 s (5.00 s to 20.0 s)",
+        "step                   10.0 s (5.00 s to 30.0 s)",
         "tokens per second      3,200 (200 per GPU)",
         "model FLOP/s per GPU   8.2 TFLOP/s, MFU 0.8%",
         "bubble                 10.0%",
@@ -106,6 +116,11 @@ def test_what_was_not_checked_is_named():
     assert ["slow network" in "".join(outside(found)) for found in slow] == [True, False], "100 and 200 GB/s of a node"
     small = replace(one, model=models.find("gpt2"))
     assert outside(small) == ["not checked against any published run: models of 0.12 billion parameters"]
+    many = replace(models.find("mixtral-8x7b"), experts=300)  # of which a token uses two
+    assert outside(replace(one, model=many)) == [
+        f"not checked against any published run: {what}"
+        for what in ("mixtures of experts", "models of 1,700 billion parameters")
+    ], "all parameters of a mixture count"
 
 
 def value(line: str) -> float:

@@ -26,7 +26,7 @@ def test_a_ring_is_the_exercises():
 def test_a_line_is_found_again():
     sizes = [4**n for n in range(5, 13)]
     alpha, beta = fit(sizes, [3e-5 + 2e-9 * size for size in sizes])
-    assert alpha == pytest.approx(3e-5) and beta == pytest.approx(2e-9)
+    assert alpha == pytest.approx(3e-5) and beta == pytest.approx(2e-9), "seconds of a message, and of a byte"
 
 
 def test_groups_are_where_the_mesh_puts_them():
@@ -63,8 +63,8 @@ def test_a_long_schedule_continues_a_short_one(schedule, ranks, many, chunks):
     expected = simulator.simulate(whole, simulator.Times(forward, [b / 2 for b in backward], [b / 2 for b in backward],
                                                          0.1))  # fmt: skip
     ends, busy = stages.makespan(layout, forward, backward, 0.1)
-    assert ends == pytest.approx(expected.makespan, rel=0.012) and busy <= ends
-    assert stages.held(layout) == tuple(expected.peaks)
+    assert ends == pytest.approx(expected.makespan, rel=0.012) and busy <= ends, "seconds of the whole schedule"
+    assert stages.held(layout) == tuple(expected.peaks), "micro-batches that each rank holds"
 
 
 def test_the_bubble_of_equal_stages_is_the_formulas():
@@ -72,7 +72,7 @@ def test_the_bubble_of_equal_stages_is_the_formulas():
     for chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
         layout = Layout((("pipeline", 4),), 16, schedule=schedule, stages_per_rank=chunks)
         ends, busy = stages.makespan(layout, [1.0] * 4 * chunks, [2.0] * 4 * chunks, 0.0)
-        assert 1 - busy / ends == pytest.approx(3 / (chunks * 16 + 3))
+        assert 1 - busy / ends == pytest.approx(3 / (chunks * 16 + 3)), f"the bubble of {schedule}"
 
 
 @pytest.mark.parametrize("send", [0.0, 0.4, 1.7])
@@ -84,13 +84,14 @@ def test_a_search_is_nearly_as_exact_as_an_estimate(schedule, chunks, send):
     forward, backward = [1.0] * 4 * chunks, [2.0] * 4 * chunks
     forward[-1], backward[-1] = 1.1, 2.2
     quick, _ = stages.makespan(layout, forward, backward, send, quick=True)
-    assert quick == pytest.approx(stages.makespan(layout, forward, backward, send)[0], rel=0.07)
+    assert quick == pytest.approx(stages.makespan(layout, forward, backward, send)[0], rel=0.07), "quick, and in full"
 
 
 def test_products_are_less_efficient_the_smaller_they_are():
     gpu = find_gpu("h100-80gb")
     rates = [2 * n**3 / layer_time.product(n, n, n, gpu, "bf16", PRIOR) for n in (256, 1024, 4096, 16384)]
-    assert rates == sorted(rates) and rates[0] < 0.4 * rates[-1] and rates[-1] < gpu.peak * gpu.achievable
+    assert rates == sorted(rates) and rates[0] < 0.4 * rates[-1] and rates[-1] < gpu.peak * gpu.achievable, (
+        f"FLOP/s: {rates}")
 
 
 def test_model_flops_are_megatrons_formula():
@@ -100,14 +101,15 @@ def test_model_flops_are_megatrons_formula():
         model, s = run.model, run.layout.sequence
         layers = 72 * s * model.layers * model.width**2 * (1 + s / (6 * model.width))
         logits = 6 * s * model.vocabulary * model.width
-        assert model.flops(s) * s == pytest.approx(layers + logits, rel=1e-3)
+        assert model.flops(s) * s == pytest.approx(layers + logits, rel=1e-3), f"FLOPs of a sequence, {model.name}"
 
 
 def test_parts_of_a_step_add_up():
     for run in published.runs()[::7]:
         step = time.estimate(run.model, run.cluster, run.layout, PRIOR)
-        assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) >= 0
-        assert 0 <= step.bubble < 1 and 0 <= step.exposed < step.seconds
+        assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) >= 0, (
+            f"parts of {run.name}")
+        assert 0 <= step.bubble < 1 and 0 <= step.exposed < step.seconds, f"bubble and messages of {run.name}"
 
 
 def test_more_of_a_resource_is_never_slower():
@@ -120,8 +122,9 @@ def test_more_of_a_resource_is_never_slower():
         return time.estimate(model, machine, layout, PRIOR).seconds
 
     base = seconds(shard=64)
-    assert seconds(gpus=128, data=2, shard=64) < base < seconds(shard=64, network="ethernet-10")
-    assert seconds(shard=64, recompute="none") < seconds(shard=64, recompute="selective") < base
+    assert seconds(gpus=128, data=2, shard=64) < base < seconds(shard=64, network="ethernet-10"), "GPUs, network"
+    assert seconds(shard=64, recompute="none") < seconds(shard=64, recompute="selective") < base, (
+        "recomputation takes time")
 
 
 # --- the scoreboard -------------------------------------------------------------------------------------------
@@ -136,10 +139,11 @@ def test_published_runs_are_predicted_without_their_source(lines):
     """The issue's aims; and that all rows of the files are there, but for those of scaling by rows."""
     found = scoreboard.scores(lines)
     print(scoreboard.text(found, lines))
-    assert len(lines) == 10 + 9 + 43 - 4 + 2 and found["time"]["runs"] == 58 and found["memory"]["runs"] == 20
-    assert found["time"]["mean"] < 0.15 and found["tau"] >= 0.8
-    assert found["memory"]["mean"] < 0.11
-    assert found["out_of_memory"]["recall"] == 1 and found["out_of_memory"]["precision"] == 1
+    assert len(lines) == 10 + 9 + 43 - 4 + 2 and found["time"]["runs"] == 58 and found["memory"]["runs"] == 20, "rows"
+    assert found["time"]["mean"] < 0.15 and found["tau"] >= 0.8, (
+        "mean error of the times, and how well they are ordered")
+    assert found["memory"]["mean"] < 0.11, "mean error of the memory"
+    assert found["out_of_memory"]["recall"] == 1 and found["out_of_memory"]["precision"] == 1, "what does not fit"
 
 
 def test_a_published_throughput_is_of_the_tokens_of_a_whole_batch():
@@ -159,8 +163,8 @@ def test_no_source_is_predicted_with_constants_of_its_own():
         for run in runs
     ]
     before, after = (scoreboard.refit_all(rows) for rows in (runs, tripled))
-    assert before["torchtitan H200"] == after["torchtitan H200"]
-    assert before["torchtitan 2024-04"] != after["torchtitan 2024-04"]
+    assert before["torchtitan H200"] == after["torchtitan H200"], "constants of the source that was changed"
+    assert before["torchtitan 2024-04"] != after["torchtitan 2024-04"], "constants of the other source"
 
 
 def test_a_fit_finds_constants_again():
@@ -170,14 +174,18 @@ def test_a_fit_finds_constants_again():
     made_up = [constants.replace(run, seconds=fitting.seconds(run, true)) for run in runs]
     found = fitting.fit(made_up)
     worst = max(abs(math.log(fitting.seconds(run, found) / run.seconds)) for run in made_up)
-    assert worst < 0.04 < max(abs(math.log(fitting.seconds(run, PRIOR) / run.seconds)) for run in made_up)
+    assert worst < 0.04 < max(abs(math.log(fitting.seconds(run, PRIOR) / run.seconds)) for run in made_up), (
+        "the fit's worst error")
 
 
 def test_measures_of_the_scoreboard():
-    assert scoreboard.summary([0.1, -0.3]) == {"runs": 2, "mean": 0.2, "p90": 0.3, "bias": pytest.approx(-0.1)}
-    assert scoreboard.percentile(list(range(1, 11)), 0.9) == 9
-    assert scoreboard.kendall([1, 2, 3], [10, 20, 30]) == 1 and scoreboard.kendall([1, 2], [2, 1]) == -1
-    assert scoreboard.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+    assert scoreboard.summary([0.1, -0.3]) == {"runs": 2, "mean": 0.2, "p90": 0.3, "bias": pytest.approx(-0.1)}, (
+        "summary")
+    assert scoreboard.percentile(list(range(1, 11)), 0.9) == 9, "nine of ten do not exceed it"
+    assert scoreboard.kendall([1, 2, 3], [10, 20, 30]) == 1 and scoreboard.kendall([1, 2], [2, 1]) == -1, (
+        "Kendall's tau")
+    assert scoreboard.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3), (
+        "Kendall's tau: one pair of three is wrong")
 
 
 def test_what_each_pass_sends_along_context():
@@ -186,7 +194,8 @@ def test_what_each_pass_sends_along_context():
     one = make_layout(model, gpus, {"context": 8}, batch_size=2, sequence=16384)
     step = time.estimate(model, gpus, one, bare)
     gathered = group(gpus, one, bare, "context").seconds("all_gather", 2 * 16384 * model.key * 2)
-    assert step.parts["messages in layers"] == pytest.approx(2 * model.layers * 3 * gathered)
+    assert step.parts["messages in layers"] == pytest.approx(2 * model.layers * 3 * gathered), (
+        "three times in each layer")
 
 
 def test_the_head_computes_once_forward_and_twice_backward():
@@ -199,7 +208,7 @@ def test_the_head_computes_once_forward_and_twice_backward():
     three = [3 * layer_time.product(2048, small.width, model.vocabulary, gpu, "bf16", PRIOR)
              for model in (small, large)]  # fmt: skip
     logits = 4 * 4 * 2048 * 32_000 / (gpu.hbm * PRIOR.memory_rate)
-    assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits)
+    assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits), "three products, and logits four times"
 
 
 def test_what_is_left_over_of_a_message_beside_work():
@@ -221,7 +230,7 @@ def test_gradients_that_wait_for_the_end_and_stages_that_reduce_each_micro_batch
     one = group(gpus, Layout((("data", 64),), 64), PRIOR, "data")
     reduced = one.seconds("all_reduce", 4 * model.parameters)
     assert step()["messages of state"] == pytest.approx(reduced), "all of an all-reduce of float32"
-    assert step(overlap_gradients=True)["messages of state"] < 0.9 * reduced
+    assert step(overlap_gradients=True)["messages of state"] < 0.9 * reduced, "work hides a part of it"
     scattered = one.seconds("reduce_scatter", 4 * model.parameters)
     first, second = (step(zero_stage=stage)["messages of state"] for stage in (1, 2))
     assert second - first == pytest.approx(3 * scattered), "four micro-batches, and one"

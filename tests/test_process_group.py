@@ -70,7 +70,9 @@ def test_within_a_launch_there_is_no_gpu(option):
         with process_group(**option):
             pass
 
-    with pytest.raises(RankFailed, match="UserError: --.*: there is a process group already, and it is on the CPU"):
+    ((name, value),) = option.items()
+    told = f"UserError: --{name} {value}: there is a process group already, and it is on the CPU"
+    with pytest.raises(RankFailed, match=told):
         launch(work, 2, timeout=5)
 
 

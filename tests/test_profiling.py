@@ -1,7 +1,9 @@
 """One trace of all ranks: every lane is there, times are on one clock, and Perfetto can read the file."""
 
+import contextlib
 import copy
 import gzip
+import io
 import json
 import time
 
@@ -33,7 +35,10 @@ def each_is_late_once():
 
 @pytest.fixture(scope="module")
 def traces():
-    return launch(each_is_late_once, nproc=RANKS)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = launch(each_is_late_once, nproc=RANKS)
+    assert said.getvalue() == "", "what the profiler says of itself, with a time, would be another in every run"
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +138,8 @@ def test_one_call_in_which_clocks_contradict_each_other_is_enough():
         1: [(0.5, 1.0), (6.5, 7.0)],
     }  # the second ends on rank 0 before it begins on 1
     told = [(rank, "all-reduce", *times) for rank, both in calls.items() for times in both]
-    assert clock_error(told) == 0.5, "seconds by which the clocks differ at least"
+    for order in (told, [*told[:2], *told[:1:-1]]):
+        assert clock_error(order) == 0.5, "seconds by which the clocks differ at least"
 
 
 def test_a_base_of_its_own_is_no_error_of_the_clock(traces):
@@ -172,3 +178,40 @@ def test_gpus_are_lanes_beside_their_rank():
     assert merged["baseTimeNanoseconds"] == 10**18 + 6000, "when the first event was"
     assert events(merged, {"forward": "f"}) == [(0, "f", 0.0, 1e-6), (1, "f", 0.0, 1e-6)]
     assert events(merged, {"forward": "f"}, "gpu_user_annotation") == [(0, "f", 2e-6, 4e-6), (1, "f", 2e-6, 4e-6)]
+
+
+def test_a_merged_trace_whole():
+    """Process names and threads of the ranks that did something; times to the nanosecond, from the first event on."""
+
+    def note(about, **args):
+        return {"ph": "M", "name": about, "pid": 77, "tid": 9, "ts": 5.0, "args": args}
+
+    def event(ts, **more):
+        return {"ph": "X", "name": "f", "pid": 77, "tid": 9, "ts": ts, "dur": 2.0} | more
+
+    notes = [note("process_name", name="python"), note("process_labels", labels="CPU"),
+             note("process_sort_index", sort_index=77), note("thread_name", name="main"),
+             note("thread_sort_index", sort_index=9)]  # fmt: skip
+    first = {"baseTimeNanoseconds": 10**18, "traceEvents": [*notes, event(9.0), event(6.5004, args={"x": 1})]}
+    second = {"baseTimeNanoseconds": 10**18 - 1000, "traceEvents": [*notes, event(7.0, pid="Spans"), event(8.1237)]}
+
+    def lane(pid, rank):
+        about = {"ph": "M", "pid": pid, "tid": 9, "ts": 0}
+        return [
+            about | {"name": "process_name", "args": {"name": f"rank {rank}"}},
+            about | {"name": "process_sort_index", "args": {"sort_index": pid}},
+            about | {"name": "thread_name", "args": {"name": "main"}},
+            about | {"name": "thread_sort_index", "args": {"sort_index": 9}},
+        ]
+
+    assert merge([first, second]) == {
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": 10**18 + 6500,
+        "traceEvents": [
+            *lane(1, 0),
+            *lane(2, 1),
+            event(0.0, pid=1, args={"x": 1, "rank": 0}),
+            event(0.623, pid=2, args={"rank": 1}),
+            event(2.5, pid=1, args={"rank": 0}),
+        ],
+    }, "two ranks in one trace"

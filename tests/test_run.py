@@ -52,6 +52,7 @@ def test_what_a_run_says(tmp_path, capsys):
     ], "lines of --log-every 3 and of the last step"  # fmt: skip
     about, _ = manifest.read(folder / "checkpoint-000004")
     kept = {name: about[name] for name in ("step", "examples", "strategy", "implementation", "mesh", "world_size")}
+    assert about["settings"] == run.config.settings(), "what a run that goes on from here takes over"
     assert kept == {
         "step": 4, "examples": 48, "strategy": "single", "implementation": "pytorch", "mesh": {"data": 1},
         "world_size": 1,
@@ -87,15 +88,18 @@ def test_reports_and_validation_are_no_part_of_a_steps_time(tmp_path, monkeypatc
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr("common.run.Usage", lambda config, device: lambda seconds: {})
-    monkeypatch.setattr("common.run.validate", lambda *args: passes(1000, 1.0))
+    monkeypatch.setattr("common.run.validate", lambda strategy, text, at_once: passes(1000, float(at_once)))
     monkeypatch.setattr(PerRank, "report", lambda watch: passes(100, ([], [])))
-    with alone(tmp_path / "run", log_every=1, validate_every=2) as run, run:
+    with alone(tmp_path / "run", log_every=1, validate_every=2, accumulation_steps=3) as run, run:
+        run.strategy.data_size = 2
         for step in run.steps():
             passes(0.5, None)
             run.log(step, torch.ones(()), torch.ones(()))
     records = metrics(tmp_path / "run")
     assert [record["step_seconds"] for record in records] == [0.5] * 4, "seconds"
     assert [record["tokens_per_second"] for record in records] == [2 * 12 * 16] * 4, "batch x context in half a second"
+    at_once = [record.get("validation_loss") for record in records]
+    assert at_once == [None, 2, None, 2], "examples at once: as many as in a rank's micro-batch, 12 by 2 and by 3"
 
 
 def test_pictures_are_counted_one_by_one(tmp_path):
@@ -208,6 +212,10 @@ def test_a_run_word_for_word(tmp_path, told, monkeypatch):
     assert str(error.value) == f"{done}; ask for more with --steps 8"
     with alone(folder, resume=True, steps=4) as run, pytest.raises(UserError, match="--steps 8$"):
         train(run)
+    monkeypatch.setattr(run_dir, "restarts", lambda folder: True)
+    with alone(folder, resume=True, steps=4) as run:
+        train(run)  # a rank died when all steps were done
+    assert told[-2:] == ["restarted by torchrun: going on after step 4", f"done: {folder}"]
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
@@ -236,6 +244,15 @@ def test_what_a_run_refuses_and_what_it_remarks(tmp_path, told, monkeypatch):
                 "same data"
             )
             run.done, run.size = run.config.steps, 1
+        run.main_rank, run.config.async_checkpoint, waits = False, True, []
+        run._resume = lambda: 0  # rank 0 would say it
+        with run:
+            assert Bar.last.how["disable"] is True, "rank 0 alone has a progress bar"
+            assert run.saver.group is not None, "--async-checkpoint"
+            run.done, run.saver.wait = run.config.steps, lambda: waits.append("saved")
+        assert waits == ["saved"], "a checkpoint that is being written is waited for"
+        run.main_rank = True
+        assert run.validation is None, "text that nobody asks for is not read"
         run.config.accumulation_steps = 5
         with pytest.raises(UserError, match="^--batch-size 12 does not divide by"):
             Run(run.config, run.strategy, run.task)

@@ -116,8 +116,11 @@ def test_what_is_drawn(tmp_path, monkeypatch):
         (ax,) = figure.axes
         assert ax.get_legend(), "no legend says which run a line is of"
         assert [text.get_text() for text in ax.get_legend().texts] == [line.get_label() for line in ax.lines], "legend"
-        assert {line.get_marker() for line in ax.lines} == {"."}, "points of a short run are marked"
+        marked = [line.get_marker() == "." for line in ax.lines]
+        assert marked == [len(line.get_xdata()) < 50 for line in ax.lines], "points of a short run are marked"
         lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+        assert figure.get_size_inches().tolist() == [7, 4], "inches"
+        assert {line.get_linewidth() for line in ax.lines} == {1.5}, "lines that can be seen"
         drawn[:] = file.name, ax.get_xlabel(), ax.get_ylabel(), lines
 
     monkeypatch.setattr(Figure, "savefig", look)
@@ -129,6 +132,7 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert drawn == ["b.png", "tokens", "loss", {"a": ([32, 64], [4.0, 3.0]), "b": ([64, 128], [4.0, 2.0])}]
     runs.main(["plot", str(made(tmp_path / "c", [4.0], task="images")), "--over=tokens"])
     assert drawn[1:] == ["examples", "loss", {"c": ([4], [4.0])}], "what is counted of a run of pictures"
+    runs.main(["plot", str(made(tmp_path / "long", [4.0] * 50))])
     noted(b, 1, grad_norm=None)
     runs.main(["plot", str(b), "--over=seconds", "--metric=grad_norm"])
     assert drawn[1:3] == ["seconds", "grad_norm"] and drawn[3]["b"][0] == [0.25, 0.5]
@@ -147,6 +151,11 @@ def test_what_is_exported_is_said_and_goes_where_it_is_asked_for(tmp_path, capsy
     line = f"{file}: 2 tensors, 10 numbers, of {a / 'checkpoint-000002'}"
     assert said(capsys, "export", a, "--out", file) == [line], "of the newest that is whole"
     assert torch.load(file, weights_only=True).keys() == tensors.keys()
+    with pytest.raises(UserError, match=rf"^--step 7: {a} has checkpoints of steps 1, 2, 3$"):
+        runs.main(["export", str(a), "--step=7"])
+    monkeypatch.setattr(runs.manifest, "damage", lambda folder: f"{folder.name} is cut")
+    with pytest.raises(UserError, match="^checkpoint-000003 is cut$"):
+        runs.main(["export", str(a)])  # none is whole: why the newest is not
 
 
 def test_compare_names_the_first_step_and_the_settings(tmp_path, capsys):
@@ -176,7 +185,8 @@ def test_summary_has_speed_up_and_efficiency(tmp_path, capsys, monkeypatch):
     runs.main(["list"])
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/2" in second
-    with pytest.raises(UserError, match="two is no run"):
+    told = "two is no run: it has no config.json; python -m common.runs list shows those under runs/"
+    with pytest.raises(UserError, match=f"^{told}$"):
         runs.main(["summary", "two"])
 
 
@@ -255,7 +265,9 @@ def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
     state = torch.load(found["file"], weights_only=True)
     assert Path(found["file"]).name == "model-000002.pt" and found["tensors"] == len(expected)
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
-    content = Path(asked(capsys, "export", folder, "--safetensors")["file"]).read_bytes()
+    file = Path(asked(capsys, "export", folder, "--safetensors")["file"])
+    assert file == folder / "model-000002.safetensors", "beside the run's other files"
+    content = file.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     assert header.pop("__metadata__") == {"format": "pt"} and header.keys() == expected.keys() and length % 8 == 0

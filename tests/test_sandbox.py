@@ -56,6 +56,30 @@ def test_the_walls_of_the_sandbox(monkeypatch, tmp_path):
     assert "--die-with-parent" in command[:4], "the sandbox ends with the process that judges"
 
 
+def test_what_is_hidden_and_what_is_seen_in_the_sandbox(tmp_path, monkeypatch):
+    """The home folder and a class's folder look empty, but for Python and the course in them; in the course, the
+    answers, the history and a class's folder do."""
+    home, python, folder = tmp_path / "mine", tmp_path / "python", tmp_path / "copy"
+    course, others, own = home / "course", tmp_path / "class", home / "course" / "class"
+    for path in (course / "01_x" / "classroom", own, others, python, folder):
+        path.mkdir(parents=True)
+    (course / ".git").write_text("gitdir: elsewhere")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(sandbox, "ROOT", course)
+    monkeypatch.setattr(sandbox, "sys", SimpleNamespace(base_prefix=python, prefix=home / "env", path=[]))
+    command = sandbox._bwrap(folder, (others, own, tmp_path / "nowhere"))
+    words = " ".join(command[command.index(str(sandbox.TEMPORARY)) + 1 :]).replace(str(tmp_path), "").split(" --")
+    assert words == [
+        "--tmpfs /mine", "tmpfs /class",
+        "ro-bind /python /python", "ro-bind /mine/env /mine/env", "ro-bind /mine/course /mine/course",
+        "remount-ro /mine", "remount-ro /class",
+        "tmpfs /mine/course/class", "remount-ro /mine/course/class",
+        "tmpfs /mine/course/01_x/classroom", "remount-ro /mine/course/01_x/classroom",
+        "ro-bind /dev/null /mine/course/.git",
+        f"ro-bind /copy {sandbox.INSIDE}", f"chdir {sandbox.TEMPORARY}",
+    ], "what is hidden, and what is seen again"  # fmt: skip
+
+
 ENDS = {
     "import os; os.read(0, 1); os.write(1, (2**28 + 1).to_bytes(8, 'little'))": "the answer was too long",
     "import sys; print('first', file=sys.stderr); sys.exit('last ' + 'x' * 300)":
@@ -84,14 +108,19 @@ def test_why_grading_ended(code, why, tmp_path):
 
 def test_a_request_that_nobody_reads_ends_this_grading_alone(tmp_path, monkeypatch):
     """As where a submission ends its process after an answer: the class goes on."""
-    popen, folders = subprocess.Popen, []
+    popen, seen = subprocess.Popen, []
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
     monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **about: folders.append(about.get("cwd")) or popen(["true"], **about)
+        subprocess, "Popen", lambda command, **about: seen.append(about) or popen(["true"], **about)
     )
     with pytest.raises(sandbox.GradingEnded, match="^grading ended with exit code 0$"):
         with sandbox.Runner(tmp_path, 60.0) as runner:
-            assert folders == [runner.empty.name], "without walls too, a submission runs in an empty folder"
+            assert [about["cwd"] for about in seen] == [runner.empty.name], "a submission runs in an empty folder"
+            told = dict.fromkeys(("HOME", "TMPDIR"), runner.empty.name) | {sandbox.MARK: runner.mark}
+            told |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(sandbox.ROOT)}
+            assert {name: seen[0]["env"][name] for name in told} == told, "the environment of a submission"
+            assert seen[0]["start_new_session"], "all of its processes can be ended at once"
+            assert runner.mark != sandbox.Runner(tmp_path, 60.0).mark, "a mark of its own"
             runner.process.wait()
             runner(tmp_path / "ann.py", {}, 2)
     assert runner.process.stdin.closed and runner.errors.closed and not Path(runner.empty.name).exists()

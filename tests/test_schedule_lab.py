@@ -53,6 +53,18 @@ def test_the_picture_moves_while_a_slider_is_dragged(sliders):
     assert not late, f"these wait until the mouse is let go: {late}"
 
 
+def test_stages_per_rank_can_be_chosen_where_a_schedule_takes_several(sliders, monkeypatch):
+    monkeypatch.setattr(lab.plotting, "pipeline", list)  # titles alone: nothing is drawn
+    open_for = []
+    for name in schedules.SCHEDULES:
+        titles = sliders.draw(name=name, ranks=2, microbatches=4, stages_per_rank=3, forward=1, backward_input=1,
+                              backward_weight=1, message=0)  # fmt: skip
+        timeline = lab.run(name, 2, 4, schedules.SCHEDULES[name].stages_per_rank or 3)
+        assert titles == [lab.caption(name, timeline)], f"{name}: the picture's title"
+        open_for += [name] * (not sliders.controls["stages_per_rank"].disabled)
+    assert open_for == ["interleaved", "looped-bfs", "interleaved-zb"], "where the slider can be moved"
+
+
 def test_numbers_that_do_not_fit_are_explained(sliders):
     sliders.controls["name"].value = "dualpipev"
     sliders.controls["microbatches"].value = 7

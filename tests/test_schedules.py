@@ -177,7 +177,9 @@ def test_times_per_stage():
 def test_stored_activations_over_time():
     assert simulate(build("zb-h1", 2, 2), Times(1, 1, 1)).stored(1) == [(1, 1), (3, 2), (6, 1), (7, 0)]
     assert simulate(build("1f1b", 2, 2), UNIT).stored(0) == [(0, 1), (1, 2), (4, 1), (6, 0)]
-    assert simulate([parse("0F0 0B0"), []]).peaks == [1, 0], "a rank without actions stores nothing"
+    idle = simulate([parse("0F0 0B0"), []])
+    assert idle.peaks == [1, 0], "a rank without actions stores nothing"
+    assert (idle.makespan, idle.bubble) == (3, 0.5), "and waits all the time"
 
 
 def test_rows_of_text():
@@ -196,9 +198,19 @@ def test_a_schedule_that_gets_stuck_tells_how_far_it_came():
     with pytest.raises(IllegalSchedule) as refused:
         simulate([parse("0F0 0B0 0F1 0B1"), parse("1F0 1F1 1B0 1B1")], UNIT)
     assert simulator.rows(refused.value.so_far) == "rank 0  F0 .   1 stored\nrank 1  .  F0  1 stored"
-    with pytest.raises(IllegalSchedule) as refused:
-        simulate([parse("0F0"), parse("1F0 1B0")])
-    assert refused.value.so_far is None
+    for first, so_far in {
+        "0F0": None,  # which is seen before anything is done
+        "0F0 0F1 0B1 0B0 0W0": None,
+        "0F0 0W0 0I0": "rank 0  F0  1 stored\nrank 1  .   0 stored",
+        "0F0 0RECV_B0 0B0": None,
+        "0F0 0SEND_F0 0B0 0RECV_B0": "rank 0  F0  1 stored\nrank 1  .   0 stored",
+        "0F0 0SEND_F0 0B0": "rank 0  F0  1 stored\nrank 1  .   0 stored",
+    }.items():
+        second = ("1RECV_F0 1F0 1B0" + " 1SEND_B0" * ("RECV" in first)) if "_" in first else "1F0 1B0"
+        with pytest.raises(IllegalSchedule) as refused:
+            simulate([parse(first), parse(second)])
+        came = refused.value.so_far and simulator.rows(refused.value.so_far)
+        assert came == so_far, f"how far it came, told of {first}"
 
 
 # What is no schedule is refused

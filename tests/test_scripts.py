@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,18 @@ SCRIPTS = sorted(ROOT.glob("0*/distributed_training.py"))
 def test_the_diff_between_chapters_is_the_idea(old, new):
     diff = changed_lines(old.read_text(), new.read_text())
     assert 5 <= len(diff) <= 45, f"{len(diff)} changed lines, at most 45:\n" + "\n".join(diff)
+
+
+def test_main_is_the_same_in_every_chapter():
+    """But for who reads the examples, which DDP has an option for."""
+    mains = {
+        path.parent.name: re.search(r"^def main\(config\):\n(?: +.*\n)+", path.read_text(), re.MULTILINE)[0]
+        for path in SCRIPTS
+    }
+    mains["03_ddp"] = mains["03_ddp"].replace("run.batches(config.options.load)", "run.batches()")
+    common = Counter(mains.values()).most_common(1)[0][0]
+    other = {chapter: "\n".join(changed_lines(common, main)) for chapter, main in mains.items() if main != common}
+    assert not other, "main differs from that of the other chapters in\n" + "\n".join(map(": ".join, other.items()))
 
 
 # The strategy that a chapter's script trains where nobody names one: what the chapter is about.

@@ -154,6 +154,19 @@ def test_a_model_on_the_meta_device(name, by_hand):
     assert all(tied and own > 0 for _, _, tied, own in outcomes)
 
 
+def test_a_parameter_without_memory_is_trained_or_frozen_as_before(monkeypatch):
+    sent = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, group, group_src: sent.append((tensor.shape, group_src)))
+    with torch.device("meta"):
+        unit = nn.BatchNorm1d(3)
+        unit.bias.requires_grad_(False)
+    fsdp_setup.materialise(unit, torch.device("cpu"), "everyone")
+    trained = {name: tensor.requires_grad for name, tensor in unit.named_parameters()}
+    assert trained == {"weight": True, "bias": False}, "which parameters are trained"
+    assert {tensor.device.type for tensor in unit.state_dict().values()} == {"cpu"}
+    assert sent == [((3,), 0)] * 4 + [((), 0)] and type(unit.weight) is nn.Parameter, "of each tensor rank 0's values"
+
+
 def whole_during_a_step(tied: bool) -> dict:
     """Which of embedding and head are gathered while a block computes, forward: (number of elements in memory)."""
     model = equality.tied() if tied else equality.frozen()
@@ -348,3 +361,10 @@ def test_the_largest_batch(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     batch_size.find(config)
     assert capsys.readouterr().out == ""
+    called = []
+    monkeypatch.setattr(batch_size, "find", lambda config: called.append("find"))
+    monkeypatch.setattr(batch_size.distributed_training, "main", lambda config: called.append("train"))
+    for asked in (True, False):
+        config.options.find_batch_size = asked
+        batch_size.main(config)
+    assert called == ["find", "train"], "--find-batch-size trains nothing"

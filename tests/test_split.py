@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
+from course.fsdp.by_hand_mesh import MeshByHand
 from course.model_parallel.by_hand_layers import count, layers_of
 from course.pipeline import by_hand, schedules, split
 from course.pipeline import pipeline_hybrids as hybrid
@@ -67,27 +68,51 @@ def test_a_layer_is_measured_between_two_waits_for_the_device_and_as_a_copy(monk
         noted.append("in context")
         yield
 
+    grad, of_what = torch.autograd.grad, []
+
+    def noting(out, leaves, *more):
+        of_what.append([leaf.shape for leaf in leaves])
+        return grad(out, leaves, *more)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
     monkeypatch.setattr(split, "synchronize", lambda device: noted.append("device is done"))
     monkeypatch.setattr(split.time, "perf_counter", lambda: noted.append("clock") or 0.0)
     split.measured(model, torch.device("meta"), context, rounds=1)
     once = ["device is done", "clock", "in context", "device is done", "clock"]
     assert noted == once * 4, "for each of embedding, two blocks and head"
+    own = [[parameter.shape for parameter in layer.parameters()] for layer in layers_of(model).values()]
+    inputs = [[]] + [[torch.Size((4, 8, 16))]] * 3
+    wanted = [shapes + more for shapes, more in zip(own, inputs, strict=True)]
+    assert of_what == wanted, "backward is measured for a layer's parameters and, but of the first one, its input"
+    of_what.clear()
+    split.measured(small().requires_grad_(False), CPU, rounds=1)
+    assert of_what == inputs[1:], "of frozen layers for their input alone, and of a frozen first one not at all"
     assert not any(p.is_meta for p in model.parameters()), "what is measured is a copy: the model stays where it was"
 
 
 def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):
-    def measured(model, *_):
+    def measured(model, device, context):
+        seen.append((str(device), context.__name__))
         rank = dist.get_rank(dist.group.WORLD)
         return [9.0 if number == 3 - rank else 1.0 for number in range(len(layers_of(model)))]
 
-    def cut(strategy_class):
-        options = PipelineOptions(split_spec="auto-time")
-        return strategy_class(small(), equality.sgd, mesh_of(strategy_class), options).stages.names
+    def cut():
+        found, options = [], PipelineOptions(split_spec="auto-time", recompute="full")
+        for strategy_class, axes in kinds.items():
+            seen.clear()
+            strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes), options)
+            assert seen == [("cpu", "autocast")] * (dist.get_rank() == 0), "who measures, where, and in which context"
+            executor = getattr(strategy, "executor", None)
+            found.append((strategy.stages.names, executor and (executor.recompute, executor.dtype)))
+        return found
 
+    seen, kinds = [], {hybrid.PipelineDDPByHand: {}, hybrid.PipelineDDP: {}, hybrid.PipelineFSDP: {}}
+    kinds[MeshByHand] = {"pipeline": 2, "tensor": 2}
     monkeypatch.setattr(split, "measured", measured)
-    for strategy_class in (hybrid.PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP):
-        as_rank_0_says = [["embedding", "blocks.0", "blocks.1"], ["head"]]
-        assert launch(cut, 4, (strategy_class,)) == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
+    as_rank_0_says, told = [["embedding", "blocks.0", "blocks.1"], ["head"]], (True, torch.float32)
+    for found in launch(cut, 4):
+        assert [names for names, _ in found] == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
+        assert [executor for _, executor in found] == [told, None, None, told], "whether to recompute, and dtype"
 
 
 def test_several_pipelines_are_not_measured_one_by_one():
@@ -114,6 +139,32 @@ def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
 
     for rank, (moved, names, *rest) in enumerate(launch(cut, 2)):
         assert moved == names and rest == [16, torch.bfloat16, [rank]], "width and type of what stages hand on"
+
+
+def test_what_was_one_weight_without_memory_is_one_on_the_device():
+    with torch.device("meta"):
+        layer = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("a", "b")})
+        layer["b"].weight = layer["a"].weight
+    split.move(layer, CPU)
+    assert layer["b"].weight is layer["a"].weight and layer["b"].bias is not layer["a"].bias
+    assert not any(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_a_frozen_weight_at_both_ends_has_no_gradient_to_add(monkeypatch):
+    model, asked = equality.tied(), []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: asked.append((tensor, group)))
+    for first in (True, False):
+        own = split.OwnStages(model, {}, [], [0, 1], first, not first, 16, torch.float32, "the ends")
+        model.head.out.weight.requires_grad_(False)
+        own.add_tied_gradients()
+        assert asked == [], "a frozen weight has no gradient"
+        model.head.out.weight.requires_grad_(True)
+        model.head.out.weight.grad = torch.ones(64, 16)
+        own.add_tied_gradients()
+        ((tensor, group),) = asked
+        assert tensor is model.head.out.weight.grad and group == "the ends", "what is summed, over which ranks"
+        asked.clear()
+        model.head.out.weight.grad = None
 
 
 def test_a_model_without_memory_takes_what_rank_0_has():

@@ -4,6 +4,7 @@ import asyncio
 import email
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from common.errors import UserError
 from common.lab.launch import launch
 from common.learning_rate import learning_rate
 from common.mesh import make_mesh
-from common.strategy import Strategy, can_compute, mean_loss, require_gradients
+from common.random_state import random_state, set_random_state
+from common.strategy import Engine, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
 from common.task import Task, check_batch, make_dataset, make_task
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
@@ -81,17 +83,20 @@ def test_a_plan_has_the_runs_settings_and_the_strategys_place():
     assert [tuple(inputs.shape) for inputs, _ in parts] == [(3, 16)] * 2
 
 
+PARTS = "2 data-parallel rank(s) x 2 micro-batch(es) = 4"
+
+
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        (3, "--batch-size 3 is not one example for each of 2 data-parallel .* = 4; make it 4 or a multiple"),
-        (9, r"--batch-size 9 does not divide by 2 data-parallel rank\(s\) x 2 micro-batch.* = 4; .* is 8$"),
-        (6, r"--batch-size 6 does not divide by 2 data-parallel .* = 4; the nearest that does is 8$"),
-        (11, "= 4; the nearest that does is 12$"),
+        (3, f"--batch-size 3 is not one example for each of {PARTS}; make it 4 or a multiple, or start fewer ranks"),
+        (9, f"--batch-size 9 does not divide by {PARTS}; the nearest that does is 8"),
+        (6, f"--batch-size 6 does not divide by {PARTS}; the nearest that does is 8"),
+        (11, f"--batch-size 11 does not divide by {PARTS}; the nearest that does is 12"),
     ],
 )
 def test_a_batch_that_cannot_be_cut(batch, told):
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
         check_batch(configure(batch_size=batch, accumulation_steps=2), SimpleNamespace(data_size=2))
     check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
 
@@ -168,6 +173,29 @@ def test_what_every_strategy_inherits():
         assert found["types"]["fp32"] == (torch.float32, False)
         assert found["types"]["bf16"] == (torch.bfloat16, False)
         assert found["types"]["fp16"] == (torch.float16, True), "in fp16 products are, and losses are scaled"
+
+
+def test_random_numbers_of_a_device_go_on_with_those_of_the_cpu(monkeypatch):
+    device, taken_up = torch.device("cuda", 1), []
+    module = SimpleNamespace(
+        get_rng_state=lambda of: torch.tensor([7 * of.index]),
+        set_rng_state=lambda state, of: taken_up.append((state.tolist(), of)),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    states = random_state(device)
+    drawn = torch.rand(3)
+    set_random_state(states, device)
+    assert torch.equal(torch.rand(3), drawn), "the CPU's numbers go on where they were"
+    assert taken_up == [([7], device)], "and the device's, on that device"
+    set_random_state(states, torch.device("cpu")), set_random_state(states[:1], device)
+    assert len(taken_up) == len(random_state(torch.device("cpu"))) == 1, "where one of both was a CPU"
+
+
+def test_a_strategy_says_how_to_step_and_an_engine_is_loaded_when_it_is_wanted():
+    with pytest.raises(TypeError, match="^Strategy does not say how to step$"):
+        Strategy.step(object.__new__(Strategy), [])
+    entry = StrategyEntry("03_ddp", None, {"pytorch": Strategy}, (1,), {"other": Engine("json", lambda: "loaded")})
+    assert (entry.implementation("pytorch"), entry.implementation("other")) == (Strategy, "loaded")
 
 
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):

@@ -64,6 +64,21 @@ def test_cross_entropy_of_columns_is_that_of_the_whole():
     assert whole.grad.abs().max() > 1
 
 
+def test_an_all_reduce_leaves_what_autograd_handed_it(monkeypatch):
+    """It may be the gradient of something else, too."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
+    for x in (torch.ones(3, 2), torch.ones(2, 3).t()):
+        summed = by_hand.all_reduce(x, "tensor")
+        assert torch.equal(x, torch.ones(3, 2)), "the tensor itself has been summed"
+        assert torch.equal(summed, 2 * torch.ones(3, 2)) and summed.is_contiguous()
+
+
+def test_words_of_other_ranks_are_in_no_row():
+    """Rank 2 of those that have three words each has 6, 7 and 8."""
+    row, mine = by_hand.find(torch.tensor([0, 5, 6, 8, 9]), rows=3, rank=2)
+    assert (row.tolist(), mine.tolist()) == ([0, 0, 0, 2, 0], [False, False, True, True, False]), "rows, and whose"
+
+
 # What is sent
 
 

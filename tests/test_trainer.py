@@ -2,8 +2,10 @@
 
 import math
 import re
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from helpers import SMALL, configure, metrics, train
@@ -155,6 +157,10 @@ def test_a_cores_peak_is_its_fastest_product_and_memory_is_in_bytes(monkeypatch)
     for platform, size in (("linux", 7 * 1024), ("darwin", 7)):
         monkeypatch.setattr(meter.sys, "platform", platform)
         assert peak_memory(torch.device("cpu")) == size, f"bytes on {platform}"
+    monkeypatch.setitem(sys.modules, "resource", None)
+    about = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=5, wset=4, rss=3))
+    monkeypatch.setattr(psutil, "Process", lambda: about)
+    assert peak_memory(torch.device("cpu")) == 5, "bytes on Windows, which has no module resource"
 
 
 def test_peaks_and_memory(monkeypatch):

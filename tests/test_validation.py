@@ -86,8 +86,7 @@ def validated(configs) -> list[list[float]]:
         before = validate(strategy, text, AT_ONCE)
         wrong = otherwise(noted, False)
         assert not wrong, f"{who}: (layer, in --precision, for a backward pass) that are not (True, False): {wrong}"
-        if config.implementation == "by-hand":
-            assert held(strategy.model) == kept, f"{config.strategy}: what validation gathers is given back"
+        assert held(strategy.model) == kept, f"{who}: bytes held, where what validation gathers is given back"
         step = float(strategy.step(task.micro_batches(0, strategy))[0])
         wrong = otherwise(noted, True)
         assert not wrong, f"{who}: (layer, in --precision, for a backward pass) that are not (True, True): {wrong}"
@@ -154,7 +153,10 @@ def seeded(config) -> float:
     model = config.strategy_class.make_model(config)
     sharpen(model)
     strategy = config.strategy_class(model, lambda p: torch.optim.SGD(p, 0.1), make_mesh(config.axes, "cpu"))
+    modes: set[bool] = set()
+    strategy.model.register_forward_pre_hook(lambda module, args: modes.add(module.training))
     loss = validate(strategy, data.validation_text(16), 5)
+    assert modes == {False}, "what drops out in training does not in validation"
     assert strategy.model.training, "the model goes on as one that is trained"
     return loss
 

@@ -119,6 +119,7 @@ def copy(file: Path, to: Path) -> Path | str:
 
 
 def safe(cell) -> str:
-    """A cell on one line that no spreadsheet takes for a formula."""
-    text = " ".join(str(cell).split())
+    """A cell on one line that no spreadsheet takes for a formula, and that can be written: half a surrogate pair is
+    a "?"."""
+    text = " ".join(str(cell).split()).encode(errors="replace").decode()
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -94,8 +94,7 @@ def argument(value) -> str:
     if isinstance(value, (list, tuple)):
         few = ", ".join(map(argument, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
         return f"[{few}]" if isinstance(value, list) else f"({few}{',' * (len(value) == 1)})"
-    text = value if isinstance(value, str) and value.isidentifier() else " ".join(repr(value).split())
-    text = repr(value) if isinstance(value, str) else text
+    text = repr(value) if isinstance(value, str) else " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,0 +1,177 @@
+"""How a learner's functions are called and graded, without ranks: who is asked what, what ends a call, what a file may
+replace, and what is told of it."""
+
+import contextlib
+import copy
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.grading import engine, values
+from common.grading.engine import CallOutcome, Exercise, ExerciseCase
+from common.lab import ledger
+from common.lab.ledger import Ledger, LedgerEntry
+
+
+def exercise(name: str, check=None) -> Exercise:
+    return Exercise(name, 1, "easy", check or one_case, "A hint.")
+
+
+def one_case(size: int) -> list[ExerciseCase]:
+    return [ExerciseCase("a case", [(size, rank) for rank in range(size)], [5] * size, lambda entries: None)]
+
+
+def test_who_is_asked_what_on_how_many_ranks():
+    """An exercise that is wrong is asked no more; one that has no cases for a world size is not asked there."""
+    on_two = exercise("calculates", lambda size: one_case(size) if size == 2 else [])
+    attempts = [(exercise("good"), "f"), (exercise("bad"), "g"), (on_two, "h"), (exercise("late"), "k")]
+    asked, told = [], []
+
+    def run(file, jobs, size):
+        asked.append((file, size, {name: calls for name, calls in jobs.values()}))
+        wrong = {"g"} if size == 2 else {"k"} if size == 4 else {}
+        return {n: [[CallOutcome("returned", 6 if name in wrong else 5)]] * size for n, (name, _) in jobs.items()}
+
+    verdicts = engine.grade(attempts, "mine.py", run, told.append)
+    calls = {size: [[(size, rank) for rank in range(size)]] for size in (2, 3, 4)}
+    assert asked == [
+        ("mine.py", 2, dict.fromkeys("fghk", calls[2])),
+        ("mine.py", 3, dict.fromkeys("fk", calls[3])),
+        ("mine.py", 4, dict.fromkeys("fk", calls[4])),
+    ], "file, ranks, and the calls of each function"
+    assert told == [f"starting {size} ranks for {left} exercises" for size, left in ((2, 4), (3, 3), (4, 3))]
+    said = [(verdict.exercise.name, verdict.status, verdict.where) for verdict in verdicts]
+    assert said == [
+        ("good", "right", ""),
+        ("bad", "wrong", "world size 2, a case, rank 0"),
+        ("calculates", "right", ""),
+        ("late", "wrong", "world size 4, a case, rank 0"),
+    ], "verdicts in the order of the attempts"
+
+
+def judged(*ranks: CallOutcome) -> tuple[str, str]:
+    case = ExerciseCase("a case", [()] * len(ranks), [5] * len(ranks), lambda entries: None)
+    verdict = engine._judge(exercise("sum"), len(ranks), [case], [[outcome] for outcome in ranks], "f")
+    return verdict.where, verdict.got
+
+
+def test_the_rank_that_raised_is_named():
+    returned = CallOutcome("returned", 5)
+    raised = CallOutcome("raised", text="ValueError: no")
+    where, got = judged(returned, raised, raised)
+    assert (where, got) == ("world size 3, a case, rank 1", "ValueError: no"), "the first that raised"
+
+
+def messages(operation: str, *about: tuple[int, int]) -> CallOutcome:
+    return CallOutcome("returned", 5, [LedgerEntry(operation, nbytes, 3, peer=peer) for peer, nbytes in about])
+
+
+def test_messages_of_several_ranks_are_received_in_any_order():
+    ranks = messages("send", (2, 8)), messages("send", (2, 4)), messages("recv", (0, 8), (1, 4))
+    assert judged(*ranks) == ("", ""), "what rank 2 receives is what was sent to it"
+    ranks[2].entries.append(LedgerEntry("recv", 4, 3, peer=0))
+    assert judged(*ranks) == ("world size 3, a case, rank 2", "receives of [4, 4, 8] bytes")
+
+
+MESSAGES = {
+    "Timed out waiting 5000ms for send operation to complete": ("waited", "waiting for a send"),
+    "wait timeout after 5000ms, keys: /job 1/x": ("waited", "waiting for a message"),
+    "[/x/pair.cc:9] Connection reset by peer [::1]:5": ("waited", "waiting for a message"),
+    "Connection closed by peer [::1]:5": ("waited", "waiting for a message"),
+    "a connection of mine": ("raised", "RuntimeError: a connection of mine"),
+}
+
+
+@pytest.mark.parametrize(("message", "told"), MESSAGES.items())
+def test_an_error_of_a_partner_that_does_not_come_is_waiting(message, told, tmp_path):
+    def call():
+        print("begun")
+        raise RuntimeError(message)
+
+    outcome = engine._call(call, (), tmp_path / "mine.py")
+    assert (outcome.status, outcome.text) == told, "how the call ended"
+    assert outcome.printed == "begun\n", "what it printed before it failed"
+
+
+def test_a_call_waits_in_the_collective_that_the_learner_has_called(tmp_path):
+    """Which may call another one."""
+    inside, names = "def send(): isend()\ndef isend(): raise RuntimeError('Timed out')\n", {}
+    exec(compile(inside, "/x/torch/distributed/distributed_c10d.py", "exec"), names)
+    (tmp_path / "mine.py").write_text("def f(send):\n    send()\n")
+    function = engine.load(tmp_path / "mine.py").f
+    outcome = engine._call(function, (names["send"],), tmp_path / "mine.py")
+    assert outcome.text == "waiting in send, line 2 of f: send()", "the collective that was called"
+
+
+def write(tensors, place):
+    tensors[place] += 1
+
+
+def test_a_call_that_writes_into_its_arguments_is_noticed():
+    calls = [([torch.zeros(2), torch.zeros(2)], 1), ([torch.zeros(2)], 0), ([torch.zeros(2)], 3)]
+    first, second, third = (engine._call(write, arguments, None) for arguments in calls)
+    assert (first.changed_input, second.changed_input) == (True, True), "a tensor in a list was changed"
+    assert third.status == "raised"
+    assert not engine._call(lambda tensors: tensors[0] + 1, ([torch.zeros(2)],), None).changed_input
+
+
+def test_an_alarm_rings_after_the_limit_and_then_every_second():
+    with engine._alarm():
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+    assert 5 < left <= 10 and interval == 1, "seconds until it rings, and from then on"
+    with pytest.raises(engine._OutOfTime), engine._alarm():
+        signal.raise_signal(signal.SIGALRM)
+        pytest.fail("the alarm does not end a call")
+
+
+def test_a_file_is_a_module_that_knows_its_place(tmp_path):
+    """A dataclass asks for its module, where annotations are text."""
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "@dataclass\nclass Point:\n    x: int = 3\nhere = __file__\n"
+    (tmp_path / "mine.py").write_text(text)
+    module = engine.load(tmp_path / "mine.py")
+    assert (module.Point().x, module.here) == (3, str(tmp_path / "mine.py")), "what a file has defined"
+    (tmp_path / "mine.py").write_text("here = 2\n")
+    assert engine.load(tmp_path / "mine.py").here == 2, "its present text"
+
+
+def test_what_is_short_is_shown_whole():
+    assert values.argument(torch.arange(12.0)) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]", "twelve elements"
+    assert values.argument(torch.arange(13.0)) == "[0, 1, 2, ...] (13 float32)"
+    assert values.argument(list(range(12))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]"
+    expected, got = values.difference(torch.zeros(12), torch.ones(12))
+    assert (expected, got) == (f"[{', '.join('0' * 12)}]", f"[{', '.join('1' * 12)}]"), "twelve elements"
+    assert values.difference(torch.zeros(13), torch.ones(13))[0] == "0 at element 0"
+    assert values.argument("x" * 58) == "'" + "x" * 58 + "'" and values.argument("x" * 59) == "'" + "x" * 56 + "..."
+    assert values.difference(3, "y" * 200)[1] == "str " + "y" * 100, "text that is longer than what is shown"
+
+
+def test_what_a_function_prints_to_is_a_file_as_any():
+    printed = values.Printed()
+    assert printed.writable() and printed.write("four") == 4 and printed.write("x" * 9000) == 9000
+    assert printed.told() == "four" + "x" * 3996 + "\n... (cut here)", "the first 4,000 characters"
+
+
+SEALED = [
+    (engine, "difference"), (engine, "_judge_case"), (ledger, "describe"), (ledger, "wire_bytes"), (values, "plain"),
+    (Ledger, "__torch_dispatch__"), (LedgerEntry, "sent"), (dist, "send"), (dist.distributed_c10d, "isend"),
+    (torch, "equal"), (torch.Tensor, "clone"), (copy, "deepcopy"), (contextlib, "suppress"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), SEALED)
+def test_what_counts_and_compares_cannot_be_replaced(owner, name, monkeypatch):
+    seal = engine._Seal()
+    assert not seal.broken(), "nothing has been replaced"
+    monkeypatch.setattr(owner, name, lambda *args, **named: True)
+    assert seal.broken(), f"{name} of {owner.__name__} was replaced, and nobody notices"
+
+
+def test_what_pytorch_itself_sets_breaks_no_seal(monkeypatch):
+    seal = engine._Seal()
+    monkeypatch.setattr(torch, "a_number_of_its_own", 1, raising=False)
+    assert not seal.broken(), "a name that cannot be called"
+    monkeypatch.setattr(torch, "a_function_of_its_own", print, raising=False)
+    assert seal.broken(), "one that can"

@@ -1,0 +1,105 @@
+"""What the planner's commands print, by their options, and where they write it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from planner import __main__ as commands
+from planner import any_module, benchmark, constants, scoreboard
+from planner.__main__ import cluster_of, main, read
+
+ESTIMATE = "estimate --gpus 2 --batch-size 64"
+
+
+def said(capsys, line: str) -> str:
+    main(line.split())
+    return capsys.readouterr().out
+
+
+def test_a_grid_is_printed_as_json_and_what_was_measured_as_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "grid", lambda *_: ["predicted"])
+    monkeypatch.setattr(benchmark, "compare", lambda runs, steps: [*runs, "measured"])
+    monkeypatch.setattr(benchmark, "table", lambda runs: f"a table of {', '.join(runs)}")
+    assert said(capsys, "benchmark") == '[\n "predicted"\n]\n', "the grid"
+    assert said(capsys, "benchmark --run") == "a table of predicted, measured\n", "--run"
+    assert said(capsys, "benchmark --run --json") == '[\n "predicted",\n "measured"\n]\n', "--run --json"
+
+
+def test_measure_and_the_scoreboard_print_tables_or_json(monkeypatch, capsys):
+    monkeypatch.setattr(any_module, "load", lambda what: what)
+    monkeypatch.setattr(any_module, "report", lambda make, *_: {"of": make})
+    monkeypatch.setattr(any_module, "table", lambda found: f"a table of {found['of']}")
+    line = "measure a.py:f --gpu h100 --gpus 8"
+    assert said(capsys, line) == "a table of a.py:f\n", "without --json"
+    assert said(capsys, f"{line} --json") == '{\n "of": "a.py:f"\n}\n', "--json"
+    monkeypatch.setattr(scoreboard, "leave_one_out", lambda: ["one run", "another"])
+    monkeypatch.setattr(scoreboard, "scores", lambda lines: {"runs": len(lines)})
+    monkeypatch.setattr(scoreboard, "text", lambda found, lines: f"{found}, and {lines}")
+    assert said(capsys, "scoreboard") == "{'runs': 2}, and None\n", "without the runs"
+    assert said(capsys, "scoreboard --runs") == "{'runs': 2}, and ['one run', 'another']\n", "--runs"
+    assert said(capsys, "scoreboard --json") == '{\n "runs": 2\n}\n', "--json"
+
+
+def test_an_estimate_and_a_plan_explain_when_they_are_asked_to(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "named", lambda args: "it")
+    monkeypatch.setattr(commands, "one_layout", lambda found: f"lines of {found}")
+    monkeypatch.setattr(commands, "explain", lambda found: f"formulas of {found}")
+    monkeypatch.setattr(commands, "planned", lambda args, count: [SimpleNamespace(estimate=n) for n in range(count)])
+    monkeypatch.setattr(commands, "table", lambda chosen: f"a table of {len(chosen)}")
+    line = f"{ESTIMATE} --gpu h100"
+    assert said(capsys, line) == "lines of it\n", "without --explain"
+    assert said(capsys, f"{line} --explain") == "lines of it\n\nformulas of it\n", "--explain"
+    line = line.replace("estimate", "plan")
+    assert said(capsys, line) == "a table of 5\n", "without --explain"
+    assert said(capsys, f"{line} --explain --count 3") == "a table of 3\n\nformulas of 0\n", "of the best"
+
+
+def test_files_are_written_into_folders_old_and_new(monkeypatch, capsys, tmp_path):
+    found = SimpleNamespace(files={"a.yaml": "x: 1\n", "b.json": "{}"}, notes=["a note"], command="run it")
+    monkeypatch.setattr(commands, "named", lambda args: "an estimate")
+    monkeypatch.setattr(commands, "emit", lambda one, tool: found)
+    folder = tmp_path / "new" / "folder"
+    for _ in range(2):
+        out = said(capsys, f"emit --format slurm --gpu h100 --mesh data=2 {ESTIMATE[9:]} --out {folder}")
+        assert out == f"written to {folder / 'a.yaml'}\nwritten to {folder / 'b.json'}\nnote: a note\nrun it\n"
+        assert {file.name: file.read_text() for file in folder.iterdir()} == found.files, "what is in the folder"
+
+
+def test_a_machine_that_was_measured_is_the_gpu_here(monkeypatch, tmp_path):
+    monkeypatch.setattr(commands.hardware, "GPUS", dict(commands.hardware.GPUS))
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"constants": {}, "here": {"peak": 1e11, "hbm": 2e10, "link": 3e9}}))
+    found = cluster_of(read(f"{ESTIMATE} --gpu here --constants {file}".split()))
+    assert (found.gpu.name, found.gpu.peak, found.gpus) == ("here", 1e11, 2), "the GPU of --constants"
+    file.write_text(json.dumps({"constants": {}}))
+    constants.load.cache_clear()
+    assert commands.hardware.read_here(file) is None, "a file of scoreboard --refit has no machine"
+    assert cluster_of(read(f"{ESTIMATE} --gpu h100 --constants {file}".split())).gpu.name == "h100-80gb"
+
+
+def test_head_may_stop_reading(monkeypatch):
+    def closed(args):
+        raise BrokenPipeError
+
+    monkeypatch.setitem(commands.RUN, "models", closed)
+    assert main(["models"]) is None, "the pipe of `| head` is closed"
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("zyzzyva", "unknown command 'zyzzyva'; there are plan, estimate, emit, scoreboard, calibrate, benchmark, "
+                    "measure, models, hardware"),
+        (f"{ESTIMATE} --gpu h100 --model llama-7b --zyzzyva --xyz", "unknown option '--zyzzyva'; see --help"),
+        (f"{ESTIMATE} --gpu h100 --model llama-7b --mod 3", "unknown option '--mod'; did you mean '--model'?"),
+        ("models --jsn", "unknown option '--jsn'; did you mean '--json'?"),
+        (f"{ESTIMATE} --gpu h100 --model llama-7b --precision int4",
+         "unknown precision 'int4'; there are float32, bf16-mixed, fp16-mixed, fp8-mixed, bf16, bf16-12, "
+         "bf16-mixed-16"),
+    ],
+)  # fmt: skip
+def test_a_typing_mistake_is_answered_in_one_line(line, says, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {line}"

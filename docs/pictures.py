@@ -37,17 +37,21 @@ def schedules(steps_per_unit: int = 1) -> list[Image.Image]:
     end = max(float(line.makespan) for line in times.values())
     covers = []
     for ax in fig.axes:
-        cover = plt.Rectangle((0, -0.05), end * 1.01, 4.1, color="white", zorder=5, lw=0)
-        now = ax.axvline(0, color=plotting.BLACK, lw=1.2, zorder=6)
+        cover = plt.Rectangle((0, -0.05), end * 1.01, 4.1, color="white", lw=0, animated=True)
+        now = ax.axvline(0, color=plotting.BLACK, lw=1.2, animated=True)
         ax.add_patch(cover)
         covers.append((cover, now))
+    fig.canvas.draw()  # without what is animated
+    whole = fig.canvas.copy_from_bbox(fig.bbox)
     frames = []
     for number in range(round(end * steps_per_unit) + 1):
+        fig.canvas.restore_region(whole)
         for cover, now in covers:
             cover.set_x(number / steps_per_unit)
             now.set_xdata([number / steps_per_unit] * 2)
-        fig.canvas.draw()
-        frames.append(Image.fromarray(np.asarray(fig.canvas.buffer_rgba())[..., :3]))
+            cover.axes.draw_artist(cover)
+            cover.axes.draw_artist(now)
+        frames.append(Image.fromarray(np.array(fig.canvas.buffer_rgba())[..., :3]))
     plt.close(fig)
     return frames
 

@@ -117,8 +117,8 @@ def written(table: str) -> dict[str, str]:
 @pytest.mark.parametrize("chapter", check.chapters())
 def test_wrong_answers_are_refused_for_the_right_reason(chapter, monkeypatch):
     patience = f"no answer for {engine.PATIENCE:g} s"
-    monkeypatch.setattr(engine, "PATIENCE", 3.0)  # seconds, of which a deadlock takes as many
-    monkeypatch.setattr(engine, "CALL_LIMIT", 6.0)
+    monkeypatch.setattr(engine, "PATIENCE", 2.0)  # seconds, of which a deadlock takes as many
+    monkeypatch.setattr(engine, "CALL_LIMIT", 4.0)
     file = ROOT / chapter / "classroom" / "solutions.py"
     table = engine.load(file).WRONG
     exercises = {exercise.name: exercise for exercise in check.exercises_of(chapter)}
@@ -136,7 +136,7 @@ def test_wrong_answers_are_refused_for_the_right_reason(chapter, monkeypatch):
         entries |= found
         for (_, name, reason), verdict in zip(rows, verdicts, strict=True):
             said = f"{verdict.status} {verdict.where}: expected {verdict.expected}, got {verdict.got}"
-            said = said.replace("no answer for 3 s", patience)
+            said = said.replace("no answer for 2 s", patience)
             words = ".*".join(map(re.escape, reason.split(" ... ")))
             if verdict.status != "wrong" or not re.search(words, said):
                 wanted = f"should be refused with {reason!r}, and is"

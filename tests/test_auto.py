@@ -80,6 +80,7 @@ def test_other_options_stay(tmp_path):
     "line, says",
     [
         ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
+        ("--mesh=data=2", "^--mesh: --strategy auto picks it; leave one of them out$"),
         ("--mesh-order data", "--mesh-order: --strategy auto picks it"),
         ("--by-hand", "^--by-hand: --strategy auto picks it; leave one of them out$"),
         ("--implementation pytorch", "--implementation: --strategy auto picks it"),

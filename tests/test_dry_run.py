@@ -217,4 +217,7 @@ def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys)
     monkeypatch.setattr(dry_run, "foresee", foresee)
     dry_run.dry_run(configure("--dry-run --mesh data=20 --batch-size 20", 20))
     assert asked == [*range(15), 19], "ranks that are looked at"
-    assert "(the other 4 ranks are like these)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(the other 4 ranks are like these)" in printed
+    told = [line.split()[:3] for line in printed.splitlines() if line[0].isdigit()]
+    assert told == [[str(rank), str(rank), str(rank)] for rank in asked], "rank, place along data, first example"

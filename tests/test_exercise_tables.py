@@ -124,6 +124,24 @@ def test_what_is_allowed_at_most_is_as_much(name):
     assert tuple(found) == LIMITS[name], f"{name}: how many bytes it allows at most"
 
 
+AT_MOST = {"first_difference", "uneven_steps", "parallel_cross_entropy"}  # so many bytes, by any operation
+
+
+def test_a_message_that_nobody_asked_for_is_refused_whatever_is_returned():
+    """Of 4 bytes, or where only bytes have a limit, of a gigabyte: also where an answer is to calculate."""
+    accepted = []
+    for chapter in check.chapters():
+        for exercise in check.exercises_of(chapter):
+            nbytes = 10**9 if exercise.name in AT_MOST else 4
+            for case in exercise.check(2):
+                try:
+                    case.pattern([[LedgerEntry("all_gather", nbytes, 2)]] * 2)
+                    accepted.append(f"{case.what} of {exercise.name}")
+                except Wrong:
+                    pass
+    assert not accepted, "inputs for which any message is accepted"
+
+
 def judgements(cases, answer) -> list[str]:
     """What the judge of each case says of an answer, and what is drawn below it."""
     said = []

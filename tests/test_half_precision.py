@@ -3,6 +3,7 @@ overflows is skipped. By SGD, whose steps are as long as its gradients."""
 
 import pytest
 import torch
+from torch.nn import functional
 
 from common.lab import equality
 from common.lab.launch import launch
@@ -17,8 +18,8 @@ MAX_NORM = 0.3  # each step is clipped
 
 
 def taken(name: str, kind: str, precision: str) -> dict:
-    """On one rank: norm, and how the weights have moved, of a step; of one whose gradients overflow, the same, and what
-    the loss scale is multiplied by."""
+    """On one rank: loss, the types in which it is computed, norm, and how the weights have moved, of a step; of one
+    whose gradients overflow, the same, and what the loss scale is multiplied by."""
     torch.manual_seed(0)
     cls = OTHERS.get((name, kind)) or load(name, kind)
     mesh = make_mesh(dict.fromkeys(cls.preset, 1), "cpu")
@@ -27,10 +28,19 @@ def taken(name: str, kind: str, precision: str) -> dict:
     strategy = cls(model, equality.sgd, mesh, cls.Options(), precision, MAX_NORM)
     tokens = torch.arange(8 * equality.CONTEXT).view(8, -1) * 7 % equality.VOCABULARY
     batch = [(tokens[:4], tokens[:4].roll(-1, 1)), (tokens[4:], tokens[4:].roll(-1, 1))]
+    compute, types = functional.cross_entropy, set()
+
+    def noting(*args, **more):
+        loss = compute(*args, **more)
+        types.add(loss.dtype)
+        return loss
+
+    functional.cross_entropy = noting
     loss, norm = (float(number) for number in strategy.step(batch))
+    functional.cross_entropy = compute
     after = {part: value.clone() for part, value in strategy.full_state()["model"].items()}
     moved = torch.cat([(after[part] - before[part]).flatten() for part in before])
-    found = {"loss": loss, "norm": norm, "moved": moved}
+    found = {"loss": loss, "norm": norm, "moved": moved, "types": types}
     if precision == "fp16":
         strategy.scaler.update(2.0**126)
         strategy.step(batch)
@@ -61,6 +71,7 @@ def test_a_step_in_fp16_is_that_of_float32(name, kind, found):
     same = ("expert", "by-hand") if name == "expert" else ("single", "pytorch")
     got, like = found[name, kind, "fp16"], found[(*same, "fp32")]
     assert isinstance(got, dict), got
+    assert got["types"] <= {torch.float32}, "the type in which losses are computed, of 16-bit logits too"
     assert got["loss"] == pytest.approx(like["loss"], rel=0.02), "the loss that is told is not scaled"
     assert got["norm"] == pytest.approx(like["norm"], rel=0.05), "the norm of gradients without their scale"
     length, expected = got["moved"].norm().item(), like["moved"].norm().item()

@@ -181,6 +181,9 @@ MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its
     ("shard=2 tensor=2", {"model": WIDE} | THIRD, 0, "loss", {
         "parameters": 2 * 124.009, "gradients": 2 * 124.009, "optimizer": 4 * 124.009, "activations": 64,
         "gathered": 4 * 50.001, "unsharded gradients": 6 * 50.001, "logits and loss": 5 * 200}),
+    ("tensor=2", {"model": WIDE}, 0, "loss", {  # without stage 3, not DTensor's loss
+        "parameters": 2 * 124.009, "gradients": 4 * 124.009, "optimizer": 12 * 124.009, "activations": 64,
+        "logits and loss": 3.5 * 200}),
     ("pipeline=4", {"model": WIDE, "many": 4}, 3, "loss", LAST | {"activations": 32} | LOSS),
     ("pipeline=4", {"model": WIDE, "many": 4, "schedule": "gpipe"}, 3, "loss", LAST | {"activations": 4 * 32} | LOSS),
     # Layers of a mixture keep 8,000 numbers more of two experts, before and after GELU, and what goes there and back.

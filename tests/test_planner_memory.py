@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.errors import UserError
 from common.model import GPT, Block
 from course.fsdp.formulas import layer_bytes, score_bytes
 from planner import any_module, memory, models, published, stages
@@ -247,6 +248,19 @@ def test_any_module_is_measured(capsys, tmp_path):
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
         assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {what}"
+
+
+def test_a_function_that_fails_leaves_the_default_type_as_it_was():
+    def fails():
+        made_with.append(torch.get_default_dtype())
+        raise ValueError("no such layer")
+
+    for half, made in ((False, torch.float32), (True, torch.bfloat16)):
+        made_with = []
+        with pytest.raises(UserError, match="the function failed: ValueError: no such layer"):
+            any_module.measure(fails, half)
+        types = made_with[0], torch.get_default_dtype()
+        assert types == (made, torch.float32), f"half {half}: the default type inside of the function, and after it"
 
 
 class Several(torch.nn.Module):

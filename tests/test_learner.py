@@ -90,6 +90,7 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     monkeypatch.setattr(check, "chosen_from", lambda chapter, only: [first, second])
     monkeypatch.setattr(check, "verdicts", verdicts)
     check.watch("01_intro", file, wait=wait)
+    assert len(said) == 2, "waits for an edit: an exercise that a later edit broke is not right any more"
     assert said[0].splitlines() == [
         "[###############...............] 1 of 2  ring_shift is right",
         "",

@@ -34,8 +34,9 @@ test-all: test
 lint: $(INSTALLED)
 	ruff check .
 
+# Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)
-	python -m pytest -n 2 tests
+	python -m pytest -n 3 tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
 # pytest would take the tests instead. conftest.py has measured numbers masked before outputs are compared.

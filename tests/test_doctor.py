@@ -361,7 +361,7 @@ def test_gloo(monkeypatch):
         r"two ranks could not sum a number \(rank \d of 2: .*nosuch0.*\): mend what stands above first; then unset "
         r"variables such as GLOO_SOCKET_IFNAME, and look for a firewall",
         fix(doctor.check_gloo),
-    )
+    ), "what to do where ranks cannot meet: the variable is gloo's"
 
 
 def test_outside_of_the_virtual_environment(tmp_path, monkeypatch):

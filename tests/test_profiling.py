@@ -67,7 +67,8 @@ def test_the_file_has_what_perfetto_reads(merged, tmp_path):
         assert isinstance(event["name"], str) and isinstance(event["tid"], int)
         assert isinstance(event["pid"], int) and event["pid"] > 0
         if event["ph"] != "M":
-            assert event["ts"] >= 0 and event["args"]["rank"] in range(RANKS)
+            assert event["args"]["rank"] in range(RANKS)
+            assert event["ts"] >= 0, "microseconds since the first event of any rank"
         if event["ph"] == "X":
             assert event["dur"] >= 0
     assert min(event["ts"] for event in read["traceEvents"] if event["ph"] == "X") == 0

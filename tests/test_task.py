@@ -199,7 +199,7 @@ def test_a_strategy_says_how_to_step_and_an_engine_is_loaded_when_it_is_wanted()
 
 
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):
-    assert can_compute("cpu", "bf16") and can_compute("cpu", "fp32")
+    assert [can_compute("cpu", precision) for precision in ("bf16", "fp32")] == [True, True], "a CPU computes in both"
     monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: torch.eye(1))
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)

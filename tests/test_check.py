@@ -253,9 +253,10 @@ def global_mean(values):
     monkeypatch.setattr(sandbox, "available", lambda: "a test")  # what the sandbox keeps off, test_class.py shows
     assert check.main(["--submission", str(folder), "--csv"]) == 0
     output = capfd.readouterr()
-    ignored, unwalled = [*output.err.splitlines(), "", ""][:2]  # apart from the table, which is on stdout
-    assert ignored == "note: notes.txt is neither a .py file nor a folder, so it is not graded"
-    assert unwalled == "note: no sandbox, for a test: submissions run as you, with your files and network"
+    assert output.err.splitlines() == [
+        "note: notes.txt is neither a .py file nor a folder, so it is not graded",
+        "note: no sandbox, for a test: submissions run as you, with your files and network",
+    ], "notes, which are apart from the table"
     rows = {row["submission"]: row for row in csv.DictReader(output.out.splitlines())}
     assert list(rows) == ["empty", "jane", "random"]
     names = [exercise.name for exercise in check.exercises_of("01_intro")]

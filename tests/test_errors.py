@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +90,10 @@ def test_torchrun_ends_with_the_line(tmp_path):
     assert set(border) == {"="}
     assert last.strip().startswith("traceback : error: --batch-size 7 does not divide by 2 data-parallel rank(s)")
     assert last.endswith("the nearest that does is 8")
+    # torchrun ends rank 1 before it speaks, unless the machine is so busy that this takes the 3 s for which it waits.
+    spoke = len(re.findall(r"^ +exitcode +: 2 ", done.stderr, re.MULTILINE))
+    lines = done.stderr.count("--batch-size 7 does not divide")
+    assert lines == spoke > 0, f"in torchrun's report, and nowhere else:\n{done.stderr}"
 
 
 def test_advice_is_repeated_when_torchrun_has_ended(tmp_path):

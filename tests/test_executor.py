@@ -367,8 +367,8 @@ def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
             short = [str(e.action) for e, s in pairs if e.end - e.start < 0.99 * (s.end - s.start)]
             assert not short, f"{name}: these actions took less time than their stages sleep"
         assert real.makespan >= 0.99 * simulated.makespan, f"{name}: seconds go on where a rank sleeps or waits"
-        assert real.peaks == simulated.peaks, f"{name}: activations that each rank holds"
-        assert 0 < (told := sleeping.bubbles(events, name, 8, seconds))[0] < 1 and told[1] == simulated.bubble
+        measured, told = sleeping.bubbles(events, name, 8, seconds)
+        assert real.peaks == simulated.peaks and told == simulated.bubble and 0 < measured < 1, name
 
 
 # Half of a backward

@@ -69,5 +69,5 @@ if __name__ == "__main__":
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
-    gc.collect()  # what still refers to the group can make Python abort at exit on the CPU (pytorch#190489)
+    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
     dist.destroy_process_group()

@@ -86,5 +86,5 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.
-    gc.collect()  # what still refers to the group can make Python abort at exit on the CPU (pytorch#190489)
+    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
     dist.destroy_process_group()

@@ -93,5 +93,5 @@ if __name__ == "__main__":
     losses = train(how, device)
     if dist.get_rank() == dist.get_world_size() - 1:
         print(f"{how}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} at the end")
-    gc.collect()  # what still refers to the group can make Python abort at exit on the CPU (pytorch#190489)
+    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
     dist.destroy_process_group()

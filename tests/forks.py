@@ -2,7 +2,8 @@
 processor time, where the script itself takes a tenth of one. And torchrun, with its ranks, in the same way.
 
 What a fork cannot show, tests/test_imports.py and tests/test_scripts.py show with processes of their own: that a script
-imports all that it needs, and each file once, and that torchrun starts it.
+imports all that it needs, and each file once, and that torchrun starts it. And a fork ends at once, whereas a thread of
+gloo can abort Python at its end: tests/soak.py has processes of their own for that.
 """
 
 import os

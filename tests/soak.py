@@ -3,8 +3,9 @@
     python tests/soak.py
 
 A run fails when its exit code is not 0, when it is not done in time, or when it leaves a process behind. The first run
-of each row is a process as readers start it; the others are forks of this one (tests/forks.py), which saves them three
-seconds of imports. Exit code 0 when nothing failed.
+of each row of a chapter's script is a process as readers start it; the others are forks of this one (tests/forks.py),
+which saves them three seconds of imports. But a fork doesn't end as Python does. The programs to copy are processes of
+their own in every run. Exit code 0 when nothing failed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_RUNS, NOTEBOOK_RUNS = 20, 5
 RANKS = (1, 2, 3, 4)
 TIMEOUT, GRACE = 180, 5  # seconds for a run, and for its last processes to end
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SMALL = "--steps 3 --layers 1 --width 32 --heads 2 --context 32 --batch-size 36"  # 36 = 4 ranks x 3 x 3
 
 # (folder, options) of each script, which is its distributed_training.py
@@ -67,6 +69,18 @@ GRIDS = [  # on four ranks
     (".", "--mesh data=2,context=2 --by-hand"),
     (".", "--mesh data=2,expert=2 --by-hand --experts 4"),
 ]
+
+PROGRAMS = {  # to copy: their arguments
+    "01_intro/standalone.py": "",
+    "02_data_parallel/standalone.py": "1",
+    "03_ddp/standalone.py": "1",
+    "03_ddp/feeding.py": "",
+    "03_ddp/speed.py": "256",
+    "04_model_parallel/standalone.py": "1",
+    "04_model_parallel/standalone_layers.py": "",
+    "05_pipeline/standalone.py": "1",
+    "06_fsdp/standalone.py": "1",
+}
 
 
 def attempt(command, folder, timeout=TIMEOUT):
@@ -117,11 +131,11 @@ def marked(mark):
 
 def script(options, ranks, run_dir, fork=False):
     """What starts a script: a command, or a function that forks torchrun."""
-    words = ["--standalone", f"--nproc_per_node={ranks}", "distributed_training.py", "--distributed"]
+    words = [f"--nproc_per_node={ranks}", "distributed_training.py", "--distributed"]
     words += [*SMALL.split(), *options.split(), "--run-dir", run_dir]
     if fork:
-        return lambda folder: forks.torchrun(*words, cwd=folder)
-    return [sys.executable, "-m", "torch.distributed.run", *words]
+        return lambda folder: forks.torchrun("--standalone", *words, cwd=folder)
+    return [*TORCHRUN, *words]
 
 
 def notebook(path):
@@ -132,12 +146,12 @@ def notebook(path):
 def soak(name, runs, make_command, folder):
     """Print a row of the table and the first failure; return how many of the runs failed.
 
-    make_command(folder for the run, number of the run)
+    make_command(folder for the run, number of the run); it runs in `folder`, or if that is None in the run's
     """
     failures = []
     for number in range(runs):
         with tempfile.TemporaryDirectory(prefix="soak-") as run_dir:
-            failures.append(attempt(make_command(run_dir, number), folder))
+            failures.append(attempt(make_command(run_dir, number), folder or run_dir))
     failures = [failure for failure in failures if failure]
     print(f"{name:<80}{runs:>5}{len(failures):>8}", flush=True)
     if failures:
@@ -159,6 +173,11 @@ def main():
             return script(options, ranks, run_dir, fork=number > 0)
 
         failed += soak(name, SCRIPT_RUNS, start, ROOT / folder)
+    for program, arguments in PROGRAMS.items():
+        for ranks in (1, 2, 4) if "init_process_group" in (ROOT / program).read_text() else (1,):
+            command = [*TORCHRUN, f"--nproc_per_node={ranks}", ROOT / program, *arguments.split()]
+            row = f"{program} {arguments}".strip() + f", {ranks} rank(s)"
+            failed += soak(row, SCRIPT_RUNS, lambda run_dir, number, command=command: command, None)
     for path in NOTEBOOKS:
         failed += soak(path, NOTEBOOK_RUNS, lambda run_dir, number, path=path: notebook(path), ROOT)
     print(f"{failed} failed")

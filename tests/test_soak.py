@@ -1,5 +1,6 @@
 """The soak notices each kind of failure."""
 
+import re
 import sys
 
 import psutil
@@ -52,3 +53,7 @@ def test_a_fork_is_watched_as_well(tmp_path):
 def test_every_script_is_in_the_table():
     chapters = {path.parent for path in soak.ROOT.glob("[0-9]*/distributed_training.py")}
     assert {soak.ROOT / folder for folder, _ in soak.SCRIPTS} == chapters | {soak.ROOT}
+    texts = {f"{path.parent.name}/{path.name}": path.read_text() for path in soak.ROOT.glob("0*/*.py")}
+    course = re.compile("^(from|import) (common|course)", re.MULTILINE)
+    to_copy = {name for name, text in texts.items() if "\nif __name__ ==" in text and not course.search(text)}
+    assert soak.PROGRAMS.keys() == to_copy, "programs of the soak, and those that readers copy"

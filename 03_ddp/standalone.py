@@ -8,12 +8,12 @@ In the backward pass the ranks average their gradients, so that all copies take 
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 standalone.py  # on each node
 """
 
-import gc
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # DDP imports it: after init_process_group, that would keep the group alive
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -82,5 +82,4 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.
-    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
     dist.destroy_process_group()

@@ -202,14 +202,16 @@ def test_short_and_without_the_course(chapter):
 
 
 # An optimizer, DDP and fully_shard import torch.distributed.nn.functional, whose functions have the process group as a
-# default argument; DTensor's cache has it too. So it outlives destroy_process_group(), and gloo's threads with it.
-# Without the time that collecting takes, two ranks of speed.py were aborted in 2 of 256 runs on a busy machine.
+# default argument; DTensor's cache has it too. So it outlives destroy_process_group(), and gloo's threads with it. Then
+# ranks were aborted while Python ended: see "Tear-down" in docs/architecture.md.
 @pytest.mark.parametrize("program", [*WITH_A_GROUP, "speed", "standalone_layers", "your_own"])
-def test_gloos_threads_have_time_before_python_ends(program):
+def test_no_thread_of_gloo_aborts_the_end_of_python(program):
     others = {path.stem: path for path in [*OTHERS, ROOT / "docs" / "your_own.py"]}
-    main = ast.parse((PROGRAMS | others)[program].read_text()).body[-1]
-    last = [ast.unparse(statement) for statement in main.body[-2:]]
-    assert last == ["gc.collect()", "dist.destroy_process_group()"], f"{program} ends with {last}"
+    tree = ast.parse((PROGRAMS | others)[program].read_text())
+    before, last = [ast.unparse(statement) for statement in tree.body[-1].body[-2:]]
+    assert last == "dist.destroy_process_group()", f"{program} ends with {last}"
+    early = [ast.unparse(statement) for statement in tree.body].count("import torch.distributed.nn.functional")
+    assert early if program in ("03_ddp", "speed") else before == "gc.collect()", f"{program}: {before}, {last}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ PROGRAMS = {path.parent.name: path for path in sorted(ROOT.glob("0*/standalone.p
 OTHERS = [ROOT / "03_ddp" / "feeding.py", ROOT / "03_ddp" / "speed.py", ROOT / "04_model_parallel/standalone_layers.py"]
 HELLO, ONE_PROCESS = "01_intro", "02_data_parallel"
 TRAINING = [chapter for chapter in PROGRAMS if chapter != HELLO]
-WITH_A_GROUP = [chapter for chapter in TRAINING if chapter != ONE_PROCESS]
 # For parameters (the largest are near 0.8) after 3 epochs, 45 or 54 steps, in float32. Measured: programs differ from
 # the plain loop by at most 5e-7, and after 2 epochs with one of the mistakes in training by 3e-2 or more.
 TOLERANCE = 5e-6
@@ -202,15 +201,14 @@ def test_short_and_without_the_course(chapter):
 
 
 # An optimizer, DDP and fully_shard import torch.distributed.nn.functional, whose functions have the process group as a
-# default argument; DTensor's cache has it too. So it outlives destroy_process_group(), and gloo's threads with it. Then
-# ranks were aborted while Python ended: see "Tear-down" in docs/architecture.md.
-@pytest.mark.parametrize("program", [*WITH_A_GROUP, "speed", "standalone_layers", "your_own"])
+# default argument. So it outlives destroy_process_group(), and gloo's threads with it: "Tear-down" in architecture.md.
+@pytest.mark.parametrize("program", [*TRAINING[1:], "speed", "standalone_layers", "your_own"])
 def test_no_thread_of_gloo_aborts_the_end_of_python(program):
-    others = {path.stem: path for path in [*OTHERS, ROOT / "docs" / "your_own.py"]}
+    others = {path.stem: path for path in [*OTHERS, ROOT / "docs/your_own.py"]}
     tree = ast.parse((PROGRAMS | others)[program].read_text())
-    before, last = [ast.unparse(statement) for statement in tree.body[-1].body[-2:]]
-    assert last == "dist.destroy_process_group()", f"{program} ends with {last}"
+    before, last = map(ast.unparse, tree.body[-1].body[-2:])
     early = [ast.unparse(statement) for statement in tree.body].count("import torch.distributed.nn.functional")
+    assert last == "dist.destroy_process_group()", f"{program} ends with {last}"
     assert early if program in ("03_ddp", "speed") else before == "gc.collect()", f"{program}: {before}, {last}"
 
 

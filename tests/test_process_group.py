@@ -1,5 +1,6 @@
 """A process group from its beginning to its end: within another, with the guard, after an exit, after an error."""
 
+import os
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from forks import Fork
 from helpers import free_port
 
+from common import ROOT
 from common.errors import UserError
 from common.lab.guard import CollectiveMismatch
 from common.lab.launch import RankFailed, launch
@@ -248,3 +250,22 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
 
     monkeypatch.setattr("common.ranks.ANSWER", 0.3)
     assert launch(work, 1) == [["the host of rank 0 and of the store, node0,"]]
+
+
+THREADS = """
+import runpy, sys
+from pathlib import Path
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+print(sorted(task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+def test_gloos_threads_end_with_the_group():
+    """In a process of its own: the program imports, before there is a group, what DDP would import within it."""
+    command = [sys.executable, "-c", THREADS, ROOT / "03_ddp" / "speed.py", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.splitlines()[-1]
+    assert "python" in names and "gloo" not in names, f"threads after destroy_process_group(): {names}"

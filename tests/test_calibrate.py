@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from planner import calibrate, hardware
 from planner.constants import PRIOR
+from planner.layer_time import of_layer
+from planner.layout import Layout
+from planner.models import course_gpt
 
 HERE = {"peak": 6e10, "hbm": 1e10, "link": 5e8, "kernel": 2e-5, "alpha_link": 1e-4, "cores": 2, "block": 0.05}
 CPU = torch.device("cpu")
@@ -172,6 +175,15 @@ def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
     calibrate.calibrate(tmp_path / "gpu.json", 2)
     found = calibrate.json.loads((tmp_path / "gpu.json").read_text())["constants"]
     assert not {"kept", "passes"} & {*found}, "of a GPU those that were fitted"
+
+
+def test_with_what_it_found_a_block_takes_the_time_that_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE)
+    calibrate.calibrate(tmp_path / "here.json", 2)
+    constants = replace(PRIOR, **calibrate.json.loads((tmp_path / "here.json").read_text())["constants"])
+    layout = Layout((("data", 1),), 8, 8, 128, fused=False, precision="float32", sequence_parallel=False)
+    block = of_layer(course_gpt(1, 128, 4, 128), hardware.here(HERE), layout, False, constants)
+    assert block.forward + block.backward == pytest.approx(HERE["block"], rel=1e-9), "seconds, forward and backward"
 
 
 def test_a_block_that_products_explain_leaves_a_little_for_the_rest():

@@ -296,6 +296,17 @@ def keeps_the_solutions_to_itself(notebook, path):
             yield f"{name(cell)} uses the solutions, which an instructor may leave out"
 
 
+def hides_gpus_from_what_it_starts(notebook, path):
+    """Where there is one GPU, two processes that torchrun starts would have to share it; and more compute other digits
+    than those that are stored."""
+    hidden = False
+    for cell in code(notebook):
+        hidden = hidden or re.search(r'CUDA_VISIBLE_DEVICES"(\] =|:) ""', cell.source)
+        starts = re.search(r"""["']torchrun\b|torch\.distributed\.run""", cell.source)
+        if starts and not hidden and "--device=cpu" not in cell.source:
+            yield f'{name(cell)} starts torchrun; say os.environ["CUDA_VISIBLE_DEVICES"] = "" before'
+
+
 RULES = [
     is_valid,
     was_run_in_order,
@@ -313,4 +324,5 @@ RULES = [
     shows_what_it_announces,
     has_links_that_lead_somewhere,
     keeps_the_solutions_to_itself,
+    hides_gpus_from_what_it_starts,
 ]

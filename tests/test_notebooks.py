@@ -22,6 +22,7 @@ from notebook_rules import (
     has_links_that_lead_somewhere,
     has_no_unmeant_error,
     has_prose,
+    hides_gpus_from_what_it_starts,
     is_compared,
     is_valid,
     keeps_its_asserts,
@@ -245,6 +246,7 @@ MISTAKES = {
     "capitals in JupyterLab only": (has_links_that_lead_somewhere, put("source", "[x](page.md#page)", index=4)),
     "section of a notebook": (has_links_that_lead_somewhere, put("source", "[x](page.ipynb#two)", index=4)),
     "solutions": (keeps_the_solutions_to_itself, put("source", "from solutions import *")),
+    "GPUs seen": (hides_gpus_from_what_it_starts, put("source", 'subprocess.run(["torchrun", "a.py"])')),
 }
 
 

@@ -265,7 +265,8 @@ print(sorted(task.read_text().strip() for task in Path("/proc/self/task").glob("
 def test_gloos_threads_end_with_the_group():
     """In a process of its own: the program imports, before there is a group, what DDP would import within it."""
     command = [sys.executable, "-c", THREADS, ROOT / "03_ddp" / "speed.py", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()[-1]
     assert "python" in names and "gloo" not in names, f"threads after destroy_process_group(): {names}"

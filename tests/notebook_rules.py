@@ -299,12 +299,13 @@ def keeps_the_solutions_to_itself(notebook, path):
 def hides_gpus_from_what_it_starts(notebook, path):
     """Where there is one GPU, two processes that torchrun starts would have to share it; and more compute other digits
     than those that are stored."""
-    hidden = False
+    before = ""
     for cell in code(notebook):
-        hidden = hidden or re.search(r'CUDA_VISIBLE_DEVICES"(\] =|:) ""', cell.source)
         starts = re.search(r"""["']torchrun\b|torch\.distributed\.run""", cell.source)
+        hidden = re.search(r'CUDA_VISIBLE_DEVICES"(\] =|:) ""', before + cell.source[: starts.start() if starts else 0])
         if starts and not hidden and "--device=cpu" not in cell.source:
             yield f'{name(cell)} starts torchrun; say os.environ["CUDA_VISIBLE_DEVICES"] = "" before'
+        before += cell.source
 
 
 RULES = [

@@ -247,6 +247,10 @@ MISTAKES = {
     "section of a notebook": (has_links_that_lead_somewhere, put("source", "[x](page.ipynb#two)", index=4)),
     "solutions": (keeps_the_solutions_to_itself, put("source", "from solutions import *")),
     "GPUs seen": (hides_gpus_from_what_it_starts, put("source", 'subprocess.run(["torchrun", "a.py"])')),
+    "GPUs hidden too late": (
+        hides_gpus_from_what_it_starts,
+        put("source", 'subprocess.run(["torchrun", "a.py"])\nos.environ["CUDA_VISIBLE_DEVICES"] = ""'),
+    ),
 }
 
 

@@ -43,6 +43,11 @@ def test_the_table_counts(capsys):
     assert "ZeroDivisionError" in lines[-2]
 
 
+def test_a_run_without_a_folder_is_in_one_of_its_own():
+    here = "import os, sys; assert os.path.samefile('.', sys.argv[1]) and not os.listdir()"
+    assert soak.soak("two", 2, lambda run_dir, number: [sys.executable, "-c", here, run_dir], None) == 0
+
+
 def test_a_fork_is_watched_as_well(tmp_path):
     fork = soak.script("--strategy single", 1, str(tmp_path / "run"), fork=True)
     assert soak.attempt(fork, soak.ROOT) == "" and (tmp_path / "run" / "metrics.jsonl").exists()

@@ -33,6 +33,7 @@ test-all: test
 
 lint: $(INSTALLED)
 	ruff check .
+	ruff format --check .
 
 # Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)

@@ -1,7 +1,7 @@
 """Feeding the ranks with DistributedSampler and DataLoader: which examples does each rank read?
 
-    python feeding.py
-    torchrun --standalone --nproc_per_node=2 feeding.py
+python feeding.py
+torchrun --standalone --nproc_per_node=2 feeding.py
 """
 
 import os

@@ -1,8 +1,8 @@
 """How many examples per second does DistributedDataParallel train, on one rank and on several?
 
-    python speed.py 1024
-    torchrun --standalone --nproc_per_node=2 speed.py 1024    # the batch of all ranks together: strong scaling
-    torchrun --standalone --nproc_per_node=2 speed.py 2048    # 1024 for each rank: weak scaling
+python speed.py 1024
+torchrun --standalone --nproc_per_node=2 speed.py 1024    # the batch of all ranks together: strong scaling
+torchrun --standalone --nproc_per_node=2 speed.py 2048    # 1024 for each rank: weak scaling
 """
 
 import os

@@ -1,8 +1,8 @@
 """FSDP by Hugging Face's Accelerate: the loop of 03_ddp/with_accelerate.py, and one argument more.
 
-    pip install -r requirements-engines.txt
-    torchrun --nproc_per_node=2 with_accelerate.py --distributed
-    accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_accelerate.py --distributed
+pip install -r requirements-engines.txt
+torchrun --nproc_per_node=2 with_accelerate.py --distributed
+accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_accelerate.py --distributed
 """
 
 import os

@@ -1,5 +1,4 @@
-"""The axes of a mesh by name and size: read, checked and put in order, before there are any ranks (and without torch).
-"""
+"""The axes of a mesh by name and size: read, checked and put in order, before there are ranks (and without torch)."""
 
 import difflib
 import math

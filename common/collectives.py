@@ -38,8 +38,7 @@ def weights_of_rank_0(model: nn.Module, group: dist.ProcessGroup, own=None) -> I
 
 
 def take_from_rank_0(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Give every rank the values that the group's rank 0 has, and memory for them where there is none (`leave_meta`).
-    """
+    """Give every rank the values of the group's rank 0, and memory for them where there is none (`leave_meta`)."""
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     if dist.get_world_size(group) > 1:

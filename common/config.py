@@ -77,9 +77,7 @@ class Config:
     task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
     text: str = option("", "file or folder to learn the bytes of (default: Python's standard library)", identity=True)
-    dataset: str = option(
-        "digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"), identity=True
-    )
+    dataset: str = option("digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"), identity=True)
     data_dir: str = option("data", "where fashion-mnist or cifar10 lie")
     download: bool = option(False, "download the dataset to --data-dir if it is not there")
     batch_size: int = option(32, "examples in the GLOBAL batch of a step", identity=True, at_least=1)

@@ -212,7 +212,5 @@ def write_optimizer(part: Part, optimizer_state: dict, key: str, values: torch.T
     if is_dtensor(owner):
         from torch.distributed.tensor import DTensor
 
-        local = DTensor.from_local(
-            local, owner.device_mesh, owner.placements, shape=owner.shape, stride=owner.stride()
-        )
+        local = DTensor.from_local(local, owner.device_mesh, owner.placements, shape=owner.shape, stride=owner.stride())
     state[key] = local

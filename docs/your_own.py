@@ -1,9 +1,9 @@
 """A model of your own on several processes, in three ways; docs/your-own.md explains it line by line.
 
-    python docs/your_own.py
-    torchrun --standalone --nproc_per_node=2 docs/your_own.py ddp
-    torchrun --standalone --nproc_per_node=2 docs/your_own.py fsdp
-    torchrun --standalone --nproc_per_node=2 docs/your_own.py pipeline
+python docs/your_own.py
+torchrun --standalone --nproc_per_node=2 docs/your_own.py ddp
+torchrun --standalone --nproc_per_node=2 docs/your_own.py fsdp
+torchrun --standalone --nproc_per_node=2 docs/your_own.py pipeline
 """
 
 import gc

@@ -1,8 +1,8 @@
 """The planner's commands.
 
-    python -m planner plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096
-    python -m planner estimate --model llama-3-8b --gpu h100-80gb --gpus 8 --mesh shard=8 --zero-stage 3 --batch-size 16
-    python -m planner emit --format accelerate --model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 16
+python -m planner plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096
+python -m planner estimate --model llama-3-8b --gpu h100-80gb --gpus 8 --mesh shard=8 --zero-stage 3 --batch-size 16
+python -m planner emit --format accelerate --model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 16
 """
 
 import argparse

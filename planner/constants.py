@@ -97,6 +97,7 @@ def load_left_out() -> dict[str, Constants]:
 
 def save(constants: Constants, path: Path | str = STORED, left_out: dict[str, Constants] | None = None) -> None:
     """Write what load and load_left_out read, to four digits."""
+
     def rounded(found: Constants) -> dict:
         return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(
             found).items()}  # fmt: skip

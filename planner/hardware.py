@@ -155,9 +155,7 @@ def cluster(
     if per_node < 1:
         raise UserError(f"--gpus-per-node must be at least 1, not {per_node}")
     if gpus > per_node and gpus % per_node:
-        raise UserError(
-            f"--gpus {gpus} are no whole number of nodes of {per_node}; change --gpus or --gpus-per-node"
-        )
+        raise UserError(f"--gpus {gpus} are no whole number of nodes of {per_node}; change --gpus or --gpus-per-node")
     if 0 < one.cores < gpus:
         share = one.cores / gpus / one.crowding
         one = replace(one, peak=one.peak * share, hbm=one.hbm * share)

@@ -212,8 +212,11 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
             f"with micro-batches of {layout.micro_batch}; take a multiple of {least}"
         )
     if layout.pipeline > 1:
-        stages = None if schedules.SCHEDULES[layout.schedule].stages_per_rank == layout.stages_per_rank else (
-            layout.stages_per_rank)
+        stages = (
+            None
+            if schedules.SCHEDULES[layout.schedule].stages_per_rank == layout.stages_per_rank
+            else (layout.stages_per_rank)
+        )
         schedules.build(layout.schedule, layout.pipeline, rounds(layout), stages)
 
 

@@ -258,4 +258,3 @@ def custom(base: Model | None, **fields) -> Model:
         wanted = " ".join(f"--{name}" for name in missing)
         raise UserError(f"the model lacks {wanted}; give them, or a name with --model")
     return Model(name="given", **given)
-

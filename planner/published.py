@@ -1,5 +1,4 @@
-"""Published runs, as layouts with what was measured: read from planner/published/*.csv, whose README names the sources.
-"""
+"""Published runs, as layouts with what was measured, from planner/published/*.csv, whose README names the sources."""
 
 import csv
 from dataclasses import dataclass

@@ -150,8 +150,11 @@ def text(found: dict, lines: list[Line] | None = None) -> str:
             f"{oom['precision']:.0%}, recall {oom['recall']:.0%}"]  # fmt: skip
     for line in lines or []:
         run = line.run
-        time = f"{line.seconds:9.2f} s, {run.seconds:9.2f} measured, {line.time_error:+6.1%}" if run.seconds else (
-            f"out of memory; predicted to {'fit' if line.fits else 'not fit'}")
+        time = (
+            f"{line.seconds:9.2f} s, {run.seconds:9.2f} measured, {line.time_error:+6.1%}"
+            if run.seconds
+            else (f"out of memory; predicted to {'fit' if line.fits else 'not fit'}")
+        )
         gib = f"{line.gib:7.1f} GiB, {run.gib:6.1f} measured, {line.memory_error:+6.1%}" if run.gib else ""
         out.append(f"{run.source:20} {run.name[:88]:88} {time}   {gib}")
     return "\n".join(out)

@@ -36,9 +36,7 @@ def left_over(message: float, work: float, constants: Constants) -> float:
     return max(0.0, message - work) + (1 - constants.kept) * min(message, work)
 
 
-def estimate(
-    model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False
-) -> StepTime:
+def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False) -> StepTime:
     """The time of a step. quick: stages of a pipeline count as equal, which a search does for most layouts."""
     gpu = cluster.gpu
     itemsize, message = PRECISIONS[layout.precision]

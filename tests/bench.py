@@ -130,6 +130,7 @@ def by_hand_and_torch(configs) -> list[tuple[float, float]]:
 
 def bubbles() -> None:
     from course.pipeline import sleeping
+
     print(f"{'bubble of sleeping stages':30}{'measured':>10}{'simulated':>10}{'ratio':>8}   (aim: 0.95 to 1.05)")
     for ranks, name in itertools.product((4, 8), sleeping.schedules.SCHEDULES):
         microbatches = 2 * ranks

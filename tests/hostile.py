@@ -14,7 +14,9 @@ def ring_shift(tensor):
     return received
 """
 SHIFT = "import os, sys, signal, subprocess, time\n" + RING_SHIFT
-ALL = SHIFT + """
+ALL = (
+    SHIFT
+    + """
 def global_mean(values):
     both = torch.tensor([float(values.sum()), float(len(values))])
     dist.all_reduce(both)
@@ -24,6 +26,7 @@ def ring_bytes(rank, size, elements, itemsize):
     chunks = [len(chunk) for chunk in torch.arange(elements).tensor_split(size)]
     return (2 * elements - chunks[rank] - chunks[(rank + 1) % size]) * itemsize
 """
+)
 MEAN, BYTES = "\ndef global_mean(values):\n    ", "\ndef ring_bytes(*a):\n    "
 # The means of the known inputs, for 2, 3 and 4 ranks, and one all-reduce that nobody needs.
 KNOWN = """

@@ -25,9 +25,11 @@ def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
         pipeline = config.strategy == "pipeline"
         assert not pipeline or config.options.microbatches == 2 * run["processes"], "two for each stage"
         assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1], (
-            f"the line {line}")
+            f"the line {line}"
+        )
         assert sum(run["predicted"]["parts"].values()) == pytest.approx(run["predicted"]["step_seconds"]), (
-            f"the parts of a step of {run['strategy']} on {run['processes']} are all of it")
+            f"the parts of a step of {run['strategy']} on {run['processes']} are all of it"
+        )
 
 
 @pytest.mark.parametrize(

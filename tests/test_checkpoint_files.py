@@ -200,9 +200,7 @@ def test_the_loss_scale_is_taken_up():
 
 def test_random_numbers_of_a_device_go_with_those_of_the_cpu(monkeypatch):
     kept = []
-    gpu = SimpleNamespace(
-        get_rng_state=lambda device: torch.ones(3), set_rng_state=lambda *about: kept.append(about)
-    )
+    gpu = SimpleNamespace(get_rng_state=lambda device: torch.ones(3), set_rng_state=lambda *about: kept.append(about))
     monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
     device, cpu = torch.device("cuda", 0), torch.get_rng_state()
     states = random_state(device)

@@ -178,7 +178,8 @@ def test_what_does_not_fit_is_not_emitted():
     with pytest.raises(UserError) as error:
         emit(found, "torchrun")
     assert str(error.value) == (
-        "the layout needs 12.2 GiB per GPU, of 10.0; `python -m planner plan` finds one that fits")
+        "the layout needs 12.2 GiB per GPU, of 10.0; `python -m planner plan` finds one that fits"
+    )
     assert emit(replace(found, memory=replace(found.memory, low=9 * GIB)), "torchrun").files, "it may fit"
 
 

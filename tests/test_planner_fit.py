@@ -28,7 +28,8 @@ def test_every_source_counts_alike_in_a_fit(monkeypatch):
     assert fit.loss(runs, PRIOR) == pytest.approx((0.5 + 4) / 2), "the mean of both sources' mean squared logarithms"
     far = replace(PRIOR, matmul=PRIOR.matmul * math.e)
     assert fit.loss(runs, far) - fit.loss(runs, PRIOR) == pytest.approx(fit.PULL / len(constants.FITTED)), (
-        "the pull to the prior")
+        "the pull to the prior"
+    )
 
 
 def test_a_constant_stays_within_its_bounds(monkeypatch):
@@ -59,7 +60,8 @@ def test_each_source_has_constants_of_its_own(monkeypatch):
     monkeypatch.setattr(scoreboard, "runs", lambda: [run("a"), run("b")])
     monkeypatch.setattr(scoreboard, "predict", lambda one, constants: (one.source, constants))
     assert scoreboard.leave_one_out({"a": 1, "b": 2}) == [("a", 1), ("b", 2)], (
-        "each run, by the constants of its source")
+        "each run, by the constants of its source"
+    )
 
 
 def test_intervals_are_as_wide_as_the_errors_on_sources_left_out(monkeypatch):
@@ -70,7 +72,8 @@ def test_intervals_are_as_wide_as_the_errors_on_sources_left_out(monkeypatch):
     fitted, left_out = scoreboard.refit()
     found = fitted.step_low, fitted.step_high, fitted.allocator_low, fitted.allocator_high
     assert found == pytest.approx((0.8, 1.25, 1.25, 3.2)) and left_out == {"a": PRIOR}, (
-        "step and allocator, low and high")
+        "step and allocator, low and high"
+    )
 
 
 def line(fits: bool, ran: bool) -> SimpleNamespace:
@@ -154,7 +157,8 @@ def test_adapters_and_networks_that_are_usual():
         found = cluster(gpu, gpus, per_node)
         assert (found.network, found.adapters) == (rate, number), f"{gpu}, {per_node} in a node"
         assert found.node_network == rate * number and found.nodes == gpus // per_node, (
-            f"nodes of {gpu}, and bytes per second of one")
+            f"nodes of {gpu}, and bytes per second of one"
+        )
     assert cluster("h100-80gb", 2).gpus_per_node == 2, "GPUs of a node that is not full"
     assert cluster("l4", 16, 8).name == "ethernet-100", "the name of the usual network"
     assert cluster("l4", 16, 8, "efa-400").name == "efa-400", "the name of a network that was asked for"

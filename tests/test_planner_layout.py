@@ -86,7 +86,8 @@ def test_numbers_that_follow_from_a_layout():
     one = Layout(tuple(mesh_of("pipeline=2 data=3 shard=5 context=7 expert=11 tensor=13").items()), 3 * 5 * 11 * 8,
                  micro_batch=4, sequence=700, stages_per_rank=2)  # fmt: skip
     assert (one.readers, one.micro_batches, one.stages, one.tokens) == (3 * 5 * 11, 2, 4, 4 * 100), (
-        "ranks that read other sequences, micro-batches, stages, tokens of a micro-batch on a rank")
+        "ranks that read other sequences, micro-batches, stages, tokens of a micro-batch on a rank"
+    )
     assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1), "sizes of axes"
     told = {  # ZeRO stage, and whether ranks along "context" divide the state: shards, and copies that are summed
         (0, True): (1, {"data": 3 * 5 * 11 * 7}), (0, False): (1, {"data": 3 * 5 * 11 * 7}),
@@ -103,7 +104,8 @@ def test_a_layout_in_a_line():
     one = Layout((("pipeline", 4), ("data", 1), ("tensor", 2)), 8, 2, schedule="interleaved", stages_per_rank=2,
                  recompute="full", zero_stage=1, offload=True)  # fmt: skip
     assert one.describe() == (
-        "pipeline 4 x tensor 2, ZeRO-1 with offload, interleaved x 2, micro-batch 2, recompute full")
+        "pipeline 4 x tensor 2, ZeRO-1 with offload, interleaved x 2, micro-batch 2, recompute full"
+    )
     assert Layout((("data", 1),), 8).describe() == "one GPU, micro-batch 1, recompute none"
     assert Layout((("pipeline", 2),), 8).describe() == "pipeline 2, 1f1b, micro-batch 1, recompute none"
 
@@ -139,4 +141,5 @@ def test_layers_and_ends_of_each_rank():
 def test_a_step_without_a_pipeline_is_all_work():
     one = Layout((("data", 1),), 5)
     assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,), (
-        "five times six seconds")
+        "five times six seconds"
+    )

@@ -76,7 +76,8 @@ def test_their_figure_of_the_share_of_the_scores():
     for heads, width, ratio, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
         scores, rest = score_bytes(heads, 2048), layer_bytes(width, width, width, 4 * width, dropout=True)
         assert scores / width == ratio and scores / (scores + rest) == pytest.approx(saved, abs=0.006), (
-            "share of the scores")
+            "share of the scores"
+        )
 
 
 PARAMETERS = {  # as their sources print them, in billions
@@ -98,7 +99,8 @@ def test_every_token_uses_all_three_matrices_of_a_shared_expert():
     two = models.custom(one, shared_experts=2)
     each = 58 * 3 * 7168 * 2048
     assert (two.parameters - one.parameters, two.active_parameters - one.active_parameters) == (each, each), (
-        "all, active")
+        "all, active"
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -113,7 +115,8 @@ def test_megatrons_parameters_are_those_of_its_table():
     for run in published.megatron():
         printed = float(run.model.name.split()[1][:-1])
         assert run.model.parameters / 1e9 == pytest.approx(printed, abs=0.06), (
-            f"billions of parameters of {run.model.name}")
+            f"billions of parameters of {run.model.name}"
+        )
 
 
 def test_shares_of_ranks_add_up():
@@ -124,7 +127,8 @@ def test_shares_of_ranks_add_up():
         found = sum(sum(memory.parameters_of(model, one, *share)) for share in stages.shares(model, one))
         whole = model.layers * model.uncut_parameters + model.width
         assert (found - whole) * one.tensor + whole == pytest.approx(model.parameters, rel=1e-9), (
-            f"parameters on {mesh}")
+            f"parameters on {mesh}"
+        )
 
 
 def test_a_step_has_its_peak_in_a_phase_and_not_the_sum_of_all():

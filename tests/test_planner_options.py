@@ -72,7 +72,8 @@ def test_each_option_of_a_cluster_reaches_it():
     line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
     found = cluster_of(read(line.split()))
     assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (
-        "cluster")
+        "cluster"
+    )
 
 
 @pytest.fixture
@@ -352,8 +353,9 @@ def test_each_option_of_calibrate_and_of_a_plans_lines_reaches_it(monkeypatch, c
     monkeypatch.setattr(commands, "planned", lambda args, count: found[:count])
     monkeypatch.setattr("planner.plot.picture", lambda *args: drawn.append(args))
     main(f"plan {ESTIMATE[9:]} --count 2 --json --plot mine.png".split())
-    assert json.loads(capsys.readouterr().out) == [
-        {"best": name, "nearest_alternative": "d"} for name in "ab"], "--count 2"
+    assert json.loads(capsys.readouterr().out) == [{"best": name, "nearest_alternative": "d"} for name in "ab"], (
+        "--count 2"
+    )
     assert drawn == [(best[:2], "mine.png")], "the layouts of the picture, and its file"
 
 

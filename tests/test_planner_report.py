@@ -197,6 +197,7 @@ def test_the_scoreboard():
 
 def test_scores_are_those_of_each_source_and_of_all():
     """Two sources, whose pairs of layouts count alike; what was not measured is left out."""
+
     def one(source, predicted, measured, error=None, batch=1, **more):
         nodes = SimpleNamespace(gpus=8, gpu=SimpleNamespace(name="g"))
         layout = SimpleNamespace(sequence=4, batch_size=batch)

@@ -91,7 +91,8 @@ def test_products_are_less_efficient_the_smaller_they_are():
     gpu = find_gpu("h100-80gb")
     rates = [2 * n**3 / layer_time.product(n, n, n, gpu, "bf16", PRIOR) for n in (256, 1024, 4096, 16384)]
     assert rates == sorted(rates) and rates[0] < 0.4 * rates[-1] and rates[-1] < gpu.peak * gpu.achievable, (
-        f"FLOP/s: {rates}")
+        f"FLOP/s: {rates}"
+    )
 
 
 def test_model_flops_are_megatrons_formula():
@@ -108,7 +109,8 @@ def test_parts_of_a_step_add_up():
     for run in published.runs()[::7]:
         step = time.estimate(run.model, run.cluster, run.layout, PRIOR)
         assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) >= 0, (
-            f"parts of {run.name}")
+            f"parts of {run.name}"
+        )
         assert 0 <= step.bubble < 1 and 0 <= step.exposed < step.seconds, f"bubble and messages of {run.name}"
 
 
@@ -124,7 +126,8 @@ def test_more_of_a_resource_is_never_slower():
     base = seconds(shard=64)
     assert seconds(gpus=128, data=2, shard=64) < base < seconds(shard=64, network="ethernet-10"), "GPUs, network"
     assert seconds(shard=64, recompute="none") < seconds(shard=64, recompute="selective") < base, (
-        "recomputation takes time")
+        "recomputation takes time"
+    )
 
 
 # --- the scoreboard -------------------------------------------------------------------------------------------
@@ -141,7 +144,8 @@ def test_published_runs_are_predicted_without_their_source(lines):
     print(scoreboard.text(found, lines))
     assert len(lines) == 10 + 9 + 43 - 4 + 2 and found["time"]["runs"] == 58 and found["memory"]["runs"] == 20, "rows"
     assert found["time"]["mean"] < 0.15 and found["tau"] >= 0.8, (
-        "mean error of the times, and how well they are ordered")
+        "mean error of the times, and how well they are ordered"
+    )
     assert found["memory"]["mean"] < 0.11, "mean error of the memory"
     assert found["out_of_memory"]["recall"] == 1 and found["out_of_memory"]["precision"] == 1, "what does not fit"
 
@@ -175,17 +179,21 @@ def test_a_fit_finds_constants_again():
     found = fitting.fit(made_up)
     worst = max(abs(math.log(fitting.seconds(run, found) / run.seconds)) for run in made_up)
     assert worst < 0.04 < max(abs(math.log(fitting.seconds(run, PRIOR) / run.seconds)) for run in made_up), (
-        "the fit's worst error")
+        "the fit's worst error"
+    )
 
 
 def test_measures_of_the_scoreboard():
     assert scoreboard.summary([0.1, -0.3]) == {"runs": 2, "mean": 0.2, "p90": 0.3, "bias": pytest.approx(-0.1)}, (
-        "summary")
+        "summary"
+    )
     assert scoreboard.percentile(list(range(1, 11)), 0.9) == 9, "nine of ten do not exceed it"
     assert scoreboard.kendall([1, 2, 3], [10, 20, 30]) == 1 and scoreboard.kendall([1, 2], [2, 1]) == -1, (
-        "Kendall's tau")
+        "Kendall's tau"
+    )
     assert scoreboard.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3), (
-        "Kendall's tau: one pair of three is wrong")
+        "Kendall's tau: one pair of three is wrong"
+    )
 
 
 def test_what_each_pass_sends_along_context():
@@ -195,7 +203,8 @@ def test_what_each_pass_sends_along_context():
     step = time.estimate(model, gpus, one, bare)
     gathered = group(gpus, one, bare, "context").seconds("all_gather", 2 * 16384 * model.key * 2)
     assert step.parts["messages in layers"] == pytest.approx(2 * model.layers * 3 * gathered), (
-        "three times in each layer")
+        "three times in each layer"
+    )
 
 
 def test_the_head_computes_once_forward_and_twice_backward():

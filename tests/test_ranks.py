@@ -92,10 +92,26 @@ REFUSED = [
     (0, True, "cuda", "auto", 1, None, NO_GPU),
     (0, False, "auto", "nccl", 2, None, "--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo"),
     (4, False, "cpu", "nccl", 2, None, "--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo"),
-    (2, False, "auto", "nccl", 4, None, "--backend nccl needs one GPU per process: 4 processes on this node, 2 GPU(s); "
-     "start --nproc_per_node=2, or use --backend gloo to share GPUs"),
-    (1, True, "auto", "nccl", 4, False, "--backend nccl needs one GPU per process: 4 processes on this node, 1 GPU(s); "
-     "start --nproc_per_node=1, or use --backend gloo to share GPUs"),
+    (
+        2,
+        False,
+        "auto",
+        "nccl",
+        4,
+        None,
+        "--backend nccl needs one GPU per process: 4 processes on this node, 2 GPU(s); "
+        "start --nproc_per_node=2, or use --backend gloo to share GPUs",
+    ),
+    (
+        1,
+        True,
+        "auto",
+        "nccl",
+        4,
+        False,
+        "--backend nccl needs one GPU per process: 4 processes on this node, 1 GPU(s); "
+        "start --nproc_per_node=1, or use --backend gloo to share GPUs",
+    ),
 ]
 
 

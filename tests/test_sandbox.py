@@ -110,9 +110,7 @@ def test_a_request_that_nobody_reads_ends_this_grading_alone(tmp_path, monkeypat
     """As where a submission ends its process after an answer: the class goes on."""
     popen, seen = subprocess.Popen, []
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **about: seen.append(about) or popen(["true"], **about)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **about: seen.append(about) or popen(["true"], **about))
     with pytest.raises(sandbox.GradingEnded, match="^grading ended with exit code 0$"):
         with sandbox.Runner(tmp_path, 60.0) as runner:
             assert [about["cwd"] for about in seen] == [runner.empty.name], "a submission runs in an empty folder"

@@ -278,8 +278,10 @@ ILLEGAL = {  # lists, (rank, from, to), the refusal
         "no message: 1SEND_F1 on rank 1, but no other rank has a stage 2",
     ),
     "sent to oneself": (  # both stages are on rank 1
-        ["0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
-         "1RECV_F0 1F0 1SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"],
+        [
+            "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+            "1RECV_F0 1F0 1SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
+        ],
         None,
         "no message: 1SEND_F0 on rank 1, but no other rank has a stage 2",
     ),

@@ -363,7 +363,7 @@ def test_layers_split_over_ranks(tmp_path):
 def test_a_checkpoint_that_only_rank_0_sees_is_an_error(tmp_path):
     """Nodes that share no disk: the other ranks must not begin at epoch 0 while rank 0 goes on at its checkpoint."""
     text = PROGRAMS["03_ddp"].read_text()
-    shared, own = '"checkpoint-ddp.pt"', 'f"checkpoint-{os.environ[\'RANK\']}.pt"'
+    shared, own = '"checkpoint-ddp.pt"', "f\"checkpoint-{os.environ['RANK']}.pt\""
     assert text.count(shared) == 1
     program = tmp_path / "my_program.py"
     program.write_text(text.replace(shared, own))

@@ -77,7 +77,6 @@ def test_how_workers_are_started(monkeypatch):
         assert runpy.run_path(loading.__file__)["START_METHOD"] == method, f"how workers are started on {system}"
 
 
-
 def run(program: str, monkeypatch, folder, epochs: int = 0) -> None:
     """As plain python would, in this process; without training."""
     monkeypatch.chdir(folder)

@@ -291,8 +291,11 @@ class _Seal:
 
 def counted(names: Mapping) -> dict[str, int]:
     """Those of a module's or a class's names that count: what can be called."""
-    return {name: id(value) for name, value in names.items()
-            if callable(value) and not name.startswith("__") or name.startswith("__torch") or name == "__code__"}
+    return {
+        name: id(value)
+        for name, value in names.items()
+        if callable(value) and not name.startswith("__") or name.startswith("__torch") or name == "__code__"
+    }
 
 
 class _OutOfTime(BaseException):

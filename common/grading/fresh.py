@@ -89,9 +89,10 @@ def answered(asked: dict[str, list[ExerciseCase]], solutions: Path, size: int):
             if len(rank) < len(cases) or rank[-1].status != "returned":
                 why = rank[-1].text if rank else "no answer"
                 raise NoSolution(f"{name} on {size} ranks, rank {number}: {why}")
-        yield name, [
-            replace(case, expected=[rank[number].value for rank in ranks]) for number, case in enumerate(cases)
-        ]
+        yield (
+            name,
+            [replace(case, expected=[rank[number].value for rank in ranks]) for number, case in enumerate(cases)],
+        )
 
 
 def all_cases(exercise: Exercise, fresh: dict[tuple[str, int], list[ExerciseCase]]) -> Callable:

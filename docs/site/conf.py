@@ -17,7 +17,12 @@ author = "the authors of the course"
 extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "README"
 include_patterns = [
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "planner/published/README.md", "0*/*.ipynb",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "planner/published/README.md",
+    "0*/*.ipynb",
 ]
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture

@@ -15,7 +15,6 @@ from common.recompute import RecomputeOptions, recompute_blocks
 from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
-from course.start import start
 
 
 class SingleProcess(Strategy):
@@ -59,4 +58,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("single")

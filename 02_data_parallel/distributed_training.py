@@ -16,7 +16,6 @@ from common.run import Run
 from common.strategy import Strategy
 from common.task import make_task
 from course.data_parallel import by_hand
-from course.start import start
 
 
 class ThreadedDataParallel(Strategy):
@@ -62,4 +61,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("dp")

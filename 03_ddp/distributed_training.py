@@ -19,7 +19,6 @@ from common.recompute import recompute_blocks
 from common.run import Run
 from common.task import make_task
 from course.ddp.options import DataParallel, LastBackward
-from course.start import start
 
 
 class DDP(DataParallel):
@@ -68,4 +67,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("ddp")

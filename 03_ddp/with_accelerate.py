@@ -22,7 +22,6 @@ from common.errors import UserError
 from common.model import cross_entropy
 from common.options import option
 from course.ddp.options import DataParallel
-from course.start import start
 
 
 class DDPWithAccelerate(DataParallel):
@@ -110,4 +109,6 @@ class Examples:
 FEEDING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("ddp", "accelerate")

@@ -16,7 +16,6 @@ from common.model import cross_entropy
 from common.ranks import environment
 from common.recompute import recompute_blocks
 from course.ddp.options import DataParallel
-from course.start import start
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -53,4 +52,6 @@ class DDPWithFabric(DataParallel):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("ddp", "fabric")

@@ -17,7 +17,6 @@ from common.strategy import require_gradients
 from common.task import make_task
 from course.model_parallel.by_hand_tensor import CutsWeights
 from course.model_parallel.torch_tensor import apply_tensor_parallel
-from course.start import start
 
 
 class TensorParallel(CutsWeights):
@@ -61,4 +60,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("tensor")

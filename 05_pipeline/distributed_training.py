@@ -14,7 +14,6 @@ from common.run import Run
 from common.task import make_task
 from course.pipeline.torch_schedules import make_schedule
 from course.pipeline.torch_stages import InStages
-from course.start import start
 
 
 class PipelineParallel(InStages):
@@ -62,4 +61,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("pipeline")

@@ -17,7 +17,6 @@ from common.collectives import global_norm
 from common.errors import UserError
 from common.mesh import axis
 from course.pipeline import split
-from course.pipeline.by_hand import PipelineDDPByHand  # noqa: F401  several pipelines in its own step
 from course.pipeline.distributed_training import PipelineParallel
 
 IN_A_V = "zbv", "dualpipev"  # schedules that put the first and the last stage on one rank

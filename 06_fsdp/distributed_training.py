@@ -17,7 +17,6 @@ from common.run import Run
 from common.strategy import require_gradients
 from common.task import make_task
 from course.fsdp import fsdp_setup as setup
-from course.start import start
 
 
 class FSDP(setup.Sharded):
@@ -62,4 +61,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("fsdp")

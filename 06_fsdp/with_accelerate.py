@@ -17,7 +17,6 @@ from common.mesh import axis
 from common.options import option
 from course.ddp.with_accelerate import DDPWithAccelerate
 from course.fsdp.fsdp_setup import materialise
-from course.start import start
 
 LAUNCHED = "ACCELERATE_USE_FSDP" in os.environ  # by `accelerate launch`, which hands its YAML over in variables
 
@@ -71,4 +70,6 @@ def on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> 
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("fsdp", "accelerate")

@@ -40,7 +40,6 @@ from common.options import option
 from common.state import Part, interval, whole
 from common.strategy import Strategy
 from course.fsdp.fsdp_setup import materialise
-from course.start import start
 
 
 class Zero3WithDeepSpeed(Strategy):
@@ -180,4 +179,6 @@ def read(path: str) -> dict:
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("fsdp", "deepspeed")

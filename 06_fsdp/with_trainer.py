@@ -29,7 +29,6 @@ from common.task import check_batch, make_task
 from course.ddp.with_accelerate import Examples
 from course.fsdp.fsdp_setup import materialise
 from course.fsdp.with_accelerate import on_cpu
-from course.start import start
 
 
 class CourseTrainer(Trainer):
@@ -139,4 +138,6 @@ def main(config):
 
 
 if __name__ == "__main__":
+    from course.start import start
+
     start("fsdp", "trainer")

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(
-    table: Mapping[str, Callable[[], StrategyEntry]],
+    table: Mapping[str, StrategyEntry],
     default_strategy: str | None = None,
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
@@ -121,7 +121,7 @@ def find(table, name: str) -> StrategyEntry:
         nearest = difflib.get_close_matches(name, table, n=1)
         hint = f"did you mean '{nearest[0]}'? " if nearest else ""
         raise UserError(f"unknown strategy '{name}'; {hint}known: {', '.join(table)}")
-    return table[name]()
+    return table[name]
 
 
 def can_have(table, name: str, mesh: str) -> bool:
@@ -139,7 +139,7 @@ def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
         return default
     name = by_axes.get(frozenset(parse_axes(chosen["mesh"])), "mesh")
     by_hand = chosen.get("by_hand") or chosen.get("implementation") == "by-hand"
-    return "mesh" if by_hand and "by-hand" not in table[name]().implementations else name
+    return "mesh" if by_hand and "by-hand" not in table[name].implementations else name
 
 
 def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: str = "pytorch") -> str:
@@ -260,7 +260,7 @@ def other_options(table, Options) -> str:
     """The end of --help: options that other strategies have, with their choices and who has them."""
     own, found = {item.name for item in fields(Options)}, {}
     for entry in table.values():
-        for kind in entry().implementations.values():
+        for kind in entry.implementations.values():
             found |= {item.name: item for item in fields(kind.Options) if item.name not in own}
     lines = ["options of other strategies (--strategy NAME --help says what they do):"]
     width = min(100, shutil.get_terminal_size().columns - 2)
@@ -298,7 +298,7 @@ def owners(table, option: str) -> list[str]:
     """The strategies that have an option of this name, "(by hand)" where only that implementation has it."""
     found = []
     for name in table:
-        kinds = table[name]().implementations
+        kinds = table[name].implementations
         having = [kind for kind, cls in kinds.items() if option in {item.name for item in fields(cls.Options)}]
         if having:
             found.append(name if len(having) == len(kinds) else f"{name} ({', '.join(having)})")

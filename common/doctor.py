@@ -82,16 +82,6 @@ def check_common():
     return "installed from this checkout"
 
 
-def check_links():
-    broken = sorted(link.name for link in (ROOT / "course").iterdir() if link.suffix == "" and link.is_file())
-    if broken:
-        raise Fix(
-            f"course/{broken[0]} is a text file, where it should be a link: "
-            f"git config core.symlinks true, then git checkout -- course"
-        )
-    return "course/ has its links"
-
-
 def check_torchvision():
     from common.vision import torchvision
 
@@ -281,7 +271,6 @@ CHECKS = [
     check_python,
     check_packages,
     check_common,
-    check_links,
     check_torchvision,
     check_jupyter,
     check_cores,

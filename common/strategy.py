@@ -4,8 +4,9 @@ So one loop trains every strategy, one harness proves it, one table compares it.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -142,33 +143,63 @@ class Engine:
     """A library that implements a strategy and is not among the course's own packages (requirements-engines.txt).
 
     package: what it is imported as
-    load:    imports the script that uses it, and returns the class there
+    place:   the class that uses it, as "module:class"
     """
 
     package: str
-    load: Callable[[], type[Strategy]]
+    place: str
+
+    def load(self) -> type[Strategy]:
+        """The class that uses it."""
+        return resolve_name(self.place)
+
+
+class Classes(Mapping[str, type[Strategy]]):
+    """Classes by name, each imported from its place, "module:class", when it is asked for."""
+
+    def __init__(self, places: Mapping[str, str]):
+        self.places = dict(places)
+
+    def __getitem__(self, name: str) -> type[Strategy]:
+        return resolve_name(self.places[name])
+
+    def __iter__(self):
+        return iter(self.places)
+
+    def __len__(self):
+        return len(self.places)
 
 
 @dataclass(frozen=True)
 class StrategyEntry:
     """A line of the table of strategies (course/strategies.py): where one lives and what is promised of it.
 
-    chapter:         its folder
-    main:            the main function of that chapter's script
-    implementations: the class that implements it, by name: "pytorch", "by-hand", ...
-    world_sizes:     on how many ranks it must equal one process; a dict gives them by implementation
-    engines:         more implementations by name, which need a library of their own
+    chapter:     the chapter's folder
+    main_place:  the function that trains it, as "module:function"
+    places:      the classes that implement it, as "module:class", by name: "pytorch", "by-hand", ...
+    world_sizes: on how many ranks it must equal one process; a dict gives them by implementation
+    engines:     more implementations by name, which need a library of their own
     """
 
     chapter: str
-    main: Callable
-    implementations: dict[str, type[Strategy]]
+    main_place: str
+    places: Mapping[str, str]
     world_sizes: tuple[int, ...] | dict[str, tuple[int, ...]]
-    engines: dict[str, Engine] = field(default_factory=dict)
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+
+    @property
+    def implementations(self) -> Mapping[str, type[Strategy]]:
+        """The classes by name, each imported when it is asked for."""
+        return Classes(self.places)
+
+    @property
+    def main(self) -> Callable:
+        """The function that trains, of the chapter's script."""
+        return resolve_name(self.main_place)
 
     def implementation(self, name: str) -> type[Strategy]:
         """The class of an implementation. Raises UserError where the library of an engine is not installed."""
-        if name in self.implementations:
+        if name in self.places:
             return self.implementations[name]
         engine = self.engines[name]
         if importlib.util.find_spec(engine.package) is None:

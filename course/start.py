@@ -3,6 +3,7 @@
 import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common.command_line import parse
 from common.errors import UserError, one_line_errors
+from course import name_what_was_started
 from course.strategies import BY_AXES, STRATEGIES
 
 
@@ -10,12 +11,12 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
     """Train as the command line says. `strategy` is a chapter's default: then only its chapter's strategies are taken.
     `implementation` is a script's default.
 
-    main is that of the importable module, course.ddp.distributed_training for instance, and not of the script that was
-    started under the name __main__: so every class exists once. Errors of use become one line.
+    Errors of use become one line.
     """
+    name_what_was_started()
     with one_line_errors():
         config = parse(STRATEGIES, strategy, by_axes=BY_AXES, default_implementation=implementation, auto=pick)
-        home = STRATEGIES[strategy]().chapter if strategy else config.entry.chapter
+        home = STRATEGIES[strategy].chapter if strategy else config.entry.chapter
         if config.entry.chapter != home:
             raise UserError(
                 f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "

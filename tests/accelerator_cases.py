@@ -39,7 +39,7 @@ class Case:
         return f"{self.strategy} {self.implementation}, rank {self.rank} of {self.size}"
 
 
-KINDS = [(strategy, kind) for strategy, make_entry in STRATEGIES.items() for kind in make_entry().implementations]
+KINDS = [(strategy, kind) for strategy, make_entry in STRATEGIES.items() for kind in make_entry.implementations]
 FIRST, LAST = (4, 0), (8, 7)  # rank 0 of 4; and of 8 that with a pipeline's last stage, which starts without weights
 
 
@@ -59,7 +59,7 @@ CASES = [
 
 def settings(case: Case):
     """The settings of the run, examined as those of a command line are."""
-    entry, mesh, own = STRATEGIES[case.strategy](), MESHES.get((*case.who, case.size)), {}
+    entry, mesh, own = STRATEGIES[case.strategy], MESHES.get((*case.who, case.size)), {}
     cls, alone = entry.implementations[case.implementation], case.who in ONE_PROCESS
     axes = parse_axes(mesh) if mesh else resolve(cls.preset, case.size)
     stages = case.size if case.who == ("model", "pytorch") else axes.get("pipeline", 1)

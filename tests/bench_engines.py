@@ -27,12 +27,15 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.task import make_task
-from course import engines
 from course.ddp.loading import dispatch
+from course.strategies import STRATEGIES
 
 ROUNDS, STEPS, SKIPPED = 5, 8, 2
 PACKAGES = ("torch", "accelerate", "lightning", "deepspeed", "transformers", "peft", "bitsandbytes")
 LOADED = 60  # steps
+
+
+OF = {name: entry.engines for name, entry in STRATEGIES.items() if entry.engines}
 
 
 def turns(configs) -> tuple[list[tuple[float, float]], float, list[int]]:
@@ -161,12 +164,12 @@ def seven_billion() -> dict[str, dict[str, int]]:
 
 def measure_steps() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        return [row(strategy, engine, folder) for strategy, of in engines.OF.items() for engine in of]
+        return [row(strategy, engine, folder) for strategy, of in OF.items() for engine in of]
 
 
 def measure_sgd() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        of_deepspeed = [strategy for strategy, of in engines.OF.items() if "deepspeed" in of]
+        of_deepspeed = [strategy for strategy, of in OF.items() if "deepspeed" in of]
         return [by_sgd(strategy, "deepspeed", folder) for strategy in of_deepspeed]
 
 

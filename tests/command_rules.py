@@ -93,7 +93,7 @@ TORCHRUN = options_of(get_args_parser())
 @functools.cache
 def own_options() -> dict[str, set[str]]:
     """The options of the course's programs: of every strategy's script, and of the modules that are started."""
-    kinds = [(name, kind.Options) for name, entry in STRATEGIES.items() for kind in entry().implementations.values()]
+    kinds = [(name, kind.Options) for name, entry in STRATEGIES.items() for kind in entry.implementations.values()]
     scripts = set().union(*(options_of(full_parser(STRATEGIES, *kind)) for kind in kinds))
     plans = set().union(*(options_of(command) for command in planner_parser()[1].values()))
     own = {"common.check": help_of(check.main), "common.doctor": help_of(doctor.main), "planner": plans}
@@ -192,6 +192,6 @@ def arguments_exist(page, text):
 
 @functools.cache
 def bugs_of(chapter: str) -> set[str]:
-    package = next(link.name for link in (ROOT / "course").iterdir() if link.resolve() == ROOT / chapter)
+    package = chapter[3:]
     bugs = importlib.import_module(f"course.{package}.classroom.bugs")
     return {*bugs.BUGS, *getattr(bugs, "DROPOUT_BUGS", ())}

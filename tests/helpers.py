@@ -53,9 +53,7 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
 
 def every_strategy() -> list[tuple[int, str, str, str]]:
     """(ranks, strategy, implementation, its options): each on two ranks or, where it needs four, on four."""
-    sizes = {
-        (name, kind): entry().sizes(kind) for name, entry in STRATEGIES.items() for kind in entry().implementations
-    }
+    sizes = {(name, kind): entry.sizes(kind) for name, entry in STRATEGIES.items() for kind in entry.implementations}
     table = [
         (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
         for who in sizes

@@ -179,7 +179,7 @@ def strategies_are_those_of_the_table(page, text):
         names = spans(strategies)
         listed += names
         for name in set(names) & STRATEGIES.keys():
-            kinds = STRATEGIES[name]().implementations
+            kinds = STRATEGIES[name].implementations
             for cell, kind in zip(columns, ("pytorch", "by-hand"), strict=True):
                 if (cell != "" and name in (spans(cell) or names)) != (kind in kinds):
                     yield f"{name}: {kind} is said to be {cell!r}"
@@ -191,7 +191,7 @@ def strategies_are_those_of_the_table(page, text):
 
 def axes_of(name: str) -> set[str]:
     """Those along which a strategy divides something where no --mesh is given; of "mesh", those that it may have."""
-    kinds = STRATEGIES[name]().implementations.values()
+    kinds = STRATEGIES[name].implementations.values()
     found = {(cls, axis) for cls in kinds for axis in (cls.axes if name == "mesh" else cls.preset)}
     return {axis for cls, axis in found if axis != "data" or "data" in cls.data_axes}
 

@@ -88,8 +88,7 @@ class Finder:
 def module_name(file: str) -> str:
     """common/lab/guard.py -> common.lab.guard; 03_ddp/by_hand.py -> course.ddp.by_hand."""
     top, *rest = Path(file).with_suffix("").parts
-    links = {link.resolve().name: link.name for link in (ROOT / "course").iterdir() if link.is_symlink()}
-    return ".".join([*(["course", links[top]] if top in links else [top]), *rest])
+    return ".".join([*(["course", top[3:]] if top[:1].isdigit() else [top]), *rest])
 
 
 def forget_the_course() -> None:

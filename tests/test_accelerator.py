@@ -145,7 +145,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
 
     warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
     config, alone, extra = settings(case), case.who in ONE_PROCESS, {}
-    cls, chapter = config.strategy_class, STRATEGIES[case.strategy]().chapter
+    cls, chapter = config.strategy_class, STRATEGIES[case.strategy].chapter
     if planted:
         cls = Bugs(str(ROOT / chapter / "classroom" / "bugs.py"), {planted: PLANTED[planted][1]}).plant(planted)
     rank, size, devices = (0, 1, case.size) if alone else (case.rank, case.size, 1)
@@ -290,7 +290,7 @@ def test_bytes_are_those_of_living_storages(elsewhere):
 
 def test_every_strategy_is_examined():
     print(f"cannot be examined: {UNCHECKED or 'none'}")
-    table = {(name, kind) for name, entry in STRATEGIES.items() for kind in entry().implementations}
+    table = {(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations}
     assert {case.who for case in CASES} == table == set(SAYS) and not UNCHECKED
     each = [sum(case.size == size for case in CASES) for size in (4, 8)]
     assert each == [len(table)] * 2 if FULL else min(each) >= len(table) // 2

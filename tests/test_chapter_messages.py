@@ -14,7 +14,6 @@ from torch import nn
 from common import ROOT
 from common.errors import UserError
 from common.model import GPT
-from course import engines
 from course.ddp.by_hand import tell
 from course.fsdp import fsdp_setup
 from course.fsdp.by_hand_zero23 import units_of
@@ -66,7 +65,7 @@ DEFAULTS = {"recompute": "none", "loading": "shard", "experts": 8, "top_k": 2, "
 
 
 def test_what_strategies_declare():
-    kinds = [(name, kind) for name, entry in STRATEGIES.items() for kind in entry().implementations]
+    kinds = [(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations]
     assert kinds == list(DECLARED)
     for (name, kind), (preset, axes, from_meta, options, ranks) in DECLARED.items():
         cls, who = load(name, kind), f"{name} {kind}"
@@ -74,7 +73,7 @@ def test_what_strategies_declare():
         assert " ".join(cls.axes) == axes, f"{who}: the axes that its mesh may have"
         assert cls.from_meta == from_meta, f"{who}: whether it takes a model without memory"
         assert " ".join(cls.Options.__dataclass_fields__) == options, f"{who}: its options"
-        assert STRATEGIES[name]().sizes(kind) == ranks, f"{who}: on how many ranks it equals one process"
+        assert STRATEGIES[name].sizes(kind) == ranks, f"{who}: on how many ranks it equals one process"
         read = () if (name, kind) in ALONE else ("data", "shard", "expert")
         assert cls.data_axes == read, f"{who}: along which axes ranks read other examples"
         assert cls.model_class is (MixtureGPT if name == "expert" else GPT), f"{who}: the model of text"
@@ -82,48 +81,8 @@ def test_what_strategies_declare():
         assert {o: getattr(found, o) for o in options.split()} == {o: DEFAULTS[o] for o in options.split()}, who
 
 
-def test_each_strategy_is_trained_by_its_chapters_main():
-    mains = {name: entry().main.__module__.removeprefix("course.") for name, entry in STRATEGIES.items()}
-    looks_first = {"zero2": "fsdp.batch_size", "fsdp": "fsdp.batch_size"}  # for the batch that --find-batch-size finds
-    chapters = {"intro": "single", "data_parallel": "dp", "ddp": "ddp", "fsdp": "zero1 hsdp tensor+fsdp mesh",
-                "model_parallel": "model tensor sequence context ulysses expert",
-                "pipeline": "pipeline pipeline+ddp pipeline+fsdp"}  # fmt: skip
-    assert mains == looks_first | {
-        name: f"{chapter}.distributed_training" for chapter, names in chapters.items() for name in names.split()
-    }, "strategy: the module of the main that it is trained by"
-
-
 WITHOUT_IMAGES = ["model", "tensor", "sequence", "context", "ulysses", "expert", "pipeline", "pipeline+ddp",
                   "pipeline+fsdp", "tensor+fsdp", "mesh"]  # fmt: skip
-
-
-class Names:
-    """Stands for a script whose library is not installed: each name in it is itself."""
-
-    def __getattr__(self, name):
-        return name
-
-
-def test_engines_are_these(monkeypatch):
-    in_table = {name: entry().engines for name, entry in STRATEGIES.items() if entry().engines}
-    assert in_table == engines.OF, "strategy: its engines, in the table of strategies"
-    for script in ("ddp.with_accelerate", "ddp.with_fabric", "fsdp.with_accelerate", "fsdp.with_deepspeed",
-                   "fsdp.with_trainer"):  # fmt: skip
-        monkeypatch.setitem(sys.modules, f"course.{script}", Names())
-    found = {
-        f"{strategy} {engine}": (entry.package, entry.load())
-        for strategy, of in engines.OF.items()
-        for engine, entry in of.items()
-    }
-    assert found == {
-        "ddp accelerate": ("accelerate", "DDPWithAccelerate"),
-        "ddp fabric": ("lightning", "DDPWithFabric"),
-        "zero1 deepspeed": ("deepspeed", "Zero1WithDeepSpeed"),
-        "zero2 deepspeed": ("deepspeed", "Zero2WithDeepSpeed"),
-        "fsdp accelerate": ("accelerate", "FSDPWithAccelerate"),
-        "fsdp deepspeed": ("deepspeed", "Zero3WithDeepSpeed"),
-        "fsdp trainer": ("transformers", "FSDPWithTrainer"),
-    }, "strategy and engine: the package, and the class that trains"
 
 
 def test_what_divides_a_gpt_trains_no_images():

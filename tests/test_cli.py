@@ -220,7 +220,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_help_lists_the_options_of_a_strategy_in_groups(strategy, capsys):
-    for implementation, kind in STRATEGIES[strategy]().implementations.items():
+    for implementation, kind in STRATEGIES[strategy].implementations.items():
         with pytest.raises(SystemExit) as end:
             parse(argv=["--strategy", strategy, "--implementation", implementation, "--help"])
         assert end.value.code == 0
@@ -252,7 +252,7 @@ def test_help_shows_defaults_kinds_of_values_and_who_else_has_an_option(capsys, 
 
 def test_no_strategy_has_an_option_by_the_name_of_one_of_the_run():
     for name, entry in STRATEGIES.items():
-        for kind in entry().implementations.values():
+        for kind in entry.implementations.values():
             assert not set(kind.Options.__dataclass_fields__) & {item.name for item in shared()}, name
 
 

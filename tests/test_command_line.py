@@ -128,8 +128,8 @@ def test_which_strategy_each_mesh_means():
 def test_where_strategies_live_and_on_how_many_ranks_they_are_proved():
     any_size, found = "1 2 4", {}
     for name, entry in STRATEGIES.items():
-        sizes = {kind: " ".join(map(str, entry().sizes(kind))) for kind in entry().implementations}
-        found[name] = entry().chapter[:2], sizes
+        sizes = {kind: " ".join(map(str, entry.sizes(kind))) for kind in entry.implementations}
+        found[name] = entry.chapter[:2], sizes
     assert found == {
         "single": ("01", {"pytorch": "1"}),
         "dp": ("02", {"pytorch": "1", "by-hand": "1"}),

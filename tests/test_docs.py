@@ -138,7 +138,7 @@ def table(change: Callable[[str], str] = str) -> str:
     """A page with a table of strategies that is right but for a change."""
     lines = ["| `--strategy` | what is divided over the processes | axes | PyTorch's | `--by-hand` |", "|---|---|---|"]
     for name, entry in STRATEGIES.items():
-        kinds = entry().implementations
+        kinds = entry.implementations
         cells = [f"`{name}`", "", " ".join(f"`{axis}`" for axis in axes_of(name))]
         cells += ["yes" if kind in kinds else "" for kind in ("pytorch", "by-hand")]
         lines.append("| " + " | ".join(cells) + " |")

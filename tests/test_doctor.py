@@ -51,11 +51,11 @@ def test_a_healthy_machine_needs_nothing():
     lines = result.stdout.splitlines()
     assert [line[:3] for line in lines[:-1]] == ["OK "] * len(doctor.CHECKS), result.stdout + result.stderr
     assert [line[5:17].rstrip() for line in lines[:-1]] == [
-        "python", "packages", "common", "links", "torchvision", "jupyter", "cores", "memory", "disk", "gpus",
+        "python", "packages", "common", "torchvision", "jupyter", "cores", "memory", "disk", "gpus",
         "loopback", "own name", "port", "store", "gloo", "sandbox",
     ], "what others rest on stands above them"  # fmt: skip
     for line in (
-        "OK   common      installed from this checkout", "OK   links       course/ has its links",
+        "OK   common      installed from this checkout",
         "OK   jupyter     the kernel python3 runs this Python", f"OK   port        {port} is free",
         "OK   store       TCP store with libuv", "OK   gloo        two ranks summed a number",
     ):  # fmt: skip
@@ -371,15 +371,6 @@ def test_outside_of_the_virtual_environment(tmp_path, monkeypatch):
     (tmp_path / ".venv").mkdir()
     own = f"{sys.executable} is not that of the virtual environment"
     assert fix(doctor.check_python) == f"{own}: source {tmp_path}/.venv/bin/activate"
-
-
-def test_links_that_are_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    (tmp_path / "course").mkdir()
-    (tmp_path / "course" / "ddp").write_text("../03_ddp")
-    (tmp_path / "course" / "start.py").touch()
-    advice = "git config core.symlinks true, then git checkout -- course"
-    assert fix(doctor.check_links) == f"course/ddp is a text file, where it should be a link: {advice}"
 
 
 def test_little_memory(monkeypatch):

@@ -34,11 +34,11 @@ def cases_at(sizes: tuple[int, ...], nproc: int) -> list[Case]:
 
 
 PROOFS = [
-    (name, implementation, nproc, cases_at(entry().sizes(implementation), nproc))
+    (name, implementation, nproc, cases_at(entry.sizes(implementation), nproc))
     for name, entry in STRATEGIES.items()
     if name != "mesh"
-    for implementation in entry().implementations
-    for nproc in entry().sizes(implementation)
+    for implementation in entry.implementations
+    for nproc in entry.sizes(implementation)
 ]
 
 
@@ -65,9 +65,9 @@ SIZES = {
 
 def test_every_strategy_is_proved_on_the_sizes_that_are_promised():
     for name, entry in STRATEGIES.items():
-        for implementation in entry().implementations:
+        for implementation in entry.implementations:
             expected = SIZES.get((name, implementation)) or SIZES.get(name, (1, 2, 4))
-            assert entry().sizes(implementation) == expected, f"world sizes of {name}, {implementation}"
+            assert entry.sizes(implementation) == expected, f"world sizes of {name}, {implementation}"
 
 
 def factors(case: Case) -> tuple:

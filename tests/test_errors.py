@@ -274,7 +274,7 @@ def help_text(line: str, capsys, monkeypatch) -> str:
 
 def test_help_fits_a_screen_per_group_and_lists_strategies_and_schedules(capsys, monkeypatch):
     for strategy in STRATEGIES:
-        by_hand = "pytorch" not in STRATEGIES[strategy]().implementations
+        by_hand = "pytorch" not in STRATEGIES[strategy].implementations
         text = help_text(f"--strategy {strategy}" + by_hand * " --by-hand", capsys, monkeypatch)
         groups = text.split(":\n  ")
         assert len(groups) >= 5 and max(len(group.splitlines()) for group in groups) <= 24, strategy

@@ -11,7 +11,7 @@ from common.mesh import make_mesh
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import STRATEGIES, load
 
-KINDS = [(name, kind) for name, entry in STRATEGIES.items() for kind in entry().implementations]
+KINDS = [(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations]
 OTHERS = {("fsdp", "gradients sent once"): SyncOnce}  # in no line of the table
 KINDS += list(OTHERS)
 MAX_NORM = 0.3  # each step is clipped

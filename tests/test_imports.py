@@ -15,6 +15,7 @@ from helpers import FULL, LAUNCHER, SMALL
 
 from common import ROOT
 from common.lab.launch import launch
+from course import CHAPTERS as CHAPTER_FOLDERS
 from course.ddp.by_hand import DDPByHand
 from course.ddp.distributed_training import DDP
 from course.fsdp.distributed_training import FSDP
@@ -62,8 +63,7 @@ def test_common_imports_no_chapter():
 
 @pytest.mark.parametrize("number, folder", list(enumerate(CHAPTERS)))
 def test_a_chapter_imports_earlier_chapters_only(number, folder):
-    links = {link.resolve().name: link.name for link in (ROOT / "course").iterdir() if link.is_symlink()}
-    later = {f"course.{links[name]}" for name in CHAPTERS[number + 1 :]}
+    later = {f"course.{name[3:]}" for name in CHAPTERS[number + 1 :]}
     for path in (ROOT / folder).glob("*.py"):  # what compares methods, in notebooks and classroom, may look ahead
         (code,) = code_of(path)
         ahead = {name for name in imported(code) for other in later if f"{name}.".startswith(f"{other}.")}
@@ -93,9 +93,54 @@ def test_the_checks_bite():
     assert len(by_string("x = load('03_ddp.by_hand')\nsys.path.append(folder)")) == 2
 
 
-def test_the_links_name_the_chapters():
-    links = {link.name: os.readlink(link) for link in (ROOT / "course").iterdir() if link.is_symlink()}
-    assert sorted(links.values()) == [f"../{folder}" for folder in CHAPTERS]
+def files_of(names: set[str]) -> set[Path]:
+    """The course's own files among modules that are imported."""
+    found = set()
+    for name in names:
+        top, *rest = name.split(".")
+        if top == "course" and rest and rest[0] in CHAPTER_FOLDERS:
+            top, *rest = CHAPTER_FOLDERS[rest[0]].name, *rest[1:]
+        path = ROOT.joinpath(top, *rest)
+        found |= {file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()}
+    return found
+
+
+def really_imported(path: Path) -> set[Path]:
+    """What runs when a file is imported or when its functions are called imports: functions included, and the places
+    that the table of strategies names. What stands below `if __name__ == "__main__"` is for the program alone."""
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__main__" in ast.unparse(n.test))]
+    names = imported(ast.unparse(tree))
+    if path == ROOT / "course" / "strategies.py":
+        entries = STRATEGIES.values()
+        places = [place for one in entries for place in (one.main_place, *one.places.values())]
+        places += [engine.place for one in entries for engine in one.engines.values()]
+        names |= {place.partition(":")[0] for place in places}
+    return files_of(names) - {path}
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
+    """Groups of files each of which comes to each other by imports."""
+    reached = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            new = graph.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        reached[start] = seen
+    groups = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in graph if a in reached[a]}
+    return [set(group) for group in groups]
+
+
+def test_no_circle_of_imports():
+    patterns = ("common/**/*.py", "course/*.py", "planner/*.py", "0*/*.py")
+    graph = {path: really_imported(path) for pattern in patterns for path in ROOT.glob(pattern)}
+    scripts = {ROOT / folder / "distributed_training.py" for folder in CHAPTERS}
+    assert scripts < graph[ROOT / "course" / "strategies.py"] and len(graph) > 100
+    assert [sorted(str(path.relative_to(ROOT)) for path in group) for group in circles(graph)] == []
+    a, b, c = map(Path, "abc")
+    assert circles({a: {b}, b: {c}, c: {a}}) == [{a, b, c}] and circles({a: {b}, b: {c}}) == []
 
 
 def test_classes_are_those_of_the_table():
@@ -103,20 +148,45 @@ def test_classes_are_those_of_the_table():
     assert issubclass(Zero2, FSDP) and load("zero2") is Zero2 and load("fsdp") is FSDP
 
 
+PROGRAM = [str(ROOT / "03_ddp" / "distributed_training.py"), "--steps=1", "--checkpoint-every=0"]
+PROGRAM += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+STOPS = {  # a function in view, and how it is reached
+    "main": ("03_ddp/distributed_training.py", "def main", []),
+    "step": ("03_ddp/distributed_training.py", "def step", []),
+    "by hand": ("03_ddp/by_hand.py", "def step", ["--by-hand"]),
+}
+
+
+def first_line_of(file: str, function: str) -> int:
+    lines = (ROOT / file).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(function)) + 1
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(stop, tmp_path):
+    file, function, more = STOPS[stop]
+    place = f"{ROOT / file}:{first_line_of(file, function)}"
+    words = f"break {place}\ncontinue\nprint('FILE', __file__)\nprint('NAME', type(self).__module__)\nquit\n"
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    command = [sys.executable, "-m", "pdb", *PROGRAM, f"--run-dir={tmp_path / 'run'}", *more]
+    done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=120)
+    assert f"FILE {ROOT / file}" in done.stdout, done.stdout + done.stderr
+
+
 WATCH = """
 import atexit, os, runpy, sys
 from collections import defaultdict
 def report():
-    files = defaultdict(list)
+    files = defaultdict(set)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        # (multiprocessing calls the started script __mp_main__, as Python calls it __main__)
-        if name in ("__main__", "__mp_main__") or not file or not os.path.isabs(file) or "site-packages" in file:
+        if not file or not os.path.isabs(file) or "site-packages" in file:
             continue
         if os.path.realpath(file).startswith(ROOT):
-            files[os.path.realpath(file)].append(name)
-    print("TWICE", [names for names in files.values() if len(names) > 1])
-    print("BARE", [n for names in files.values() for n in names if n.split(".")[0] not in ("common", "course")])
+            files[os.path.realpath(file)].add(id(module))
+    print("TWICE", [file for file, modules in files.items() if len(modules) > 1])
+    named = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    print("LINKS", [file for file in named if file.startswith(ROOT) and file != os.path.realpath(file)])
     print("MODULES", len(files))
 ROOT, *sys.argv = sys.argv[1:]
 script = sys.argv[0]
@@ -135,8 +205,20 @@ def test_a_script_started_in_its_folder_loads_each_file_once(folder, tmp_path):
     command = [sys.executable, "-c", WATCH, str(ROOT) + "/", str(script), *small, f"--run-dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "TWICE []" in done.stdout and "BARE []" in done.stdout, done.stdout
+    assert "TWICE []" in done.stdout and "LINKS []" in done.stdout, done.stdout
     assert int(done.stdout.split("MODULES")[1]) > 15
+
+
+def test_a_started_class_is_pickled_under_its_importable_name(tmp_path):
+    code = f"""import pickle, runpy, sys
+from course import start
+import course.start
+course.start.start = lambda *names: course.name_what_was_started()
+sys.argv = {PROGRAM[:1]}
+program = runpy.run_path({PROGRAM[0]!r}, run_name="__main__")
+print(pickle.dumps(program["DDP"]).hex())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def identities():
@@ -161,7 +243,7 @@ def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
 
 
 def kinds(name):
-    return list(STRATEGIES[name]().implementations)
+    return list(STRATEGIES[name].implementations)
 
 
 def test_an_editor_finds_definitions():

@@ -16,7 +16,7 @@ from common.run import Run
 from course.pipeline.torch_schedules import InContext
 from course.strategies import STRATEGIES, load
 
-KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry().implementations]
+KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry.implementations]
 SIZES = {"single": 1, "dp": 1}
 
 

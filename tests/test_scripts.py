@@ -58,7 +58,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_every_script_is_started():
-    assert [".", *sorted({entry().chapter for entry in STRATEGIES.values()})] == FOLDERS
+    assert [".", *sorted({entry.chapter for entry in STRATEGIES.values()})] == FOLDERS
     assert [".", *(path.parent.name for path in SCRIPTS)] == FOLDERS
 
 

@@ -194,8 +194,8 @@ def test_random_numbers_of_a_device_go_on_with_those_of_the_cpu(monkeypatch):
 def test_a_strategy_says_how_to_step_and_an_engine_is_loaded_when_it_is_wanted():
     with pytest.raises(TypeError, match="^Strategy does not say how to step$"):
         Strategy.step(object.__new__(Strategy), [])
-    entry = StrategyEntry("03_ddp", None, {"pytorch": Strategy}, (1,), {"other": Engine("json", lambda: "loaded")})
-    assert (entry.implementation("pytorch"), entry.implementation("other")) == (Strategy, "loaded")
+    entry = StrategyEntry("03_ddp", "", {"pytorch": "common.strategy:Strategy"}, (1,), {"other": Engine("json", "json:loads")})
+    assert (entry.implementation("pytorch"), entry.implementation("other")) == (Strategy, json.loads)
 
 
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):

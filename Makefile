@@ -47,8 +47,8 @@ test-notebooks: $(INSTALLED)
 
 # Accelerate, Fabric, DeepSpeed, the Trainer, QLoRA: with the packages of requirements-engines.txt.
 test-engines: $(ENGINES)
-	python -m pytest -n 2 tests/test_engines.py
-	python -m tests.read_back  # what `python -m planner emit` writes
+	python -m pytest -n 2 tests/strategies/test_engines.py
+	python -m tools.read_back  # what `python -m planner emit` writes
 
 # JupyterLab runs the scripts of stored flipbooks in trusted notebooks only, and by default opens README.md as source.
 # A notebook given as an argument would make its chapter the server's root folder, and the rest of the course unseen.
@@ -69,16 +69,16 @@ check: $(INSTALLED)
 	@python -m common.check $(CHAPTER) $(EXERCISE) || [ $$? -eq 1 ]  # 1: not all is right yet, which is no error of make
 
 soak: $(INSTALLED)
-	python tests/soak.py
+	python tools/soak.py
 
 # Kill, stop and starve runs at random moments, and compare what comes out with undisturbed runs.
 soak-faults: $(INSTALLED)
-	python tests/soak_faults.py
+	python tools/soak_faults.py
 
 # Two hosts with a slow link, and a SLURM cluster, on this machine: Linux, root, iproute2, slurm-wlm and munge.
 cluster-test: $(INSTALLED)
-	python tests/cluster_network.py
-	python tests/cluster_slurm.py
+	python tools/cluster_network.py
+	python tools/cluster_slurm.py
 
 # The course as a site, from the committed pages, without running them.
 site: $(SITE_INSTALLED)
@@ -86,18 +86,18 @@ site: $(SITE_INSTALLED)
 	@echo "the site: _site/index.html"
 
 site-check: site
-	python tests/site_check.py _site
+	python tools/site_check.py _site
 
 $(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
 	$(BIN)/python -m pip install -r requirements-site.txt
 	@touch $@
 
 bench: $(INSTALLED)
-	python tests/bench.py
+	python tools/bench.py
 
 # What 06_fsdp/05_engines.ipynb shows: a step of each engine against one of PyTorch's.
 bench-engines: $(ENGINES)
-	python tests/bench_engines.py
+	python tools/bench_engines.py
 
 $(ENGINES): requirements-engines.txt $(INSTALLED)
 	$(BIN)/python -m pip install -r requirements-engines.txt

@@ -1,7 +1,7 @@
 """A layout as the launch command and the configuration file of a tool that trains: `python -m planner emit`.
 
 What a tool cannot express is refused. Fields are those of Accelerate 1.15, DeepSpeed 0.19, Transformers 5.23 (each read
-back by the tool itself in tests/read_back.py) and torchtitan's JobConfig in TOML (torchtitan/config/
+back by the tool itself in tools/read_back.py) and torchtitan's JobConfig in TOML (torchtitan/config/
 job_config.py, as of 2025).
 """
 

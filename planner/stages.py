@@ -37,7 +37,7 @@ def makespan(
     forward, backward: seconds of one micro-batch by stage; send: of a message to the next stage
 
     A schedule repeats itself once it is under way, so a long one is run for two shorter numbers of micro-batches, and
-    continued in a straight line (tests/test_planner_time.py compares both). quick: as if all stages took as long as
+    continued in a straight line (test_planner_time.py compares both). quick: as if all stages took as long as
     the mean of the busiest rank's, with twice that backward.
     """
     if layout.pipeline == 1:

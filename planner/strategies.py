@@ -3,7 +3,7 @@ step at which there may be most.
 
 State and messages of each strategy are said by a function of its Sizes, for construction and for a step. `peak` adds
 what layers keep for their backward pass. Both are compared with accelerators that are not there:
-tests/test_accelerator.py and tests/test_planner_course.py.
+tests/strategies/test_accelerator.py and tests/planner/test_planner_course.py.
 """
 
 import functools

@@ -7,12 +7,12 @@ import pytest
 
 ENGINES = ("accelerate", "lightning", "deepspeed", "transformers", "peft", "bitsandbytes")
 LACKING = [name for name in ENGINES if importlib.util.find_spec(name) is None]
-collect_ignore = ["test_engines.py"] if LACKING else []  # not even skipped: a skip looks like a pass
+collect_ignore = ["strategies/test_engines.py"] if LACKING else []  # not even skipped: a skip looks like a pass
 
 
 def pytest_report_header():
     if LACKING:
-        return f"without tests/test_engines.py: there is no {', '.join(LACKING)} (make test-engines installs them)"
+        return f"without test_engines.py: there is no {', '.join(LACKING)} (make test-engines installs them)"
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 """Stand-ins for the engines' libraries, which `make test` does not have: they do what the documentation of each says,
-and note what they are asked for. tests/test_engines.py has the libraries themselves."""
+and note what they are asked for. tests/strategies/test_engines.py has the libraries themselves."""
 
 import functools
 import importlib

@@ -1,9 +1,9 @@
 """Scripts as processes that are forked from this one, which has imported what they import: that is three seconds of
 processor time, where the script itself takes a tenth of one. And torchrun, with its ranks, in the same way.
 
-What a fork cannot show, tests/test_imports.py and tests/test_scripts.py show with processes of their own: that a script
+What a fork cannot show, test_imports.py and test_scripts.py show with processes of their own: that a script
 imports all that it needs, and each file once, and that torchrun starts it. And a fork ends at once, whereas a thread of
-gloo can abort Python at its end: tests/soak.py has processes of their own for that.
+gloo can abort Python at its end: tools/soak.py has processes of their own for that.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What every notebook keeps to: rules from a notebook and its path to what is wrong.
 
-tests/test_notebooks.py applies them, and shows that each refuses a planted mistake. The rule for numbers in the prose
+test_notebooks.py applies them, and shows that each refuses a planted mistake. The rule for numbers in the prose
 stands in number_rules.py.
 """
 

@@ -1,6 +1,6 @@
 """What the pages say is true of the code: rules for commands, options, files, names, counts and tables.
 
-Each is a function from a page and its text to what is wrong. tests/test_docs.py applies them, and shows that each
+Each is a function from a page and its text to what is wrong. tests/pages/test_docs.py applies them, and shows that each
 refuses a planted mistake.
 """
 
@@ -203,7 +203,7 @@ def lists_what_there_is(page, text):
     elif page.name == "architecture.md":
         modules = [path for path in tracked() if path.suffix == ".py" and path.name != "__init__.py"]
         chapter = [path for path in modules if path.parent.name in CHAPTERS]
-        wanted = [f"`{path}`" for path in modules if path.parts[0] == "common" or path.match("tests/test_*.py")]
+        wanted = [f"`{path}`" for path in modules if path.parts[0] == "common" or path.match("tests/*/test_*.py")]
         wanted += sorted({f"`{path.name}`" for path in chapter})
     else:
         return

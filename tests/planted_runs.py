@@ -9,7 +9,7 @@ MISTAKES = [
         ">= began][-MOST:]",
         ">= began][:MOST]",
         "the oldest collectives are told, of steps long past",
-        "tests/test_per_rank.py::test_of_many_collectives_the_newest_are_told",
+        "tests/common/test_per_rank.py::test_of_many_collectives_the_newest_are_told",
         "the newest thousand",
     ),
     Mistake(
@@ -17,7 +17,7 @@ MISTAKES = [
         "utilization(device) / 100",
         "utilization(device)",
         "a GPU's use is a percentage among shares",
-        "tests/test_per_rank.py::test_use_of_a_gpu_is_a_share",
+        "tests/common/test_per_rank.py::test_use_of_a_gpu_is_a_share",
         "and not a percentage",
     ),
     Mistake(
@@ -25,7 +25,7 @@ MISTAKES = [
         "    strategy.model.train()\n",
         "",
         "training goes on in eval mode",
-        "tests/test_validation.py::test_every_example_counts_once",
+        "tests/strategies/test_validation.py::test_every_example_counts_once",
         "the model goes on as one that is trained",
     ),
     Mistake(
@@ -33,7 +33,7 @@ MISTAKES = [
         "        dist.broadcast(verdict, src=0)\n",
         "",
         "only rank 0 ends with 1",
-        "tests/test_cluster_check.py::test_every_rank_exits_with_what_rank_0_has_found",
+        "tests/common/test_cluster_check.py::test_every_rank_exits_with_what_rank_0_has_found",
         "the exit codes of both ranks",
     ),
     Mistake(
@@ -41,7 +41,7 @@ MISTAKES = [
         "key.startswith(PREFIXES) and key not in OWN}",
         "key.startswith(PREFIXES)}",
         "ranks differ in the log that the check itself has asked for",
-        "tests/test_cluster_check.py::test_every_rank_exits_with_what_rank_0_has_found",
+        "tests/common/test_cluster_check.py::test_every_rank_exits_with_what_rank_0_has_found",
         "what it sets itself is not compared",
     ),
     Mistake(
@@ -49,7 +49,7 @@ MISTAKES = [
         "return 2 * (ranks.size - 1)",
         "return (ranks.size - 1)",
         "bus bandwidth is half of what a link carries",
-        "tests/test_cluster_check.py::test_bus_bandwidth_is_what_a_link_of_a_ring_carries",
+        "tests/common/test_cluster_check.py::test_bus_bandwidth_is_what_a_link_of_a_ring_carries",
         "bytes per second on each link",
     ),
     Mistake(
@@ -57,7 +57,7 @@ MISTAKES = [
         "{1e6 * latency:,.0f} µs and",
         "{1e3 * latency:,.0f} µs and",
         "milliseconds are called microseconds",
-        "tests/test_cluster_check.py::test_units",
+        "tests/common/test_cluster_check.py::test_units",
         "200 µs",
     ),
     Mistake(
@@ -65,7 +65,7 @@ MISTAKES = [
         "self.records[3:] or self.records]",
         "self.records]",
         "the slow first steps count for the speed",
-        "tests/test_runs.py::test_the_first_three_steps_do_not_count_for_speed",
+        "tests/common/test_runs.py::test_the_first_three_steps_do_not_count_for_speed",
         "of steps 4, 5 and 6",
     ),
     Mistake(
@@ -73,7 +73,7 @@ MISTAKES = [
         'torch.float16: "F16", torch.bfloat16: "BF16"',
         'torch.float16: "BF16", torch.bfloat16: "F16"',
         "other programs read 16-bit weights as another type",
-        "tests/test_runs.py::test_every_type_has_its_name_in_safetensors",
+        "tests/common/test_runs.py::test_every_type_has_its_name_in_safetensors",
         "names of types",
     ),
     Mistake(
@@ -81,7 +81,7 @@ MISTAKES = [
         '    text += b" " * (-len(text) % 8)\n',
         "",
         "tensors of an exported model are not aligned",
-        "tests/test_runs.py::test_every_type_has_its_name_in_safetensors",
+        "tests/common/test_runs.py::test_every_type_has_its_name_in_safetensors",
         "a multiple of 8 bytes",
     ),
     Mistake(
@@ -89,7 +89,7 @@ MISTAKES = [
         "zlib.crc32(block, number)",
         "zlib.crc32(block)",
         "damage before the last MiB of a file is not seen",
-        "tests/test_checkpoint.py::test_a_checksum_is_of_all_bytes",
+        "tests/common/test_checkpoint.py::test_a_checksum_is_of_all_bytes",
         "CRC-32 of all bytes",
     ),
     Mistake(
@@ -97,7 +97,7 @@ MISTAKES = [
         "return sorted(found, key=step_of)",
         "return sorted(found)",
         "after a million steps an old checkpoint is the newest",
-        "tests/test_checkpoint.py::test_checkpoints_are_in_the_order_of_their_steps",
+        "tests/common/test_checkpoint.py::test_checkpoints_are_in_the_order_of_their_steps",
         "by steps",
     ),
     Mistake(
@@ -105,7 +105,7 @@ MISTAKES = [
         "        manifest.sync(self.folder.parent)\n",
         "",
         "a loss of power may undo that a checkpoint was moved into place",
-        "tests/test_checkpoint.py::test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved",
+        "tests/common/test_checkpoint.py::test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved",
         "what is synced to disk",
     ),
     Mistake(
@@ -113,7 +113,7 @@ MISTAKES = [
         "min(error.failures.items())",
         "max(error.failures.items())",
         "the last rank that failed is named, which may be one that failed for another",
-        "tests/test_checkpoint.py::test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun",
+        "tests/common/test_checkpoint.py::test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun",
         "rank 3: Input/output error",
     ),
     Mistake(
@@ -121,7 +121,7 @@ MISTAKES = [
         "            shutil.rmtree(manifest.partial(folder), ignore_errors=True)\n",
         "            pass\n",
         "what was begun of a checkpoint stays on the full disk",
-        "tests/test_checkpoint.py::test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun",
+        "tests/common/test_checkpoint.py::test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun",
         "the folder of a checkpoint that cannot be written",
     ),
     Mistake(
@@ -129,7 +129,7 @@ MISTAKES = [
         "return value * factor if value.is_floating_point() else value",
         "return value * factor",
         "tokens and places are multiplied too",
-        "tests/test_class.py::test_only_numbers_with_a_point_are_multiplied",
+        "tests/classroom/test_class.py::test_only_numbers_with_a_point_are_multiplied",
         "places in a tensor",
     ),
     Mistake(
@@ -137,7 +137,7 @@ MISTAKES = [
         ' or rank[-1].status != "returned"',
         "",
         "what a failing solution leaves is expected of a class",
-        "tests/test_class.py::test_a_solution_that_fails_is_no_expectation",
+        "tests/classroom/test_class.py::test_a_solution_that_fails_is_no_expectation",
         "DID NOT RAISE",
     ),
     Mistake(
@@ -145,7 +145,7 @@ MISTAKES = [
         "shutil.rmtree(folder.rename(aside))",
         "shutil.rmtree(folder)",
         "a kill leaves half of an old checkpoint under its name",
-        "tests/test_checkpoint.py::test_a_checkpoint_loses_its_name_before_its_files",
+        "tests/common/test_checkpoint.py::test_a_checkpoint_loses_its_name_before_its_files",
         "under its name while its files are removed",
     ),
     Mistake(
@@ -153,7 +153,7 @@ MISTAKES = [
         "asked.temperature, asked.seed))",
         "asked.temperature))",
         "--seed does not reach the draws",
-        "tests/test_generate.py::test_it_is_what_the_trained_model_writes",
+        "tests/common/test_generate.py::test_it_is_what_the_trained_model_writes",
         "another seed draws other bytes",
     ),
     Mistake(
@@ -161,7 +161,7 @@ MISTAKES = [
         'more[1] if any("between hosts" in line for line in lines) else []',
         "more[1]",
         "sockets are complained of on a single host too",
-        "tests/test_cluster_check.py::test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked",
+        "tests/common/test_cluster_check.py::test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked",
         "sockets within a host",
     ),
     Mistake(
@@ -169,7 +169,7 @@ MISTAKES = [
         " for number, other in enumerate(reports) if number != rank]",
         " for other in reports]",
         "a rank's memory is compared with its own, so that of two ranks hardly one is named",
-        "tests/test_per_rank.py::test_much_more_memory_than_the_others_is_named",
+        "tests/common/test_per_rank.py::test_much_more_memory_than_the_others_is_named",
         "of two ranks too",
     ),
     Mistake(
@@ -177,7 +177,7 @@ MISTAKES = [
         "        self.saver.wait()\n        if self.config.sample",
         "        if self.config.sample",
         "nobody waits for a checkpoint that is still being written in the background",
-        "tests/test_checkpoint.py::test_a_run_ends_when_its_last_checkpoint_is_there",
+        "tests/common/test_checkpoint.py::test_a_run_ends_when_its_last_checkpoint_is_there",
         "as the run is over",
     ),
 ]  # fmt: skip

@@ -1,0 +1,339 @@
+"""The exercises' checker, proved in both directions, and the grading of a class."""
+
+import contextlib
+import csv
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from forks import Fork
+from helpers import FULL
+from hostile import RING_SHIFT
+
+from common import check
+from common.errors import UserError
+from common.grading import classes, sandbox
+from common.grading import engine as grading
+from course.data_parallel.classroom import bugs as data_parallel
+from course.ddp.classroom import bugs as ddp
+from course.fsdp.classroom import bugs as fsdp
+from course.intro.classroom import bugs as intro
+from course.model_parallel.classroom import bugs as model_parallel
+from course.pipeline.classroom import bugs as pipeline
+
+ANSWERS = {chapter: check.ROOT / chapter / "classroom" / "solutions.py" for chapter in check.chapters()}
+EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
+MODULES = (intro, data_parallel, ddp, model_parallel, pipeline, fsdp)
+BUGS = {bugs.BUGS.folder.resolve().name: bugs.BUGS for bugs in MODULES}
+
+
+def test_there_is_something_to_check():
+    at_least = {"01_intro": 7, "03_ddp": 10, "04_model_parallel": 18, "05_pipeline": 14, "06_fsdp": 16}
+    assert at_least.keys() <= set(check.chapters())
+    assert [name for name, number in at_least.items() if len(check.exercises_of(name)) < number] == []
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
+    assert check.notebook(chapter) is None
+    lines = capfd.readouterr().out.splitlines()
+    exercises = check.exercises_of(chapter)
+    for line, exercise in zip(lines[1:], exercises, strict=False):
+        assert line.startswith(exercise.name) and "not attempted" in line and line.endswith(f" 0 of {exercise.points}")
+    total = f"total 0 of {len(exercises)} right 0 of {sum(e.points for e in exercises)}"
+    assert lines[len(exercises) + 1].split() == total.split()
+
+
+PAGE = """\
+exercise       difficulty  minutes  status         points
+learning_rate  ●○○○○            10  not attempted   0 of 1
+bf16_average   ●●○○○            10  not attempted   0 of 2
+total                               0 of 2 right    0 of 3
+
+next: learning_rate ●○○○○
+"""
+
+
+def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
+    check.notebook("03_ddp", "learning_rate", "bf16_average")
+    assert capfd.readouterr().out == PAGE, "the table of two exercises, with the minutes that they allow"
+
+
+@pytest.mark.parametrize("chapter", ["01_intro"])
+def test_solutions_are_right(chapter, capfd):
+    """On the command line; those of every chapter are graded in test_class.py, with more inputs than these."""
+    code, output = check.main([chapter, "--submission", str(ANSWERS[chapter])]), capfd.readouterr().out
+    assert code == 0, output
+    assert len(re.findall(r"  right  ", output)) == len(check.exercises_of(chapter)), output
+
+
+@pytest.mark.parametrize(("chapter", "exercise"), EXERCISES, ids=lambda value: getattr(value, "name", value))
+def test_stub_is_headed_as_the_table_says(chapter, exercise):
+    text = " ".join(getattr(grading.load(check.ROOT / chapter / "exercises.py"), exercise.name).__doc__.split())
+    points = f"{exercise.points} point" + "s" * (exercise.points > 1)
+    assert re.search(rf"Difficulty {exercise.difficulty} Importance [●○]{{5}} up to \d+ minutes {points}$", text)
+    assert exercise.hint not in text and len(exercise.hint) > 20
+
+
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_planted_bugs_are_shown_in_any_folder(chapter, tmp_path):
+    file = check.ROOT / chapter / "classroom" / "bugs.py"
+
+    def command(*arguments):
+        process = Fork(file, *arguments, cwd=tmp_path)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        return output
+
+    if FULL or chapter == "05_pipeline":  # a program of its own, which takes seconds to import what a fork has
+        listed = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True)
+        assert listed.returncode == 0, listed.stderr
+        names = listed.stdout.split()
+    else:
+        names = command().split()
+    bug = BUGS[chapter][names[0]]
+    assert set(BUGS[chapter]) <= set(names) and len(names) >= 8
+    code, answer = command(names[0]), command(names[0], "--answer")
+    assert bug.wrong in code and bug.why not in code
+    assert bug.right in answer and bug.wrong in answer and bug.why in answer
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
+    write(
+        tmp_path,
+        half=RING_SHIFT + "def global_mean(values):\n    print('mean', len(values))\n    return values.mean()\n",
+    )
+    assert check.main(["--submission", str(tmp_path / "half.py")]) == 1, "the exit code where something is wrong"
+    output = capfd.readouterr().out
+    assert "ring_shift " in output, "a file is taken for one of the chapter whose exercises it defines"
+    assert re.search(r"ring_shift +●○○○○ +10 +right +1 of 1\n", output), "the row of what is right, with its minutes"
+    assert re.search(r"global_mean +●○○○○ +10 +wrong +0 of 1\n", output), "the row of what is wrong, with its minutes"
+    assert re.search(r"total +1 of 9 right +1 of 20\n", output), "how many are right, and their points"
+    told = """
+global_mean: world size 2, 1, 3 values on the ranks, rank 0
+  input     rank 0: global_mean([1])
+            rank 1: global_mean([10, 20, 30])
+  expected  15.25
+  got       1
+  printed   rank 0: mean 1
+            rank 1: mean 3
+  hint      python -m common.check global_mean --hint
+"""
+    assert told in output  # (1 + 10 + 20 + 30) / 4 = 15.25: what is shown is enough to compute it
+    assert output.endswith("next: ring_bytes ●●●○○\n")
+
+
+def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
+    write(
+        tmp_path,
+        exercises="def one_forward_one_backward(ranks, microbatches):\n"
+        "    return [' '.join(f'{r}{k}{m}' for k in 'FB' for m in range(microbatches)) for r in range(ranks)]\n"
+        "def mend(schedule):\n    return 7\n",
+    )
+    verdicts = check.verdicts("05_pipeline", tmp_path / "exercises.py")
+    lines = check.table(verdicts).splitlines()
+    row = "  rank 3  .  .  .  .  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7 .  .  .  .  .  .   8 stored"
+    assert lines[lines.index("  expected  at most [7, 5, 3, 1] activations stored on the ranks") + 7] == row
+    assert "  got       int 7" in lines
+    shown = []
+    monkeypatch.setattr(check, "verdicts", lambda chapter: verdicts)
+    monkeypatch.setattr(
+        "common.lab.plotting.show", lambda fig, alt: shown.append((fig.axes[0].get_title(loc="left"), alt))
+    )
+    check.notebook("05_pipeline")
+    assert row not in capfd.readouterr().out  # a notebook shows the picture
+    title = "makespan 28, at most 8 stored"
+    alt = f"Timeline of your schedule, a row of numbered boxes for each rank: {title}"
+    assert shown == [(title, alt)], "the title of the picture, and its alt text"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def f(:\n", "SyntaxError: "),
+        ("import sys\nsys.exit('bye')\n", "SystemExit: bye, line 2 of <module>: sys.exit('bye')"),
+        ("import os\nos._exit(3)\n", "loading the file ends the process: the process of rank R died with exit code 3"),
+        ("import os\nassert os.environ['RANK'] == '0'\n", "AssertionError, line 2 of <module>"),
+        ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere', line 1 of <module>"),
+        ("\0", "null bytes"),
+    ],
+)
+def test_file_that_does_not_load(tmp_path, text, reason):
+    write(tmp_path, bad=text)
+    verdicts = check.verdicts("01_intro", tmp_path / "bad.py")
+    assert {verdict.status for verdict in verdicts} == {"not graded"}
+    for told in (verdicts[0].got, check.table(verdicts)):
+        assert reason in re.sub(r"process of rank \d", "process of rank R", told)  # all die: the first is chance
+
+
+def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "CALL_LIMIT", 3.0)  # seconds
+    write(
+        tmp_path,
+        bad=RING_SHIFT
+        + "import os, sys, torch.distributed as dist\n"
+        + "def global_mean(values):\n    os._exit(7) if dist.get_rank() else dist.barrier()\n"
+        + "def ring_bytes(*a):\n    while True:\n        pass\n"
+        + "def all_reduce_seconds(*a):\n    sys.exit(0)\n"
+        + "def all_to_all(parts, lengths):\n    return [lambda: 1]\n"
+        + "def tree_broadcast(tensor, root):\n    raise NotImplementedError('in part')\n"
+        + "def ring_all_gather(chunk, elements):\n    if dist.get_rank():\n        raise NotImplementedError\n",
+    )
+    got = {verdict.exercise.name: verdict for verdict in check.verdicts("01_intro", tmp_path / "bad.py")}
+    assert got.pop("ring_shift").status == "right"
+    assert {got.pop(name).status for name in ("ring_reduce_scatter", "halving_doubling_all_reduce")} == {
+        "not attempted"
+    }
+    assert {verdict.status for verdict in got.values()} == {"wrong"}
+    assert got["global_mean"].got == "the process of rank 1 died with exit code 7"
+    assert got["ring_bytes"].got.startswith("no end after 3 s, line ")
+    assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
+    assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")
+    assert got["tree_broadcast"].got.startswith("NotImplementedError: in part, line ")
+    assert got["ring_all_gather"].where.endswith("rank 1")
+    assert got["ring_all_gather"].got.startswith("NotImplementedError, line ")
+
+
+def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "CALL_LIMIT", 1.0)
+    write(tmp_path, bad="import os, torch.distributed as dist\ndef f(tensor):\n    dist.get_rank() and os._exit(0)\n")
+    exercise = check.exercises_of("01_intro")[0]
+    (verdict,) = grading.grade([(exercise, "f")], tmp_path / "bad.py")
+    assert verdict.status == "wrong"
+    assert verdict.got == "the process of rank 1 ended without returning (did it call exit?)"
+
+
+def all_gone(pids) -> bool:
+    """Killed processes take a moment to disappear; a zombie waits for its parent only."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in left):
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def test_class_gets_a_row_each(tmp_path, capfd, monkeypatch):
+    folder = tmp_path / "class"
+    (folder / "jane").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "notes.txt").write_text("not Python")
+    pids = tmp_path / "pids"
+    write(folder, random="raise ValueError('hides no module of the standard library')\n")
+    # Junk on stdout that looks like a row, a file left behind, and a process that leaves the process group.
+    write(
+        folder / "jane",
+        helper="x = 1\n",
+        exercises=f"""
+import pathlib, subprocess, sys
+from helper import x
+print("jane,right,right", flush=True)
+print("junk", file=sys.stderr)
+pathlib.Path("left_behind").write_text("x")
+stowaway = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open({str(pids)!r}, "a") as file:
+    print(stowaway.pid, file=file)
+{RING_SHIFT}
+def global_mean(values):
+    return "a comma, and a\\nline"
+""",
+    )
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(check.ROOT / "01_intro")
+    monkeypatch.setattr(sandbox, "available", lambda: "a test")  # what the sandbox keeps off, test_class.py shows
+    assert check.main(["--submission", str(folder), "--csv"]) == 0
+    output = capfd.readouterr()
+    assert output.err.splitlines() == [
+        "note: notes.txt is neither a .py file nor a folder, so it is not graded",
+        "note: no sandbox, for a test: submissions run as you, with your files and network",
+    ], "notes, which are apart from the table"
+    rows = {row["submission"]: row for row in csv.DictReader(output.out.splitlines())}
+    assert list(rows) == ["empty", "jane", "random"]
+    names = [exercise.name for exercise in check.exercises_of("01_intro")]
+    jane = rows["jane"]
+    assert list(jane) == ["submission", *names, "points", "maximum", "note"]
+    assert [jane[name] for name in names] == ["right", "wrong", *["not attempted"] * (len(names) - 2)]
+    assert (jane["points"], jane["maximum"]) == ("1", "20")
+    assert jane["note"].startswith("global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected a tensor")
+    assert jane["note"].endswith("got str a comma, and a line")
+    for name, reason in (("empty", "no exercises.py in this folder"), ("random", "ValueError: hides no module")):
+        assert {rows[name][exercise] for exercise in names} == {"not graded"}
+        assert rows[name]["points"] == "0" and rows[name]["note"].startswith(reason)
+    assert sorted(folder.rglob("*")) == before
+    started = [int(line) for line in pids.read_text().split()]
+    assert len(started) >= 2 and all_gone(started)
+
+
+def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sandbox, "available", lambda: "a test")
+    pids = tmp_path / "pids"
+    write(
+        tmp_path,
+        hangs=f"""
+import os, time
+with open({str(pids)!r}, "a") as file:
+    print(os.getpid(), os.getppid(), file=file)
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+""",
+    )
+    for limit in (6, 15, 40):  # on a busy machine the ranks may not have started in the first
+        pids.unlink(missing_ok=True)
+        exercises = check.exercises_of("01_intro")
+        classes.Grading(exercises, {}, time_limit=limit).all({"hangs": tmp_path / "hangs.py"})
+        header, row = csv.reader(capfd.readouterr().out.splitlines())
+        assert row == ["hangs", *["not graded"] * (len(header) - 4), "0", "20", f"not finished after {limit} s"]
+        if pids.exists() and len(pids.read_text().splitlines()) == 2:
+            break
+    started = {int(pid) for pid in pids.read_text().split()}
+    assert len(started) == 3 and all_gone(started)  # two ranks and the process that judges
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["05_nowhere"], "no chapter '05_nowhere'.*01_intro"),
+        (["01_intro", "nothing"], "no exercise 'nothing' in 01_intro; there is ring_shift, "),
+        (["01_intro", "ring_shfit"], r"no exercise 'ring_shfit' in 01_intro; did you mean 'ring_shift'\?"),
+        (["01_into", "ring_shift"], r"no chapter '01_into' with exercises; did you mean '01_intro'\?"),
+        (["ring_shitf"], r"no chapter and no exercise 'ring_shitf'; did you mean 'ring_shift'\? chapters: 01_intro"),
+        (["data_paralel"], r"no chapter and no exercise 'data_paralel'; did you mean '02_data_parallel'\? chapters: "),
+        (["01_intro", "ring"], "no exercise 'ring' in 01_intro; "),
+        (["01_intro", "--hint"], "--hint: name an exercise"),
+        (["global_mean", "--hint", "3"], r"--hint 3: the hint of global_mean has 2 stage"),
+        (["03_ddp", "ring_shift", "--hint"], "no exercise 'ring_shift' in 03_ddp"),
+        (["global_mean", "--hint", "0"], r"--hint 0: the hint of global_mean has 2 stage"),
+        (["--csv", "--submission", "01_intro", "01_intro", "ring_shift"], "leave out the exercise, and --watch"),
+        (["--pages", "x"], "--pages belongs to --csv"),
+        (["--csv"], "add --submission"),
+        (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),
+        (["--submission", "01_intro"], "a folder of submissions is graded with --csv"),
+        (["--submission", "01_intro", "--csv", "--watch"], "leave out the exercise, and --watch"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_bad_usage_gets_one_line(arguments, message, monkeypatch):
+    monkeypatch.chdir(check.ROOT)
+    with pytest.raises(UserError, match=message) as error:
+        check.main(arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_usage_exits_with_2():
+    process = Fork(check.ROOT / "common" / "check.py", "07_nowhere", cwd=check.ROOT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and output == ""
+    assert re.fullmatch(r"error: no chapter '07_nowhere'[^\n]*01_intro[^\n]*\n", errors)

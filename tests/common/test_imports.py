@@ -1,0 +1,279 @@
+"""Arrows go from chapters to common/, and every file of the course is one module under one name."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jedi
+import pytest
+from helpers import FULL, LAUNCHER, SMALL
+
+from common import ROOT
+from common.lab.launch import launch
+from course import CHAPTERS as CHAPTER_FOLDERS
+from course.ddp.by_hand import DDPByHand
+from course.ddp.distributed_training import DDP
+from course.fsdp.distributed_training import FSDP
+from course.fsdp.torch_zero import Zero2
+from course.strategies import STRATEGIES, load
+
+CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
+PATTERNS = ("common/**/*.py", "0*/**/*.py", "course/*.py", "tests/**/*.py", "tools/*.py", "*.py")
+FILES = [path for pattern in PATTERNS for path in ROOT.glob(pattern)]
+OWN = {path.stem for folder in CHAPTERS for path in (ROOT / folder).rglob("*.py")} | {"classroom"}
+
+
+def code_of(path: Path) -> list[str]:
+    """A file's program, or the code cells of a notebook."""
+    if path.suffix == ".py":
+        return [path.read_text()]
+    return ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def imported(code: str) -> set[str]:
+    """The full names of the modules that a program imports."""
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith(("%", "!"))]
+    names = set()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def by_string(code: str) -> list[str]:
+    """Ways to import a chapter by a string, or from a path."""
+    return re.findall(r"spec_from_file_location|__import__\(|sys\.path\.(?:insert|append)|[\"']0\d_[a-z_]+[.\"']", code)
+
+
+def test_common_imports_no_chapter():
+    for path in (ROOT / "common").rglob("*.py"):
+        (code,) = code_of(path)
+        assert not {name for name in imported(code) if name.split(".")[0] == "course"}, path
+        # common/check.py imports the grader of the chapter that the user names; submissions are files, not modules.
+        if path.name not in ("check.py", "engine.py"):
+            assert by_string(code) == [] and "import_module" not in code, path
+
+
+@pytest.mark.parametrize("number, folder", list(enumerate(CHAPTERS)))
+def test_a_chapter_imports_earlier_chapters_only(number, folder):
+    later = {f"course.{name[3:]}" for name in CHAPTERS[number + 1 :]}
+    for path in (ROOT / folder).glob("*.py"):  # what compares methods, in notebooks and classroom, may look ahead
+        (code,) = code_of(path)
+        ahead = {name for name in imported(code) for other in later if f"{name}.".startswith(f"{other}.")}
+        assert not ahead, f"{path}: {ahead}"
+
+
+def test_nothing_imports_a_chapters_file_by_its_bare_name():
+    for path in [*FILES, *ROOT.glob("0*/*.ipynb")]:
+        for code in code_of(path):
+            bare = {name for name in imported(code) if name.split(".")[0] in OWN - {"helpers"}}
+            assert not bare, f"{path} imports {bare}; say `from course.CHAPTER import ...`"
+
+
+def borrowed(code: str) -> set[str]:
+    """Files of tests that a program imports from."""
+    return {name.split(".")[0] for name in imported(code) if name.startswith("test_")}
+
+
+def test_tests_borrow_from_helpers_and_not_from_each_other():
+    assert borrowed("from test_train import start\nfrom helpers import TEXT") == {"test_train"}
+    found = {path.name: borrowed(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {name: others for name, others in found.items() if others} == {} and len(found) > 40
+
+
+def test_the_checks_bite():
+    assert imported("from course.ddp import by_hand\nimport by_hand") >= {"course.ddp.by_hand", "by_hand"}
+    assert len(by_string("x = load('03_ddp.by_hand')\nsys.path.append(folder)")) == 2
+
+
+def files_of(names: set[str]) -> set[Path]:
+    """The course's own files among modules that are imported."""
+    found = set()
+    for name in names:
+        top, *rest = name.split(".")
+        if top == "course" and rest and rest[0] in CHAPTER_FOLDERS:
+            top, *rest = CHAPTER_FOLDERS[rest[0]].name, *rest[1:]
+        path = ROOT.joinpath(top, *rest)
+        found |= {file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()}
+    return found
+
+
+def really_imported(path: Path) -> set[Path]:
+    """What runs when a file is imported or when its functions are called imports: functions included, and the places
+    that the table of strategies names. What stands below `if __name__ == "__main__"` is for the program alone."""
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__main__" in ast.unparse(n.test))]
+    names = imported(ast.unparse(tree))
+    if path == ROOT / "course" / "strategies.py":
+        entries = STRATEGIES.values()
+        places = [place for one in entries for place in (one.main_place, *one.places.values())]
+        places += [engine.place for one in entries for engine in one.engines.values()]
+        names |= {place.partition(":")[0] for place in places}
+    return files_of(names) - {path}
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
+    """Groups of files each of which comes to each other by imports."""
+    reached = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            new = graph.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        reached[start] = seen
+    groups = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in graph if a in reached[a]}
+    return [set(group) for group in groups]
+
+
+def test_no_circle_of_imports():
+    patterns = ("common/**/*.py", "course/*.py", "planner/*.py", "0*/*.py")
+    graph = {path: really_imported(path) for pattern in patterns for path in ROOT.glob(pattern)}
+    scripts = {ROOT / folder / "distributed_training.py" for folder in CHAPTERS}
+    assert scripts < graph[ROOT / "course" / "strategies.py"] and len(graph) > 100
+    assert [sorted(str(path.relative_to(ROOT)) for path in group) for group in circles(graph)] == []
+    a, b, c = map(Path, "abc")
+    assert circles({a: {b}, b: {c}, c: {a}}) == [{a, b, c}] and circles({a: {b}, b: {c}}) == []
+
+
+def test_classes_are_those_of_the_table():
+    assert load("ddp") is DDP and load("ddp", True) is DDPByHand
+    assert issubclass(Zero2, FSDP) and load("zero2") is Zero2 and load("fsdp") is FSDP
+
+
+PROGRAM = [str(ROOT / "03_ddp" / "distributed_training.py"), "--steps=1", "--checkpoint-every=0"]
+PROGRAM += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+STOPS = {  # a function in view, and how it is reached
+    "main": ("03_ddp/distributed_training.py", "def main", []),
+    "step": ("03_ddp/distributed_training.py", "def step", []),
+    "by hand": ("03_ddp/by_hand.py", "def step", ["--by-hand"]),
+}
+
+
+def first_line_of(file: str, function: str) -> int:
+    lines = (ROOT / file).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(function)) + 1
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(stop, tmp_path):
+    file, function, more = STOPS[stop]
+    place = f"{ROOT / file}:{first_line_of(file, function)}"
+    words = f"break {place}\ncontinue\nprint('FILE', __file__)\nprint('NAME', type(self).__module__)\nquit\n"
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    command = [sys.executable, "-m", "pdb", *PROGRAM, f"--run-dir={tmp_path / 'run'}", *more]
+    done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=120)
+    assert f"FILE {ROOT / file}" in done.stdout, done.stdout + done.stderr
+
+
+WATCH = """
+import atexit, os, runpy, sys
+from collections import defaultdict
+def report():
+    files = defaultdict(set)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not os.path.isabs(file) or "site-packages" in file:
+            continue
+        if os.path.realpath(file).startswith(ROOT):
+            files[os.path.realpath(file)].add(id(module))
+    print("TWICE", [file for file, modules in files.items() if len(modules) > 1])
+    named = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    print("LINKS", [file for file in named if file.startswith(ROOT) and file != os.path.realpath(file)])
+    print("MODULES", len(files))
+ROOT, *sys.argv = sys.argv[1:]
+script = sys.argv[0]
+atexit.register(report)
+sys.path[0] = os.path.dirname(script)  # as Python does for a script
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+# (What the root's script does with chapter 05's, tests/strategies/test_scripts.py does with its own.)
+@pytest.mark.parametrize("folder", ["", "05_pipeline"] if FULL else ["05_pipeline"])
+def test_a_script_started_in_its_folder_loads_each_file_once(folder, tmp_path):
+    script = ROOT / folder / "distributed_training.py"
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WATCH, str(ROOT) + "/", str(script), *small, f"--run-dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "TWICE []" in done.stdout and "LINKS []" in done.stdout, done.stdout
+    assert int(done.stdout.split("MODULES")[1]) > 15
+
+
+def test_a_started_class_is_pickled_under_its_importable_name(tmp_path):
+    code = f"""import pickle, runpy, sys
+from course import start
+import course.start
+course.start.start = lambda *names: course.name_what_was_started()
+sys.argv = {PROGRAM[:1]}
+program = runpy.run_path({PROGRAM[0]!r}, run_name="__main__")
+print(pickle.dumps(program["DDP"]).hex())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def identities():
+    from course.ddp import distributed_training
+    from course.strategies import load
+
+    return distributed_training.DDP is load("ddp"), distributed_training.DDP.__module__, pickle.dumps(load("ddp"))
+
+
+@pytest.mark.parametrize("method, nproc", [("fork", 2), ("spawn", 1)])
+def test_ranks_see_the_same_classes(method, nproc):
+    for same, name, pickled in launch(identities, nproc, start_method=method):
+        assert same and name == "course.ddp.distributed_training"
+        assert pickle.loads(pickled) is DDP
+
+
+def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
+    (tmp_path / "classes").write_bytes(pickle.dumps([load(name, kind) for name in STRATEGIES for kind in kinds(name)]))
+    code = "import pickle; print(len(pickle.load(open('classes', 'rb'))))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(sum(len(kinds(name)) for name in STRATEGIES)), done.stderr
+
+
+def kinds(name):
+    return list(STRATEGIES[name].implementations)
+
+
+def test_an_editor_finds_definitions():
+    """What JupyterLab and many editors ask, jedi, answers without running anything."""
+    code = "from course.ddp.by_hand import Reducer\nReducer\n"
+    script = jedi.Script(code, path=ROOT / "03_ddp" / "new.py", project=jedi.Project(ROOT))
+    (found,) = script.goto(2, 3, follow_imports=True)
+    assert Path(found.module_path).resolve() == ROOT / "03_ddp" / "by_hand.py"
+    assert (ROOT / "03_ddp" / "by_hand.py").read_text().splitlines()[found.line - 1].startswith("class Reducer")
+
+
+def public_names(files) -> dict[str, list[str]]:
+    """Classes and constants by name, with the files that define them."""
+    found: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Attribute | ast.Tuple):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name) and t.id.isupper()]
+            for name in names:
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append(path.name)
+    return found
+
+
+def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
+    files = [*(ROOT / "common").rglob("*.py"), *ROOT.glob("0*/by_hand*.py"), *ROOT.glob("0*/[c-z]*.py")]
+    files = [path for path in files if path.name not in ("exercises.py", "standalone.py", "doctor.py", "wire.py")]
+    assert len(files) > 60
+    assert {name: where for name, where in public_names(files).items() if len(where) > 1} == {}
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("class Reducer:\n    pass\n")
+    assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}

@@ -1,0 +1,222 @@
+"""A task's weights, optimizer and batches, and what every strategy inherits: literal values, not the code's own."""
+
+import asyncio
+import email
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import configure
+from torch import nn
+
+from common import data
+from common.errors import UserError
+from common.lab.launch import launch
+from common.learning_rate import learning_rate
+from common.mesh import make_mesh
+from common.random_state import random_state, set_random_state
+from common.strategy import Engine, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
+from common.task import Task, check_batch, make_dataset, make_task
+
+SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
+
+
+def weights(config) -> float:
+    return make_task(config).make_model().embedding.tokens.weight.sum().item()
+
+
+def test_weights_come_from_the_seed_alone():
+    configs = [configure(strategy="single", seed=seed, **SMALL) for seed in (0, 1)]
+    torch.manual_seed(99)
+    first = [weights(config) for config in configs]
+    torch.manual_seed(100)
+    assert [weights(config) for config in configs] == first, "the seed was not set"
+    assert first[0] != first[1], "two seeds give the same weights"
+
+
+def test_the_dataset_that_is_asked_for_is_read(monkeypatch):
+    monkeypatch.setattr(data, "torchvision_images", lambda *about: about)
+    for more, download in (("", False), (" --download", True)):
+        config = configure(f"--task images --dataset fashion-mnist --data-dir there{more}", strategy="single")
+        assert make_dataset(config) == ("fashion-mnist", "there", download), "name, folder, whether to download"
+
+
+def kinds_of_memory(configs) -> list[bool]:
+    return [next(make_task(config).make_model().parameters()).is_meta for config in configs]
+
+
+def test_ranks_that_get_rank_0s_weights_have_a_model_without_memory():
+    configs = [configure(size=2, strategy=name, **SMALL) for name in ("ddp", "fsdp")]
+    assert launch(kinds_of_memory, 2, (configs,)) == [[False, False], [False, True]], (
+        "who has a model on meta: fsdp's rank 1"
+    )
+
+
+def test_optimizers():
+    """AdamW as GPT-3 was trained (Brown et al. 2020, appendix B): betas 0.9 and 0.95, weight decay 0.1."""
+    parameters = [nn.Parameter(torch.ones(2))]
+    adamw = make_task(configure(lr=0.25, **SMALL)).make_optimizer(parameters)
+    assert type(adamw).__name__ == "AdamW"
+    group = adamw.param_groups[0]
+    told = {"lr": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    assert {name: group[name] for name in told} == told
+    sgd = make_task(configure(optimizer="sgd", lr=0.25, **SMALL)).make_optimizer(parameters)
+    assert type(sgd).__name__ == "SGD", "--optimizer sgd makes another one"
+    group = sgd.param_groups[0]
+    told = {"lr": 0.25, "momentum": 0.9, "weight_decay": 0, "nesterov": False}
+    assert {name: group[name] for name in told} == told
+
+
+def test_a_plan_has_the_runs_settings_and_the_strategys_place():
+    config = configure(seed=3, batch_size=24, accumulation_steps=2, steps=5, **SMALL)
+    place = SimpleNamespace(data_rank=1, data_size=4, device="cpu")
+    plan = make_task(config).plan(place)
+    assert plan.seed == 3, "--seed does not reach the data"
+    assert (plan.batch_size, plan.examples, plan.steps) == (24, 120, 5)
+    assert plan.accumulate == 2, "--accumulation-steps does not reach the data"
+    assert (plan.data_rank, plan.data_size, plan.slice_size) == (1, 4, 6)
+    parts = make_task(config).micro_batches(0, place)
+    assert [tuple(inputs.shape) for inputs, _ in parts] == [(3, 16)] * 2
+
+
+PARTS = "2 data-parallel rank(s) x 2 micro-batch(es) = 4"
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (3, f"--batch-size 3 is not one example for each of {PARTS}; make it 4 or a multiple, or start fewer ranks"),
+        (9, f"--batch-size 9 does not divide by {PARTS}; the nearest that does is 8"),
+        (6, f"--batch-size 6 does not divide by {PARTS}; the nearest that does is 8"),
+        (11, f"--batch-size 11 does not divide by {PARTS}; the nearest that does is 12"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(batch, told):
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+        check_batch(configure(batch_size=batch, accumulation_steps=2), SimpleNamespace(data_size=2))
+    check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
+
+
+def test_more_examples_than_there_are_in_a_batch(tmp_path):
+    """In a folder inside of a hidden one, whose own files are not hidden."""
+    (tmp_path / ".hidden" / "poems").mkdir(parents=True)
+    (tmp_path / ".hidden" / "poems" / "one.txt").write_bytes(b"a" * 400)
+    settings = {"text": tmp_path / ".hidden" / "poems", "context": 16}
+    assert make_task(configure(batch_size=23, **settings)).dataset.size == 23, "380 bytes to train on, 16 an example"
+    with pytest.raises(UserError) as error:
+        make_task(configure(batch_size=24, **settings))
+        pytest.fail("a batch of more examples than there are")
+    assert str(error.value) == "--batch-size 24 is more than the 23 examples of the data; make it 23 or less"
+
+
+def test_the_model_of_pictures_is_as_the_pictures_are():
+    task = Task(SimpleNamespace(channels=3, classes=7), configure("--task images", strategy="single"))
+    model = task.make_model()
+    assert (model.conv1.in_channels, model.fc.out_features) == (3, 7), "channels and classes of the data"
+
+
+def test_validation_text_is_of_four_packages():
+    text = bytes(data.validation_text(16).tokens.tolist())
+    for package in (asyncio, email, json, logging):
+        assert Path(package.__file__).read_bytes() in text, f"{package.__name__} is held out"
+
+
+def test_the_learning_rate_step_by_step():
+    """Half a cosine from 1 to 0.1: 0.1 + 0.9 (1 + cos(pi x)) / 2 at x = 1/4, 1/2, 3/4 and 1."""
+    config = SimpleNamespace(lr=1.0, warmup_steps=2, steps=6, lr_schedule="cosine")
+    rates = [learning_rate(config, step) for step in (*range(6), 6, 20)]
+    assert rates == pytest.approx([0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1, 0.1], abs=1e-6), "and after the end"
+    assert learning_rate(SimpleNamespace(**vars(config) | {"steps": 3}), 2) == pytest.approx(0.1), "one step of cosine"
+    constant = SimpleNamespace(**vars(config) | {"lr_schedule": "constant"})
+    assert [learning_rate(constant, step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_the_loss_of_16_bit_logits_is_computed_in_float32():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 8, 32).bfloat16(), torch.randint(32, (2, 8))
+    expected = nn.functional.cross_entropy(logits.float().view(16, 32), targets.view(16))
+    found = mean_loss(logits, targets)
+    assert found.dtype == torch.float32 and found == expected, "the loss of 16-bit logits"
+
+
+def inherited() -> dict:
+    """What the base class does, on two ranks that shard, and one row of them."""
+    mesh, found = make_mesh({"data": 1, "shard": 2}), {}
+    strategy = Strategy(mesh)
+    found["place"] = strategy.data_rank, strategy.data_size
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    strategy.optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 9.0}], lr=1.0)
+    strategy.set_learning_rate(0.125)
+    found["rates"] = [group["lr"] for group in strategy.optimizer.param_groups]
+    found["types"] = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        strategy = Strategy(mesh, precision=precision)
+        with strategy.autocast():
+            dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        found["types"][precision] = dtype, strategy.scaler.is_enabled()
+    strategy.optimizer = torch.optim.SGD([first], lr=1.0)
+    scale = strategy.scaler.get_scale()
+    strategy.load_global_state({"optimizer": {"lr": 0.5}, "scaler": {}})  # of a run that did not scale its losses
+    found["scale"] = strategy.scaler.get_scale() / scale, strategy.optimizer.param_groups[0]["lr"]
+    return found
+
+
+def test_what_every_strategy_inherits():
+    for rank, found in enumerate(launch(inherited, 2)):
+        assert found["place"] == (rank, 2), "data and shard both read slices"
+        assert found["rates"] == [0.125, 0.125], "the learning rate of every group"
+        assert found["scale"] == (1.0, 0.5), "the scale stays, the learning rate is taken up"
+        assert found["types"]["fp32"] == (torch.float32, False)
+        assert found["types"]["bf16"] == (torch.bfloat16, False)
+        assert found["types"]["fp16"] == (torch.float16, True), "in fp16 products are, and losses are scaled"
+
+
+def test_random_numbers_of_a_device_go_on_with_those_of_the_cpu(monkeypatch):
+    device, taken_up = torch.device("cuda", 1), []
+    module = SimpleNamespace(
+        get_rng_state=lambda of: torch.tensor([7 * of.index]),
+        set_rng_state=lambda state, of: taken_up.append((state.tolist(), of)),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    states = random_state(device)
+    drawn = torch.rand(3)
+    set_random_state(states, device)
+    assert torch.equal(torch.rand(3), drawn), "the CPU's numbers go on where they were"
+    assert taken_up == [([7], device)], "and the device's, on that device"
+    set_random_state(states, torch.device("cpu")), set_random_state(states[:1], device)
+    assert len(taken_up) == len(random_state(torch.device("cpu"))) == 1, "where one of both was a CPU"
+
+
+def test_a_strategy_says_how_to_step_and_an_engine_is_loaded_when_it_is_wanted():
+    with pytest.raises(TypeError, match="^Strategy does not say how to step$"):
+        Strategy.step(object.__new__(Strategy), [])
+    entry = StrategyEntry(
+        "03_ddp", "", {"pytorch": "common.strategy:Strategy"}, (1,), {"other": Engine("json", "json:loads")}
+    )
+    assert (entry.implementation("pytorch"), entry.implementation("other")) == (Strategy, json.loads)
+
+
+def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):
+    assert [can_compute("cpu", precision) for precision in ("bf16", "fp32")] == [True, True], "a CPU computes in both"
+    monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: torch.eye(1))
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
+        assert can_compute("cuda", "bf16") is supported, "emulated bf16 is none"
+        assert can_compute("cuda", "fp16") is True
+
+
+def test_a_parameter_without_a_gradient_is_named_and_frozen_ones_are_not():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    with pytest.raises(UserError, match="^parameter 1.weight and 3 more got no gradient in this step: use it in the"):
+        require_gradients(model)
+    model[1](torch.ones(2)).sum().backward()
+    with pytest.raises(UserError, match="^parameter 2.weight and 1 more got no gradient"):
+        require_gradients(model)
+    with pytest.raises(UserError, match="^parameter 1.bias got no gradient"):
+        require_gradients(model, without={model[1].bias, model[0].weight})
+    require_gradients(model, without=set())

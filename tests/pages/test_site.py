@@ -1,0 +1,70 @@
+"""The site: its pages are those of the course in reading order, and its check sees what is broken. It is built, and
+looked at in a browser, by `make site site-check`; here is what needs neither Sphinx nor a browser."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common import ROOT
+from tools.site_check import broken_links
+
+
+@pytest.fixture(scope="module")
+def conf():
+    spec = importlib.util.spec_from_file_location("site_conf", ROOT / "docs/site/conf.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_contents_once(conf):
+    listed = re.findall(r"^[\w/-]+\.(?:ipynb|md)$", conf.contents(), re.MULTILINE)
+    notebooks = [page for page in listed if page.endswith(".ipynb")]
+    assert sorted(notebooks) == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("0*/*.ipynb")), "pages of the site"
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} < {*listed}
+    assert len(listed) == len({*listed})
+
+
+def test_anchors_and_links_to_folders(conf):
+    text = 'Before\n\n<a id="one-more"></a>\n\n## One more\n[a](../tests) [b](../03_ddp) [c](page.md#one-more)'
+    found = conf.as_myst(text, ROOT / "docs")
+    assert "(one-more)=\n\n## One more" in found
+    assert "[a](architecture.md)" in found and "[c](page.md#one-more)" in found
+    assert "[b](../03_ddp/01_ddp.ipynb)" in found
+
+
+def test_pictures_keep_their_text_and_widgets_go(conf):
+    output = {
+        "data": {"image/png": "iVBO\nRw0K", "application/vnd.jupyter.widget-view+json": {"model_id": "1"}},
+        "metadata": {"image/png": {"alt": "two <ranks>", "width": 86}},
+    }
+    source = [json.dumps({"cells": [{"cell_type": "code", "outputs": [output]}], "metadata": {"widgets": {}}})]
+    conf.read_source(None, "03_ddp/01_ddp", source)
+    notebook = json.loads(source[0])
+    data = notebook["cells"][0]["outputs"][0]["data"]
+    shown = '<img src="data:image/png;base64,iVBORw0K" alt="two &lt;ranks&gt;" width="86">'
+    assert data == {"text/html": shown} and notebook["metadata"] == {}
+
+
+PAGE = '<html><body><a href="{link}">x</a><h2 id="there">There</h2><img src="a.png" alt="{alt}"></body></html>'
+
+
+@pytest.mark.parametrize(
+    "link, alt, faults",
+    [
+        ("#there", "a ring", []),
+        ("other.html#there", "a ring", []),
+        ("https://example.org/nowhere", "a ring", []),
+        ("gone.html", "a ring", ["page.html: gone.html leads to no file"]),
+        ("other.html#gone", "a ring", ["page.html: other.html#gone leads to no place on that page"]),
+        ("#there", " ", ["page.html: a picture without alternative text: a.png"]),
+    ],
+)
+def test_what_is_broken_is_seen(tmp_path, link, alt, faults):
+    Path(tmp_path, "a.png").touch()
+    Path(tmp_path, "page.html").write_text(PAGE.format(link=link, alt=alt))
+    Path(tmp_path, "other.html").write_text(PAGE.format(link="page.html", alt="a tree"))
+    assert broken_links(tmp_path) == faults

@@ -1,0 +1,122 @@
+"""What ruff does not know about this repository's style. Each rule is shown to bite."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.lab.bugs import Bug, Bugs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names_no_machine(path, text):
+    """A path of somebody's machine, or the host of a package registry, works for nobody else."""
+    found = re.findall(r"(?<![\w.])/(?:root|work|tmp|home/\w+|Users/\w+)(?:/\w+|\b)", text)
+    found += re.findall(r"\b(?:pypi|pythonhosted|anaconda|npmjs)\.(?:org|com)\b|\bdownload\.pytorch\b", text)
+    return [f"names {place}" for place in found]
+
+
+def has_no_stub(path, text):
+    """Stubs are for exercises.py, and for the tests of what becomes of them."""
+    if path.suffix != ".py" or path.name == "exercises.py" or path.parts[0] == "tests":
+        return []
+    return ["has a stub"] if re.search(r"\braise NotImplemented", text) else []
+
+
+def is_finished(path, text):
+    text = re.sub(r"[\w+/]{200,}", "", text)  # pictures, in which all letters occur
+    words = re.findall(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b|^<{7} |^>{7} ", text, re.MULTILINE)
+    return [f"has a {word}" for word in words]
+
+
+def says_how_to_run_it(path, text):
+    if path.suffix != ".py" or not re.search(r"^if __name__ ==", text, re.MULTILINE):
+        return []
+    doc = ast.get_docstring(ast.parse(text), clean=False) or ""
+    module = path.parent.name if path.stem == "__main__" else path.stem
+    command = rf"^ *(?:python|torchrun) .*(?:-m [\w.]*{module}\b|{path.name})"
+    wrong = [] if re.search(command, doc, re.MULTILINE) else ["is run, and its docstring has no command"]
+    if path.name == "distributed_training.py" and "torchrun " not in doc:
+        wrong.append("has no torchrun command in its docstring")
+    return wrong
+
+
+RULES = [names_no_machine, has_no_stub, is_finished, says_how_to_run_it]
+
+
+def committed():
+    """(path from the root, text) of every text file that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in listed.decode().split("\0"):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in (content := path.read_bytes()):
+            # A picture in a notebook is random letters.
+            yield path.relative_to(ROOT), re.sub(r'"image/\w+": "[^"]*"', "", content.decode())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_committed_files(rule):
+    files = list(committed())
+    assert {"Makefile", "requirements.txt", "common/lab/launch.py"} <= {str(path) for path, _ in files}
+    wrong = [f"{path} {problem}" for path, text in files for problem in rule(path, text)]
+    assert not wrong, "\n".join(wrong)
+
+
+STUB = "raise NotImplementedError"
+MAIN = '\n\nif __name__ == "__main__":\n    main()\n'
+MISTAKES = {  # in pieces, so that this file does not name what it refuses
+    "home": (names_no_machine, "a.md", "cd /ho" + "me/anna/course"),
+    "work folder": (names_no_machine, "a.yml", "venv: /wo" + "rk/venv"),
+    "temporary": (names_no_machine, "a.py", 'open("/t' + 'mp/x")'),
+    "registry": (names_no_machine, "a.txt", "--index-url https://pypi" + ".org/simple"),
+    "stub": (has_no_stub, "a.py", f"def f():\n    {STUB}"),
+    "to do": (is_finished, "a.py", "# TO" + "DO: mend this"),
+    "a merge": (is_finished, "a.md", "one\n" + ">" * 7 + " main\n"),
+    "no docstring": (says_how_to_run_it, "a.py", "x = 1" + MAIN),
+    "no command": (says_how_to_run_it, "a.py", '"""Start a.py."""' + MAIN),
+    "command of another": (says_how_to_run_it, "a.py", '"""Idea.\n\n    python -m common.b\n"""' + MAIN),
+    "no torchrun": (
+        says_how_to_run_it,
+        "distributed_training.py",
+        '"""I.\n\n  python distributed_training.py"""' + MAIN,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rule_bites(mistake):
+    rule, path, text = MISTAKES[mistake]
+    assert [other for other in RULES if other(Path(path), text)] == [rule]
+
+
+def test_every_rule_is_shown_to_bite():
+    assert {rule for rule, _, _ in MISTAKES.values()} == set(RULES)
+
+
+def test_good_files_pass():
+    good = {
+        "exercises.py": STUB,
+        "a.py": '"""Idea.\n\n    python -m common.a --fast\n"""\n\nurl = "https://pytorch.org/work/"' + MAIN,
+        "distributed_training.py": '"""I.\n\n    torchrun --nproc_per_node=2 distributed_training.py\n"""' + MAIN,
+        "a.md": "the network /workers and a path such as runs/home/x; FIX says what to do",
+    }
+    assert [rule for rule in RULES for path, text in good.items() if rule(Path(path), text)] == []
+
+
+def test_a_bug_whose_text_is_gone_is_an_error(tmp_path):
+    """The text is looked for from the function on, not before it."""
+    (tmp_path / "classroom").mkdir()
+    (tmp_path / "by_hand.py").write_text("def f():\n    return 1\n\n\ndef g():\n    return 1 + 1\n")
+
+    def planted(target, right):
+        bugs = {"name": Bug(target, right, "return 2", refused_by="", why="")}
+        return Bugs(str(tmp_path / "classroom" / "bugs.py"), bugs).plant("name")
+
+    assert planted("f", "return 1")() == 2
+    assert planted("g", "return 1 + 1")() == 2
+    for target, right in (("f", "return 3"), ("h", "return 1")):
+        with pytest.raises(ValueError, match=f"by_hand.py has no {right!r} in or after {target} any more"):
+            planted(target, right)

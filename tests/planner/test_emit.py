@@ -1,0 +1,182 @@
+"""`python -m planner emit`: files say what the layout is, what a tool cannot express gets one line, and the course's
+own file trains. The tools' own parsers read the files in tools/read_back.py.
+"""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from forks import torchrun
+from helpers import configure, metrics
+
+from common import ROOT
+from planner import emit
+from planner.__main__ import main
+from planner.emit import FORMATS
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
+LLAMA = "--model llama-3-8b --gpu h100-80gb --batch-size 64 --sequence 4096 --recompute full --gpus-per-node 8"
+TOY = "--layers 2 --width 32 --heads 4 --vocabulary 256 --sequence 16 --precision float32 --gpu cpu --gpus-per-node 2"
+
+
+def say(capsys, tool: str, line: str) -> dict:
+    main(["emit", "--json", "--format", tool, *line.split()])
+    return json.loads(capsys.readouterr().out)
+
+
+def read(found: dict) -> list:
+    """The files, each as its format has it; a shell script as its lines."""
+    kinds = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
+    return [kinds.get(name.split(".")[-1], str.splitlines)(text) for name, text in found["files"].items()]
+
+
+def test_yaml_is_read_as_what_was_written():
+    """Words that YAML takes for something else are quoted: accelerate's "no" for mixed precision would be false."""
+    shards = {"count": 8, "rate": 0.5, "kind": "bf16"}
+    settings = {"precision": "no", "distributed_type": "NO", "name": "", "fused": True, "shards": shards}
+    assert yaml.safe_load(emit.yaml(settings)) == settings
+
+
+def test_torchtitan_has_all_axes(capsys):
+    line = f"{LLAMA} --gpus 384 --mesh data=2,shard=4,pipeline=3,context=8,tensor=2 --zero-stage 3 --micro-batch 2"
+    found = say(capsys, "torchtitan", line)
+    (tables,) = read(found)
+    degrees = {
+        "data_parallel_replicate": 2, "data_parallel_shard": 4, "pipeline_parallel": 3, "context_parallel": 8,
+        "tensor_parallel": 2,
+    }  # fmt: skip
+    assert {name: tables["parallelism"][f"{name}_degree"] for name in degrees} == degrees, "degrees"
+    assert tables["parallelism"]["pipeline_parallel_schedule"] == "1F1B"
+    assert tables["parallelism"]["pipeline_parallel_microbatch_size"] == 2
+    assert tables["training"]["local_batch_size"] == 8 and tables["training"]["global_batch_size"] == 64
+    assert tables["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
+    assert tables["activation_checkpoint"] == {"mode": "full"}
+    assert found["command"].startswith("torchrun --nnodes=48 --node_rank=$NODE")
+
+
+def test_accelerate_has_two_axes_and_more(capsys):
+    line = f"{LLAMA} --gpus 16 --mesh data=2,shard=8 --zero-stage 3"
+    (settings,) = read(say(capsys, "accelerate", line))
+    assert settings["distributed_type"] == "FSDP" and settings["num_processes"] == 16
+    assert settings["fsdp_config"]["fsdp_reshard_after_forward"] is True
+    assert settings["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_has_stages_and_batches_that_multiply(capsys, stage):
+    line = f"{LLAMA} --gpus 16 --mesh shard=16 --zero-stage {stage} --micro-batch 2 --offload"
+    found = say(capsys, "deepspeed", line)
+    settings, hosts = read(found)
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    batches = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
+    assert batches == (2, 2) and settings["train_batch_size"] == 64 == 2 * 2 * 16
+    assert hosts == ["node0 slots=8", "node1 slots=8"] and "--num_nodes 2 --num_gpus 8" in found["command"]
+
+
+def test_the_trainer_takes_deepspeed_for_the_stages_that_fsdp_has_not(capsys):
+    (settings,) = read(say(capsys, "hf-trainer", f"{LLAMA} --gpus 8 --mesh shard=8 --zero-stage 3"))
+    assert settings["fsdp"] is True and settings["fsdp_config"]["activation_checkpointing"] is True
+    zero, settings = read(say(capsys, "hf-trainer", f"{LLAMA} --gpus 8 --mesh shard=8 --zero-stage 2 --offload"))
+    assert settings["deepspeed"] == "deepspeed.json" and "fsdp" not in settings
+    assert zero["zero_optimization"]["stage"] == 2
+
+
+def test_slurm_starts_torchrun_on_each_node(capsys):
+    found = say(capsys, "slurm", f"{LLAMA.replace('full', 'selective')} --gpus 16 --mesh data=2,shard=8 --zero-stage 3")
+    job, course = found["files"]["job.sbatch"], yaml.safe_load(found["files"]["course.yaml"])
+    assert "#SBATCH --nodes=2\n" in job and "--nproc_per_node=8" in job and course["mesh"] == "data=2,shard=8"
+    assert subprocess.run(["bash", "-n"], input=job, text=True).returncode == 0
+    assert "vocabulary of 128,256" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "line, strategy, implementation, options",
+    [
+        ("--gpus 4 --mesh data=4 --micro-batch 2", "ddp", "pytorch", {"accumulation_steps": 2}),
+        ("--gpus 4 --mesh shard=4 --zero-stage 1", "zero1", "pytorch", {"accumulation_steps": 4}),
+        ("--gpus 4 --mesh shard=4 --zero-stage 2 --offload", "zero2", "pytorch", {"offload": True}),
+        ("--gpus 4 --mesh data=2,shard=2 --zero-stage 3 --recompute full", "hsdp", "pytorch", {"recompute": "full"}),
+        ("--gpus 4 --mesh tensor=4", "sequence", "by-hand", {"axes": {"tensor": 4}}),
+        ("--gpus 4 --mesh context=4", "context", "by-hand", {"axes": {"context": 4}}),
+        ("--gpus 2 --mesh pipeline=2 --schedule zbv --stages-per-rank 2", "pipeline", "pytorch",
+         {"schedule": "zbv", "microbatches": 16}),
+        ("--gpus 8 --mesh pipeline=2,data=2,tensor=2 --sequence-parallel no", "mesh", "pytorch", {"microbatches": 8}),
+        ("--gpus 4 --mesh data=2,expert=2 --experts 4 --top-k 2", "expert", "by-hand", {"experts": 4, "top_k": 2}),
+    ],
+)  # fmt: skip
+def test_the_course_reads_its_own(capsys, tmp_path, line, strategy, implementation, options):
+    toy = TOY.replace("--layers 2", "--layers 4").replace("--gpus-per-node 2", "--gpus-per-node 8")
+    found = say(capsys, "torchrun", f"{toy} --batch-size 16 {line}")
+    file = tmp_path / "course.yaml"
+    file.write_text(found["files"]["course.yaml"])
+    config = configure(f"--dry-run --config {file}")
+    assert (config.strategy, config.implementation, config.batch_size) == (strategy, implementation, 16), "strategy"
+    assert (config.layers, config.width, config.heads, config.context) == (4, 32, 4, 16), "the model's shape"
+    for name, value in options.items():
+        assert getattr(config, name, None) == value or getattr(config.options, name, None) == value, name
+
+
+def test_the_best_layout_is_taken_and_trains(capsys, tmp_path):
+    """What the command line starts, started: torchrun, two ranks, gloo."""
+    main(["emit", "--format", "torchrun", "--out", str(tmp_path), *TOY.split(), "--gpus", "2", "--batch-size", "8"])
+    *_, command = capsys.readouterr().out.splitlines()
+    words = shlex.split(command.replace("distributed_training.py", str(ROOT / "distributed_training.py")))
+    assert words[:2] == ["torchrun", "--nproc_per_node=2"]
+    more = ["--steps=2", "--checkpoint-every=0", f"--run-dir={tmp_path / 'run'}"]
+    process = torchrun("--standalone", *words[1:], *more, cwd=tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    asked = yaml.safe_load((tmp_path / "course.yaml").read_text())
+    kept = json.loads((tmp_path / "run/config.json").read_text())
+    mesh = ",".join(f"{axis}={size}" for axis, size in kept["mesh"].items())
+    assert mesh == asked["mesh"] and kept["config"]["width"] == 32 and kept["world_size"] == 2
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    "tool, line, says",
+    [
+        ("accelerate", "--mesh pipeline=8", "Accelerate has no axis 'pipeline'=8"),
+        ("accelerate", "--mesh shard=8 --zero-stage 1", "take --zero-stage 2 or 3, or --format deepspeed"),
+        ("accelerate", "--mesh tensor=8", "add --sequence-parallel no"),
+        ("accelerate", "--mesh shard=8 --zero-stage 3 --recompute selective", "no recomputation 'selective'"),
+        ("deepspeed", "--mesh data=2,shard=4 --zero-stage 3", "divides state over all ranks"),
+        ("deepspeed", "--mesh shard=4,tensor=2 --zero-stage 3 --sequence-parallel no", "ZeRO stages 0 to 2"),
+        ("deepspeed", "--mesh context=8", "has no axis 'context'=8"),
+        ("hf-trainer", "--mesh tensor=8", "has no axis 'tensor'=8"),
+        ("hf-trainer", "--mesh data=2,shard=4 --zero-stage 3", "cannot replicate what it shards"),
+        ("torchtitan", "--mesh shard=8 --zero-stage 1", "nothing like ZeRO-1"),
+        ("torchtitan", "--mesh data=2,tensor=4", "take --zero-stage 3"),
+        ("torchtitan", "--mesh shard=8 --zero-stage 3 --layers 30 --model llama-2-7b", "has no model 'llama-2-7b'"),
+        ("torchrun", "--mesh shard=4,tensor=2 --zero-stage 3", "add --sequence-parallel no"),
+        ("torchrun", "--mesh data=8 --dropout yes", "nothing like --dropout yes"),
+        ("torchrun", "--mesh data=8 --offload", "--offload is an option of"),
+        ("slurm", "--mesh data=8 --precision fp8", "no precision 'fp8-mixed'"),
+        ("torchrn", "--mesh data=8", "unknown format 'torchrn'; did you mean 'torchrun'?"),
+        ("torchrun", "--zero-stage 3", "--zero-stage is of a layout that you name: add --mesh"),
+        ("torchrun", "--mesh data=8 --max-memory-gb 20", "`python -m planner plan` finds one that fits"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_said_gets_one_line(capsys, tool, line, says):
+    with pytest.raises(SystemExit) as end:
+        room = "" if "--max-memory-gb" in line else "--max-memory-gb 900 "
+        base = "--model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 64 --sequence 2048"
+        main(["emit", "--format", tool, *f"{base} {room}{line}".split()])
+    (error,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and says in error, f"what is said of {line}"
+    assert tool not in FORMATS or "--zero-stage is" in says or "finds one" in says or f"--format {tool}: " in error
+
+
+def test_torchtitan_counts_embedding_and_output_among_the_layers_of_a_stage(capsys):
+    """32 layers and those two over 4 stages: 9 at most."""
+    line = f"{LLAMA} --gpus 16 --mesh shard=8,pipeline=2 --zero-stage 3 --schedule interleaved --stages-per-rank 2"
+    (tables,) = read(say(capsys, "torchtitan", line))
+    assert tables["parallelism"]["pipeline_parallel_layers_per_stage"] == 9

@@ -1,0 +1,347 @@
+"""The ways of loading: each feeds the ranks what common/data.py defines, whoever does the work; and workers end."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from forks import ranks_of, start, torchrun, wait_for_step
+from helpers import TEXT, code_of_page, configure, definitions, metrics, numbers, saved, train
+
+from common import ROOT, manifest
+from common.data import Plan, Text, epoch_order
+from common.errors import UserError
+from common.lab.equality import NotEqual
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from common.run_dir import RunDirectory
+from common.task import check_batch
+from course.ddp import loading
+from course.ddp.classroom import check_loading as proof
+
+LOADING = loading.LOADING
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_every_way_gives_the_same_micro_batches(nproc):
+    proof.check_loading(list(LOADING.values()), nproc)
+
+
+def test_the_ways_that_the_page_builds_are_those_of_loading():
+    built = {}
+    for cell in code_of_page("03_ddp/02_feeding.ipynb"):
+        built |= definitions(cell)
+    finished = definitions(Path(loading.__file__).read_text())
+    for name in ("dispatch", "records", "stream", "slices", "shard_stream", "Slices.__init__", "Slices.__iter__"):
+        assert built[name] == finished[name], f"{name} differs between the page and loading.py"
+
+
+# name -> what is broken, right, wrong, refused by
+MISTAKES = {
+    "no set_epoch": ("stream", "epoch_order(plan.seed, epoch,", "epoch_order(plan.seed, 0,", "order"),
+    "no set_epoch, sharded": ("shard_stream", "epoch_order(plan.seed, epoch,", "epoch_order(plan.seed, 0,", "order"),
+    "a batch more": ("shard_stream", "place == plan.batch_size - 1", "len(mine) == plan.slice_size", "count"),
+    "a batch more, workers": (
+        "shard_stream_workers",
+        "place == plan.batch_size - 1",
+        "len(mine) == plan.slice_size",
+        "count",
+    ),
+    "from the beginning": ("stream", "start * plan.batch_size, None", "0, None", "count"),
+    "one slice for all": ("stream", "first = plan.data_rank * plan.slice_size", "first = 0", "order"),
+    "dealt out": (
+        "shard_stream",
+        "place // plan.slice_size == plan.data_rank",
+        "place % plan.data_size == plan.data_rank",
+        "order",
+    ),
+    "every worker makes all": ("shard_stream_workers", "worker.id, worker.num_workers", "0, 1", "count"),
+    "turns counted from 0": ("shard_stream_workers", "(step - start) % workers", "step % workers", "order"),
+    "described to rank 0 alone": (
+        "dispatch",
+        "if described is None:",
+        "if described is None and plan.data_rank == 0:",
+        "error",
+    ),
+    "one buffer for all steps": (
+        "dispatch",
+        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype) for shape, dtype in described[0]]",
+        "mine = mine if step > start else [torch.empty(plan.slice_size, *s, dtype=d) for s, d in described[0]]",
+        "order",
+    ),
+}
+
+
+def planted(name: str):
+    """The way of loading with a mistake in it."""
+    target, right, wrong, _ = MISTAKES[name]
+    text = Path(loading.__file__).read_text()
+    assert text.count(right) == 1, f"{right!r} stands {text.count(right)} times in loading.py"
+    namespace = {"__name__": "planted"}
+    exec(compile(text.replace(right, wrong), f"<{name}>", "exec"), namespace)
+    return namespace[target]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused(name):
+    with pytest.raises(NotEqual) as refusal:
+        proof.check_loading([planted(name)], 2)
+    assert refusal.value.what == MISTAKES[name][-1], refusal.value
+
+
+def right_batches(size: int, accumulate: int, start: int) -> list[list]:
+    """What each rank should read from step `start` on, from the orders of the epochs laid end to end."""
+    endless = torch.cat([epoch_order(1, epoch, 50) for epoch in range(3)])
+    of_ranks = []
+    for rank in range(size):
+        parts = [endless[24 * step :][:24].chunk(size)[rank].chunk(accumulate) for step in range(start, 4)]
+        of_ranks.append([[(part, -part) for part in micro] for micro in parts])
+    return of_ranks
+
+
+def test_what_ranks_read_is_compared():
+    """Four batches of 24 from 113 examples, which are two epochs of 50 and a bit."""
+    proof.compare(right_batches(2, 1, 0), 1, 0, "dealt")
+    proof.compare(right_batches(4, 3, 1), 3, 1, "dealt")
+
+    def refused(spoil) -> str:
+        batches = right_batches(2, 3, 1)
+        spoil(batches)
+        with pytest.raises(NotEqual) as refusal:
+            proof.compare(batches, 3, 1, "dealt on 2 rank(s)")
+        return f"{refusal.value.what}: {refusal.value}"
+
+    def swap(of_ranks):
+        of_ranks[1][1][2] = of_ranks[1][1][0]
+
+    first, third = (right_batches(2, 3, 1)[1][1][micro][0].tolist() for micro in (0, 2))
+    where = "order: dealt on 2 rank(s): from step 1 on, micro-batch 2 of step 2 on rank 1"
+    assert refused(swap) == f"{where} is {first}, expected {third}"
+    assert refused(lambda of_ranks: of_ranks[1][1].pop()) == f"{where} is None, expected {third}"
+    targets = refused(lambda of_ranks: of_ranks[0][0][0][1].neg_())
+    assert targets.startswith("order: dealt on 2 rank(s): from step 1 on, micro-batch 0 of step 1 on rank 0 is ")
+    said = "count: dealt on 2 rank(s): from step 1 on, ranks got [3, 2] batches, expected 3 each"
+    assert refused(lambda of_ranks: of_ranks[1].pop()) == said
+
+
+def test_a_check_of_loading_asks_for_every_plan_and_start(monkeypatch):
+    seen = []
+
+    def dealt(dataset, plan, start):
+        return [(plan.accumulate, start, plan.batch_size, plan.examples, plan.seed, plan.data_rank, plan.data_size)]
+
+    monkeypatch.setattr(proof.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(proof.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(proof, "launch", lambda function, nproc, timeout: [function()] * nproc)
+    monkeypatch.setattr(proof, "compare", lambda *about: seen.append(about))
+    proof.check_loading([dealt], 2)
+    asked = [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert [(about[1:3], about[3]) for about in seen] == [
+        (case, f"dealt on 2 rank(s), accumulate {case[0]}") for case in asked
+    ]
+    assert [about[0] for about in seen] == [[[(*case, 24, 113, 1, 1, 2)]] * 2 for case in asked]
+
+
+class Counted(proof.Numbered):
+    """Counts what is read and decoded, in workers too, whose memory is another."""
+
+    def __init__(self):
+        self.work = torch.zeros(2, dtype=torch.int64).share_memory_()  # records read, records decoded
+
+    def batch(self, indices):
+        self.work += len(indices)
+        return super().batch(indices)
+
+    def record(self, index):
+        self.work[0] += 1
+        return super().record(index)
+
+    def decode(self, record):
+        self.work[1] += 1
+        return super().decode(record)
+
+
+def count_work():
+    """For each way: records read, records decoded, calls and bytes of the batches sent, RNG left alone."""
+    plan = Plan(1, 24, 4 * 24, dist.get_rank(), dist.get_world_size())
+    found = {}
+    for name, way in LOADING.items():
+        dataset, before = Counted(), torch.get_rng_state()
+        with Ledger() as ledger:
+            list(way(dataset, plan))
+        scattered = [entry.payload for entry in ledger.entries if entry.operation == "scatter"]
+        others = {entry.operation for entry in ledger.entries} - {"scatter"}
+        found[name] = (dataset.work.tolist(), scattered, others, torch.equal(before, torch.get_rng_state()))
+    return found
+
+
+def test_who_reads_decodes_and_sends(monkeypatch):
+    """Four steps of 24 examples on two ranks: 96 examples, 48 for each rank."""
+    monkeypatch.setattr(loading, "WORKERS", 1)  # two would count at once, and lose counts
+    sent = [24 * 8] * 2 * 4  # inputs and targets of each step, 8 bytes an example
+    for rank, found in enumerate(launch(count_work)):
+        assert found == {
+            "dispatch": ([96, 96] if rank == 0 else [0, 0], sent, {"broadcast"}, True),
+            "shard": ([48, 48], [], set(), True),
+            "stream": ([96, 96], [], set(), True),
+            "shard-stream": ([96, 48], [], set(), True),
+            "shard-stream-workers": ([96, 48], [], set(), True),
+        }
+
+
+def test_text_as_a_stream_is_the_text():
+    text = Text(context=16)
+    indices = torch.tensor([0, 7, text.size - 1])
+    records = [text.record(index) for index in indices.tolist()]
+    assert {type(record) for record in records} == {bytes} and {len(record) for record in records} == {17}
+    for whole, parts in zip(text.batch(indices), zip(*map(text.decode, records), strict=True), strict=True):
+        assert torch.equal(whole, torch.stack(parts)) and whole.dtype == parts[0].dtype
+
+
+def test_training_is_bitwise_the_same_and_goes_on_from_anywhere(tmp_path):
+    """Each way through one run; and one run of which each way does a step, resumed."""
+    runs = [configure(size=2, **TEXT, strategy="ddp", loading=name, run_dir=tmp_path / name) for name in LOADING]
+    launch(train, 2, (runs,))
+    for step, name in enumerate(reversed([*LOADING][1:]), start=1):
+        resumed = {"resume": True} if step > 1 else {}
+        settings = TEXT | {"steps": step, "loading": name, "run_dir": tmp_path / "parts"} | resumed
+        launch(train, 2, ([configure(size=2, **settings, strategy="ddp")],))
+    expected = numbers(tmp_path / "shard")
+    assert len(expected) == 8 and len(set(expected)) == 8
+    for name in [*LOADING, "parts"]:
+        assert numbers(tmp_path / name) == expected, name
+    for name in LOADING:
+        one, other = (saved(tmp_path / n / "checkpoint-000004") for n in ("shard", name))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+
+
+def test_bad_choices_get_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = {
+        "--loading stream": r"--loading is an option of ddp, not of 'single'; leave it out",
+        "--loading shards --strategy ddp": r"invalid choice: 'shards'",
+        "--loading shard-stream --strategy ddp --task images": r"is one table in memory; use --loading shard or disp",
+    }
+    for line, told in wrong.items():
+        with pytest.raises(UserError, match=told) as error:
+            configure(line)
+        assert len(str(error.value).splitlines()) == 1
+    assert configure("--strategy=ddp --task=images --loading=dispatch").options.loading == "dispatch"
+    strategy = type("", (), {"data_size": 4})
+    with pytest.raises(
+        UserError, match="--batch-size 6 is not one example for each of 4 data-parallel rank.* = 8; make it 8 or a mul"
+    ):
+        check_batch(configure(batch_size=6, accumulation_steps=2), strategy)
+    with pytest.raises(UserError, match="--batch-size 11 does not divide .* = 8; the nearest that does is 8"):
+        check_batch(configure(batch_size=11, accumulation_steps=2), strategy)
+
+
+def test_workers_end_with_a_rank_that_is_killed(tmp_path):
+    """(For Ctrl-C see tests/common/test_train.py.)"""
+    process = start(
+        "--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers", nproc=2, cwd=tmp_path
+    )
+    wait_for_step(tmp_path / "run", 3)
+    ranks = ranks_of(process)
+    workers = [child for rank in ranks for child in rank.children()]
+    assert len(ranks) == 2 and len(workers) == 2 * loading.WORKERS
+    ranks[1].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "SIGKILL" in errors, errors
+    assert psutil.wait_procs([*ranks, *workers], timeout=20)[1] == []
+
+
+def two_steps_then_close():
+    me = psutil.Process()
+    batches = LOADING["shard-stream-workers"](proof.Numbered(), proof.plans()[0])
+    next(batches)
+    workers = me.children()
+    batches.close()
+    return len(workers), len(me.children())
+
+
+def fail_with_workers(config):
+    try:
+        train([config])
+    except UserError as error:
+        return str(error), len(psutil.Process().children())
+
+
+def test_workers_end_when_nobody_wants_more_and_when_the_loop_fails(tmp_path):
+    assert launch(two_steps_then_close) == [(loading.WORKERS, 0)] * 2
+    settings = TEXT | {"strategy": "ddp", "optimizer": "sgd", "lr": 1e38, "run_dir": tmp_path / "run"}
+    config = configure(size=2, **settings, loading="shard-stream-workers")
+    for error, left in launch(fail_with_workers, args=(config,)):
+        assert "the loss is nan at step" in error and left == 0
+
+
+def test_workers_can_be_spawned():
+    """As on macOS and Windows: the dataset travels by pickle, and a worker imports the chapter's file anew."""
+    code = """
+from common.data import Plan, Text, shard
+from course.ddp import loading
+loading.START_METHOD, loading.WORKERS = "spawn", 1
+both = [list(load(Text(16), Plan(0, 8, 16))) for load in (shard, loading.shard_stream_workers)]
+print(all(a.equal(b) for ours, theirs in zip(*both) for a, b in zip(ours[0], theirs[0])), len(both[1]))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT / "03_ddp", capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("True 2\n", 0), done.stderr
+
+
+def test_torchrun_restarts_a_run_after_a_rank_was_killed(tmp_path):
+    """It goes on from the newest checkpoint, to the losses of a run that nobody disturbed."""
+    settings = TEXT | {"steps": 100, "checkpoint_every": 20, "loading": "shard-stream-workers"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    process = torchrun(
+        *("--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "distributed_training.py"),
+        *("--distributed", "--run-dir=run", *options),
+        cwd=tmp_path,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
+    )
+    wait_for_step(tmp_path / "run", 21)
+    ranks_of(process)[1].kill()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "restarted by torchrun: going on after step" in errors, errors
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    launch(train, 2, ([configure(size=2, **settings, strategy="ddp", run_dir=tmp_path / "whole")],))
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
+    def attempt(launched: str, number: int) -> RunDirectory:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"logs/{launched}/attempt_{number}/0/error.json")
+        return RunDirectory(configure(), world_size=1)
+
+    monkeypatch.chdir(tmp_path)
+    first = attempt("none_ab", 0)
+    assert not first.goes_on
+    first.log({"step": 1})
+    second = attempt("none_ab", 1)  # the first died before its first checkpoint: from the beginning
+    assert second.path == first.path and not second.goes_on and second.records() == []
+    second.log({"step": 1})
+    (second.path / manifest.name_of(1)).mkdir()
+    third = attempt("none_ab", 2)
+    assert third.path == first.path and third.goes_on and third.records() == [{"step": 1}]
+    other = attempt("none_cd", 1)
+    assert other.path != first.path and not other.goes_on
+    with pytest.raises(UserError, match="holds a run already; add --resume to go on"):
+        configure(run_dir=first.path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "logs/none_ef/attempt_0/0/error.json")
+    two_nodes = RunDirectory(configure(), 2, ["none_ef", "none_gh"])
+    (two_nodes.path / manifest.name_of(1)).mkdir()
+    assert attempt("none_gh", 1).path == two_nodes.path, "the first node is lost, and the other's rank is rank 0"
+
+
+def test_ranks_that_share_no_data_are_told_so(tmp_path, capfd):
+    alone, settings = ["single", "dp"], TEXT | {"steps": 1}
+    configs = [configure(size=2, **settings, strategy=name, run_dir=tmp_path / name) for name in [*alone, "ddp"]]
+    launch(train, 2, (configs,))
+    told = re.findall("strategy '(.*)' divides nothing between processes: all 2 ranks train", capfd.readouterr().out)
+    assert told == alone

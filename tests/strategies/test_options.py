@@ -1,0 +1,296 @@
+"""Every option reaches its strategy: each is set on the command line, the chapter's real main trains, and what the
+option should change is looked at: an attribute, what was called, a number that must differ.
+
+Expectations are literals, not what the code under test says of itself.
+"""
+
+import pytest
+import torch
+from helpers import SMALL, configure, do_not_draw, numbers
+
+from common import manifest
+from common.config import shared
+from common.lab.guard import CheckCollectives
+from common.lab.launch import launch
+from common.run import Run
+from course.pipeline.torch_schedules import InContext
+from course.strategies import STRATEGIES, load
+
+KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry.implementations]
+SIZES = {"single": 1, "dp": 1}
+
+
+def size_of(name, kind):
+    """Ranks on which the strategy is more than one process, where it can be."""
+    return 1 if (name, kind) == ("model", "pytorch") else SIZES.get(name, 2)
+
+
+def observe(configs, looks):
+    """On a rank: train as the scripts do; for each configuration what was seen, and what its function in `looks`
+    returned, which is called inside the run, when its first step has been done."""
+    do_not_draw()
+    observations = []
+    for config, look in zip(configs, looks, strict=True):
+        seen = {}
+        original = Run.log, Run.batches
+
+        def log(run, step, loss, grad_norm, seen=seen, original=original, look=look):
+            original[0](run, step, loss, grad_norm)
+            if not step:
+                seen["looked"] = look(run, seen)
+                seen["rates"] = []
+                seen["steps"] = []
+                optimizer = getattr(run.strategy.optimizer, "optim", run.strategy.optimizer)  # ZeroRedundancyOptimizer
+                told = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+                seen["optimizer"] = type(optimizer).__name__, told
+            seen["rates"].append(run.strategy.optimizer.param_groups[0]["lr"])
+            seen["steps"].append(step)
+
+        def batches(run, *load, seen=seen, original=original):
+            seen["load"] = load[0].__name__ if load else "shard"
+            step = run.strategy.step
+
+            def counted(micro_batches):
+                seen["micro_batches"] = [tuple(inputs.shape) for inputs, _ in micro_batches]
+                seen["guard"] = any(isinstance(mode, CheckCollectives) for mode in modes())
+                seen["threads"] = torch.get_num_threads()
+                return step(micro_batches)
+
+            run.strategy.step = counted
+            return original[1](run, *load)
+
+        Run.log, Run.batches = log, batches
+        try:
+            config.main(config)
+        finally:
+            Run.log, Run.batches = original
+        observations.append(seen)
+    return observations
+
+
+def modes():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
+
+def optimizer_of(seen):
+    """The optimizer's class and what it was told."""
+    name, group = seen["optimizer"]
+    return name, {key: group[key] for key in ("momentum", "betas", "weight_decay") if key in group}
+
+
+BASE = SMALL | {"steps": 1, "checkpoint_every": 0, "batch_size": 24}
+# What the run's options change, where every strategy trains: what must differ from BASE.
+VARIANTS = {
+    "precision": {"precision": "fp16"},  # of which the loss is scaled, so the gradients and their norm are as well
+    "accumulation_steps": {"accumulation_steps": 3},
+    # of which each shows in something else
+    "others": {"steps": 2, "seed": 5, "optimizer": "sgd", "lr": 0.01,
+               "check_collectives": True, "async_checkpoint": True},
+}  # fmt: skip
+
+
+def check_the_runs_options(seen: dict, got: dict) -> None:
+    """What was seen in the runs of VARIANTS, and their numbers, beside those of the run "base"."""
+    base, half = got["base"], got["precision"]
+    assert half == pytest.approx(base, rel=5e-2), "--precision fp16: loss, and norm of gradients that are unscaled"
+    assert half[0] != base[0], "--precision fp16: not the same"
+    assert got["others"][0] != base[0], "--seed: other weights, other data"
+    assert optimizer_of(seen["base"]) == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
+    assert optimizer_of(seen["others"]) == ("SGD", {"momentum": 0.9, "weight_decay": 0}), "--optimizer sgd"
+    assert seen["base"]["rates"] == pytest.approx([0.0001]), "2e-3 after 20 steps of warm-up"
+    assert seen["others"]["rates"] == pytest.approx([0.0005, 0.0010])
+    (whole,), parts = seen["base"]["micro_batches"], seen["accumulation_steps"]["micro_batches"]
+    assert parts == [(whole[0] // 3, *whole[1:])] * 3, "--accumulation-steps 3: three micro-batches"
+    assert got["accumulation_steps"] == pytest.approx(base, rel=1e-4)
+    assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True), "--check-collectives"
+    assert seen["base"]["threads"] == 1
+
+
+def shape_of(run, seen):
+    model = run.strategy.model
+    return len(model.blocks), tuple(model.embedding.positions.weight.shape), model.blocks[0].attention.heads
+
+
+def test_the_models_options_and_the_datas(tmp_path):
+    line = "--layers 3 --width 48 --heads 6 --context 8 --batch-size 10 --steps 5 --checkpoint-every 2 --log-every 1"
+    config = configure(line, strategy="single", run_dir=tmp_path / "run")
+    three = configure(f"{line} --keep 3", strategy="single", run_dir=tmp_path / "three")
+    ((seen, _),) = launch(observe, 1, ([config, three], [shape_of] * 2))
+    assert seen["looked"] == (3, (8, 48), 6)
+    assert seen["micro_batches"] == [(10, 8)] and seen["steps"] == [0, 1, 2, 3, 4]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [4, 5]
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "three")] == [2, 4, 5]
+
+
+def test_two_seeds_give_other_weights_and_other_data(tmp_path):
+    def first(run, seen):
+        inputs, _ = next(iter(run.task.micro_batches(0, run.strategy)))
+        torch.manual_seed(0)
+        return run.task.make_model().embedding.tokens.weight.sum().item(), inputs[0].tolist()
+
+    configs = [configure(strategy="single", run_dir=tmp_path / str(s), seed=s, **BASE) for s in (0, 5)]
+    ((one, other),) = launch(observe, 1, (configs, [first] * 2))
+    assert one["looked"][0] != other["looked"][0], "weights"
+    assert one["looked"][1] != other["looked"][1], "data"
+
+
+MESHES = {  # that are not the presets, through the main of each chapter that has several axes
+    ("hsdp", "by-hand", 4): {"data": 4, "shard": 1},
+    ("hsdp", "pytorch", 4): {"data": 1, "shard": 4},
+    ("fsdp", "by-hand", 2): {"data": 2, "shard": 1},
+    ("pipeline+ddp", "by-hand", 2): {"pipeline": 2, "data": 1},
+    ("expert", "by-hand", 2): {"data": 2, "expert": 1},
+}
+
+
+def mesh_of(run, seen):
+    mesh = run.strategy.mesh
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+@pytest.mark.parametrize("name, kind, size", MESHES)
+def test_the_mesh_reaches_the_strategy(name, kind, size, tmp_path):
+    axes = MESHES[name, kind, size]
+    named = {"strategy": name, "implementation": kind, "mesh": ",".join(f"{axis}={n}" for axis, n in axes.items())}
+    pipeline = {"microbatches": 2} if "pipeline" in name else {}
+    config = configure(size=size, run_dir=tmp_path / "run", **BASE, **named, **pipeline)
+    for (seen,) in launch(observe, size, ([config], [mesh_of])):
+        assert seen["looked"] == axes, "--mesh"
+
+
+# --- the strategies' own options ------------------------------------------------------------------------------
+
+
+def blocks_recompute(run, seen):
+    return "checkpoint" in repr(run.strategy.model.blocks[0].forward)
+
+
+def stages_recompute(run, seen):
+    strategy = run.strategy
+    if hasattr(strategy, "own"):  # PyTorch's stages
+        modules = [module for stage in strategy.own for module in stage.submod.modules()]
+        (recompute,) = {module.recompute for module in modules if isinstance(module, InContext)}
+        return recompute
+    return strategy.executor.recompute
+
+
+def offloaded(run, seen):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    state = run.strategy.model.blocks[0]._get_fsdp_state()
+    return isinstance(state._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+
+
+def schedule_of(run, seen):
+    if hasattr(run.strategy, "own"):
+        return type(run.strategy.schedule).__name__
+    actions = run.strategy.executor.actions
+    return [str(action.kind) for action in actions if not action.kind.startswith(("SEND", "RECV"))]
+
+
+def cuts(run, seen):
+    return [list(run.strategy.stages.names[number]) for number in sorted(run.strategy.stages.modules)]
+
+
+def microbatches_of(run, seen):
+    if hasattr(run.strategy, "own"):
+        return run.strategy.schedule._n_microbatches
+    return sum(action.kind == "F" for action in run.strategy.executor.actions)
+
+
+def load_of(run, seen):
+    return seen["load"]
+
+
+def mixture_of(run, seen):
+    mixture = run.strategy.model.blocks[0].mlp
+    return mixture.number, mixture.top_k
+
+
+def is_pipeline(name, kind):
+    return "pipeline" in load(name, kind).preset and "schedule" in load(name, kind).Options.__dataclass_fields__
+
+
+# option -> (what is set, look, what is seen by default, what is seen then); a function of (name, kind) where it depends
+OWN = {
+    "recompute": lambda name, kind: (
+        {"recompute": "full"}, stages_recompute if is_pipeline(name, kind) else blocks_recompute, False, True
+    ),
+    "offload": lambda name, kind: ({"offload": True}, offloaded, False, True),
+    "loading": lambda name, kind: ({"loading": "dispatch"}, load_of, "shard", "dispatch"),
+    "experts": lambda name, kind: ({"experts": 4}, mixture_of, (8, 2), (4, 2)),
+    "top_k": lambda name, kind: ({"top_k": 3}, mixture_of, (8, 2), (8, 3)),
+    "microbatches": lambda name, kind: ({"microbatches": 6, "schedule": "1f1b"}, microbatches_of, 4, 6),
+    "schedule": lambda name, kind: (
+        {"schedule": "gpipe"},
+        schedule_of,
+        *(("Schedule1F1B", "ScheduleGPipe") if kind == "pytorch" else (["F", "B"] * 4, ["F"] * 4 + ["B"] * 4)),
+    ),
+    "stages_per_rank": lambda name, kind: (
+        {"schedule": "interleaved", "stages_per_rank": 3}, lambda run, seen: len(cuts(run, seen)), 1, 3
+    ),
+    "split_spec": lambda name, kind: (
+        {"split_spec": "blocks.0:end"}, cuts, None, [["blocks.1", "blocks.2", "blocks.3", "head"]]
+    ),
+}  # fmt: skip
+ELSEWHERE = {"find_batch_size", "memory_budget"}  # they print and train nothing: tests/strategies/test_sharding.py
+# DDP in a pipeline knows the schedule 1f1b only, with one stage on each rank: tests/common/test_cli.py
+REFUSED = {("pipeline+ddp", "pytorch", "schedule"), ("pipeline+ddp", "pytorch", "stages_per_rank")}
+CASES = {
+    (name, kind): [
+        option
+        for option in load(name, kind).Options.__dataclass_fields__
+        if option not in ELSEWHERE and (name, kind, option) not in REFUSED
+    ]
+    for name, kind in KINDS
+}
+
+
+@pytest.mark.parametrize("name, kind", KINDS)
+def test_options_reach_every_strategy(name, kind, tmp_path):
+    """In one launch: a run with the defaults, one for each of VARIANTS, and one for each option of the strategy."""
+    size = size_of(name, kind)
+    own = {option: OWN[option](name, kind) for option in CASES[name, kind]}
+
+    def look_for_all(run, seen):
+        return {option: look(run, seen) for option, (_, look, *_) in own.items()}
+
+    common = BASE | {"strategy": name, "implementation": kind}
+    pipeline = "pipeline" in name  # its own options want more layers, and its micro-batches as they are by default
+    less = {"microbatches": 2} if pipeline else {}
+    more = {"layers": 4} if pipeline else {}
+    if name in ("pipeline+ddp", "pipeline+fsdp"):
+        more["mesh"] = f"pipeline=2,{'data' if name == 'pipeline+ddp' else 'shard'}=1"
+    settings = {option: less | variant for option, variant in {"base": {}, **VARIANTS}.items()}
+    settings |= {"defaults": more} if pipeline else {}
+    settings |= {f"own-{option}": more | changed for option, (changed, *_) in own.items()}
+    defaults = "defaults" if pipeline else "base"
+    looks = dict.fromkeys(settings, lambda run, seen: None) | {defaults: look_for_all}
+    looks |= {f"own-{option}": look for option, (_, look, *_) in own.items()}
+    configs = [configure(size=size, run_dir=tmp_path / run, **common | changed) for run, changed in settings.items()]
+    ranks = launch(observe, size, (configs, list(looks.values())), timeout=180)
+    seen = dict(zip(settings, ranks[-1], strict=True))
+    check_the_runs_options(seen, {run: numbers(tmp_path / run) for run in ("base", *VARIANTS)})
+    before = seen[defaults]["looked"]
+    for option, (_, _, default, then) in own.items():
+        if default is None:
+            assert before[option] != then, option
+        else:
+            assert before[option] == default, option
+        assert seen[f"own-{option}"]["looked"] == then, option
+
+
+def test_every_option_is_tested():
+    own = {option for options in CASES.values() for option in options} | ELSEWHERE
+    assert own == {o for name, kind in KINDS for o in load(name, kind).Options.__dataclass_fields__}
+    elsewhere = {  # where the run's options are tested that VARIANTS doesn't have
+        "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device", "resume",
+        "run_dir", "task", "dataset", "data_dir", "download",
+        "validate_every", "text",  # test_validation.py, test_text.py
+        "dry_run", "tensorboard", "timeout",  # test_dry_run.py, test_runs.py, test_train.py
+        "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py
+    }  # fmt: skip
+    here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
+    assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}

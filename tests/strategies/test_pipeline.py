@@ -1,0 +1,337 @@
+"""Pipelines: every schedule equals one process, alone and beside replicas; what is refused; runs that go on."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import FULL, do_not_draw
+from pipelines import batch, deep, mesh_of, small
+from torch import nn
+
+from common import command_line
+from common.errors import UserError
+from common.lab import equality
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from common.mesh import make_mesh
+from common.model import GPT
+from common.run import Run
+from common.task import make_task
+from course.pipeline import by_hand, schedules, torch_schedules
+from course.pipeline import distributed_training as torchs
+from course.pipeline import pipeline_hybrids as hybrid
+from course.pipeline.by_hand import PipelineDDPByHand
+from course.pipeline.options import PipelineOptions
+from course.strategies import STRATEGIES
+
+
+def first_layers_frozen(model_class=GPT) -> nn.Module:
+    model = equality.frozen(model_class)
+    model.embedding.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+# Every schedule equals one process
+
+# Fewer than ranks on 2 and on 4 of them; as many, on 2; twice as many, on both. With FULL=1 all.
+MICROBATCHES = dict.fromkeys((2, 4), (1, 2, 4, 8)) if FULL else {2: (1, 2, 4), 4: (1, 8)}
+
+
+def runs(ranks: int) -> list[tuple]:
+    """(schedule, micro-batches, stages per rank) wherever there is such a schedule."""
+    found = []
+    for name, entry in schedules.SCHEDULES.items():
+        for m in MICROBATCHES[ranks]:
+            if m >= entry.least * ranks:
+                found.append((name, m, entry.stages_per_rank or 2))
+    return found
+
+
+def cases(ranks: int, stages_per_rank: int) -> list[equality.Case]:
+    # At 0.3, parts of the deep one hardly move in two steps.
+    make_model, max_norm = (deep, 0.6) if ranks * stages_per_rank > 4 else (equality.tied, 0.3)
+    return [
+        equality.Case(make_model, equality.sgd, 1, max_norm, steps=2),
+        equality.Case(make_model, equality.adamw, 1, 100.0, steps=2),
+    ]
+
+
+def train_all(trained, strategy_class):
+    return [
+        equality.on_ranks(strategy_class, list(some), None, PipelineOptions(**options)) for options, some in trained
+    ]
+
+
+def prove_all(trained, nproc, strategy_class=by_hand.PipelineByHand) -> None:
+    """Equality of many pipelines, each (options, cases), in one launch. Raises NotEqual."""
+    outcomes = launch(train_all, nproc, (trained, strategy_class), timeout=120)
+    for number, (options, some) in enumerate(trained):
+        for index, (case, reference) in enumerate(zip(some, equality.references(tuple(some)), strict=True)):
+            equality.check_something_happened(case, reference)
+            equality.compare(case, reference, [rank[number][index] for rank in outcomes], f"{options}, {nproc} ranks")
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_every_schedule_by_hand_equals_one_process(nproc):
+    trained = [
+        ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)) for name, m, v in runs(nproc)
+    ]
+    if not FULL:
+        both = 4 if nproc == 2 else None  # the number of micro-batches that meets AdamW as well as SGD
+        trained = [(options, some[: 1 + (options["microbatches"] == both)]) for options, some in trained]
+    assert len(trained) == ({2: 30, 4: 29} if FULL else {2: 22, 4: 15})[nproc]
+    assert {options["schedule"] for options, _ in trained} == set(schedules.SCHEDULES)
+    prove_all(trained, nproc)
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_every_schedule_of_pytorch_equals_one_process(nproc):
+    trained = [
+        ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)[:1])
+        for name, m, v in runs(nproc)
+        if m >= nproc
+    ]
+    assert {options["schedule"] for options, _ in trained} == set(torch_schedules.TORCH_SCHEDULES)
+    assert set(torch_schedules.TORCH_SCHEDULES) == set(schedules.SCHEDULES)
+    prove_all(trained, nproc, torchs.PipelineParallel)
+
+
+FROZEN = [equality.Case(make, equality.sgd, 3, 100.0, steps=2) for make in (first_layers_frozen, equality.frozen)]
+
+
+def test_frozen_layers_accumulation_and_recomputation():
+    """Nobody wants the gradient that comes to a frozen stage; and whoever sends it must find somebody who takes it."""
+    trained = [
+        ({"schedule": name, "recompute": again}, FROZEN) for name in ("1f1b", "zb-h1") for again in ("none", "full")
+    ]
+    prove_all(trained, 4)
+    prove_all([({"schedule": "zbv"}, FROZEN), ({"schedule": "interleaved", "recompute": "full"}, FROZEN)], 2)
+
+
+def test_what_pytorch_traces_equals_one_process():
+    from course.pipeline.traced import TracedPipeline as traced
+
+    trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("1f1b", "interleaved")]
+    prove_all([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
+
+
+def test_every_class_of_pytorch_is_there():
+    classes = {
+        value
+        for name, value in vars(torch.distributed.pipelining).items()
+        if name.startswith("Schedule") and isinstance(value, type)
+    }
+    assert set(torch_schedules.TORCH_SCHEDULES.values()) == classes
+
+
+def test_micro_batches_that_do_not_divide():
+    def step():
+        strategy = by_hand.PipelineByHand(equality.tied(), equality.sgd, mesh_of(by_hand.PipelineByHand))
+        tokens = torch.zeros(6, 8, dtype=torch.long)
+        try:
+            strategy.step([(tokens, tokens)])
+        except UserError as error:
+            return str(error)
+
+    assert launch(step, 1) == ["6 examples cannot be cut into 4 equal micro-batches"]
+
+
+def test_what_pytorchs_schedule_is_given_and_what_ranks_without_a_loss_take(monkeypatch):
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **to: sent.append((str(tensor.device), tensor.shape, to)))
+    sent, strategy = [], object.__new__(torchs.PipelineParallel)
+    strategy.microbatches, strategy.device = 4, torch.device("meta")
+    strategy.pipeline = SimpleNamespace(group="the pipeline")
+    strategy.stages = SimpleNamespace(first=False, rank_of=[0, 1, 2])
+    strategy.from_last_stage(0.0)
+    assert sent == [("meta", torch.Size([]), {"group": "the pipeline", "group_src": 2})], "of the run's device"
+    inputs = torch.zeros(8, 2)
+    assert strategy.for_first_stage(inputs) == [], "inputs are for the first stage"
+    strategy.stages.first = True
+    assert strategy.for_first_stage(inputs)[0] is inputs
+    with pytest.raises(UserError, match="^6 examples cannot be cut into 4 equal micro-batches$"):
+        strategy.for_first_stage(torch.zeros(6, 2))
+        pytest.fail("PyTorch would cut six examples into unequal micro-batches")
+
+
+def test_a_stage_in_which_nothing_is_trained_is_not_given_to_ddp(monkeypatch):
+    """Which refuses it."""
+    monkeypatch.setattr(hybrid, "DistributedDataParallel", lambda stage, process_group, **how: (process_group, how))
+    monkeypatch.setattr(hybrid, "axis", lambda mesh, name: SimpleNamespace(group=f"along {name}"))
+    strategy, still = object.__new__(hybrid.PipelineDDP), nn.Linear(1, 1).requires_grad_(False)
+    strategy.options, strategy.pipeline = PipelineOptions(), SimpleNamespace(size=2)
+    strategy.mesh, strategy.microbatches = None, 4
+    wrapped = strategy.wrap_stages({0: still, 2: nn.Linear(1, 1)})
+    assert wrapped == {0: still, 2: ("along data", {"gradient_as_bucket_view": True})}, "stages as they are called"
+
+
+@pytest.mark.parametrize("by_hand_too", [True, False])
+def test_two_ranks_on_the_command_line(by_hand_too, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    line = "--distributed --strategy pipeline" + " --by-hand" * by_hand_too
+
+    def refusal(more):
+        with pytest.raises(UserError) as refused:
+            command_line.parse(STRATEGIES, argv=f"{line} {more}".split())
+            pytest.fail(f"not refused: {line} {more}")
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "8 stages are more than 6 layers" in refusal("--schedule zbv --layers 4")
+    assert "1 cut(s) make 2 stages, but ranks x stages per rank are 4" in refusal("--split-spec blocks.1:end")
+    assert "on 4 ranks needs 8 or more micro-batches, not 4" in refusal("--schedule dualpipev --layers 6")
+    if not by_hand_too:
+        assert "wants a micro-batch for each of 4 ranks, not 2" in refusal("--microbatches 2")
+        assert "deals micro-batches out to 2 equal rounds, and 9 are not" in refusal(
+            "--schedule zb-h1 --microbatches 9 --batch-size 36"
+        )
+        assert "in a pipeline of 2 ranks with more micro-batches" in refusal("--strategy pipeline+ddp --microbatches 2")
+        assert "in a pipeline of 4 ranks with more micro-batches" in refusal(
+            "--strategy pipeline+ddp --mesh data=1,pipeline=4 --microbatches 4"
+        )
+    assert "a pipeline's stages compute all again, or nothing" in refusal("--recompute selective")
+    assert "--batch-size 32 does not divide by 1 pipeline(s) x --accumulation-steps 3 x --microbatches 4 = 12" in (
+        refusal("--accumulation-steps 3")
+    )
+    assert "--task images: strategy 'pipeline' divides a GPT" in refusal("--task images")
+    command_line.parse(STRATEGIES, argv=f"{line} --split-spec blocks.0:end,blocks.1:end,blocks.2:end".split())
+    Path("options.yaml").write_text("split-spec:\n  blocks.0: end\n  blocks.1: end\n  head: beginning\n")
+    read = command_line.parse(STRATEGIES, argv=f"{line} --config options.yaml".split())
+    assert read.options.split_spec == "blocks.0: end, blocks.1: end, head: beginning"
+
+
+# Replicas
+
+
+REPLICATED = (PipelineDDPByHand, hybrid.PipelineDDP, hybrid.PipelineFSDP)
+
+
+def reductions():
+    """What one step of a grid of 2 x 2 sends between replicas, by class and accumulation: calls, bytes of gradients."""
+    found = {}
+    for strategy_class in REPLICATED:
+        strategy = strategy_class(equality.tied(), equality.sgd, mesh_of(strategy_class))
+        strategy.step([batch(4)])
+        own = sum(p.nbytes for p in strategy.model.parameters())
+        for accumulate in (1, 3):
+            with Ledger() as ledger:
+                strategy.step([batch(4)] * accumulate)
+            large = [e.payload for e in ledger.entries if e.operation == "all_reduce" and e.payload > 100]
+            found[strategy_class, accumulate] = ledger.calls, large, own, strategy.data_rank
+    return found
+
+
+def test_gradients_are_reduced_once_in_a_step_however_many_passes_it_has():
+    """The large all-reduces: one over the replicas, one for the tied weight. With fully_shard, one reduce-scatter."""
+    tied = 64 * 16 * 4
+    for rank, found in enumerate(launch(reductions, 4)):
+        assert len(found) == 6
+        for (strategy_class, _), (calls, large, own, place) in found.items():
+            assert place == rank % 2  # pipelines are outermost
+            if strategy_class is hybrid.PipelineFSDP:
+                assert calls["reduce_scatter"] == 1
+            else:
+                loss = 4 if strategy_class is PipelineDDPByHand else 0  # in the same message by hand
+                assert sorted(large) == sorted([own + loss, tied])
+
+
+def test_replicas_of_every_schedule_equal_one_process():
+    for strategy_class in REPLICATED:
+        names = list(schedules.SCHEDULES)
+        if strategy_class is hybrid.PipelineDDP:
+            names = ["1f1b"]
+        if strategy_class is hybrid.PipelineFSDP:
+            names = [name for name in names if name not in ("zbv", "dualpipev")]
+        trained = [({"schedule": name}, cases(2, 2)[:1]) for name in names]
+        if strategy_class is hybrid.PipelineFSDP:  # in the same launch, whose ranks know DTensor's rules by then
+            trained.append(({}, [dataclasses.replace(case, accumulate=3) for case in FROZEN]))
+        prove_all(trained, 4, strategy_class)
+
+
+def test_which_axis_is_outside_changes_nothing():
+    """Replicas far apart instead of neighbours: groups come from the mesh alone."""
+
+    def both():
+        results = []
+        for strategy_class in REPLICATED:
+            outer = next(iter(strategy_class.preset))
+            pair = []
+            for axes in ({outer: 2, "pipeline": 2}, {"pipeline": 2, outer: 2}):
+                torch.manual_seed(4)
+                strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes))
+                inputs, targets = batch(16)
+                own = slice(strategy.data_rank * 8, strategy.data_rank * 8 + 8)
+                steps = [strategy.step([(inputs[own], targets[own])]) for _ in range(2)]
+                pair.append((steps, strategy.data_rank, dist.get_process_group_ranks(strategy.pipeline.group)))
+            results.append(pair)
+        return results
+
+    for rank, results in enumerate(launch(both, 4)):
+        for (one, place, row), (other, other_place, column) in results:
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5)
+            assert (place, other_place) == (rank // 2, rank % 2)
+            assert (row, column) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+
+
+# Precision, and runs that go on elsewhere
+
+TEXT = "--layers 4 --width 32 --heads 4 --context 16 --batch-size 8 --checkpoint-every 2"
+
+
+def train(lines):
+    """Each run as the command line would start it, in this process group."""
+    do_not_draw()
+    for line in lines:
+        config = command_line.parse(STRATEGIES, argv=f"{TEXT} {line} --distributed".split())
+        task, mesh = make_task(config), make_mesh(config.axes)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        with Run(config, strategy, task) as run:
+            batches = run.batches()
+            for step in run.steps():
+                strategy.set_learning_rate(run.learning_rate(step))
+                run.log(step, *strategy.step(next(batches)))
+
+
+def losses(folder) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_half_precision_and_resumed_with_another_schedule(tmp_path):
+    def run(folder, steps, more):
+        return f"--run-dir {tmp_path / folder} --steps {steps} {more}"
+
+    halves = [
+        run(f"{precision}-{number}", 2, f"--strategy pipeline --precision {precision} --checkpoint-every 0 {how}")
+        for precision in ("bf16", "fp16")
+        for number, how in enumerate(["--by-hand --schedule zbv --recompute full", "--schedule 1f1b"])
+    ]
+    launch(train, 1, ([run("whole", 8, "--strategy pipeline --by-hand --checkpoint-every 0")],))
+    launch(train, 2, ([run("parts", 2, "--strategy pipeline --by-hand --schedule interleaved"), *halves],))
+    go_on = "--resume --strategy pipeline"
+    launch(train, 4, ([run("parts", 4, f"{go_on}+fsdp --schedule 1f1b")],))
+    last = [run("parts", 6, f"{go_on} --schedule 1f1b"), run("parts", 8, f"{go_on} --by-hand --schedule zbv")]
+    launch(train, 2, (last,))
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == pytest.approx(expected, rel=3e-5)
+    for half in halves:
+        got = losses(Path(half.split()[1]))
+        assert got == pytest.approx(expected[:2], rel=0.01) and got != expected[:2]
+
+
+@pytest.mark.parametrize("name", [name for name in schedules.SCHEDULES if name != "1f1b"])
+def test_what_a_refusal_recommends_is_not_refused(name):
+    with pytest.raises(UserError) as refused:
+        hybrid.require_for_ddp(name, 2, 8)
+    recommended = "--strategy pipeline+fsdp" in str(refused.value)
+    try:
+        hybrid.require_for_fsdp(name)
+    except UserError as error:
+        assert not recommended, f"{refused.value}\nand then: {error}"
+    else:
+        assert recommended

@@ -1,0 +1,228 @@
+"""Where models are cut into stages, by what times, and what is moved to the device."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import batch, deep, mesh_of, small
+
+from common.errors import UserError
+from common.lab import equality
+from common.lab.launch import launch
+from common.mesh import axis, make_mesh
+from course.fsdp.by_hand_mesh import MeshByHand
+from course.model_parallel.by_hand_layers import count, layers_of
+from course.pipeline import by_hand, schedules, split
+from course.pipeline import pipeline_hybrids as hybrid
+from course.pipeline.by_hand import PipelineDDPByHand
+from course.pipeline.options import PipelineOptions
+
+CPU = torch.device("cpu")
+
+
+def test_named_places():
+    layers = ["embedding", "blocks.0", "blocks.1", "head"]
+    assert split.named("blocks.0: end", layers, 2) == (2, 4)
+    assert split.named("head: beginning, blocks.0:beginning", layers, 3) == (1, 3, 4)
+    assert split.named("blocks.0: end, blocks.1: beginning", layers, 2) == (2, 4)  # the same place twice
+
+
+def named_parts(spec):
+    return split.stages_of(deep(), 3, spec, dist.group.WORLD)
+
+
+def test_stages_are_the_same_on_all_ranks():
+    by_time = launch(named_parts, 2, ("auto-time",))
+    assert by_time[0] == by_time[1] and len(by_time[0]) == 3
+    assert [name for stage in by_time[0] for name in stage] == list(layers_of(deep()))
+    told = split.stages_of(deep(), 3, "embedding: end, blocks.4: end")
+    assert [len(stage) for stage in told] == [1, 5, 2]
+    assert [len(stage) for stage in split.stages_of(deep(), 2)] == [4, 4]
+
+
+def test_the_time_of_the_last_stage_includes_its_loss(monkeypatch):
+    """By a clock that only the loss moves: it makes the head 50 ms slower in the shortest of three rounds, and no other
+    layer; and each layer is measured where it will be."""
+    seen, clock, lasts = [], [0.0], [0.09, 0.05, 0.07]
+
+    def slow(logits, targets):
+        seen.append((logits.shape, logits.device))
+        clock[0] += lasts.pop(0)
+        return equality.cross_entropy(logits, targets)
+
+    model = small()
+    monkeypatch.setattr(split, "cross_entropy", slow)
+    monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
+    seconds = split.measured(model, CPU)
+    assert seconds == [0.0] * (len(seconds) - 1) + [pytest.approx(0.05)], "the shortest round, with the loss"
+    assert lasts == [], "three rounds"
+    assert {shape for shape, _ in seen} == {(4, 8, 64)}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_is_measured_between_two_waits_for_the_device_and_as_a_copy(monkeypatch):
+    noted, model = [], small()
+
+    @contextlib.contextmanager
+    def context():
+        noted.append("in context")
+        yield
+
+    grad, of_what = torch.autograd.grad, []
+
+    def noting(out, leaves, *more):
+        of_what.append([leaf.shape for leaf in leaves])
+        return grad(out, leaves, *more)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    monkeypatch.setattr(split, "synchronize", lambda device: noted.append("device is done"))
+    monkeypatch.setattr(split.time, "perf_counter", lambda: noted.append("clock") or 0.0)
+    split.measured(model, torch.device("meta"), context, rounds=1)
+    once = ["device is done", "clock", "in context", "device is done", "clock"]
+    assert noted == once * 4, "for each of embedding, two blocks and head"
+    own = [[parameter.shape for parameter in layer.parameters()] for layer in layers_of(model).values()]
+    inputs = [[]] + [[torch.Size((4, 8, 16))]] * 3
+    wanted = [shapes + more for shapes, more in zip(own, inputs, strict=True)]
+    assert of_what == wanted, "backward is measured for a layer's parameters and, but of the first one, its input"
+    of_what.clear()
+    split.measured(small().requires_grad_(False), CPU, rounds=1)
+    assert of_what == inputs[1:], "of frozen layers for their input alone, and of a frozen first one not at all"
+    assert not any(p.is_meta for p in model.parameters()), "what is measured is a copy: the model stays where it was"
+
+
+def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):
+    def measured(model, device, context):
+        seen.append((str(device), context.__name__))
+        rank = dist.get_rank(dist.group.WORLD)
+        return [9.0 if number == 3 - rank else 1.0 for number in range(len(layers_of(model)))]
+
+    def cut():
+        found, options = [], PipelineOptions(split_spec="auto-time", recompute="full")
+        for strategy_class, axes in kinds.items():
+            seen.clear()
+            strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes), options)
+            assert seen == [("cpu", "autocast")] * (dist.get_rank() == 0), "who measures, where, and in which context"
+            executor = getattr(strategy, "executor", None)
+            found.append((strategy.stages.names, executor and (executor.recompute, executor.dtype)))
+        return found
+
+    seen, kinds = [], {PipelineDDPByHand: {}, hybrid.PipelineDDP: {}, hybrid.PipelineFSDP: {}}
+    kinds[MeshByHand] = {"pipeline": 2, "tensor": 2}
+    monkeypatch.setattr(split, "measured", measured)
+    as_rank_0_says, told = [["embedding", "blocks.0", "blocks.1"], ["head"]], (True, torch.float32)
+    for found in launch(cut, 4):
+        assert [names for names, _ in found] == [as_rank_0_says] * 4, "by what rank 0 has measured: a slow head"
+        assert [executor for _, executor in found] == [told, None, None, told], "whether to recompute, and dtype"
+
+
+def test_several_pipelines_are_not_measured_one_by_one():
+    def cut():
+        pipeline = axis(make_mesh({"data": 2, "pipeline": 1}), "pipeline")
+        try:
+            split.own_stages(small(), schedules.build("1f1b", 1, 4), pipeline, "auto-time")
+        except UserError as error:
+            return str(error)
+
+    assert launch(cut, 2)[0].startswith("--split-spec auto-time: several pipelines have to be cut alike")
+
+
+def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
+    """Seen with the meta device in place of a GPU: what was moved there has no memory here."""
+
+    def cut():
+        model = small(layers=4).bfloat16()
+        kept = layers_of(model)
+        axis_of_all = axis(make_mesh({"pipeline": -1}), "pipeline")
+        own = split.own_stages(model, schedules.build("1f1b", 2, 4), axis_of_all, device=torch.device("meta"))
+        moved = [name for name, layer in kept.items() if next(layer.parameters()).is_meta]
+        return moved, own.names[axis_of_all.rank], own.width, own.dtype, list(own.modules)
+
+    for rank, (moved, names, *rest) in enumerate(launch(cut, 2)):
+        assert moved == names and rest == [16, torch.bfloat16, [rank]], "width and type of what stages hand on"
+
+
+def test_what_was_one_weight_without_memory_is_one_on_the_device():
+    with torch.device("meta"):
+        layer = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("a", "b")})
+        layer["b"].weight = layer["a"].weight
+    split.move(layer, CPU)
+    assert layer["b"].weight is layer["a"].weight and layer["b"].bias is not layer["a"].bias
+    assert not any(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_a_frozen_weight_at_both_ends_has_no_gradient_to_add(monkeypatch):
+    model, asked = equality.tied(), []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: asked.append((tensor, group)))
+    for first in (True, False):
+        own = split.OwnStages(model, {}, [], [0, 1], first, not first, 16, torch.float32, "the ends")
+        model.head.out.weight.requires_grad_(False)
+        own.add_tied_gradients()
+        assert asked == [], "a frozen weight has no gradient"
+        model.head.out.weight.requires_grad_(True)
+        model.head.out.weight.grad = torch.ones(64, 16)
+        own.add_tied_gradients()
+        ((tensor, group),) = asked
+        assert tensor is model.head.out.weight.grad and group == "the ends", "what is summed, over which ranks"
+        asked.clear()
+        model.head.out.weight.grad = None
+
+
+def test_a_model_without_memory_takes_what_rank_0_has():
+    def losses_of(meta):
+        torch.manual_seed(2)
+        with torch.device("meta" if meta and dist.get_rank(dist.group.WORLD) > 0 else "cpu"):
+            model = small()
+        strategy = by_hand.PipelineByHand(model, equality.sgd, mesh_of(by_hand.PipelineByHand))
+        return [strategy.step([batch()])[0].item() for _ in range(3)]
+
+    for with_meta, without in launch(lambda: (losses_of(True), losses_of(False)), 4):
+        assert with_meta == without and with_meta[2] != with_meta[0]
+
+
+def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_layer():
+    def cut():
+        rank, most, broadcast = dist.get_rank(dist.group.WORLD), [], split.broadcast_module
+        with torch.device("meta" if rank > 0 else "cpu"):
+            model = small(layers=6)
+
+        def noting(layer, group):
+            broadcast(layer, group)
+            most.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
+
+        split.broadcast_module = noting
+        pipeline, layer = axis(make_mesh({"pipeline": -1}), "pipeline"), max(map(count, layers_of(model).values()))
+        whole, schedule = count(model), schedules.build("1f1b", 4, 4)
+        own = split.own_stages(model, schedule, pipeline, everyone=pipeline.group)
+        return max(most), count(own.model), layer, whole
+
+    first, *others = launch(cut, 4)
+    assert first[0] == first[3]  # rank 0 has all, to begin with
+    for most, own, layer, whole in others:
+        assert own <= most <= own + layer < whole
+
+
+def seconds_in_the_embedding_group():
+    model = by_hand.PipelineByHand(equality.tied(), equality.sgd, make_mesh({"pipeline": 2}), PipelineOptions())
+    group = model.stages.embedding_group
+    return group._get_backend(CPU).options._timeout.total_seconds()
+
+
+def test_the_first_and_the_last_stage_wait_no_longer_than_the_world():
+    assert launch(seconds_in_the_embedding_group, 2, timeout=77) == [77.0, 77.0], "seconds in the embedding's group"
+
+
+def test_tied_pipelines_of_other_ranks_can_follow_each_other():
+    """torch.distributed names a group that its members alone make by the number of groups that each of them has: where
+    ranks differ in it, they wait for each other for ever."""
+
+    def losses():
+        kind, found = by_hand.PipelineByHand, []
+        for axes in ({"pipeline": 4}, {"data": 2, "pipeline": 2}):
+            torch.manual_seed(3)
+            strategy = kind(equality.tied(), equality.sgd, make_mesh(axes), PipelineOptions())
+            found.append(strategy.step([batch()])[0].item())
+        return found
+
+    for of_four, of_two in launch(losses, 4):
+        assert of_four == pytest.approx(of_two, rel=1e-5), "four stages, then two pipelines of two, on equal batches"

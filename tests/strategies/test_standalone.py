@@ -1,0 +1,400 @@
+"""The programs that readers copy: complete without the course, and on 1, 2 and 4 ranks equal to a plain loop here."""
+
+import ast
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forks import Fork, torchrun
+from helpers import FULL, LAUNCHER
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = {path.parent.name: path for path in sorted(ROOT.glob("0*/standalone.py"))}
+OTHERS = [ROOT / "03_ddp" / "feeding.py", ROOT / "03_ddp" / "speed.py", ROOT / "04_model_parallel/standalone_layers.py"]
+HELLO, ONE_PROCESS = "01_intro", "02_data_parallel"
+TRAINING = [chapter for chapter in PROGRAMS if chapter != HELLO]
+# For parameters (the largest are near 0.8) after 3 epochs, 45 or 54 steps, in float32. Measured: programs differ from
+# the plain loop by at most 5e-7, and after 2 epochs with one of the mistakes in training by 3e-2 or more.
+TOLERANCE = 5e-6
+
+
+def linear(*sizes: int) -> list[nn.Module]:
+    return [nn.Linear(*pair) for pair in zip(sizes, sizes[1:])]  # noqa: B905  pairs of neighbours
+
+
+def make_model(chapter: str) -> nn.Module:
+    if chapter == "05_pipeline":
+        *first, last = linear(64, 128, 128, 128, 10)
+        return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in first), last)
+    if chapter == "06_fsdp":
+        first, second, last = linear(64, 128, 128, 10)
+        return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+    first, last = linear(64, 128, 10)
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def plain_loop(chapter: str, epochs: int) -> tuple[dict, list[tuple]]:
+    """One process, whole batches: the parameters, and for each epoch (its number, mean loss, test images right)."""
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    tests = chapter not in ("05_pipeline", "06_fsdp")
+    count = 1500 if tests else 1797
+    torch.manual_seed(0)
+    model = make_model(chapter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    lines = []
+    for epoch in range(epochs):
+        if chapter == ONE_PROCESS:
+            torch.manual_seed(epoch)
+            batches = list(DataLoader(range(count), 96, shuffle=True, drop_last=True))
+        else:  # what DistributedSampler documents: a permutation from seed + epoch
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+            batches = order[: count // 96 * 96].split(96)
+        losses = []
+        for batch in batches:
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        right = (model(images[1500:]).argmax(1) == labels[1500:]).sum().item() if tests else None
+        lines.append((epoch + 1, sum(losses) / len(losses), right))
+    return model.state_dict(), lines
+
+
+def saved(folder: Path) -> dict:
+    """The parameters of the last checkpoint that is in `folder`."""
+    (found,) = folder.glob("checkpoint-*")
+    if found.is_dir():
+        last = max(int(file.parent.name) for file in found.glob("*/.metadata"))
+        dcp_to_torch_save(found / str(last), folder / "whole.pt")
+        found = folder / "whole.pt"
+    return torch.load(found)["model"]
+
+
+def printed(text: str) -> list[tuple]:
+    found = re.findall(r"^epoch (\d+): loss ([\d.]+)(?:, (\d+) of 297 test images right)?$", text, re.MULTILINE)
+    return [(int(epoch), float(loss), int(right) if right else None) for epoch, loss, right in found]
+
+
+def outputs(folder: Path) -> list[str]:
+    """What was printed in `folder`, by launch and then by rank."""
+    return [path.read_text() for path in sorted(folder.glob("output-*"))]
+
+
+def check(folder: Path, output: str, chapter: str, epochs: int) -> None:
+    """Refuse a run whose saved parameters or printed numbers are not the plain loop's."""
+    parameters, lines = plain_loop(chapter, epochs)
+    assert [(epoch, right) for epoch, _, right in printed(output)] == [(epoch, right) for epoch, _, right in lines]
+    # four decimals are printed
+    assert [loss for _, loss, _ in printed(output)] == pytest.approx([loss for _, loss, _ in lines], abs=1e-4)
+    torch.testing.assert_close(saved(folder), parameters, rtol=0, atol=TOLERANCE)
+
+
+# Run programs one after the other, their ranks as forks of a process that has done the slow imports, with the
+# environment that torchrun would give them. A launch of ORDERLY ranks ends as programs of their own do, through the end
+# of the interpreter, which takes longer than the rest of most programs; all others end at once.
+DRIVER = """
+import gc, json, os, runpy, signal, socket, sys
+import sklearn.datasets, torch._dynamo, torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.tensor.parallel
+
+orderly = int(sys.argv[2])
+gc.freeze()  # else each fork copies the memory of all imports, when it collects garbage at its end
+for number, (nproc, program, folder, *arguments) in enumerate(json.loads(sys.argv[1])):
+    os.makedirs(folder, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {}
+    for rank in range(nproc):
+        child = os.fork()
+        if child:
+            ranks[child] = rank
+            continue
+        os.chdir(folder)
+        output = os.open(f"output-{number:02}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in (places | meeting).items()}
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+        if nproc != orderly:
+            sys.stdout.flush()
+            os._exit(0)
+        sys.exit()
+    while ranks:
+        child, status = os.wait()
+        rank, code = ranks.pop(child), os.waitstatus_to_exitcode(status)
+        if code:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            print(open(f"{folder}/output-{number:02}-{rank}").read())
+            sys.exit(f"rank {rank}: {program} in {folder} ended with {code}")
+"""
+
+
+def run(jobs: list[list], folder: Path, orderly: int = 0) -> None:
+    """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0."""
+    (folder / "driver.py").write_text(DRIVER)
+    jobs = [[nproc, *map(str, job)] for nproc, *job in jobs]
+    arguments = [folder / "driver.py", json.dumps(jobs), str(orderly)]
+    # A fork has no end of an interpreter of its own.
+    start(arguments, folder, fork=not orderly)
+
+
+def start(arguments: list, folder: Path, fork: bool) -> str:
+    """What `python ARGUMENTS` writes to stdout, as a fork of this process, or as one of its own; it must succeed."""
+    if fork:
+        process = Fork(*arguments, cwd=folder, env=environment())
+    else:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment(), **pipes)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def environment() -> dict:
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+
+
+def test_one_for_each_chapter():
+    assert list(PROGRAMS) == [path.name for path in sorted(ROOT.glob("0[0-9]_*"))] and len(PROGRAMS) == 6
+
+
+def imports(text: str) -> set[str]:
+    """The first part of the name of every module that is imported."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." * node.level + (node.module or ""))
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            names.add(ast.unparse(node))
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("chapter", PROGRAMS)
+def test_short_and_without_the_course(chapter):
+    text = PROGRAMS[chapter].read_text()
+    assert imports(text) <= {"gc", "os", "socket", "sys", "pathlib", "torch", "sklearn"}
+    docstring = ast.parse(text).body[0]
+    code = [line for line in text.splitlines()[docstring.end_lineno :] if line.strip() and line.strip()[0] != "#"]
+    assert 20 <= len(code) <= 60
+    assert "\n    python standalone.py\n" in docstring.value.value
+    assert chapter == ONE_PROCESS or "\n    torchrun --standalone --nproc_per_node=" in docstring.value.value
+
+
+# An optimizer, DDP and fully_shard import torch.distributed.nn.functional, whose functions have the process group as a
+# default argument. So it outlives destroy_process_group(), and gloo's threads with it: "Tear-down" in architecture.md.
+@pytest.mark.parametrize("program", [*TRAINING[1:], "speed", "standalone_layers", "your_own"])
+def test_no_thread_of_gloo_aborts_the_end_of_python(program):
+    others = {path.stem: path for path in [*OTHERS, ROOT / "docs/your_own.py"]}
+    tree = ast.parse((PROGRAMS | others)[program].read_text())
+    before, last = map(ast.unparse, tree.body[-1].body[-2:])
+    early = [ast.unparse(statement) for statement in tree.body].count("import torch.distributed.nn.functional")
+    assert last == "dist.destroy_process_group()", f"{program} ends with {last}"
+    assert early if program in ("03_ddp", "speed") else before == "gc.collect()", f"{program} ends with {before}"
+
+
+@pytest.mark.parametrize(
+    "line", ["import common.ranks", "from course.ddp import a", "from . import by_hand", "importlib.import_module(a)"]
+)
+def test_an_import_of_the_course_would_be_seen(line):
+    assert not imports(f"import torch\n\n\ndef f():\n    {line}\n") <= {"torch"}
+
+
+# The one without a model, and the one with the most imports; with FULL=1 all.
+ALONE = list(PROGRAMS) if FULL else [HELLO, "06_fsdp"]
+
+
+@pytest.mark.parametrize("chapter", PROGRAMS)
+def test_plain_python(chapter, tmp_path):
+    """Started from elsewhere; as a program of its own, so with no imports but its own, where it is in ALONE."""
+    output = start([PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])], tmp_path, fork=chapter not in ALONE)
+    if chapter == HELLO:
+        assert re.search(r"^rank 0 of 1: .*, cpu, gloo\nrank 0: 1 \+ ... \+ 1 is 1, expected 1\n$", output)
+    else:
+        check(tmp_path, output, chapter, epochs=1)
+
+
+def test_ranks(tmp_path):
+    """An epoch on two ranks, the next on four from the checkpoint of the two, the third on one from that of the four.
+
+    Together they are equal to three epochs of one process that is never interrupted.
+    """
+    jobs = []
+    for chapter, program in PROGRAMS.items():
+        copy = tmp_path / "copies" / chapter / "my_program.py"
+        copy.parent.mkdir(parents=True)
+        shutil.copy(program, copy)
+        jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate([2, 4, 1], start=1)]
+    feeding, speed, _ = OTHERS
+    jobs += [[2, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
+    run(jobs, tmp_path, orderly=4 if FULL else 2)
+    check_feeding(*outputs(tmp_path / "feeding"))
+    check_speed(*outputs(tmp_path / "speed"))
+    for chapter in PROGRAMS:
+        by_rank = outputs(tmp_path / chapter)
+        launches = by_rank[:2], by_rank[2:6], by_rank[6:]
+        assert len(by_rank) == 7
+        if chapter == HELLO:
+            for launch in launches:
+                for rank, text in enumerate(launch):
+                    total = len(launch) * (len(launch) + 1) // 2
+                    assert text.startswith(f"rank {rank} of {len(launch)}: ")
+                    assert text.endswith(f"rank {rank}: 1 + ... + {len(launch)} is {total}, expected {total}\n")
+        else:
+            check(tmp_path / chapter, "".join(by_rank), chapter, epochs=3)
+            for launch in launches:  # one epoch each, from one rank
+                speaker = -1 if chapter == "05_pipeline" else 0
+                assert len(printed(launch[speaker])) == len(printed("".join(launch))) == 1
+
+
+def check_feeding(text: str, silent: str) -> None:
+    """13 examples in a permutation from seed + epoch; two ranks take turns, and each reads three batches of two."""
+    lines = []
+    for epoch in range(2):
+        order = torch.randperm(13, generator=torch.Generator().manual_seed(epoch)).tolist()
+        shares = order[0:12:2], order[1:12:2]
+        for step in range(3):
+            read = " ".join(f"rank {rank} {own[2 * step : 2 * step + 2]}" for rank, own in enumerate(shares))
+            lines.append(f"epoch {epoch}, step {step}: {read}")
+    assert text.splitlines() == lines, "feeding.py: which examples each rank reads in two epochs, on rank 0"
+    assert silent == "", "feeding.py: one rank prints what all have read"
+
+
+def check_speed(text: str, silent: str) -> None:
+    found = re.fullmatch(r"ranks 2, batch 64: ~([\d.]+) ms for a step, ~(\d+) examples/s\n", text)
+    assert found and silent == "", f"speed.py: one line, of rank 0: {text!r}, {silent!r}"
+    ms, rate = float(found[1]), int(found[2])
+    assert 64e3 / (ms + 0.06) - 1 < rate < 64e3 / (ms - 0.06) + 1, f"speed.py: 64 examples in {ms} ms are not {rate}/s"
+
+
+@pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != ONE_PROCESS] if FULL else [HELLO])
+def test_torchrun(chapter, tmp_path):
+    command = ["--standalone", "--nproc_per_node=2", PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])]
+    process = torchrun(*command, cwd=tmp_path, env=environment())
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    if chapter == HELLO:
+        assert sorted(re.findall(r"rank (\d): 1 \+ ... \+ 2 is 3, expected 3", output)) == ["0", "1"]
+    else:
+        check(tmp_path, output, chapter, epochs=1)
+
+
+SAME_ORDER = ("        sampler.set_epoch(epoch)", "        #")
+OWN_DATA = (", num_replicas=1, rank=0", "")
+MISTAKES = {  # chapter, what is right, what stands there instead
+    "names of the wrapper": ("02_data_parallel", '"model": model.state_dict()', '"model": replicas.state_dict()'),
+    "one order": ("03_ddp", *SAME_ORDER),
+    "no sharding": ("03_ddp", "DistributedSampler(data,", "DistributedSampler(data, 1, 0,"),
+    "no ddp": ("03_ddp", "ddp = DistributedDataParallel(model)", "ddp = model"),
+    "batch for each rank": ("03_ddp", "BATCH_SIZE // world_size", "BATCH_SIZE"),
+    "metrics of one rank": ("03_ddp", "        dist.all_reduce(metrics)", "        #"),
+    "no momenta": ("03_ddp", '        optimizer.load_state_dict(state["optimizer"])', "        #"),
+    "own data": ("04_model_parallel", *OWN_DATA),
+    "own targets": ("05_pipeline", *OWN_DATA),
+    "sum of gradients": ("05_pipeline", "cross_entropy)", "cross_entropy, scale_grads=False)"),
+    "own shards": ("06_fsdp", "    sd.set_model_state_dict(", "    [m.reset_parameters() for m in model[::2]]  # ("),
+    "no momenta in shards": (
+        "06_fsdp",
+        'dcp.load({"model": weights, "optimizer": momenta}',
+        'dcp.load({"model": weights}',
+    ),
+}
+
+
+def test_mistakes_are_refused(tmp_path):
+    """Two epochs on two ranks; where something is loaded wrongly, the second is a second start."""
+    jobs = []
+    for mistake, (chapter, right, wrong) in MISTAKES.items():
+        program = tmp_path / mistake / "my_program.py"
+        program.parent.mkdir()
+        text = PROGRAMS[chapter].read_text()
+        assert text.count(right) == 1, right
+        program.write_text(text.replace(right, wrong))
+        jobs += [[2, program, program.parent, epochs] for epochs in ((1, 2) if "momenta" in mistake else (2,))]
+    run(jobs, tmp_path)
+    for mistake, (chapter, *_) in MISTAKES.items():
+        try:
+            check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs=2)
+        except AssertionError as refused:
+            print(f"{mistake}: {refused}")
+        else:
+            pytest.fail(f"{mistake}: not refused")
+
+
+def test_layers_split_over_ranks(tmp_path):
+    """The second program of chapter 04, which cannot go on from a checkpoint: right, and with a gradient forgotten."""
+    program = ROOT / "04_model_parallel" / "standalone_layers.py"
+    text, right = program.read_text(), "y.backward(gradient)"
+    assert imports(text) <= {"gc", "os", "sys", "torch", "sklearn"} and text.count(right) == 1
+    wrong = tmp_path / "wrong" / "my_program.py"
+    wrong.parent.mkdir()
+    wrong.write_text(text.replace(right, "y.sum().backward()"))
+    run([[2, program, tmp_path / "2"], [4, program, tmp_path / "4"], [2, wrong, wrong.parent]], tmp_path)
+    parameters, lines = plain_loop("05_pipeline", epochs=4)  # the same model and data
+    for folder, equal in (("2", True), ("4", True), ("wrong", False)):
+        parts = [torch.load(path) for path in (tmp_path / folder).glob("layers-*.pt")]
+        found = {name: parameter for part in parts for name, parameter in part.items()}
+        assert found.keys() == parameters.keys()
+        off = max((found[name] - parameter).abs().max() for name, parameter in parameters.items())
+        assert (off < TOLERANCE) == equal, (folder, off)
+        losses = [loss for _, loss, _ in printed("".join(outputs(tmp_path / folder)))]
+        assert (losses == pytest.approx([loss for _, loss, _ in lines], abs=1e-4)) == equal
+
+
+def test_a_checkpoint_that_only_rank_0_sees_is_an_error(tmp_path):
+    """Nodes that share no disk: the other ranks must not begin at epoch 0 while rank 0 goes on at its checkpoint."""
+    text = PROGRAMS["03_ddp"].read_text()
+    shared, own = '"checkpoint-ddp.pt"', "f\"checkpoint-{os.environ['RANK']}.pt\""
+    assert text.count(shared) == 1
+    program = tmp_path / "my_program.py"
+    program.write_text(text.replace(shared, own))
+    run([[2, program, tmp_path, 1]], tmp_path)
+    with pytest.raises(AssertionError, match="FileNotFoundError.*checkpoint-1.pt"):
+        run([[2, program, tmp_path, 2]], tmp_path)
+
+
+class Stop(Exception):
+    pass
+
+
+GROUPS = [path for chapter, path in PROGRAMS.items() if chapter != ONE_PROCESS] + OTHERS
+
+
+@pytest.mark.parametrize("program", GROUPS, ids=[f"{path.parent.name}/{path.stem}" for path in GROUPS])
+def test_the_gpu_is_chosen_before_ranks_meet(program, monkeypatch):
+    """Process 1 of its node and 5 of all, as a machine with GPUs would see it, up to where they would be used."""
+    calls = []
+
+    def init_process_group(backend, device_id, **place):
+        calls.append((backend, device_id, place))
+        raise Stop
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(sys, "argv", [str(program), "8"])
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Stop):
+        runpy.run_path(str(program), run_name="__main__")
+    device = torch.device("cuda:1")
+    assert calls == [device, ("nccl", device, {})], "the GPU of LOCAL_RANK first, then NCCL with it"

@@ -1,0 +1,132 @@
+"""What `python -m planner emit` writes, read back by the tools themselves: Accelerate, DeepSpeed and Transformers. The
+Python that runs this needs them.
+
+    python -m tools.read_back
+"""
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+
+import common.vision  # noqa: F401  first: transformers imports torchvision
+
+# isort: split
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from deepspeed.launcher.runner import fetch_hostfile
+from deepspeed.launcher.runner import parse_args as parse_deepspeed
+from deepspeed.runtime import config as deepspeed_config
+from transformers import HfArgumentParser, TrainingArguments
+
+from common import ROOT
+from planner.emit import Emitted, emit
+from planner.estimate import estimate
+from planner.hardware import cluster
+from planner.layout import make_layout
+from planner.models import find
+
+
+def written(folder: Path, tool: str, gpus: int, mesh: dict, gpu: str = "h100-80gb", **fields) -> Emitted:
+    """Files of a Llama 3 8B on so many GPUs, in the folder, which becomes the current one."""
+    os.chdir(folder)
+    nodes = cluster(gpu, gpus, min(gpus, 8))
+    model = find("llama-3-8b")
+    fields = {"batch_size": 64, "sequence": 4096, "recompute": "full", "sequence_parallel": False} | fields
+    found = emit(estimate(model, nodes, make_layout(model, nodes, mesh, **fields), max_memory_gib=1000), tool)
+    for name, text in found.files.items():
+        Path(name).write_text(text)
+    return found
+
+
+def same(what: str, found, expected) -> None:
+    if found != expected:
+        raise AssertionError(f"{what}: the tool reads {found!r}, and the layout has {expected!r}")
+    print(f"{what}: {found}")
+
+
+def accelerate(folder: Path) -> None:
+    for gpus, mesh, stage in (
+        (8, {"data": 8}, 0), (8, {"shard": 8}, 3), (8, {"shard": 8}, 2), (16, {"data": 2, "shard": 8}, 3),
+        (16, {"data": 2, "shard": 2, "context": 2, "tensor": 2}, 3),
+    ):  # fmt: skip
+        command = written(folder, "accelerate", gpus, mesh, zero_stage=stage).command
+        words = shlex.split(command.replace("$NODE", "0").replace("$HOST", "127.0.0.1").replace("29500", "0"))
+        port = [] if "--main_process_port" in words else ["--main_process_port=0"]  # any that is free here
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*port, *words[2:]]))
+        about = f"accelerate, {mesh}, stage {stage}:"
+        same(f"{about} processes, nodes", (args.num_processes, args.num_machines), (gpus, -(-gpus // 8)))
+        same(f"{about} FSDP", bool(args.use_fsdp), stage > 0)
+        same(f"{about} precision", args.mixed_precision, "bf16")
+        before = dict(os.environ)
+        os.environ.update(prepare_multi_gpu_env(args))
+        if stage:
+            plugin = FullyShardedDataParallelPlugin()
+            same(f"{about} FSDP version", plugin.fsdp_version, 2)
+            same(f"{about} parameters freed after forward", plugin.reshard_after_forward, stage == 3)
+            same(f"{about} activation checkpointing", plugin.activation_checkpointing, True)
+        if len(mesh) > 1:
+            read = ParallelismConfig()
+            found = read.dp_replicate_size, read.dp_shard_size, read.cp_size, read.tp_size
+            same(f"{about} axes", found, tuple(mesh.get(a, 1) for a in ("data", "shard", "context", "tensor")))
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Ranks:
+    """Of a training that is not there."""
+
+    def __init__(self, readers: int):
+        self.readers = readers
+
+    def get_data_parallel_world_size(self):
+        return self.readers
+
+
+def deepspeed(folder: Path) -> None:
+    deepspeed_config.dist.get_rank = lambda: 0  # it asks a process group, before it asks for the number of ranks
+    for gpus, mesh, stage, offload in (
+        (8, {"data": 8}, 0, False), (8, {"shard": 8}, 1, False), (8, {"shard": 8}, 2, True),
+        (16, {"shard": 16}, 3, False), (8, {"shard": 4, "tensor": 2}, 2, False),
+    ):  # fmt: skip
+        command = written(folder, "deepspeed", gpus, mesh, zero_stage=stage, offload=offload).command
+        readers = mesh.get("data", 1) * mesh.get("shard", 1)
+        read = deepspeed_config.DeepSpeedConfig("deepspeed.json", mpu=Ranks(readers))
+        about = f"deepspeed, {mesh}, stage {stage}:"
+        same(f"{about} stage", read.zero_optimization_stage, stage)
+        found = read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps
+        same(f"{about} batches", found, (64, 1, 64 // readers))
+        same(f"{about} bf16", read.bfloat16_config.enabled, True)
+        same(f"{about} offload", read.zero_config.offload_optimizer is not None, offload)
+        same(f"{about} tensor", read.tensor_parallel_config.autotp_size, mesh.get("tensor", 0))
+        args = parse_deepspeed(shlex.split(command)[1:])
+        same(f"{about} GPUs of a node", (args.num_gpus, args.user_script), (8, "train.py"))
+        if gpus > 8:
+            same(f"{about} slots", sum(fetch_hostfile(args.hostfile).values()), gpus)
+
+
+def hf_trainer(folder: Path) -> None:
+    for mesh, stage, offload in (({"data": 8}, 0, False), ({"shard": 8}, 3, False), ({"shard": 8}, 2, True)):
+        # as on CPUs, of which Transformers does not ask whether they have bf16; else it looks for a GPU
+        written(folder, "hf-trainer", 8, mesh, "cpu", zero_stage=stage, offload=offload)
+        (read,) = HfArgumentParser(TrainingArguments).parse_json_file("training.json")
+        about = f"hf-trainer, {mesh}, stage {stage}:"
+        same(f"{about} batches", (read.per_device_train_batch_size, read.gradient_accumulation_steps), (1, 8))
+        same(f"{about} bf16", read.bf16, True)
+        if stage == 3:
+            same(f"{about} FSDP", (bool(read.fsdp), read.fsdp_plugin_args["fsdp_version"]), (True, 2))
+            same(f"{about} activation checkpointing", read.fsdp_plugin_args["activation_checkpointing"], True)
+        else:
+            same(f"{about} FSDP", bool(read.fsdp), False)
+            same(f"{about} recomputation", read.gradient_checkpointing, True)
+            same(f"{about} stage of DeepSpeed", read.hf_deepspeed_config.config["zero_optimization"]["stage"]
+                 if read.deepspeed else 0, stage)  # fmt: skip
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for tool in (accelerate, deepspeed, hf_trainer):
+            tool(Path(folder))
+        os.chdir(ROOT)

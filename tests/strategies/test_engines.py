@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved
 
 from common import ROOT
-from common.data import Plan, shard
+from common.data import Plan, micro_batches, shard
 from common.errors import UserError
-from common.lab.equality import COVERING, NotEqual, prove
+from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
 from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from common.mesh import make_mesh
 from course.fsdp import with_qlora
 from course.strategies import STRATEGIES, load
 
@@ -206,12 +209,32 @@ def test_deepspeed_reads_the_json(tmp_path):
     ("--strategy fsdp --implementation deepspeed --deepspeed-config no.json", "-config no.json: .*No such file"),
     ("--strategy fsdp --implementation accelerate --offload", "--offload: Accelerate takes it on GPUs"),
     ("--strategy ddp --implementation accelerate --precision fp16", "fp16: Accelerate scales losses on GPUs"),
+    ("--strategy fsdp --implementation accelerate --precision fp16", "fp16.*Accelerate"),
+    ("--strategy fsdp --implementation deepspeed --resume", "--resume.*DeepSpeed"),
+    ("--strategy fsdp --implementation trainer --resume", "--resume.*Trainer"),
     ("--strategy zero1 --implementation trainer", "no implementation 'trainer'; it has pytorch, by-hand, deepspeed"),
 ])  # fmt: skip
-def test_what_cannot_work_gets_one_line(line, text):
+def test_what_cannot_work_gets_one_line(line, text, tmp_path):
     with pytest.raises(UserError, match=text) as error:
-        configure(line, 2)
+        configure(line, 2, run_dir=tmp_path / "run")
     assert "\n" not in str(error.value)
+
+
+def bytes_reduced(strategy: str, engine: str) -> tuple[int, int]:
+    """Bytes that the all-reduces of a step of three micro-batches carry, and those of the gradients."""
+    training = load(strategy, engine)(tied(), sgd, make_mesh({"data": -1}))
+    batch = micro_batches(Batches(), torch.arange(24), dist.get_rank(), 2, 3, "cpu")
+    training.step(batch)
+    with Ledger() as ledger:
+        training.step(batch)
+    payloads = [entry.payload for entry in ledger.entries if entry.operation == "all_reduce"]
+    return sum(payloads), 4 * sum(p.numel() for p in training.model.parameters())
+
+
+@pytest.mark.parametrize("engine", OF["ddp"])
+def test_gradients_are_sent_in_the_last_micro_batch_alone(engine):
+    for carried, gradients in launch(bytes_reduced, 2, ("ddp", engine)):
+        assert gradients <= carried < gradients + 64, "once the gradients, and beside them the loss"
 
 
 # --- QLoRA ----------------------------------------------------------------------------------------------------

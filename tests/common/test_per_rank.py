@@ -2,6 +2,7 @@
 
 import io
 import json
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from common.per_rank import (
     in_collectives,
     lateness,
     launches,
+    medians_of_others,
     recent,
     row,
     straggler,
@@ -244,3 +246,10 @@ def test_use_of_a_gpu_is_a_share(monkeypatch):
     for ask, expected in ((lambda device: 87, 0.87), (without, None), (no_driver, None)):
         monkeypatch.setattr(torch.cuda, "utilization", ask)
         assert utilization(torch.device("cuda", 0)) == expected, "a share of the time, and not a percentage"
+
+
+def test_the_median_of_all_others():
+    for values in ([3.0, 1.0], [1.0, 2.0, 2.0, 9.0], [5.0, 1.0, 4.0, 2.0, 3.0], [0.5] * 6):
+        others = [statistics.median(values[:n] + values[n + 1 :]) for n in range(len(values))]
+        assert medians_of_others(values) == pytest.approx(others)
+    assert medians_of_others([7.0]) == [7.0]

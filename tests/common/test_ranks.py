@@ -56,11 +56,15 @@ def launcher(monkeypatch, rank, size, local_rank=None, local_size=None, address=
 
 
 def store_with(*gpus: str) -> dist.Store:
-    """What the other ranks have written, by rank, where they have met."""
+    """Where the other ranks have met, and said which GPUs they have: "host A"; or "host no GPU"."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
+    place = dist.PrefixStore("default_pg", store)
     for rank, gpu in enumerate(gpus):
-        dist.PrefixStore("default_pg", store).set(f"common.ranks/gpu/{rank}", gpu)
+        me = f"other {rank}"
+        first = place.compare_set(f"common.ranks/gpu/{gpu}", "", me).decode() == me
+        place.add("common.ranks/gpu without one", int(gpu.endswith("no GPU") or not first))
+        place.add("common.ranks/gpu said", 1)
     return store
 
 
@@ -220,15 +224,15 @@ def test_a_gpu_that_processes_share(gpus, monkeypatch, started, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # selected for all: it says nothing about each
     launcher(monkeypatch, rank=0, size=2, local_rank=0, local_size=2)
     host = ranks.socket.gethostname()
-    with process_group(store=store_with(f"{host} A", f"{host} A")) as group:
+    with process_group(store=store_with(f"{host} A")) as group:
         assert group.device == torch.device("cuda:0")
     assert started.group["backend"] == "gloo" and "device_id" not in started.group
     assert capsys.readouterr().err == ("note: 2 processes share 1 GPU(s), which NCCL refuses: using gloo instead\n")
     launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
-    with process_group(store=store_with(f"{host} A", f"{host} A")):
+    with process_group(store=store_with(f"{host} A")):
         assert capsys.readouterr().err == "", "rank 0 has said it"
     with pytest.raises(UserError, match="--backend nccl needs one GPU per process: 2 processes on this node, 1 GPU"):
-        with process_group(backend="nccl", store=store_with(f"{host} A", f"{host} A")):
+        with process_group(backend="nccl", store=store_with(f"{host} A")):
             pass
 
 

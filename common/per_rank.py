@@ -17,10 +17,7 @@ import torch.distributed as dist
 
 from common.meter import peak_memory
 
-MOST, ALL = (
-    1000,
-    16_000,
-)  # collectives of which a rank tells, the newest ones; and all ranks together, at 20 or more each
+MOST, ALL = 1000, 16_000  # collectives of which a rank reports, the newest ones; and all ranks together (20 or more)
 OFTEN = 10  # after the first --log-every steps, and every so many times as many: to ask the recorder takes 40 ms
 SHARE, LEAST, TIMES = 0.25, 0.02, 3  # what makes a straggler: see `straggler`
 MEMORY = 1.5  # a rank that has so many times as much memory as the others is named

@@ -34,7 +34,7 @@ from common.run import Run
 from common.task import make_task
 from tests.helpers import configure
 
-HEAD = """What the course's own machinery costs a rank, as the number of ranks grows; `python tools/scale.py` writes this page.
+HEAD = """What the course's own machinery costs a rank, as ranks become more; `python tools/scale.py` writes this page.
 Nothing here should grow faster than n log n on one rank, and no step sends Python objects. A last column of "n^1.0" is
 growth in proportion. Real ranks share two cores, so the clock says nothing: the figure is processor time of the main
 thread of rank 0. PyTorch's own part (groups, DCP's plans) is counted in."""

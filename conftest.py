@@ -2,11 +2,16 @@
 numbers are masked before outputs are compared. A test that fails says how to run it again. And what the tests start on
 few cores runs as ranks of the course do."""
 
+import faulthandler
 import os
 import shlex
 from pathlib import Path
 
 import pytest
+
+# pytest has tracebacks of fatal errors written past what it captures. A rank that is forked, and may be meant to die,
+# does not: ranks that are started otherwise have no such handler either.
+os.register_at_fork(after_in_child=faulthandler.disable)
 
 
 def pytest_configure(config):

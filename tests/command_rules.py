@@ -1,6 +1,6 @@
 """What the pages say of commands is true of the programs: targets, modules, options, and what they are given.
 
-The rest of the rules, and how they are shown to bite: page_rules.py.
+The rest of the rules: page_rules.py.
 """
 
 import argparse

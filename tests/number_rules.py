@@ -1,6 +1,6 @@
 """A number in a notebook's prose is one that the page computes, or one that somebody is cited for.
 
-tests/pages/test_notebooks.py applies the rule, and shows mistakes that it refuses.
+tests/pages/test_notebooks.py applies the rule.
 """
 
 import itertools

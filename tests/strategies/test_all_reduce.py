@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bug_words import SAYS, said
 
 from common.lab.launch import RankFailed
 from course.intro import by_hand
@@ -31,7 +30,6 @@ def test_bugs_are_refused(name):
     with pytest.raises(proof.Refused) as refused:
         proof.prove(bugs.BUGS.plant(name), by_hand.COSTS[bug.target], bug.ranks, timeout=3)
     assert refused.value.check == bug.refused_by, refused.value
-    said("01_intro", name, bug, str(refused.value))
 
 
 @pytest.mark.parametrize("name", bugs.BUGS)
@@ -40,10 +38,6 @@ def test_bugs_are_one_place_away_and_can_be_read(name):
     assert bug.wrong in bugs.BUGS.excerpt(name)
     assert bugs.BUGS.source(name).count("\n") == (bugs.BUGS.folder / bug.file).read_text().count("\n")
     assert bug.refused_by in ("error", "timeout", "result", "messages", "bytes", "pattern")
-
-
-def test_every_bug_has_its_words():
-    assert SAYS["01_intro"].keys() == bugs.BUGS.keys()
 
 
 def test_a_bug_whose_place_is_gone_is_reported(monkeypatch):

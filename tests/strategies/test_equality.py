@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-from bug_words import SAYS, said
 from helpers import FULL
 
 from common.lab import equality
@@ -120,12 +119,6 @@ def test_bug_is_refused(chapter, name):
         assert re.search(r"rank 0 .*\bwait\w* .*\b(reduce|recv)\b", str(refusal.value)), str(refusal.value)
     else:
         assert refusal.value.what == bug.refused_by, str(refusal.value)
-    said(chapter, name, bug, str(refusal.value))
-
-
-def test_every_bug_has_its_words():
-    for chapter, bugs in CHAPTERS.items():
-        assert SAYS[chapter].keys() == bugs.keys(), f"{chapter}: tests/bug_words.py, and classroom/bugs.py"
 
 
 def examine(strategy_class, nproc, who, timeout=60.0):

@@ -1,0 +1,210 @@
+"""What holds of every picture: nothing is cut off, each series has its name, stacked bars add up to what is written."""
+
+import math
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_hex
+
+from common.lab import plotting
+from course.ddp import buckets, checkpoint_cost
+from course.fsdp import calculator, decision_map
+from course.intro import networks, overview
+
+
+class Timeline:
+    ranks = [
+        [(0, 1, (0, "F", 1)), (3, 4, (0, "I", 1)), (4, 5, (0, "W", 1))],
+        [(1, 2, (1, "F", 1)), (2, 3, (1, "B", 1))],
+    ]
+
+    def stored(self, rank):
+        return [[(0, 2), (4, 1), (5, 0)], [(1, 1), (3, 0)]][rank]
+
+
+def all_reduce():
+    """8 and 2 ms for each node; nothing for bytes."""
+    algorithms = {"ring": lambda n, nodes: 8e-3 * nodes, "tree": lambda n, nodes: 2e-3 * nodes}
+    lab = networks.AllReduceLab(algorithms, lambda nodes, *_: nodes)
+    return lab.draw(size=networks.MiB, nodes=2, alpha_in=3, alpha_out=6, link_out=12.5)
+
+
+def quartiles():
+    rows, lines = [(2e-6, 3e-6, 7e-6), (4e-6, 5e-6, 6e-6)], (1e-6, 1e-9)
+    return networks.line([10, 1000], {"a": rows, "b": rows}, {"a": lines, "b": lines}, "a title")
+
+
+def plans():
+    """Two layouts on a GPU of 80 GiB: 1 to 6, and 20 to 25 GiB; a step of 10 s."""
+    sizes = {name: [1 + place, 20 + place] for place, name in enumerate(calculator.GROUPS)}
+    rows = {
+        f"plan {number}": SimpleNamespace(
+            number=number, cluster=SimpleNamespace(gpu=SimpleNamespace(memory=80 * 2**30)), seconds=10.0,
+            step=SimpleNamespace(parts={"optimizer": 2.0}),
+        )
+        for number in range(2)
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calculator, "grouped", lambda found: {name: both[found.number] for name, both in sizes.items()})
+        patch.setattr(calculator, "messages", lambda found: (3.0, 1.0))
+        return calculator.draw(rows)
+
+
+def memory_of_a_step():
+    kinds, mib = ("parameters", "gradients", "optimizer", "buffers", "activations"), 2**20
+    held = [(1, 0, 2, 1, 3), (1, 1, 2, 1, 5), (1, 1, 2, 1, 4), (1, 1, 2, 1, 0), *[(1, 1, 2, 0, 0)] * 4]
+    lines = [dict(zip(kinds, (size * mib for size in sizes), strict=True)) for sizes in held]
+    return calculator.draw_steps({"one": (lines, 1)})
+
+
+def decisions():
+    cells = {
+        ("small", 8): {"kind": "DDP, ZeRO-1, ZeRO-2", "layout": "Z1", "mfu": "0.456", "later": "0.050"},
+        ("small", 1024): {"kind": "tensor", "layout": "T8 Z1", "mfu": "0.3", "later": "0.051"},
+        ("large", 8): {"kind": "does not fit"},
+        ("large", 1024): {"kind": "ZeRO-3 (FSDP)", "layout": ""},
+    }
+    return decision_map.draw_rows(cells, "a network", "GPUs of a kind")
+
+
+ROWS = [["0", "1 2", "-15", "0.5"], ["0", "3 4", "-87", "0.5"]]  # weight, examples, gradient, new weight
+RUN = {"computed": [(5.0, 5.2), (5.0, 5.3)], "reduced": [(5.1, 5.25), (5.28, 5.34)]}
+PICTURES = {
+    "collective": lambda: plotting.collective([[[11, None], [2]], [[13], [20]]], ("start", "end"), title="a sum"),
+    "timeline": lambda: plotting.timeline([(0, "send", 7.0, 7.002), (1, "add", 7.001, 7.004)], title="two ranks"),
+    "pipeline": lambda: plotting.pipeline({"a pipeline": Timeline()}, unit="ms"),
+    "pipeline without memory": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False),
+    "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
+    "line": quartiles,
+    "all-reduce": all_reduce,
+    "layout of buckets": lambda: buckets.draw_layout(["c", "b", "a"], [400, 8, 1000], [[0, 1], [2]]),
+    "backward passes": lambda: buckets.draw_runs({"after": buckets.Pass(**RUN), "hooks": buckets.Pass(**RUN)}),
+    "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
+    "bars": lambda: buckets.draw_bars({"a": (["x", "y"], [[1.0, 2.0, 6.0], [4.0]]), "b": (["z"], [[2.0]])}, "loss"),
+    "plans": plans,
+    "memory of a step": memory_of_a_step,
+    "decisions": decisions,
+    "own gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[2],
+    "summed gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[3],
+    "state": lambda: overview.state_bars([1e9, 7e9], recipe=(2, 3, 12), gpu=80e9),
+    "shares": lambda: overview.share_bars({"fast": [0.1, 0.02], "slow": [0.5, 0.25]}, ["few", "many"]),
+    "checkpoints": lambda: checkpoint_cost.draw(cost=0.5, mtbf=180.0, restart=10.0),
+}
+
+
+@pytest.fixture(scope="module", params=PICTURES)
+def fig(request):
+    figure = PICTURES[request.param]()
+    figure.canvas.draw()
+    yield figure
+    plt.close(figure)
+
+
+def test_nothing_is_cut_off(fig):
+    """Texts, boxes, bars and lines lie in the figure, and what has a place in numbers within its axes' limits."""
+    room = fig.bbox.expanded(1.01, 1.01)
+    texts = [text for ax in fig.axes for text in [*ax.texts, ax.title, ax.xaxis.label, ax.yaxis.label]]
+    texts = [text for text in [*fig.texts, *texts] if text.get_text().strip() and text.get_visible()]
+    outside = [text.get_text() for text in texts if not inside(text.get_window_extent(), room)]
+    assert texts and not outside, "texts that are cut off at the figure's edge"
+    for ax in fig.axes:
+        limits = ax.bbox.padded(3)
+        bars = [patch for patch in ax.patches if isinstance(patch, plt.Rectangle) and patch.get_clip_on()]
+        boxes = [patch.get_window_extent() for patch in bars] + [
+            ax.transData.transform_bbox(path.get_extents())
+            for many in ax.collections
+            for path in many.get_paths()
+            if many.get_transform().contains_branch(ax.transData) and len(path.vertices)
+        ]
+        assert all(inside(box, limits) for box in boxes), f"{ax.get_title()}: a bar that the axes cut off"
+
+
+def inside(box, room) -> bool:
+    places = (box.x0, box.y0, box.x1, box.y1)
+    sides = (box.x0 - room.x0, room.x1 - box.x1, box.y0 - room.y0, room.y1 - box.y1)
+    return all(map(math.isfinite, places)) and min(sides) >= 0
+
+
+def legends(fig):
+    return [*fig.legends, *(legend for ax in fig.axes if (legend := ax.get_legend()))]
+
+
+def colour(artist) -> str:
+    found = artist.get_facecolor() if hasattr(artist, "get_facecolor") else artist.get_color()
+    return to_hex(found if isinstance(found, str) or not hasattr(found[0], "__len__") else found[0])
+
+
+def test_every_series_is_in_the_legend_once(fig):
+    for legend in legends(fig):
+        names = [text.get_text() for text in legend.get_texts()]
+        assert all(names) and len({*names}) == len(names), "names in a legend"
+        looks = [(colour(handle), getattr(handle, "get_hatch", str)(), getattr(handle, "get_linestyle", str)())
+                 for handle in legend.legend_handles]  # fmt: skip
+        assert len({*looks}) == len(looks), "two series that look the same"
+
+
+def test_axes_with_numbers_say_of_what(fig):
+    """A unit in brackets, or a word without a unit such as a loss."""
+    for ax in fig.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            labels = [label.get_text() for label in axis.get_ticklabels() if label.get_visible()]
+            numbers = [label for label in labels if label.strip("0123456789.\N{MINUS SIGN}-$") == "" and label]
+            shared = axis is ax.yaxis and ax is not fig.axes[0] and ax.get_shared_y_axes().joined(ax, fig.axes[0])
+            if ax.axison and axis.get_visible() and len(numbers) > 1 and not shared:
+                assert axis.get_label_text(), f"{ax.get_title()}: numbers {numbers[:3]} of what?"
+
+
+def widths(ax, row):
+    return sorted((bar.get_x(), bar.get_width()) for bar in ax.patches
+                  if bar.get_y() <= row <= bar.get_y() + bar.get_height() and bar.get_width())  # fmt: skip
+
+
+def without_gaps(bars):
+    return all(left + width == pytest.approx(right) for (left, width), (right, _) in zip(bars, bars[1:], strict=False))
+
+
+def test_the_bars_of_a_plan_add_up_to_its_memory_and_its_step():
+    memory, step = plans().axes
+    for row, expected in enumerate((sum(range(1, 7)), sum(range(20, 26)))):
+        bars = widths(memory, row)
+        assert without_gaps(bars) and sum(width for _, width in bars) == expected, "GiB, one part beside the other"
+        assert f"{expected}" in [text.get_text() for text in memory.texts], "the sum is written beside its bar"
+        assert max(end + width for end, width in widths(step, row - 0.18)) == 10.0, "work, exposed and optimizer's step"
+        hidden, exposed = widths(step, row + 0.18)
+        assert (hidden, exposed) == ((10 - 1 - 2 - 3, 3.0), (10 - 1 - 2, 1.0)), (
+            "hidden lies under work, exposed after it"
+        )
+    plt.close("all")
+
+
+def test_the_areas_of_a_steps_memory_lie_on_each_other():
+    ax = memory_of_a_step().axes[0]
+    tops = [max(path.get_extents().y1 for path in many.get_paths()) for many in ax.collections]
+    assert tops == sorted(tops) and tops[-1] == 1 + 1 + 2 + 1 + 5, "MiB at the peak"
+    assert any(text.get_text().startswith("10.0 ") for text in ax.texts), "which is written there"
+    plt.close("all")
+
+
+LABS = [
+    lambda: networks.AllReduceLab({"ring": lambda n, _: 1.0}, lambda *asked: None),
+    buckets.BucketLab,
+    calculator.Calculator,
+]
+
+
+@pytest.mark.parametrize("make", LABS)
+def test_the_ends_of_every_slider_have_a_picture(make):
+    """Each control at its first and its last value, the others where they begin; it begins with one of them."""
+    lab = make()
+    values = {name: control.value for name, control in lab.controls.items()}
+    for name, control in lab.controls.items():
+        assert control.description
+        offered = getattr(control, "options", None) or (False, True)
+        offered = list(offered.values()) if isinstance(offered, dict) else offered
+        offered = [option[1] if isinstance(option, tuple) else option for option in offered]
+        assert control.value in offered and len({*offered}) == len(offered), name
+        for value in (offered[0], offered[-1]):
+            figure = lab.draw(**{**values, name: value})
+            assert figure is None or figure.axes
+            plt.close("all")

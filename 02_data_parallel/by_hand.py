@@ -146,9 +146,9 @@ class ThreadedDataParallelByHand(Strategy):
 
     data_axes = ()  # all ranks read and do the same
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, devices=None):
-        super().__init__(mesh, options, precision, max_norm)
-        self.devices = devices or devices_of(mesh)
+    def __init__(self, model, make_optimizer, setup, devices=None):
+        super().__init__(setup)
+        self.devices = devices or devices_of(self.mesh)
         self.model = model.to(self.devices[0])
         self.optimizer = make_optimizer(self.model.parameters())
 

@@ -23,11 +23,11 @@ class ThreadedDataParallel(Strategy):
 
     data_axes = ()  # all ranks read and do the same
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         self.model = model.to(self.device)
-        by_hand.tell_threads(self.model, precision)
-        devices = by_hand.devices_of(mesh)
+        by_hand.tell_threads(self.model, self.precision)
+        devices = by_hand.devices_of(self.mesh)
         self.replicas = (nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas)(self.model, devices)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -51,7 +51,7 @@ def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

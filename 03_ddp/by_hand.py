@@ -25,8 +25,8 @@ MEBIBYTE = 2**20
 class DDPByHand(DataParallel):
     """Every rank reads one slice of the global batch; a Reducer averages the gradients."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.options.recompute)
         self.reducer = Reducer(self.model, self.group)  # starts from rank 0's weights

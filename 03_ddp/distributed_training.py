@@ -24,8 +24,8 @@ from course.ddp.options import DataParallel, LastBackward
 class DDP(DataParallel):
     """Every rank reads one slice of each batch; DistributedDataParallel averages gradients, in its own buckets."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         self.model = recompute_blocks(model.to(self.device), self.options.recompute)
         self.replica = DistributedDataParallel(self.model, process_group=self.group, gradient_as_bucket_view=True)
         self.last_backward = LastBackward(self.model)
@@ -57,7 +57,7 @@ def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches(config.options.load)
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

@@ -24,9 +24,9 @@ class DataParallel(Strategy):
             """How Run.batches reads."""
             return LOADING[self.loading]
 
-    def __init__(self, mesh, *args, **kwargs):
-        super().__init__(mesh, *args, **kwargs)
-        self.group = axis(mesh, "data").group
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.group = axis(self.mesh, "data").group
 
     @classmethod
     def require(cls, config, axes):

@@ -46,8 +46,8 @@ class DDPWithAccelerate(DataParallel):
         mixed = {"fp32": "no"}.get(self.precision, self.precision)
         return Accelerator(mixed_precision=mixed, cpu=self.device.type == "cpu", **more)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         # By default a step ends with the loader too, whatever it has summed up by then. The course's loaders give the
         # micro-batches of a whole step at once: with the last of them, each micro-batch would be a step.
         plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)

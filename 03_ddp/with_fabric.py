@@ -23,15 +23,15 @@ PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 class DDPWithFabric(DataParallel):
     """Every rank has the whole model; Fabric wraps it in DistributedDataParallel."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         _, size, _, local_size = environment()
         self.fabric = Fabric(
             accelerator="cpu" if self.device.type == "cpu" else "cuda",
             devices=local_size,
             num_nodes=size // local_size,
             strategy=DDPStrategy(gradient_as_bucket_view=True),
-            precision=PRECISION[precision],
+            precision=PRECISION[self.precision],
         )
         self.fabric.launch()  # finds that torchrun has started the ranks
         self.model = recompute_blocks(model, self.options.recompute)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm, leave_meta, weights_of_rank_0
@@ -29,6 +28,7 @@ class ExpertParallel(Strategy):
     preset = {"expert": -1}
     axes = ("data", "expert")
     from_meta = True
+    tasks = ("text",)
     model_class = MixtureGPT
 
     @dataclass
@@ -38,8 +38,7 @@ class ExpertParallel(Strategy):
 
     @classmethod
     def require(cls, config, axes):
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        super().require(config, axes)
         require_experts(config.options.experts, config.options.top_k, axes["expert"])
 
     @classmethod
@@ -47,12 +46,11 @@ class ExpertParallel(Strategy):
         sizes = config.layers, config.width, config.heads, config.context
         return cls.model_class(*sizes, experts=config.options.experts, top_k=config.options.top_k)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        place, self.replicas, self.readers = (axis(mesh, *names) for names in (["expert"], ["data"], self.data_axes))
-        self.group = place.group
-        # All ranks must skip a step in which one rank's experts' gradients overflow.
-        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        place, self.replicas = axis(self.mesh, "expert"), axis(self.mesh, "data")
+        self.readers, self.group = axis(self.mesh, *self.data_axes), place.group
+        self.scaler = self.make_scaler(self.group)
         model = leave_meta(model, torch.device("cpu"))
         self.cut = apply_expert_parallel(model, place, weights_of_rank_0(model, self.readers.group))
         self.model = model.to(self.device)

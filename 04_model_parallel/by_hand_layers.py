@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import global_norm, leave_meta, weights_of_rank_0
@@ -71,26 +70,25 @@ class SplitLayers(Strategy):
 
     preset = {"pipeline": -1}
     from_meta = True
+    tasks = ("text",)
 
     @classmethod
     def require(cls, config, axes):
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        super().require(config, axes)
         require_layers(config.layers + 2, axes["pipeline"])
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, ends=None):
-        super().__init__(mesh, options, precision, max_norm)
-        place = axis(mesh, "pipeline")
+    def __init__(self, model, make_optimizer, setup, ends=None):
+        super().__init__(setup)
+        place = axis(self.mesh, "pipeline")
         self.group, self.rank, self.size = place.group, place.rank, place.size
-        # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
-        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
+        self.scaler = self.make_scaler(self.group)
         layers = layers_of(leave_meta(model, torch.device("cpu")))
         ends = ends or cut([count(layer) for layer in layers.values()], self.size)
         self.first, self.last = self.rank == 0, self.rank == self.size - 1
         self.width = model.embedding.tokens.embedding_dim
         tied = model.head.out.weight is model.embedding.tokens.weight and self.size > 1
         self.tied = model.embedding.tokens.weight if tied else None
-        self.embedding_group = embedding_group(mesh) if tied else None
+        self.embedding_group = embedding_group(self.mesh) if tied else None
         here = list(layers)[(0, *ends)[self.rank] : ends[self.rank]]
         own = {parameter for name in here for parameter in layers[name].parameters()}
         for _ in weights_of_rank_0(model, self.group, own):  # of each that is not its own a rank keeps nothing

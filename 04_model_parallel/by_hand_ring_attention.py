@@ -194,17 +194,17 @@ class ContextParallel(Strategy):
     """All ranks read the same batch and keep their chunks of every sequence; attention goes round the ring."""
 
     preset = {"context": -1}
+    tasks = ("text",)
     attention, order = staticmethod(ring_attention), staticmethod(zigzag)
 
     @classmethod
     def require(cls, config, axes):
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
+        super().require(config, axes)
         require_chunks(config.context, axes["context"])
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.axis = axis(mesh, "context")
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.axis = axis(self.mesh, "context")
         broadcast_module(model, self.axis.group)  # ranks may have been seeded differently
         apply_context_parallel(model, self.axis, self.attention, self.order)
         self.model = model.to(self.device)

@@ -10,7 +10,6 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -216,13 +215,12 @@ class CutsWeights(Strategy):
 
     preset = {"tensor": -1}
     from_meta = True
+    tasks = ("text",)
     sequence = False
 
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
         require_multiples(axes["tensor"], numbers | ({"--context": config.context} if cls.sequence else {}))
 
@@ -230,12 +228,11 @@ class CutsWeights(Strategy):
 class TensorParallelByHand(CutsWeights):
     """Every rank computes with its part of each weight, and sums what crosses from one part to the others."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.axis = axis(mesh, "tensor")
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.axis = axis(self.mesh, "tensor")
         self.group = self.axis.group
-        # All ranks must skip a step in which one rank's part of the gradient overflows.
-        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=self.group)
+        self.scaler = self.make_scaler(self.group)
         model = leave_meta(model, torch.device("cpu"))
         self.cut = apply_tensor_parallel(model, self.axis, self.sequence, weights_of_rank_0(model, self.group))
         self.model = model.to(self.device)

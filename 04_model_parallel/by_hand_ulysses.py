@@ -62,9 +62,9 @@ class Ulysses(ContextParallel):
         super().require(config, axes)
         require_whole_heads(config.heads, axes["context"])
 
-    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
-        require_whole_heads(model.blocks[0].attention.heads, mesh["context"].size())
-        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
+    def __init__(self, model, make_optimizer, setup):
+        require_whole_heads(model.blocks[0].attention.heads, setup.mesh["context"].size())
+        super().__init__(model, make_optimizer, setup)
 
 
 def require_whole_heads(heads, size):

@@ -22,9 +22,9 @@ from course.model_parallel.torch_tensor import apply_tensor_parallel
 class TensorParallel(CutsWeights):
     """All ranks read the same batch; each computes with its part of every large weight."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        apply_tensor_parallel(model, mesh["tensor"])
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        apply_tensor_parallel(model, self.mesh["tensor"])
         self.model = model
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -50,7 +50,7 @@ def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

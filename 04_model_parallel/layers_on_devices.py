@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
-from common.errors import UserError
 from common.model import cross_entropy
 from common.strategy import Strategy
 from course.model_parallel import by_hand_layers as by_hand
@@ -20,16 +19,10 @@ class LayersOnDevices(Strategy):
     """One process reads the whole batch, and holds one part of the GPT on each of its devices."""
 
     data_axes = ()
+    tasks = ("text",)
 
-    @classmethod
-    def require(cls, config, axes):
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
-
-    def __init__(
-        self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0, devices=None, ends=None
-    ):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup, devices=None, ends=None):
+        super().__init__(setup)
         self.model = model
         layers = by_hand.layers_of(model)
         self.devices = (devices or devices_of(self.device))[: len(layers)]

@@ -7,7 +7,6 @@ with the same stages sum their gradients once in a step. The same interface as d
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm
@@ -28,6 +27,7 @@ class PipelineByHand(Strategy):
 
     preset = {"pipeline": -1}
     from_meta = True
+    tasks = ("text",)
     axes = ("pipeline", "data")
     Options = pipeline_options.PipelineOptions
     executor_class = Executor
@@ -37,15 +37,11 @@ class PipelineByHand(Strategy):
         super().require(config, axes)
         pipeline_options.require(config, axes)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.pipeline, self.replicas = axis(mesh, "pipeline"), axis(mesh, "data")
-        # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
-        self.scaler = ShardedGradScaler(
-            self.device.type, enabled=precision == "fp16", process_group=self.pipeline.group
-        )
-        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
-        everyone = axis(mesh, "pipeline", "data").group
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.pipeline, self.replicas = axis(self.mesh, "pipeline"), axis(self.mesh, "data")
+        self.scaler = self.make_scaler(self.pipeline.group)
+        everyone = axis(self.mesh, "pipeline", "data").group
         self.microbatches, self.schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(self.schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)

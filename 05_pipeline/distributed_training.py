@@ -21,8 +21,8 @@ class PipelineParallel(InStages):
 
     stage_class = pp.PipelineStage
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(model, mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(model, setup)
         place = len(self.stages.rank_of), self.device  # stages in all, and where this rank's are
         self.own = [self.stage_class(s, n, *place, group=self.pipeline.group) for n, s in self.modules.items()]
         self.schedule = make_schedule(self.options, self.own, self.loss)
@@ -51,7 +51,7 @@ def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

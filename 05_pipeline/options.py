@@ -29,8 +29,6 @@ def require(config, axes: dict[str, int]) -> None:
     axes: their sizes; ranks along other axes than "pipeline" are replicas, and each reads its own slice of a batch
     """
     chosen, replicas = config.options, axes.get("data", 1) * axes.get("shard", 1)
-    if config.task == "images":
-        raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
     stages = len(simulator.placement(chosen.build(axes.get("pipeline", 1))))
     split.require_spec(chosen.split_spec, config.layers, stages)
     if chosen.recompute == "selective":

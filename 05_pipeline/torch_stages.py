@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import global_norm
@@ -22,6 +21,7 @@ class InStages(Strategy):
 
     preset = {"pipeline": -1}
     from_meta = True
+    tasks = ("text",)
     Options = pipeline_options.PipelineOptions
 
     @classmethod
@@ -30,12 +30,10 @@ class InStages(Strategy):
         pipeline_options.require(config, axes)
         pipeline_options.require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
 
-    def __init__(self, model, mesh, options, precision, max_norm):
-        super().__init__(mesh, options, precision, max_norm)
-        self.pipeline, everyone = axis(mesh, "pipeline"), axis(mesh, "pipeline", "data", "shard").group
-        # GradScaler skips a step whose gradients overflow; this one does so on all ranks if it does on any.
-        self.scaler = ShardedGradScaler(self.device.type, enabled=precision == "fp16", process_group=everyone)
-        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+    def __init__(self, model, setup):
+        super().__init__(setup)
+        self.pipeline, everyone = axis(self.mesh, "pipeline"), axis(self.mesh, "pipeline", "data", "shard").group
+        self.scaler = self.make_scaler(everyone)
         self.microbatches, schedule = self.options.microbatches, self.options.build(self.pipeline.size)
         count = len(simulator.placement(schedule))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common.errors import UserError
 from common.mesh import make_mesh
 from common.ranks import environment
+from common.strategy import Setup
 from common.task import make_task
 from course.fsdp import distributed_training
 
@@ -46,7 +47,7 @@ def predict(config, ranks: int, examples: int) -> dict[str, int]:
         mesh = make_mesh({"shard": ranks})
         with FakeTensorMode():
             model = task.make_model()
-            strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, precision)
+            strategy = config.strategy_class(model, task.make_optimizer, Setup(mesh, config.options, precision))
             inputs, targets = (torch.zeros((examples, *t.shape[1:]), dtype=t.dtype) for t in (inputs, targets))
             micro_batches = [(inputs, targets)] * config.accumulation_steps
             strategy.step(micro_batches)  # makes the optimizer's state

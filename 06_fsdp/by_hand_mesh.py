@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm, leave_meta, take_from_rank_0, weights_of_rank_0
@@ -44,6 +43,7 @@ class MeshByHand(Strategy):
 
     preset = {"data": -1}
     from_meta = True
+    tasks = ("text",)
     axes = ("pipeline", "data", "shard", "context", "tensor")
 
     Options = pipeline_options.PipelineOptions
@@ -51,8 +51,6 @@ class MeshByHand(Strategy):
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         if axes.get("shard", 1) > 1 and "pipeline" in axes:
             raise UserError(
                 "--mesh: by hand, 'shard' and 'pipeline' do not go together, since a stage's units would be gathered "
@@ -65,16 +63,13 @@ class MeshByHand(Strategy):
         if "pipeline" in axes:
             pipeline_options.require(config, axes)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.everyone = axis(mesh, *AXES).group
-        self.tensor, self.context, self.shard = (axis(mesh, name) for name in ("tensor", "context", "shard"))
-        self.pipeline, self.replicas = axis(mesh, "pipeline"), axis(mesh, "data", "context")
-        self.readers = axis(mesh, "data", "shard", "context")  # each has its own examples or tokens
-        # All ranks must skip a step in which one rank's part of the gradient overflows.
-        enabled = precision == "fp16"
-        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.everyone)
-        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.everyone = axis(self.mesh, *AXES).group
+        self.tensor, self.context, self.shard = (axis(self.mesh, name) for name in ("tensor", "context", "shard"))
+        self.pipeline, self.replicas = axis(self.mesh, "pipeline"), axis(self.mesh, "data", "context")
+        self.readers = axis(self.mesh, "data", "shard", "context")  # each has its own examples or tokens
+        self.scaler = self.make_scaler(self.everyone)
         model = leave_meta(model, torch.device("cpu"))
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         # From the inside out, all before anything is moved: what is within a layer, then which layers are here.
@@ -97,8 +92,8 @@ class MeshByHand(Strategy):
         optimized = list(self.model.parameters())
         if self.shard.size > 1:
             # Each unit is taken and cut before it goes to the device. Then there is nobody left to take it from.
-            start, take = axis(mesh).group, partial(self.take_part, names)
-            self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[precision], self.device, start, take))
+            start, take = axis(self.mesh).group, partial(self.take_part, names)
+            self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[self.precision], self.device, start, take))
             self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
             self.reducer = ShardedReducer(self.model, self.flats, data_size=1)
             optimized = [flat.shard for flat in self.flats if flat.trained]

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import global_norm, leave_meta
@@ -137,16 +136,14 @@ class Zero1ByHand(Strategy):
     from_meta = True
     Options = RecomputeOptions
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.axis = axis(mesh, "shard")
-        # All ranks must skip a step in which one rank's shard of the gradient overflows.
-        enabled = precision == "fp16"
-        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.axis = axis(self.mesh, "shard")
+        self.scaler = self.make_scaler(self.axis.group)
         self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         parameters, start = list(self.model.parameters()), self.axis.group
-        self.flats = flats_of(parameters, self.axis, DTYPES[precision], self.device, start)
+        self.flats = flats_of(parameters, self.axis, DTYPES[self.precision], self.device, start)
         broadcast_buffers(self.model, start)
         self.trained = [flat for flat in self.flats if flat.trained]  # one vector, or none
         for flat in self.trained:

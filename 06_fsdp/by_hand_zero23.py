@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm, leave_meta
@@ -84,18 +83,16 @@ class Zero2ByHand(Strategy):
     Options = RecomputeOptions
     bucket_mb = 1.0
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.axis = axis(mesh, "shard")
-        # All ranks must skip a step in which one rank's shard of the gradient overflows.
-        enabled = precision == "fp16"
-        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.axis = axis(self.mesh, "shard")
+        self.scaler = self.make_scaler(self.axis.group)
         self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         order, self.flats = list(self.model.parameters())[::-1], []  # as the backward pass goes
         for bucket in assign(order, self.bucket_mb * MEBIBYTE):
             parameters, start = [order[index] for index in bucket], self.axis.group
-            self.flats += flats_of(parameters, self.axis, DTYPES[precision], self.device, start)
+            self.flats += flats_of(parameters, self.axis, DTYPES[self.precision], self.device, start)
         broadcast_buffers(self.model, self.axis.group)
         self.trained = [flat for flat in self.flats if flat.trained]
         self.reducer = ShardedReducer(self.model, self.flats, self.data_size)
@@ -244,16 +241,15 @@ class FSDPByHand(Strategy):
     axes = ("data", "shard")
     Options = RecomputeOptions
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.axis, self.replicas, self.readers = axis(mesh, "shard"), axis(mesh, "data"), axis(mesh, "data", "shard")
-        # All ranks must skip a step in which one rank's shard of the gradient overflows.
-        enabled = precision == "fp16"
-        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.axis.group)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.axis, self.replicas = axis(self.mesh, "shard"), axis(self.mesh, "data")
+        self.readers = axis(self.mesh, "data", "shard")
+        self.scaler = self.make_scaler(self.axis.group)
         self.model = leave_meta(model, self.device)
         recompute_blocks(self.model, self.options.recompute)
         start = self.readers.group
-        self.hooks = UnitHooks(units_of(self.model, self.axis, DTYPES[precision], self.device, start))
+        self.hooks = UnitHooks(units_of(self.model, self.axis, DTYPES[self.precision], self.device, start))
         broadcast_buffers(self.model, start)
         self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
         self.trained = [flat for flat in self.flats if flat.trained]

@@ -16,17 +16,17 @@ from common.recompute import recompute_blocks
 from common.run import Run
 from common.strategy import require_gradients
 from common.task import make_task
-from course.fsdp import fsdp_setup as setup
+from course.fsdp import fsdp_setup
 
 
-class FSDP(setup.Sharded):
+class FSDP(fsdp_setup.Sharded):
     """ZeRO stage 3: a unit for each block, for the embedding and for the head; one for both that share a weight."""
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         self.model = recompute_blocks(model, self.options.recompute)
-        for unit, reshard in setup.units_of(model).items():
-            setup.materialise(unit, self.device, self.readers)  # from the meta device to rank 0's weights
+        for unit, reshard in fsdp_setup.units_of(model).items():
+            fsdp_setup.materialise(unit, self.device, self.readers)  # from the meta device to rank 0's weights
             fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -44,14 +44,14 @@ class FSDP(setup.Sharded):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return setup.average(loss, self.readers), grad_norm.full_tensor()
+        return fsdp_setup.average(loss, self.readers), grad_norm.full_tensor()
 
 
 def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM

@@ -52,12 +52,13 @@ class Sharded(Strategy):
         super().require(config, axes)
         require_memory_options(config, axes)
 
-    def __init__(self, mesh, *args, **kwargs):
-        super().__init__(mesh, *args, **kwargs)
-        self.readers = axis(mesh, *self.data_axes).group  # ranks that read different slices
-        both = "data" in mesh.mesh_dim_names  # replicated over the first axis, sharded over the second
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.readers = axis(self.mesh, *self.data_axes).group  # ranks that read different slices
+        both = "data" in self.mesh.mesh_dim_names  # replicated over the first axis, sharded over the second
         offload = getattr(self.options, "offload", False)
-        self.how = {"mesh": mesh["data", "shard"] if both else mesh["shard"], **policies(self.precision, offload)}
+        mesh = self.mesh["data", "shard"] if both else self.mesh["shard"]
+        self.how = {"mesh": mesh, **policies(self.precision, offload)}
 
     def evaluate(self, inputs, targets):
         loss = super().evaluate(inputs, targets)

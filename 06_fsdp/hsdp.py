@@ -9,7 +9,7 @@ from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import require_gradients
-from course.fsdp import fsdp_setup as setup
+from course.fsdp import fsdp_setup
 from course.fsdp.distributed_training import FSDP
 from course.fsdp.options import Offload
 from course.model_parallel.by_hand_tensor import CutsWeights
@@ -35,15 +35,17 @@ class TensorFSDP(FSDP):
         super().require(config, axes)
         CutsWeights.require(config, axes)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        setup.Sharded.__init__(self, mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        fsdp_setup.Sharded.__init__(self, setup)
         self.model = recompute_blocks(model, self.options.recompute)
         # With the axis over all ranks that this makes, PyTorch sums the gradient's norm in one message instead of one
         # for each dimension, and a warning.
-        everyone = axis(mesh, "shard", "tensor").group
-        for unit, reshard in setup.units_of(model).items():
-            setup.materialise(unit, torch.device("cpu"), everyone)  # rank 0's weights, of which a rank keeps a part
-            setup.cut_unit(model, unit, mesh["tensor"])
+        everyone = axis(self.mesh, "shard", "tensor").group
+        for unit, reshard in fsdp_setup.units_of(model).items():
+            fsdp_setup.materialise(
+                unit, torch.device("cpu"), everyone
+            )  # rank 0's weights, of which a rank keeps a part
+            fsdp_setup.cut_unit(model, unit, self.mesh["tensor"])
             fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -70,4 +72,4 @@ class SyncOnce(FSDP):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return setup.average(loss, self.readers), grad_norm.full_tensor()
+        return fsdp_setup.average(loss, self.readers), grad_norm.full_tensor()

@@ -7,23 +7,22 @@ From the inside out: DTensor cuts the weights along "tensor" (chapter 04), stage
 """
 
 import contextlib
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.collectives import global_norm
-from common.errors import UserError
 from common.mesh import AXES, axis, in_order, make_mesh
 from common.model import VOCABULARY, cross_entropy
 from common.recompute import recompute_blocks
 from common.state import local_of
 from common.strategy import Strategy, mean_loss
-from course.fsdp import fsdp_setup as setup
+from course.fsdp import fsdp_setup
 from course.model_parallel.by_hand_tensor import require_multiples
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
@@ -52,14 +51,13 @@ class MeshParallel(Strategy):
 
     preset = {"data": -1}
     from_meta = True
+    tasks = ("text",)
     axes = ("pipeline", "data", "shard", "tensor")
     Options = pipeline_options.PipelineOptions
 
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        if config.task == "images":
-            raise UserError(f"--task images: strategy '{config.strategy}' divides a GPT; use --task text")
         numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
         require_multiples(axes.get("tensor", 1), numbers)
         if "pipeline" in axes:
@@ -67,31 +65,29 @@ class MeshParallel(Strategy):
             pipeline_options.require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
             require_for_fsdp(config.options.schedule)
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
+    def __init__(self, model, make_optimizer, setup):
         # fully_shard takes two axes, over which it replicates and shards: either may be of size 1.
-        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        sizes = dict(zip(setup.mesh.mesh_dim_names, setup.mesh.shape, strict=True))
         missing = {name: 1 for name in ("data", "shard") if name not in sizes}
         order = tuple(dict.fromkeys((*sizes, *AXES))) if not missing else AXES
-        mesh = make_mesh(in_order(sizes | missing, order), mesh.device_type) if missing else mesh
-        super().__init__(mesh, options, precision, max_norm)
-        self.everyone, self.readers = axis(mesh, *AXES).group, axis(mesh, "data", "shard")
-        self.tensor, self.shard, self.pipeline = (axis(mesh, name) for name in ("tensor", "shard", "pipeline"))
-        # All ranks must skip a step in which one rank's part of the gradient overflows.
-        enabled = precision == "fp16"
-        self.scaler = ShardedGradScaler(self.device.type, enabled=enabled, process_group=self.everyone)
-        self.scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        if missing:
+            setup = replace(setup, mesh=make_mesh(in_order(sizes | missing, order), setup.mesh.device_type))
+        super().__init__(setup)
+        self.everyone, self.readers = axis(self.mesh, *AXES).group, axis(self.mesh, "data", "shard")
+        self.tensor, self.shard, self.pipeline = (axis(self.mesh, name) for name in ("tensor", "shard", "pipeline"))
+        self.scaler = self.make_scaler(self.everyone)
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
-        how = {"mesh": mesh["data", "shard"], **setup.policies(precision, offload=False)}
+        how = {"mesh": self.mesh["data", "shard"], **fsdp_setup.policies(self.precision, offload=False)}
         self.stages = None
         if self.pipeline.size > 1:
             self.model = self.cut_into_stages(model, how, *stages)
         else:
             recompute_blocks(model, self.options.recompute)
             self.model = model
-            for unit, reshard in setup.units_of(model).items():
-                setup.materialise(unit, torch.device("cpu"), self.everyone)  # rank 0's weights
+            for unit, reshard in fsdp_setup.units_of(model).items():
+                fsdp_setup.materialise(unit, torch.device("cpu"), self.everyone)  # rank 0's weights
                 if self.tensor.size > 1:
-                    setup.cut_unit(model, unit, mesh["tensor"])
+                    fsdp_setup.cut_unit(model, unit, self.mesh["tensor"])
                 fully_shard(unit, reshard_after_forward=reshard, **how)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -106,7 +102,7 @@ class MeshParallel(Strategy):
         options = self.options
         self.stages = split.own_stages(model, schedule, self.pipeline, names, everyone=self.everyone)
         if self.tensor.size > 1:
-            setup.cut_unit(model, model, self.mesh["tensor"])
+            fsdp_setup.cut_unit(model, model, self.mesh["tensor"])
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():
@@ -157,7 +153,7 @@ class MeshParallel(Strategy):
     def evaluate(self, inputs, targets):
         if self.stages is None:
             loss = super().evaluate(inputs, targets)
-            setup.reshard(self.model)
+            fsdp_setup.reshard(self.model)
             return loss
         modules = {stage.stage_index: stage.submod for stage in self.own}
         loss = self.stages.evaluate(modules, self.pipeline, inputs, lambda logits: mean_loss(logits, targets))

@@ -12,7 +12,7 @@ from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import Strategy
 from course.ddp.options import LastBackward
-from course.fsdp import fsdp_setup as setup
+from course.fsdp import fsdp_setup
 from course.fsdp.distributed_training import FSDP
 
 
@@ -27,11 +27,11 @@ class Zero1(Strategy):
     from_meta = True
     Options = RecomputeOptions
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
-        self.group = axis(mesh, "shard").group
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
+        self.group = axis(self.mesh, "shard").group
         self.model = model
-        setup.materialise(model, self.device, self.group)  # rank 0's weights
+        fsdp_setup.materialise(model, self.device, self.group)  # rank 0's weights
         recompute_blocks(model, self.options.recompute)
         self.last_backward = LastBackward(model)
         self.replica = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)

@@ -37,11 +37,11 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         if config.options.offload and not torch.cuda.is_available():
             raise UserError("--offload: Accelerate takes it on GPUs; without one there is nothing to offload from")
 
-    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
+    def __init__(self, model, make_optimizer, setup):
         # fully_shard cuts what each rank has: so all have to begin with rank 0's weights. (Accelerate's own way,
         # cpu_ram_efficient_loading, asks the model to tie its weights again, by a method that Transformers' have.)
-        materialise(model, torch.device("cpu"), axis(mesh, "shard").group)
-        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
+        materialise(model, torch.device("cpu"), axis(setup.mesh, "shard").group)
+        super().__init__(model, make_optimizer, setup)
 
     def make_accelerator(self, **more):
         settings = {

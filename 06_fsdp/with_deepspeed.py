@@ -78,10 +78,10 @@ class Zero3WithDeepSpeed(Strategy):
             "zero_force_ds_cpu_optimizer": False,
         } | (read(self.options.deepspeed_config) if self.options.deepspeed_config else {})
 
-    def __init__(self, model, make_optimizer, mesh, options=None, precision="fp32", max_norm=1.0):
-        super().__init__(mesh, options, precision, max_norm)
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(setup)
         # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
-        materialise(model, self.device, axis(mesh, "shard").group)
+        materialise(model, self.device, axis(self.mesh, "shard").group)
         self.model = model
         self.names: dict[torch.nn.Parameter, list[str]] = {}  # what is tied has several
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -96,7 +96,6 @@ class Zero3WithDeepSpeed(Strategy):
         engine, loss = self.engine, 0.0
         examples = engine.train_micro_batch_size_per_gpu() * self.data_size  # as it counts them, see settings()
         engine.set_train_batch_size(len(micro_batches) * examples)  # sets gradient_accumulation_steps
-        engine.optimizer.clip_grad = self.max_norm if math.isfinite(self.max_norm) else 0.0
         for inputs, targets in micro_batches:
             part = cross_entropy(engine(inputs), targets)
             engine.backward(part)  # divides by gradient_accumulation_steps

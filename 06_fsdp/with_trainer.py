@@ -104,7 +104,7 @@ def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
-        strategy = FSDPWithTrainer(mesh, config.options, config.precision)
+        strategy = FSDPWithTrainer(config.setup(mesh))
         check_batch(config, strategy)
         strategy.model = model = task.make_model()
         materialise(model, torch.device("cpu"), axis(mesh, "shard").group)

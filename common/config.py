@@ -8,12 +8,14 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from common.errors import UserError
 from common.installed import missing
 from common.mesh import AXES
 from common.options import LATEST, NoOptions, flag, option
 from common.ranks import choose, environment
-from common.strategy import StrategyEntry
+from common.strategy import Setup, StrategyEntry
 
 
 @dataclass
@@ -96,6 +98,10 @@ class Config:
     def main(self):
         """The function that trains: of the strategy's chapter, or of an engine that has a loop of its own."""
         return getattr(self.strategy_class, "main", self.entry.main)
+
+    def setup(self, mesh: DeviceMesh) -> Setup:
+        """What the strategy is built with, on the ranks of a mesh."""
+        return Setup(mesh, self.options, self.precision, self.max_norm)
 
     def settings(self) -> dict:
         """All options by name, the strategy's own included: what config.json keeps."""

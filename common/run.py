@@ -61,7 +61,6 @@ class Run:
         self.loaders = contextlib.ExitStack()
         self.validation = task.validation_text() if config.validate_every else None
         self.meter = Usage(config, strategy.device) if self.main_rank else None
-        strategy.max_norm = config.max_norm
 
     def __enter__(self) -> "Run":
         from common.checkpoint import Saver  # not at the top: it takes half a second, and not every command gets here

@@ -7,8 +7,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import mesh as meshes
@@ -20,14 +23,31 @@ from common.options import NoOptions
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The ranks that a strategy runs on, and the settings that every strategy has.
+
+    mesh:      named axes of ranks
+    options:   an instance of the strategy's `Options`; None: their defaults
+    precision: of the forward pass: "fp32", "bf16", or "fp16" with loss scaling
+    max_norm:  the 2-norm of the whole model's gradient is clipped to this
+    """
+
+    mesh: DeviceMesh
+    options: Any = None
+    precision: str = "fp32"
+    max_norm: float = 1.0
+
+
 class Strategy:
-    """Built from a model, a way to make an optimizer, and the mesh of ranks that it runs on.
+    """Built as `strategy_class(model, make_optimizer, setup)`; `make_optimizer(parameters)` gives the optimizer.
 
     A chapter's subclass sets `model` (unwrapped) and `optimizer`, and writes `step`, which is its lesson. It declares
 
     preset:      the axes of its mesh where the user names none; -1 is the number of ranks that the others leave
     axes:        the axes that its mesh may have; by default those of `preset`
     data_axes:   of these, the axes whose ranks read different slices of each batch
+    tasks:       what --task may be
     model_class: what it trains, of text
     from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
     Options:     a dataclass of its own options, made with common.options.option
@@ -36,23 +56,41 @@ class Strategy:
     preset: dict[str, int] = {"data": -1}
     axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ("data", "shard", "expert")
+    tasks: tuple[str, ...] = ("text", "images")
     model_class = GPT
     from_meta = False
     Options: type = NoOptions
 
-    def __init__(self, mesh: DeviceMesh, options=None, precision: str = "fp32", max_norm: float = 1.0):
-        """`precision` is "fp32", "bf16" or "fp16" (with loss scaling); gradients are clipped to `max_norm`, the
-        2-norm over the whole model. `options` are an instance of `Options`, by default their defaults."""
-        self.mesh, self.device = mesh, meshes.device_of(mesh)
-        self.options, self.precision, self.max_norm = options or self.Options(), precision, max_norm
-        along = meshes.axis(mesh, *self.data_axes)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, setup: Setup):
+        self.mesh, self.device = setup.mesh, meshes.device_of(setup.mesh)
+        self.options, self.precision, self.max_norm = setup.options or self.Options(), setup.precision, setup.max_norm
+        along = meshes.axis(self.mesh, *self.data_axes)
         self.data_rank, self.data_size = along.rank, along.size  # which of how many equal slices of a batch it reads
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scaler = self.make_scaler()
         self.cut: dict = {}  # parameter -> (dimension, Axis) where a rank has one of the axis's equal chunks of it
+
+    def make_scaler(self, group: dist.ProcessGroup | None = None) -> torch.amp.GradScaler:
+        """What scales losses in fp16, skips the step when a gradient overflows, and is idle in other precisions.
+
+        group: ranks that have different parts of the gradient. If it overflows on one of them, all skip the step.
+        """
+        enabled = self.precision == "fp16"
+        if group is None or not enabled:
+            return torch.amp.GradScaler(self.device.type, enabled=enabled)
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # not at the top: it loads FSDP
+
+        scaler = ShardedGradScaler(self.device.type, process_group=group)
+        scaler.scale(torch.zeros((), device=self.device))  # begins its work on ranks without a loss, too
+        return scaler
 
     @classmethod
     def require(cls, config, axes: dict[str, int]) -> None:
         """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
+        if config.task not in cls.tasks:
+            raise UserError(f"--task {config.task}: strategy '{config.strategy}' divides a GPT; use --task text")
         recompute = getattr(config.options, "recompute", "none")
         if recompute != "none" and config.task == "images":
             raise UserError(
@@ -61,7 +99,7 @@ class Strategy:
             )
 
     @classmethod
-    def make_model(cls, config) -> torch.nn.Module:
+    def make_model(cls, config) -> nn.Module:
         """The model of text that a run with these settings trains."""
         return cls.model_class(config.layers, config.width, config.heads, config.context)
 
@@ -104,7 +142,7 @@ class Strategy:
         parts = self.parts()
         full, shared = states.gather(parts, self.optimizer_state()), self.global_state()
         trained = list(dict.fromkeys(full["state"])) or [part.name for part in parts if part.owner is not None]
-        if torch.distributed.get_rank() > 0:
+        if dist.get_rank() > 0:
             return {}
         optimizer = {"state": full["state"], "param_groups": [shared["optimizer"] | {"params": trained}]}
         return {"model": full["model"], "optimizer": optimizer, "scaler": shared["scaler"]}
@@ -115,7 +153,7 @@ class Strategy:
         full = state and {"model": state["model"], "state": state["optimizer"]["state"]}
         states.scatter(full, self.parts(), self.optimizer_state())
         box = [state and (state["optimizer"]["param_groups"], state["scaler"])]
-        torch.distributed.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0)
         groups, scaler = box[0]
         self.load_global_state({"optimizer": groups[0], "scaler": scaler})
         self.after_loading()
@@ -234,7 +272,7 @@ def require_precision(device: torch.device, precision: str) -> None:
         raise UserError(f"--precision {precision}: {device} cannot multiply matrices in it; try another, or fp32")
 
 
-def require_gradients(model: torch.nn.Module, without: set[torch.nn.Parameter] | None = None) -> None:
+def require_gradients(model: nn.Module, without: set[nn.Parameter] | None = None) -> None:
     """Raise UserError for trainable parameters that the backward pass did not reach: whoever averages gradients over
     ranks would wait for them, or leave them and their neighbours unaveraged.
 

@@ -20,6 +20,7 @@ from common.lab.fake_accelerator import pretend
 from common.lab.launch import ready_to_fork
 from common.lab.ledger import Ledger
 from common.ranks import environment
+from common.strategy import Setup
 from common.task import Task, check_batch, make_task
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -85,7 +86,7 @@ def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
     message = (max(1, config.batch_size // readers // micro_batches), config.context, config.width)
     with pretend(config.axes, rank, size, 1, message) as (mesh, watch):
         model = task.make_model()
-        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options)
+        strategy = config.strategy_class(model, task.make_optimizer, Setup(mesh, config.options))
         check_batch(config, strategy)
         examples = config.batch_size // strategy.data_size
         each = examples // config.accumulation_steps

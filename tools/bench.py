@@ -67,7 +67,7 @@ def loops(config) -> list[tuple[float, float]]:
     """For each round the seconds per step of the scripts' loop and of the bare one, which take turns step by step."""
     task = make_task(config)
     mesh = make_mesh(config.axes)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
     bare = bare_loop(config, task)
     rounds, pair = [], ([], [])
     with Run(config, strategy, task) as run:
@@ -112,7 +112,7 @@ def by_hand_and_torch(configs) -> list[tuple[float, float]]:
     """For each round the steps per second of a strategy by hand and of PyTorch's, which take turns step by step."""
     task = make_task(configs[0])
     mesh = make_mesh(configs[0].axes)
-    pair = [c.strategy_class(task.make_model(), task.make_optimizer, mesh, c.options) for c in configs]
+    pair = [c.strategy_class(task.make_model(), task.make_optimizer, c.setup(mesh)) for c in configs]
     rounds = []
     for _ in range(ROUNDS):
         seconds = ([], [])

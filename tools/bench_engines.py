@@ -42,7 +42,7 @@ def turns(configs) -> tuple[list[tuple[float, float]], float, list[int]]:
     """For each round the seconds per step of PyTorch and of an engine; the largest relative difference of their losses;
     the bytes that each passes to collectives in a step."""
     task, mesh = make_task(configs[0]), make_mesh(configs[0].axes)
-    pair = [c.strategy_class(task.make_model(), task.make_optimizer, mesh, c.options) for c in configs]
+    pair = [c.strategy_class(task.make_model(), task.make_optimizer, c.setup(mesh)) for c in configs]
     rounds, largest = [], 0.0
     for number in range(ROUNDS):
         seconds = ([], [])

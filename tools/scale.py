@@ -81,7 +81,7 @@ def of_one_rank(folder: str) -> dict[str, tuple[float, int]]:
         axis(mesh, "data"), axis(mesh, "tensor")
     found["a mesh with two axes, and its groups"] = cost.seconds, cost.objects
     task = make_task(config)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
     with Run(config, strategy, task) as run:
         batches, steps = run.batches(), run.steps()
         step, seconds, objects = next(steps), [], []

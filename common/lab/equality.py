@@ -23,6 +23,7 @@ from common.lab.launch import launch
 from common.mesh import in_order, make_mesh, resolve
 from common.model import GPT, cross_entropy
 from common.state import Where, optimizer_tensors
+from common.strategy import Setup
 
 # Float32 has 24 bits, 6e-8; sums of a few hundred terms in another order differ by some tens of that. Differences
 # are relative to the largest element of the tensor.
@@ -212,7 +213,7 @@ def on_ranks(strategy_class, cases: list[Case], axes: dict[str, int] | None = No
     for case in cases:
         torch.manual_seed(SEED + dist.get_rank())
         model = case.make_model(model_class_of(strategy_class))
-        strategy = strategy_class(model, case.make_optimizer, mesh, options, max_norm=case.max_norm)
+        strategy = strategy_class(model, case.make_optimizer, Setup(mesh, options, max_norm=case.max_norm))
         losses, grad_norms = [], []
         for step in range(case.steps):
             indices = data.global_batch(SEED, step, BATCH, Batches.size)

@@ -2,7 +2,7 @@
 
     with pretend({"tensor": 4}, rank=0, size=4) as (mesh, watch):
         phase = watch.begin("construction", {"parameters": 1_000_000})
-        strategy = TensorParallelByHand(model, make_optimizer, mesh)
+        strategy = TensorParallelByHand(model, make_optimizer, Setup(mesh))
         for line in phase.refusals():
             print(line)
 

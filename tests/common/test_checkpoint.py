@@ -68,7 +68,7 @@ def one_step_each(jobs: list[tuple]) -> list[tuple[dict, dict, float, float]]:
     outcomes = []
     for config, begin, step, end in jobs:
         task, mesh = make_task(config), make_mesh(config.axes, "cpu")
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         if begin:
             assert load(begin, strategy)["step"] == step
         before = copy.deepcopy(equality.flatten(strategy.full_state()))
@@ -120,7 +120,9 @@ def test_every_strategy_reads_what_one_process_wrote_and_the_other_way_round(tmp
 def saved_in_the_background(config, folder: Path) -> tuple[list[str], dict, dict]:
     """Save while a step is done; what there was in the folder before and after, and the states before and after."""
     task = make_task(config)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes, "cpu"))
+    strategy = config.strategy_class(
+        task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes, "cpu"))
+    )
     strategy.step(task.micro_batches(0, strategy))
     before = copy.deepcopy(equality.flatten(strategy.full_state()))
     stepped, write_data = threading.Event(), Writer.write_data

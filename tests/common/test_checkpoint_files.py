@@ -27,6 +27,7 @@ from common.pieces import LoadPieces, Piece, SavePieces, pieces_of, pieces_to_lo
 from common.random_state import random_state, set_random_state
 from common.ranks import process_group
 from common.state import Part, whole
+from common.strategy import Setup
 from common.task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -153,7 +154,7 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
 
     def make():
         task = make_task(config)
-        made = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+        made = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
         made.step(task.micro_batches(0, made))
         return made
 
@@ -185,8 +186,8 @@ def test_the_loss_scale_is_taken_up():
     task = make_task(config)
 
     def make(precision):
-        return config.strategy_class(task.make_model(), task.make_optimizer, make_mesh({"data": 1}, "cpu"),
-                                     config.options, precision)  # fmt: skip
+        setup = Setup(make_mesh({"data": 1}, "cpu"), config.options, precision)
+        return config.strategy_class(task.make_model(), task.make_optimizer, setup)
 
     with process_group("cpu"):
         one, other, plain = make("fp16"), make("fp16"), make("fp32")

@@ -246,7 +246,9 @@ def test_metadata_that_would_call_something_is_refused(run):
 def different_numbers(folder: Path, size: int):
     config = configure(size=size, rank=dist.get_rank(), **TEXT, strategy="ddp", run_dir=folder / "run")
     task = make_task(config)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes, "cpu"))
+    strategy = config.strategy_class(
+        task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes, "cpu"))
+    )
     strategy.step(task.micro_batches(0, strategy))
     saver = checkpoint.Saver()
     saver.save(folder / "checkpoint-000001", strategy, {"step": 1})

@@ -12,6 +12,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import BATCH, FUNCTIONAL, OPERATORS, SILENT, Ledger, LedgerEntry, group_of, wire_bytes
 from common.mesh import make_mesh
+from common.strategy import Setup
 from course.strategies import load
 
 
@@ -284,7 +285,7 @@ def steps_of_every_strategy(accumulate: int) -> tuple[dict, list[int]]:
     mesh, counted = make_mesh({"data": -1}), {}
     for name, by_hand in [("single", False), ("ddp", False), ("ddp", True)]:
         model = equality.frozen()
-        strategy = load(name, by_hand)(model, equality.sgd, mesh)
+        strategy = load(name, by_hand)(model, equality.sgd, Setup(mesh))
         for step in range(3):  # in its second, DistributedDataParallel broadcasts the new order of its buckets
             batch = data.global_batch(0, step, equality.BATCH, equality.Batches.size)
             mine = (strategy.data_rank, strategy.data_size, accumulate, "cpu")

@@ -31,7 +31,7 @@ def alone(folder: Path, **settings):
         patch.setattr(run_dir, "loss_curve", run_dir.loss_curve)  # so that it is restored
         do_not_draw()
         task = make_task(config)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
         yield Run(config, strategy, task)
 
 

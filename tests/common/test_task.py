@@ -19,7 +19,7 @@ from common.lab.launch import launch
 from common.learning_rate import learning_rate
 from common.mesh import make_mesh
 from common.random_state import random_state, set_random_state
-from common.strategy import Engine, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
+from common.strategy import Engine, Setup, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
 from common.task import Task, check_batch, make_dataset, make_task
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
@@ -146,7 +146,7 @@ def test_the_loss_of_16_bit_logits_is_computed_in_float32():
 def inherited() -> dict:
     """What the base class does, on two ranks that shard, and one row of them."""
     mesh, found = make_mesh({"data": 1, "shard": 2}), {}
-    strategy = Strategy(mesh)
+    strategy = Strategy(Setup(mesh))
     found["place"] = strategy.data_rank, strategy.data_size
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     strategy.optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 9.0}], lr=1.0)
@@ -154,7 +154,7 @@ def inherited() -> dict:
     found["rates"] = [group["lr"] for group in strategy.optimizer.param_groups]
     found["types"] = {}
     for precision in ("fp32", "bf16", "fp16"):
-        strategy = Strategy(mesh, precision=precision)
+        strategy = Strategy(Setup(mesh, precision=precision))
         with strategy.autocast():
             dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
         found["types"][precision] = dtype, strategy.scaler.is_enabled()

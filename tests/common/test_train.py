@@ -130,7 +130,7 @@ def alone(folder, **settings) -> Run:
     """A run of one process, which is the process group's only one."""
     config = configure(**TEXT | {"checkpoint_every": 0}, strategy="single", run_dir=folder, **settings)
     task = make_task(config)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options)
+    strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
     return Run(config, strategy, task)
 
 

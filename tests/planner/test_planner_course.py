@@ -20,6 +20,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
+from common.strategy import Setup
 from common.task import Task
 from course.pipeline.options import PipelineOptions
 from course.strategies import load
@@ -35,7 +36,7 @@ def ledger_of(strategy: str, implementation: str, axes: dict[str, int], micro_ba
     cls = load(strategy, implementation)
     torch.manual_seed(0)
     options = PipelineOptions(microbatches=micro_batches) if "pipeline" in axes else None
-    made = cls(equality.tied(), equality.sgd, mesh, options)
+    made = cls(equality.tied(), equality.sgd, Setup(mesh, options))
     names = {tuple(dist.get_process_group_ranks(axis(mesh, name).group)): name for name in axes}
     indices = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
     batches = data.micro_batches(equality.Batches(), indices, made.data_rank, made.data_size, 1, "cpu")
@@ -105,7 +106,9 @@ def measured(case: Case) -> tuple[int, int]:
         mesh, watch = stack.enter_context(pretend(config.axes, rank, size, devices, message))
         with torch.device("meta" if config.strategy_class.from_meta and rank > 0 else "cpu"):
             model = config.strategy_class.make_model(config)
-        made = config.strategy_class(model, Task(None, config).make_optimizer, mesh, config.options, "fp32", **extra)
+        made = config.strategy_class(
+            model, Task(None, config).make_optimizer, Setup(mesh, config.options, "fp32"), **extra
+        )
         for number in (1, 2):
             phase = watch.begin(f"step {number}")
             tokens = torch.zeros(examples, CONTEXT, dtype=torch.long, device="gpu")

@@ -21,6 +21,7 @@ from helpers import FULL
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
 from common.lab.launch import ready_to_fork
+from common.strategy import Setup
 from common.task import Task
 from course.strategies import STRATEGIES
 from planner.strategies import SAYS
@@ -106,9 +107,9 @@ PLANTED = {
             "TensorFSDP",
             "hsdp.py",
             "__init__",
-            "for unit, reshard in setup.units_of(model).items():",
-            'setup.cut_unit(model, model, mesh["tensor"])\n'
-            "        for unit, reshard in setup.units_of(model).items():\n            continue",
+            "for unit, reshard in fsdp_setup.units_of(model).items():",
+            'fsdp_setup.cut_unit(model, model, self.mesh["tensor"])\n'
+            "        for unit, reshard in fsdp_setup.units_of(model).items():\n            continue",
         ),
         r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
@@ -162,7 +163,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
         with torch.device("meta" if cls.from_meta and rank > 0 else "cpu"):
             model = cls.make_model(config)
         phases = [watch.begin("construction", says[0] | {"single numbers": 1024})]
-        strategy = cls(model, Task(None, config).make_optimizer, mesh, config.options, precision, **extra)
+        strategy = cls(model, Task(None, config).make_optimizer, Setup(mesh, config.options, precision), **extra)
         refusals = phases[0].refusals(from_host=FROM_CPU)
         for number in (1, 2):
             phases.append(watch.begin(f"step {number}", says[number] | more))
@@ -348,7 +349,7 @@ def save_and_count(case: Case, planted: bool) -> tuple[int, int, int]:
         mesh, watch = stack.enter_context(pretend(config.axes, case.rank, case.size, 1, (1, 1, WIDTH)))
         with torch.device("meta" if config.strategy_class.from_meta and case.rank > 0 else "cpu"):
             model = config.strategy_class.make_model(config)
-        strategy = config.strategy_class(model, Task(None, config).make_optimizer, mesh, config.options)
+        strategy = config.strategy_class(model, Task(None, config).make_optimizer, Setup(mesh, config.options))
         tokens = torch.zeros(getattr(config.options, "microbatches", case.size), 1, dtype=torch.long, device="gpu")
         for _ in range(2):
             strategy.step([(tokens, tokens.clone())])

@@ -13,6 +13,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import Axis, axis, make_mesh
 from common.model import GPT, cross_entropy
+from common.strategy import Setup
 from course.model_parallel import by_hand_ring_attention as ring
 from course.model_parallel import by_hand_tensor as tensor
 from course.model_parallel import by_hand_ulysses as ulysses
@@ -135,7 +136,7 @@ def steps(accumulate) -> list[tuple]:
 def a_step(strategy_class, accumulate) -> tuple:
     """Calls and bytes of one step, and how many elements are trained."""
     model = equality.frozen()
-    strategy = strategy_class(model, equality.sgd, make_mesh({"context": -1}))
+    strategy = strategy_class(model, equality.sgd, Setup(make_mesh({"context": -1})))
     batch = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
     with Ledger() as ledger:
         strategy.step(data.micro_batches(equality.Batches(), batch, 0, 1, accumulate, "cpu"))
@@ -216,9 +217,9 @@ def test_16_bit_precision():
         mesh = make_mesh({"context": -1})
         torch.manual_seed(0)
         return [
-            strategy_class(GPT(2, 16, 4, equality.CONTEXT), equality.sgd, mesh, None, precision).step(batch)[1].item()
+            strategy_class(GPT(2, 16, 4, equality.CONTEXT), equality.sgd, setup).step(batch)[1].item()
             for strategy_class in (ring.ContextParallel, ulysses.Ulysses)
-            for precision in ("fp32", "bf16")
+            for setup in (Setup(mesh), Setup(mesh, precision="bf16"))
         ]
 
     for numbers in launch(work, 2):
@@ -229,7 +230,7 @@ def test_16_bit_precision():
 
 def overflow(strategy_class):
     """fp16: rank 1's part of a gradient is infinite. What has changed here?"""
-    strategy = strategy_class(equality.tied(), equality.sgd, make_mesh({"context": -1}), precision="fp16")
+    strategy = strategy_class(equality.tied(), equality.sgd, Setup(make_mesh({"context": -1}), precision="fp16"))
     batch = data.micro_batches(equality.Batches(), torch.arange(24), 0, 1, 1, "cpu")
     strategy.step(batch)
     before, scale = [p.clone() for p in strategy.model.parameters()], strategy.scaler.get_scale()

@@ -17,6 +17,7 @@ from common.lab.equality import NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
+from common.strategy import Setup
 from course.data_parallel import by_hand, fake_gpus, pictures
 from course.data_parallel import distributed_training as script
 from course.data_parallel.classroom import bugs as chapter_bugs
@@ -192,7 +193,7 @@ def test_nothing_is_sent_and_every_rank_trains_by_itself():
         sent = []
         tokens = torch.arange(4 * equality.CONTEXT).view(4, -1) % equality.VOCABULARY
         for version in (script.ThreadedDataParallel, by_hand.ThreadedDataParallelByHand):
-            strategy = version(equality.tied(), equality.sgd, make_mesh({"data": -1}))
+            strategy = version(equality.tied(), equality.sgd, Setup(make_mesh({"data": -1})))
             assert (strategy.data_rank, strategy.data_size) == (0, 1)
             with Ledger() as ledger:
                 strategy.step([(tokens, tokens)])
@@ -221,7 +222,7 @@ def with_two_gpus() -> int:
         patch.setattr(script.nn, "DataParallel", lambda model, devices: made.append((model, devices)) or model)
         patch.setattr(nn.Module, "to", lambda self, device: self)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        strategy = script.ThreadedDataParallel(Asks(), equality.sgd, mesh, precision="bf16")
+        strategy = script.ThreadedDataParallel(Asks(), equality.sgd, Setup(mesh, precision="bf16"))
     if mesh.size() > 1:
         return len(made)
     ((model, devices),) = made

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.lab.launch import launch
 from common.lab.ledger import Ledger, LedgerEntry
 from common.mesh import make_mesh
+from common.strategy import Setup
 from common.task import make_task
 from course import dry_run
 
@@ -31,7 +32,7 @@ def seen(configs) -> list[dry_run.Foreseen]:
     found = []
     for config in configs:
         task, mesh = make_task(config), make_mesh(config.axes, "cpu")
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         strategy.step(task.micro_batches(0, strategy))
         with Ledger() as ledger:
             strategy.step(task.micro_batches(1, strategy))
@@ -98,8 +99,8 @@ def test_a_rank_is_looked_at_in_a_second_step(monkeypatch):
     found = dry_run.as_rank(config, task, 5)
     a_step = [("gpu", torch.uint8), ("gpu", torch.int32), [((4, 16), (4,))] * 3]
     assert noted == [
-        (axes, 5, 8, 1, (2, 16, 32)), ("model", "optimizer", "mesh", options), "checked", "first", *a_step, "second",
-        *a_step,
+        (axes, 5, 8, 1, (2, 16, 32)), ("model", "optimizer", Setup("mesh", options)), "checked",
+        "first", *a_step, "second", *a_step,
     ], "mesh, rank, ranks, nodes and a message's shape; the strategy; two steps on this rank's examples"  # fmt: skip
     place = {"pipeline": 1, "data": 0, "tensor": 1}
     assert found == dry_run.Foreseen(place, (12, 24), {"w": "[2, 3] of [4, 3]"}, 6, 50, 90, {}), "of the second step"

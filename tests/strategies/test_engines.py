@@ -22,6 +22,7 @@ from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
+from common.strategy import Setup
 from course.fsdp import with_qlora
 from course.strategies import STRATEGIES, load
 
@@ -222,7 +223,7 @@ def test_what_cannot_work_gets_one_line(line, text, tmp_path):
 
 def bytes_reduced(strategy: str, engine: str) -> tuple[int, int]:
     """Bytes that the all-reduces of a step of three micro-batches carry, and those of the gradients."""
-    training = load(strategy, engine)(tied(), sgd, make_mesh({"data": -1}))
+    training = load(strategy, engine)(tied(), sgd, Setup(make_mesh({"data": -1})))
     batch = micro_batches(Batches(), torch.arange(24), dist.get_rank(), 2, 3, "cpu")
     training.step(batch)
     with Ledger() as ledger:

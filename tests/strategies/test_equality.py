@@ -161,7 +161,7 @@ class DoesNothing:
 
     data_rank, data_size = 0, 1
 
-    def __init__(self, model, make_optimizer, mesh, options, max_norm):
+    def __init__(self, model, make_optimizer, setup):
         self.model = model
 
     def step(self, micro_batches):
@@ -304,7 +304,7 @@ class Seen:
 
     data_rank, data_size = 0, 1
 
-    def __init__(self, model, make_optimizer, mesh, options, max_norm):
+    def __init__(self, model, make_optimizer, setup):
         self.model, self.optimizer = model, make_optimizer(model.parameters())
 
     def step(self, micro_batches):

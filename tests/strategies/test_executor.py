@@ -14,6 +14,7 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.model import GPT
+from common.strategy import Setup
 from course.pipeline import by_hand, schedules, simulator, sleeping
 from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
@@ -45,7 +46,9 @@ class CountingPipeline(by_hand.PipelineByHand):
 def peaks(options):
     layers = len(simulator.placement(schedules.build(options["schedule"], dist.get_world_size(), 8))) - 2
     options = PipelineOptions(microbatches=8, **options)
-    strategy = by_hand.PipelineByHand(small(max(layers, 2)), equality.sgd, mesh_of(by_hand.PipelineByHand), options)
+    strategy = by_hand.PipelineByHand(
+        small(max(layers, 2)), equality.sgd, Setup(mesh_of(by_hand.PipelineByHand), options)
+    )
     with Ledger() as ledger:
         strategy.step([batch()])
     executor = strategy.executor
@@ -149,7 +152,7 @@ def unsent(name, numbers):
     mesh = mesh_of(CountingPipeline)
     counted = []
     for m in numbers:
-        strategy = CountingPipeline(small(), equality.sgd, mesh, PipelineOptions(schedule=name, microbatches=m))
+        strategy = CountingPipeline(small(), equality.sgd, Setup(mesh, PipelineOptions(schedule=name, microbatches=m)))
         strategy.step([batch(m)])
         counted.append((strategy.executor.most, len(strategy.executor.sends)))
     return counted
@@ -262,7 +265,7 @@ def with_dropout(strategy_class, schedule, recompute):
     for number, block in enumerate(model.blocks):
         model.blocks[number] = Dropping(block)
     options = PipelineOptions(schedule=schedule, recompute=recompute)
-    strategy = strategy_class(model, equality.sgd, mesh_of(strategy_class), options)
+    strategy = strategy_class(model, equality.sgd, Setup(mesh_of(strategy_class), options))
     torch.manual_seed(5 + dist.get_rank())
     norms = [strategy.step([batch()] * 2)[1] for _ in range(2)]
     return norms, [p.grad.clone() for p in strategy.model.parameters()], torch.get_rng_state()
@@ -307,7 +310,7 @@ def in_bfloat16():
     torch.manual_seed(3)
     model, same = (small().bfloat16() for _ in range(2))
     same.load_state_dict(model.state_dict())
-    strategy = by_hand.PipelineByHand(same, equality.sgd, mesh_of(by_hand.PipelineByHand))
+    strategy = by_hand.PipelineByHand(same, equality.sgd, Setup(mesh_of(by_hand.PipelineByHand)))
     sent, give = set(), strategy.executor.give
 
     def noting(stage, direction, m, tensor):

@@ -14,6 +14,7 @@ from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
 from common.mesh import Axis, axis, make_mesh
 from common.model import cross_entropy
+from common.strategy import Setup
 from common.task import make_task
 from course.model_parallel import by_hand_experts as by_hand
 from course.model_parallel import moe_model as mixture
@@ -29,7 +30,7 @@ def make_model(**options) -> mixture.MixtureGPT:
 def make(make_optimizer=equality.adamw, precision="fp32", **options) -> by_hand.ExpertParallel:
     torch.manual_seed(dist.get_rank())
     mesh = make_mesh({"expert": -1})
-    return by_hand.ExpertParallel(make_model(**options), make_optimizer, mesh, precision=precision)
+    return by_hand.ExpertParallel(make_model(**options), make_optimizer, Setup(mesh, precision=precision))
 
 
 def own_batches(strategy, step=0, accumulate=1):
@@ -295,7 +296,7 @@ def norms_only():
     for gpt in (model, whole):
         for name, parameter in gpt.named_parameters():
             parameter.requires_grad_("norm" in name)
-    strategy = by_hand.ExpertParallel(model, equality.sgd, make_mesh({"expert": -1}))
+    strategy = by_hand.ExpertParallel(model, equality.sgd, Setup(make_mesh({"expert": -1})))
     _, norm = strategy.step(own_batches(strategy))
     tokens = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
     (cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]) + whole.auxiliary_loss()).backward()

@@ -14,6 +14,7 @@ from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.model import GPT
 from common.state import is_dtensor
+from common.strategy import Setup
 from course.model_parallel.by_hand_layers import count, layers_of
 from course.model_parallel.moe_model import MixtureGPT
 from course.pipeline.options import PipelineOptions
@@ -73,7 +74,7 @@ def constructed(cases) -> dict:
         mesh = make_mesh({axis: int(size) for axis, size in (part.split("=") for part in axes.split(","))})
         options = PipelineOptions(microbatches=2) if name == "mesh" else None
         with Alive() as alive:
-            strategy = cls(model, equality.sgd, mesh, options)
+            strategy = cls(model, equality.sgd, Setup(mesh, options))
         share = sum(part.tensor.nbytes for part in strategy.parts())
         state = strategy.full_state()
         right = not state or all(torch.equal(state["model"][key], value) for key, value in before.items())

@@ -13,6 +13,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT
+from common.strategy import Setup
 from course.fsdp import by_hand_zero23, fsdp_setup, memory
 from course.strategies import load
 
@@ -24,7 +25,7 @@ PRECISIONS = {"fp32": "float32", "bf16": "mixed, float32 gradients"}  # of the s
 def make(name: str, by_hand: bool, model: nn.Module, make_optimizer, mesh=None, **kwargs):
     """A strategy, by default on the mesh of its preset, over all ranks there are."""
     kind = load(name, by_hand)
-    return kind(model, make_optimizer, mesh or make_mesh(kind.preset), **kwargs)
+    return kind(model, make_optimizer, Setup(mesh or make_mesh(kind.preset), **kwargs))
 
 
 def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -203,7 +204,7 @@ def test_units_and_which_of_them_are_freed_after_their_forward_pass():
 
 def zero2_buckets() -> list[int]:
     """Bytes of the gradients that each reduce-scatter of a step of ZeRO-2 by hand takes, for 840,960 parameters."""
-    strategy = load("zero2", True)(GPT(4, 128, 4, 16), equality.sgd, make_mesh({"shard": -1}))
+    strategy = load("zero2", True)(GPT(4, 128, 4, 16), equality.sgd, Setup(make_mesh({"shard": -1})))
     tokens = torch.zeros(2, 16, dtype=torch.long)
     with Ledger() as ledger:
         strategy.step([(tokens, tokens)])

@@ -8,6 +8,7 @@ from torch.nn import functional
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
+from common.strategy import Setup
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import STRATEGIES, load
 
@@ -25,7 +26,7 @@ def taken(name: str, kind: str, precision: str) -> dict:
     mesh = make_mesh(dict.fromkeys(cls.preset, 1), "cpu")
     model = equality.tied(cls.model_class)
     before = {part: value.clone() for part, value in model.state_dict().items()}
-    strategy = cls(model, equality.sgd, mesh, cls.Options(), precision, MAX_NORM)
+    strategy = cls(model, equality.sgd, Setup(mesh, cls.Options(), precision, MAX_NORM))
     tokens = torch.arange(8 * equality.CONTEXT).view(8, -1) * 7 % equality.VOCABULARY
     batch = [(tokens[:4], tokens[:4].roll(-1, 1)), (tokens[4:], tokens[4:].roll(-1, 1))]
     compute, types = functional.cross_entropy, set()

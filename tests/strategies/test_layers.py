@@ -18,6 +18,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
 from common.model import GPT, cross_entropy
+from common.strategy import Setup
 from course.model_parallel import by_hand_layers as by_hand
 from course.model_parallel import layers_on_devices
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def make(model, make_optimizer=equality.sgd, strategy_class=by_hand.SplitLayers, **options) -> by_hand.SplitLayers:
-    return strategy_class(model, make_optimizer, make_mesh({"pipeline": -1}), **options)
+    return strategy_class(model, make_optimizer, Setup(make_mesh({"pipeline": -1}), **options))
 
 
 def largest(costs, ends) -> float:
@@ -235,7 +236,7 @@ def on_pretended_gpus():
     mesh = make_mesh({"data": 1})
     with fake_gpus.pretend_gpus(2, equality.tied) as (devices, inside, meter):
         nn.Module.to = to  # this process ends here
-        strategy = layers_on_devices.LayersOnDevices(inside.model, equality.sgd, mesh, devices=devices)
+        strategy = layers_on_devices.LayersOnDevices(inside.model, equality.sgd, Setup(mesh), devices=devices)
         inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
         meter.moved.clear()
         strategy.forward(inputs, inputs).backward()

@@ -10,6 +10,7 @@ from common.lab import equality
 from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.ranks import process_group
+from common.strategy import Setup
 from course.model_parallel import layers_on_devices
 
 
@@ -42,7 +43,10 @@ def test_a_step_of_layers_on_devices_asks_its_scaler_in_order():
 
     with launcher(), process_group("cpu"):
         strategy = layers_on_devices.LayersOnDevices(
-            equality.tied(), equality.sgd, make_mesh({"data": 1}), max_norm=1e-3, devices=[torch.device("cpu")] * 9
+            equality.tied(),
+            equality.sgd,
+            Setup(make_mesh({"data": 1}), max_norm=1e-3),
+            devices=[torch.device("cpu")] * 9,
         )
         assert len(strategy.devices) == 4, "no more devices than layers"
         plain, examples = copy.deepcopy(strategy.model), batches()

@@ -17,6 +17,7 @@ from common.lab.equality import CASES, NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import AXES, axis, in_order, make_mesh, parse_axes, parse_order, resolve
+from common.strategy import Setup
 from course.fsdp.by_hand_mesh import MeshByHand
 from course.fsdp.torch_mesh import MeshParallel
 from course.model_parallel.by_hand_experts import ExpertParallel
@@ -129,7 +130,7 @@ def sent_along_each_axis(axes):
     """Calls and payload bytes of one step of MeshByHand on this rank, by axis and operation, and its sizes."""
     mesh = make_mesh(axes)
     torch.manual_seed(0)
-    strategy = MeshByHand(equality.tied(), equality.sgd, mesh, SMALL)
+    strategy = MeshByHand(equality.tied(), equality.sgd, Setup(mesh, SMALL))
     names = {tuple(dist.get_process_group_ranks(axis(mesh, name).group)): name for name in axes}
     indices = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
     place = (strategy.data_rank, strategy.data_size)
@@ -190,9 +191,9 @@ def test_shards_and_contexts_send_what_their_formulas_say():
 class ReplicasForgotten(MeshByHand):
     """Gradients are not summed over the replicas."""
 
-    def __init__(self, model, make_optimizer, mesh, *args, **kwargs):
-        super().__init__(model, make_optimizer, mesh, *args, **kwargs)
-        self.replicas = axis(mesh, "expert")
+    def __init__(self, model, make_optimizer, setup):
+        super().__init__(model, make_optimizer, setup)
+        self.replicas = axis(self.mesh, "expert")
 
 
 class PartsCountTwice(MeshByHand):

@@ -20,6 +20,7 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT
 from common.run import Run
+from common.strategy import Setup
 from common.task import make_task
 from course.pipeline import by_hand, schedules, torch_schedules
 from course.pipeline import distributed_training as torchs
@@ -131,7 +132,7 @@ def test_every_class_of_pytorch_is_there():
 
 def test_micro_batches_that_do_not_divide():
     def step():
-        strategy = by_hand.PipelineByHand(equality.tied(), equality.sgd, mesh_of(by_hand.PipelineByHand))
+        strategy = by_hand.PipelineByHand(equality.tied(), equality.sgd, Setup(mesh_of(by_hand.PipelineByHand)))
         tokens = torch.zeros(6, 8, dtype=torch.long)
         try:
             strategy.step([(tokens, tokens)])
@@ -216,7 +217,7 @@ def reductions():
     """What one step of a grid of 2 x 2 sends between replicas, by class and accumulation: calls, bytes of gradients."""
     found = {}
     for strategy_class in REPLICATED:
-        strategy = strategy_class(equality.tied(), equality.sgd, mesh_of(strategy_class))
+        strategy = strategy_class(equality.tied(), equality.sgd, Setup(mesh_of(strategy_class)))
         strategy.step([batch(4)])
         own = sum(p.nbytes for p in strategy.model.parameters())
         for accumulate in (1, 3):
@@ -264,7 +265,7 @@ def test_which_axis_is_outside_changes_nothing():
             pair = []
             for axes in ({outer: 2, "pipeline": 2}, {"pipeline": 2, outer: 2}):
                 torch.manual_seed(4)
-                strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes))
+                strategy = strategy_class(small(), equality.sgd, Setup(mesh_of(strategy_class, **axes)))
                 inputs, targets = batch(16)
                 own = slice(strategy.data_rank * 8, strategy.data_rank * 8 + 8)
                 steps = [strategy.step([(inputs[own], targets[own])]) for _ in range(2)]
@@ -290,7 +291,7 @@ def train(lines):
     for line in lines:
         config = command_line.parse(STRATEGIES, argv=f"{TEXT} {line} --distributed".split())
         task, mesh = make_task(config), make_mesh(config.axes)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
             for step in run.steps():

@@ -15,6 +15,7 @@ from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
+from common.strategy import Setup
 from course.ddp import by_hand, distributed_training
 from course.ddp.classroom import bugs as chapter_bugs
 
@@ -212,7 +213,7 @@ def sometimes() -> Sometimes:
 
 
 def trained_by(strategy_class, patterns: list) -> dict[str, torch.Tensor]:
-    strategy = strategy_class(sometimes(), equality.sgd, make_mesh({"data": -1}))
+    strategy = strategy_class(sometimes(), equality.sgd, Setup(make_mesh({"data": -1})))
     for pattern in patterns:
         strategy.step(micro_batches(dist.get_rank(), pattern))
     return {name: parameter.detach() for name, parameter in strategy.model.named_parameters()}

@@ -17,6 +17,7 @@ from common.lab.ledger import Ledger
 from common.mesh import axis, in_order, make_mesh
 from common.model import GPT
 from common.recompute import RECOMPUTE
+from common.strategy import Setup
 from common.task import make_task
 from course.fsdp import batch_size, by_hand_zero1, by_hand_zero23, fsdp_setup, memory
 from course.fsdp.hsdp import SyncOnce
@@ -25,7 +26,7 @@ from course.strategies import load
 
 def make(kind, model: nn.Module, make_optimizer, axes=None, options=None, **kwargs):
     """A strategy, by default on the mesh of its preset, over all ranks there are."""
-    return kind(model, make_optimizer, make_mesh(in_order(axes or kind.preset)), options, **kwargs)
+    return kind(model, make_optimizer, Setup(make_mesh(in_order(axes or kind.preset)), options, **kwargs))
 
 
 def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -312,7 +313,7 @@ def test_what_cannot_work_is_refused_in_one_line(line, why, tmp_path):
 def measured(config: Config, examples: int) -> int:
     task = make_task(config)
     kind = config.strategy_class
-    strategy = kind(task.make_model(), task.make_optimizer, make_mesh(config.axes), config.options, config.precision)
+    strategy = kind(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
     for _ in range(2):
         batch = [task.dataset.batch(torch.arange(examples)) for _ in range(config.accumulation_steps)]
         with memory.MemoryTimeline(strategy) as timeline:

@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
+from common.strategy import Setup
 from course.fsdp.by_hand_mesh import MeshByHand
 from course.model_parallel.by_hand_layers import count, layers_of
 from course.pipeline import by_hand, schedules, split
@@ -101,7 +102,7 @@ def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatc
         found, options = [], PipelineOptions(split_spec="auto-time", recompute="full")
         for strategy_class, axes in kinds.items():
             seen.clear()
-            strategy = strategy_class(small(), equality.sgd, mesh_of(strategy_class, **axes), options)
+            strategy = strategy_class(small(), equality.sgd, Setup(mesh_of(strategy_class, **axes), options))
             assert seen == [("cpu", "autocast")] * (dist.get_rank() == 0), "who measures, where, and in which context"
             executor = getattr(strategy, "executor", None)
             found.append((strategy.stages.names, executor and (executor.recompute, executor.dtype)))
@@ -173,7 +174,7 @@ def test_a_model_without_memory_takes_what_rank_0_has():
         torch.manual_seed(2)
         with torch.device("meta" if meta and dist.get_rank(dist.group.WORLD) > 0 else "cpu"):
             model = small()
-        strategy = by_hand.PipelineByHand(model, equality.sgd, mesh_of(by_hand.PipelineByHand))
+        strategy = by_hand.PipelineByHand(model, equality.sgd, Setup(mesh_of(by_hand.PipelineByHand)))
         return [strategy.step([batch()])[0].item() for _ in range(3)]
 
     for with_meta, without in launch(lambda: (losses_of(True), losses_of(False)), 4):
@@ -203,7 +204,7 @@ def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_layer():
 
 
 def seconds_in_the_embedding_group():
-    model = by_hand.PipelineByHand(equality.tied(), equality.sgd, make_mesh({"pipeline": 2}), PipelineOptions())
+    model = by_hand.PipelineByHand(equality.tied(), equality.sgd, Setup(make_mesh({"pipeline": 2}), PipelineOptions()))
     group = model.stages.embedding_group
     return group._get_backend(CPU).options._timeout.total_seconds()
 
@@ -220,7 +221,7 @@ def test_tied_pipelines_of_other_ranks_can_follow_each_other():
         kind, found = by_hand.PipelineByHand, []
         for axes in ({"pipeline": 4}, {"data": 2, "pipeline": 2}):
             torch.manual_seed(3)
-            strategy = kind(equality.tied(), equality.sgd, make_mesh(axes), PipelineOptions())
+            strategy = kind(equality.tied(), equality.sgd, Setup(make_mesh(axes), PipelineOptions()))
             found.append(strategy.step([batch()])[0].item())
         return found
 

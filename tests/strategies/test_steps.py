@@ -10,6 +10,7 @@ import torch.distributed as dist
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
+from common.strategy import Setup
 from course.ddp.by_hand import Reducer
 from course.strategies import load
 
@@ -66,7 +67,7 @@ def look(name: str, kind: str) -> dict:
     model = equality.tied(cls.model_class)
     if stepped and name != "mesh":
         model.register_buffer("place", torch.tensor([float(dist.get_rank())]))
-    strategy = cls(model, equality.sgd, make_mesh(axes), precision="fp16")
+    strategy = cls(model, equality.sgd, Setup(make_mesh(axes), precision="fp16"))
     group = getattr(strategy.scaler, "process_group", None)
     found = {"skip together": group and dist.get_process_group_ranks(group)}
     if stepped:

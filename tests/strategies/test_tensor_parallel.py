@@ -17,6 +17,7 @@ from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
 from common.model import GPT
 from common.model import cross_entropy as whole_cross_entropy
+from common.strategy import Setup
 from course.model_parallel import by_hand_tensor as by_hand
 from course.model_parallel import torch_tensor
 from course.strategies import load
@@ -28,7 +29,7 @@ VERSIONS = [("tensor", False), ("tensor", True), ("sequence", True)]
 def build(strategy: str, hand: bool, model=None, precision="fp32", make_optimizer=equality.adamw):
     torch.manual_seed(dist.get_rank())
     mesh = make_mesh({"tensor": -1})
-    return load(strategy, hand)(model or equality.tied(), make_optimizer, mesh, precision=precision)
+    return load(strategy, hand)(model or equality.tied(), make_optimizer, Setup(mesh, precision=precision))
 
 
 def tokens(steps: int = 1, batch: int = BATCH):

@@ -79,7 +79,7 @@ def validated(configs) -> list[list[float]]:
         task, mesh = make_task(config), make_mesh(config.axes, "cpu")
         model = task.make_model()
         sharpen(model)
-        strategy = config.strategy_class(model, task.make_optimizer, mesh, config.options, config.precision)
+        strategy = config.strategy_class(model, task.make_optimizer, config.setup(mesh))
         text = task.validation_text()
         kept, noted, who = held(strategy.model), set(), f"{config.strategy} {config.implementation} {config.axes}"
         watch_layers(strategy.model, depth, noted)
@@ -152,7 +152,9 @@ def seeded(config) -> float:
     torch.manual_seed(0)
     model = config.strategy_class.make_model(config)
     sharpen(model)
-    strategy = config.strategy_class(model, lambda p: torch.optim.SGD(p, 0.1), make_mesh(config.axes, "cpu"))
+    strategy = config.strategy_class(
+        model, lambda p: torch.optim.SGD(p, 0.1), config.setup(make_mesh(config.axes, "cpu"))
+    )
     modes: set[bool] = set()
     strategy.model.register_forward_pre_hook(lambda module, args: modes.add(module.training))
     loss = validate(strategy, data.validation_text(16), 5)

@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
 .PHONY: train test test-all lint test-python test-notebooks test-engines lab notebooks doctor check soak soak-faults \
-	cluster-test site site-check bench bench-engines clean
+	cluster-test mutate site site-check bench bench-engines clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -74,6 +74,10 @@ soak: $(INSTALLED)
 # Kill, stop and starve runs at random moments, and compare what comes out with undisturbed runs.
 soak-faults: $(INSTALLED)
 	python tools/soak_faults.py
+
+# Change one thing in the code at a time, and see whether a test refuses it; the scores go into docs/mutation.md.
+mutate: $(INSTALLED)
+	python -m tools.mutate --sample 200 --seed $$(date +%Y%V) --write
 
 # Two hosts with a slow link, and a SLURM cluster, on this machine: Linux, root, iproute2, slurm-wlm and munge.
 cluster-test: $(INSTALLED)

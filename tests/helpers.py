@@ -10,12 +10,14 @@ from pathlib import Path
 
 import nbformat
 import psutil
+import pytest
 import torch
 
 from common import ROOT, run_dir
 from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config
+from common.errors import UserError
 from course.strategies import BY_AXES, STRATEGIES
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -73,6 +75,17 @@ def every_strategy() -> list[tuple[int, str, str, str]]:
 def config_of(folder: Path, size: int, strategy: str, implementation: str = "pytorch", line: str = ""):
     run_dir = folder / f"{strategy}-{implementation}-{line}".replace(" ", "")
     return configure(line, size, **EVERY, strategy=strategy, implementation=implementation, run_dir=run_dir)
+
+
+@contextmanager
+def refused(*words: str):
+    """The block ends with an error of use: one line that has each of these words."""
+    with pytest.raises(UserError) as error:
+        yield error
+        pytest.fail(f"not refused, with {' '.join(words)}")
+    said = str(error.value)
+    assert said and "\n" not in said, said
+    assert [word for word in words if word not in said] == [], said
 
 
 class NoFigure:

@@ -14,7 +14,6 @@ from helpers import FULL
 from hostile import RING_SHIFT
 
 from common import check
-from common.errors import UserError
 from common.grading import classes, sandbox
 from common.grading import engine as grading
 from course.data_parallel.classroom import bugs as data_parallel
@@ -300,40 +299,3 @@ while True:
             break
     started = {int(pid) for pid in pids.read_text().split()}
     assert len(started) == 3 and all_gone(started)  # two ranks and the process that judges
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["05_nowhere"], "no chapter '05_nowhere'.*01_intro"),
-        (["01_intro", "nothing"], "no exercise 'nothing' in 01_intro; there is ring_shift, "),
-        (["01_intro", "ring_shfit"], r"no exercise 'ring_shfit' in 01_intro; did you mean 'ring_shift'\?"),
-        (["01_into", "ring_shift"], r"no chapter '01_into' with exercises; did you mean '01_intro'\?"),
-        (["ring_shitf"], r"no chapter and no exercise 'ring_shitf'; did you mean 'ring_shift'\? chapters: 01_intro"),
-        (["data_paralel"], r"no chapter and no exercise 'data_paralel'; did you mean '02_data_parallel'\? chapters: "),
-        (["01_intro", "ring"], "no exercise 'ring' in 01_intro; "),
-        (["01_intro", "--hint"], "--hint: name an exercise"),
-        (["global_mean", "--hint", "3"], r"--hint 3: the hint of global_mean has 2 stage"),
-        (["03_ddp", "ring_shift", "--hint"], "no exercise 'ring_shift' in 03_ddp"),
-        (["global_mean", "--hint", "0"], r"--hint 0: the hint of global_mean has 2 stage"),
-        (["--csv", "--submission", "01_intro", "01_intro", "ring_shift"], "leave out the exercise, and --watch"),
-        (["--pages", "x"], "--pages belongs to --csv"),
-        (["--csv"], "add --submission"),
-        (["--submission", "nowhere.py", "--csv"], "nowhere.py: no such file or folder"),
-        (["--submission", "01_intro"], "a folder of submissions is graded with --csv"),
-        (["--submission", "01_intro", "--csv", "--watch"], "leave out the exercise, and --watch"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
-    ],
-)
-def test_bad_usage_gets_one_line(arguments, message, monkeypatch):
-    monkeypatch.chdir(check.ROOT)
-    with pytest.raises(UserError, match=message) as error:
-        check.main(arguments)
-    assert "\n" not in str(error.value)
-
-
-def test_bad_usage_exits_with_2():
-    process = Fork(check.ROOT / "common" / "check.py", "07_nowhere", cwd=check.ROOT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and output == ""
-    assert re.fullmatch(r"error: no chapter '07_nowhere'[^\n]*01_intro[^\n]*\n", errors)

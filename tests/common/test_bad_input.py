@@ -1,0 +1,214 @@
+"""Bad input gets one line that names what is wrong, the value with it, and exit code 2, before anything is started.
+
+A row is a command line, the ranks that are started (@N, else 1), and words that the line must have: the option, the
+value, and what would be right where that can be known. How the sentence goes is nobody's business here.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import configure, refused
+
+from common import ROOT, check
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+SCRIPTS = """
+--distributed => --distributed --nproc_per_node 2
+--strategy dpp => dpp dp single
+--width 100 --heads 3 => --width 100 --heads 3
+--by-hand --strategy single => single
+--strategy ddp --implementation magic => ddp magic pytorch by-hand
+--strategy ddp --by-hand --implementation pytorch => --by-hand --implementation pytorch
+--strategy context => context --by-hand
+--strategy context --by-hand --context 101 => --context 101 2
+--strategy hsdp => --mesh data=2 shard 1
+--strategy hsdp --mesh 2by2 => --mesh 2by2 data=2,tensor=2
+--strategy hsdp --mesh 0x1 => --mesh 0x1 data=2,tensor=2
+--strategy tensor+fsdp --mesh 1x1 --task images => --task images tensor+fsdp
+--strategy ddp --mesh 1x1 => --mesh ddp 1x1
+--mesh data=1,tenor=1 => --mesh data=1,tenor=1 tenor tensor
+--mesh data=1,data=1 => --mesh data=1,data=1
+--mesh data=two => --mesh data=two data=2
+--mesh data=2 => --mesh data=2 2 1
+--strategy ddp --mesh tensor=1 => --mesh tensor=1 ddp
+--mesh-order data,rows => --mesh-order data,rows pipeline
+--mesh-order data,data => --mesh-order data,data
+--strategy ddp --replicas 2 => --replicas ddp
+--strategy hsdp --replicas 0 => --replicas 0
+--strategy fsdp --mesh data=1,shard=1 => fsdp shard data --by-hand
+--strategy ddp --by-hand --mesh tensor=1 => ddp tensor data
+--strategy fsdp --by-hand --offload => --offload fsdp zero2
+--strategy zero1 --offload => --offload zero1
+--strategy fsdp --offload --width 65536 => --offload GiB
+--recompute full --task images => --recompute full GPT
+--recompute full --strategy tensor => --recompute tensor
+--schedule gpipe => --schedule single
+--find-batch-size => --find-batch-size single
+--strategy fsdp --by-hand --find-batch-size => --find-batch-size fsdp
+--strategy fsdp --find-batch-size => --memory-budget 0.0 GiB
+--strategy fsdp --memory-budget 2 => --memory-budget --find-batch-size
+--strategy sequence => sequence --by-hand
+--strategy pipeline --task images => --task images pipeline text
+--strategy pipeline --schedule zigzag => --schedule zigzag
+--strategy pipeline --schedule dualpipev --microbatches 1 => dualpipev 1 2
+--strategy pipeline --schedule zbv --stages-per-rank 3 => zbv 3 2
+--strategy pipeline --microbatches 5 => --microbatches pipeline 5 30
+--strategy pipeline --recompute selective => --recompute selective full none
+--strategy pipeline --microbatches 0 => --microbatches 0 1
+--strategy pipeline --stages-per-rank -1 => --stages-per-rank -1 0
+--strategy pipeline --schedule zbv --split-spec block.1:end => block.1 blocks.1
+--strategy pipeline --schedule zbv --split-spec blocks.1:middle => blocks.1 middle beginning
+--strategy pipeline --schedule zbv --split-spec head:end => head
+--strategy pipeline --split-spec blocks.1:end => 1 2
+--strategy pipeline --schedule interleaved --stages-per-rank 9 => 9 6 --layers 7
+--strategy pipeline+ddp => --mesh data=2 pipeline
+--strategy pipeline+ddp --replicas 1 --schedule zbv => --schedule zbv 1f1b
+--strategy pipeline+fsdp --replicas 1 --schedule zbv => --schedule zbv
+--device tpu => --device tpu cpu cuda
+--steps many => --steps many --help
+--steps 0 => --steps 0 1
+--layers 0 => --layers 0 1
+--batch-size -4 => --batch-size -4 1
+--accumulation-steps 0 => --accumulation-steps 0 1
+--seed -1 => --seed -1
+--seed 2147483648 => --seed 2147483648 2147483647
+--timeout 0 => --timeout 0
+--lr inf => --lr inf
+--timeout inf => --timeout inf
+--lr 0 => --lr 0
+--lr nan => --lr nan
+--max-norm 0 => --max-norm 0 inf
+--max-norm nan => --max-norm nan
+--beta1 1 => --beta1 1
+--optimizer sgd --beta1 0.8 => --beta1 --optimizer adamw
+--optimizer sgd --beta2 0.9 => --beta2 --optimizer adamw
+--beta2 1 => --beta2 1
+--weight-decay -1 => --weight-decay -1
+--optimizer sgd --weight-decay 0.2 => --weight-decay --optimizer adamw
+--warmup-steps -1 => --warmup-steps -1
+--lr-schedule linear => --lr-schedule linear cosine
+--sample 9 --task images => --sample --task text
+--text poems --task images => --text --task text
+--task images --data-dir x => --data-dir --dataset digits
+--dataset cifar10 => --dataset cifar10 --task images
+--data-dir mytext => --data-dir --text
+--task images --download => --download --dataset digits
+--stride 3 => --stride --help
+--batch-sise 3 => --batch-sise --batch-size
+--confg x.yaml => --confg --config
+--strategy pipeline --schedul gpipe => --schedul --schedule
+ddp => ddp
+--resume => --resume --run-dir
+--resume --run-dir nowhere => --resume nowhere
+--resume 3 --run-dir nowhere => --resume nowhere
+--resume nowhere => --resume nowhere
+--resume . => manifest.json
+--backend nccl => --backend nccl
+--device cuda => --device cuda
+--config missing.yaml => --config missing.yaml
+--run-dir /proc/nowhere => --run-dir /proc/nowhere
+--strategy mesh --mesh expert=1 => --mesh expert=1 pipeline,
+--strategy hsdp --replicas 1 --mesh data=1,shard=1 => --replicas --mesh
+--strategy hsdp --mesh 1x2 @4 => --mesh 1x2 2 4 2x2
+--dry-run --mesh data=2 @4 => --mesh data=2 2 4
+--offload=yes => --offload single
+--strategy context --implementation magic => context --by-hand
+--strategy hsdp --mesh tensor=1 => --mesh tensor=1 hsdp data, shard
+"""
+YAML = {
+    "batch_sise: 3": "batch_sise batch-size",
+    "Accumulation_Steps: 3": "Accumulation_Steps accumulation-steps",
+    "lay-ers: 3": "lay-ers layers",
+    "learning-rate: 3": "learning-rate lr",
+    "schedule: gpipe": "--schedule pipeline single",
+    "steps: true": "steps True",
+    "steps: 2.5": "steps 2.5",
+    "steps: .inf": "steps inf",
+    "lr: fast": "lr fast",
+    "distributed: 1": "distributed 1",
+    "steps:": "steps None",
+    "text: [a, b]": "text ['a',",
+    "text:": "text None",
+    "optimizer: adam": "optimizer adam sgd",
+    "model: 3": "model --help",
+    "- steps": "batch-size: 32",
+    "steps: [": "YAML",
+}
+CHECKER = """
+05_nowhere => 05_nowhere 01_intro
+07_nowhere => 07_nowhere 01_intro
+01_intro nothing => nothing 01_intro ring_shift
+01_intro ring_shfit => ring_shfit ring_shift
+01_into ring_shift => 01_into 01_intro
+ring_shitf => ring_shitf ring_shift 01_intro
+data_paralel => data_paralel 02_data_parallel
+01_intro ring => ring 01_intro
+01_intro --hint => --hint
+global_mean --hint 3 => --hint 3 global_mean 2
+global_mean --hint 0 => --hint 0 global_mean 2
+03_ddp ring_shift --hint => ring_shift 03_ddp
+--csv --submission 01_intro 01_intro ring_shift => exercise
+--pages x => --pages --csv
+--csv => --submission
+--submission nowhere.py --csv => nowhere.py
+--submission 01_intro => --csv
+--submission 01_intro --csv --watch => --watch
+--unknown => --unknown
+"""
+
+
+def rows(table: str) -> list[tuple[str, str]]:
+    return [tuple(row.split(" => ")) for row in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize("line, words", rows(SCRIPTS))
+def test_of_the_scripts(line, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line, _, ranks = line.partition(" @")
+    with refused(*words.split()):
+        configure(line, int(ranks or 1))
+    assert list(tmp_path.iterdir()) == [], "something was made for a run that cannot be"
+
+
+@pytest.mark.parametrize("text, words", YAML.items())
+def test_of_a_file_of_options(text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(text)
+    with refused("run.yaml", *words.split()):
+        configure("--config run.yaml")
+
+
+def test_of_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with refused("run.yaml", "YAML"):
+        configure(f"--config {tmp_path / 'run.yaml'}")
+
+
+@pytest.mark.parametrize("line, words", rows(CHECKER))
+def test_of_the_checker(line, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with refused(*words.split()):
+        check.main(line.split())
+
+
+PROGRAMS = [
+    ("distributed_training.py --strategy x", "x single ddp mesh"),
+    ("distributed_training.py --accumulation-steps 5", "--batch-size 32 5 30"),
+    ("03_ddp/distributed_training.py --strategy single", "single 01_intro"),
+    ("common/check.py 07_nowhere", "07_nowhere 01_intro"),
+]
+
+
+@pytest.mark.parametrize("line, words", PROGRAMS)
+def test_of_programs_as_they_are_started(line, words, tmp_path):
+    script, *arguments = line.split()
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words.split()), done.stderr

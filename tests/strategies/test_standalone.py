@@ -105,9 +105,12 @@ def check(folder: Path, output: str, chapter: str, epochs: int) -> None:
 
 # Run programs one after the other, their ranks as forks of a process that has done the slow imports, with the
 # environment that torchrun would give them. A launch of ORDERLY ranks ends as programs of their own do, through the end
-# of the interpreter, which takes longer than the rest of most programs; all others end at once.
+# of the interpreter, which takes longer than the rest of most programs; all others end at once. What copies of programs
+# send on two ranks, each of these writes into a file.
 DRIVER = """
-import gc, json, os, runpy, signal, socket, sys
+import contextlib, gc, json, os, runpy, signal, socket, sys
+sys.path.insert(0, sys.argv[3])
+from common.lab.ledger import Ledger
 import sklearn.datasets, torch._dynamo, torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.tensor.parallel
 
@@ -131,7 +134,11 @@ for number, (nproc, program, folder, *arguments) in enumerate(json.loads(sys.arg
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in (places | meeting).items()}
         sys.argv = [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
+        with Ledger() if nproc == 2 and program.endswith("my_program.py") else contextlib.nullcontext() as ledger:
+            runpy.run_path(program, run_name="__main__")
+        if ledger:
+            with open(f"sent-{number:02}-{rank}", "w") as file:
+                json.dump([(entry.operation, entry.payload) for entry in ledger.entries], file)
         if nproc != orderly:
             sys.stdout.flush()
             os._exit(0)
@@ -151,7 +158,7 @@ def run(jobs: list[list], folder: Path, orderly: int = 0) -> None:
     """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0."""
     (folder / "driver.py").write_text(DRIVER)
     jobs = [[nproc, *map(str, job)] for nproc, *job in jobs]
-    arguments = [folder / "driver.py", json.dumps(jobs), str(orderly)]
+    arguments = [folder / "driver.py", json.dumps(jobs), str(orderly), str(ROOT)]
     # A fork has no end of an interpreter of its own.
     start(arguments, folder, fork=not orderly)
 
@@ -264,6 +271,26 @@ def test_ranks(tmp_path):
             for launch in launches:  # one epoch each, from one rank
                 speaker = -1 if chapter == "05_pipeline" else 0
                 assert len(printed(launch[speaker])) == len(printed("".join(launch))) == 1
+    check_what_is_sent(tmp_path)
+
+
+def check_what_is_sent(folder: Path) -> None:
+    """Of an epoch on two ranks. DDP sends all gradients in each step; tensor parallelism sums the logits of a batch; a
+    pipeline sends activations of an eighth of a batch, and gradients back; fully_shard gathers a layer at a time."""
+
+    def sent(chapter: str, *kinds: str) -> list[int]:
+        (file,) = (folder / chapter).glob("sent-*-0")
+        return [size for kind, size in json.loads(file.read_text()) if kind in kinds]
+
+    first, middle, last, steps = 64 * 128 + 128, 128 * 128 + 128, 128 * 10 + 10, 1797 // 96
+    assert sum(sent("03_ddp", "all_reduce")) == 4 * (15 * (first + last) + 2), "of 1,500 images, and two metrics"
+    assert sent("04_model_parallel", "all_reduce").count(4 * 96 * 10) == 15
+    assert not sent("04_model_parallel", "reduce_scatter"), "the layers are not cut so that one all-reduce does"
+    messages, largest = sent("05_pipeline", "send", "recv"), 4 * 96 // 8 * 128
+    assert messages.count(largest) == 2 * 8 * steps and max(messages) == largest
+    gathered = sent("06_fsdp", "all_gather")
+    assert max(gathered) == 4 * middle and gathered.count(4 * middle) >= steps
+    assert sum(sent("06_fsdp", "reduce_scatter")) == 4 * steps * (first + middle + last)
 
 
 def check_feeding(text: str, silent: str) -> None:

@@ -1,0 +1,94 @@
+"""What the programs that readers copy leave on disk, and how the one that measures speed measures it."""
+
+import runpy
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import launcher
+
+from common import ROOT
+from common.lab.launch import launch
+from common.lab.ledger import Ledger
+from course.ddp import speed
+
+
+def run(program: str, monkeypatch, folder, epochs: int = 0) -> None:
+    """As plain python would, in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [program, str(epochs)])
+    with launcher():
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+
+
+@pytest.mark.parametrize("program", ["02_data_parallel/standalone.py", "03_ddp/standalone.py"])
+def test_a_crash_while_saving_leaves_the_old_checkpoint(program, monkeypatch, tmp_path):
+    run(program, monkeypatch, tmp_path, epochs=1)
+    (found,) = tmp_path.iterdir()
+    before = found.read_bytes()
+
+    def save(state, path):
+        with open(path, "wb") as file:
+            file.write(b"half of it")
+        raise OSError("the power is gone")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match="power"):
+        run(program, monkeypatch, tmp_path, epochs=2)
+    torch.distributed.is_initialized() and torch.distributed.destroy_process_group()
+    assert found.read_bytes() == before
+
+
+def test_a_second_process_of_data_parallel_has_nothing_to_do(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["standalone.py", "0"])
+    with launcher(1, 2), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "02_data_parallel/standalone.py"), run_name="__main__")
+    assert not end.value.code and "torchrun" in capsys.readouterr().out
+
+
+def seconds_by_a_clock(seconds: list[float], gpu: bool) -> float:
+    """The seconds of a step that this rank finds, by a clock that steps move: three of 7 s that warm up, then ten of as
+    long as this rank's entry of `seconds` says. On a GPU the host is through in 0.1 s, and a wait for the device takes
+    the rest."""
+    own = seconds[torch.distributed.get_rank()]
+    now, behind, lasts = [0.0], [0.0], [7.0] * 3 + [own] * 10
+
+    def step():
+        took = lasts.pop(0)
+        now[0] += 0.1 if gpu else took
+        behind[0] += took - 0.1 if gpu else 0.0
+
+    def synchronize(*device):
+        now[0] += behind[0]
+        behind[0] = 0.0
+
+    make = torch.tensor  # this process ends here
+    torch.tensor = lambda *given, device=None, **more: make(*given, **more)
+    time.perf_counter, torch.cuda.synchronize = lambda: now[0], synchronize
+    device = SimpleNamespace(type="cuda") if gpu else torch.device("cpu")
+    found = speed.seconds_per_step(step, device)
+    assert not lasts, "ten steps after three"
+    return found
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_seconds_of_a_step_are_those_of_the_slowest_rank(gpu):
+    assert launch(seconds_by_a_clock, 2, ([2.0, 2.5], gpu)) == pytest.approx([2.5, 2.5], abs=1e-5)
+    assert launch(seconds_by_a_clock, 2, ([2.5, 2.0], gpu)) == pytest.approx([2.5, 2.5], abs=1e-5)
+
+
+def test_a_rank_trains_on_its_part_of_the_batch():
+    def shapes() -> list:
+        seen = []
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+        step = speed.make_step(64, torch.device("cpu"))
+        with Ledger() as ledger:
+            step()
+        hook.remove()
+        return [seen[0][0], sum(entry.payload for entry in ledger.entries if entry.operation == "all_reduce")]
+
+    examples, gradients = 64 // 4, 4 * 6 * (speed.WIDTH**2 + speed.WIDTH)
+    assert launch(shapes, 4) == [[examples, gradients]] * 4

@@ -143,7 +143,10 @@ class ParallelMixture(nn.Module):
         sent, received, of_experts = lengths[:size], lengths[size : 2 * size], lengths[2 * size :]
         order = order[: sum(sent)]
         token = order // self.top_k
-        rows = AllToAll.apply(x.flatten(0, 1)[token], group, sent, received)  # dispatch
+        # in the type that experts compute in, to which autocast would else round what has arrived
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        rows = AllToAll.apply(x.flatten(0, 1)[token].to(dtype), group, sent, received)  # dispatch
         # they stand by the rank they came from: put each expert's together, and its results back where they were
         expert = torch.arange(incoming.shape[1], device=x.device).repeat(size)
         expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))

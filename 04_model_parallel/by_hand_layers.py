@@ -16,7 +16,7 @@ from common.collectives import global_norm, leave_meta, weights_of_rank_0
 from common.errors import UserError
 from common.mesh import axis
 from common.model import GPT, cross_entropy
-from common.strategy import Strategy
+from common.strategy import DTYPES, Strategy
 
 TIED = ("embedding.tokens.weight", "head.out.weight")  # first and last layer: one tensor in the whole model
 
@@ -32,33 +32,34 @@ class Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, group, to):
         dist.send(x.contiguous(), group=group, group_dst=to)
-        ctx.shape, ctx.group, ctx.to = x.shape, group, to
-        return x.new_zeros(())
+        ctx.shape, ctx.dtype, ctx.group, ctx.to = x.shape, x.dtype, group, to
+        return torch.zeros((), device=x.device)
 
     @staticmethod
     def backward(ctx, one):
-        gradient = one.new_empty(ctx.shape)
+        gradient = one.new_empty(ctx.shape, dtype=ctx.dtype)
         dist.recv(gradient, group=ctx.group, group_src=ctx.to)
         return gradient, None, None, None
 
 
 class Receive(torch.autograd.Function):
-    """Forward: waits for activations of `shape` from rank `source` of `group`. Backward: sends their gradient there.
+    """Forward: waits for activations of `shape` and `dtype` from rank `source` of `group`. Backward: sends their
+    gradient, of the same type, there.
 
     What comes from another process has no history here. It is `anchor` that makes autograd record this.
     """
 
     @staticmethod
-    def forward(ctx, anchor, shape, group, source):
+    def forward(ctx, anchor, shape, dtype, group, source):
         ctx.group, ctx.source = group, source
-        x = anchor.new_empty(shape)
+        x = anchor.new_empty(shape, dtype=dtype)
         dist.recv(x, group=group, group_src=source)
         return x
 
     @staticmethod
     def backward(ctx, gradient):
         dist.send(gradient.contiguous(), group=ctx.group, group_dst=ctx.source)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 class SplitLayers(Strategy):
@@ -81,6 +82,7 @@ class SplitLayers(Strategy):
         super().__init__(setup)
         place = axis(self.mesh, "pipeline")
         self.group, self.rank, self.size = place.group, place.rank, place.size
+        self.dtype = DTYPES[self.precision]  # of what crosses from one rank to the next, and of its gradient
         self.scaler = self.make_scaler(self.group)
         layers = layers_of(leave_meta(model, torch.device("cpu")))
         ends = ends or cut([count(layer) for layer in layers.values()], self.size)
@@ -121,12 +123,13 @@ class SplitLayers(Strategy):
         """This rank's layers. The loss on the last rank; elsewhere the zero of Send."""
         x = inputs
         if not self.first:
-            x = Receive.apply(self.anchor, (*inputs.shape, self.width), self.group, self.rank - 1)
+            x = Receive.apply(self.anchor, (*inputs.shape, self.width), self.dtype, self.group, self.rank - 1)
+            x = x.float()  # what blocks add to is float32 under autocast: rounded where it is sent, and nowhere else
         with self.autocast():
             x = self.model(x)
             if self.last:
                 return cross_entropy(x, targets)
-        return Send.apply(x, self.anchor, self.group, self.rank + 1)
+        return Send.apply(x.to(self.dtype), self.anchor, self.group, self.rank + 1)
 
     def evaluate(self, inputs, targets):
         with torch.no_grad():

@@ -60,22 +60,48 @@ def pass_on(tensor, group):
     return wait
 
 
+def flash_kernels(q):
+    """PyTorch's FlashAttention for tensors such as q, forward and backward; None where there is none for them, which is
+    so for float32 on GPUs. What they give is rounded to 16 bits, and what they compute with is not."""
+    aten, kind, width = torch.ops.aten, q.device.type, q.shape[-1]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if kind == "cpu":
+        forward = aten._scaled_dot_product_flash_attention_for_cpu
+        return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
+    new_enough = kind == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if new_enough and torch.backends.cuda.is_flash_attention_available() and width % 8 == 0 and width <= 256:
+        return aten._scaled_dot_product_flash_attention, flash_backward_on_gpu
+    return None
+
+
+def flash_backward_on_gpu(grad_out, q, k, v, out, lse, dropout, diagonal):
+    """The GPU's kernel takes, beside what the CPU's takes, lengths of sequences and the random state of a dropout,
+    which there is not."""
+    seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
+    lengths = None, None, q.shape[-2], k.shape[-2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, *lengths, dropout, diagonal, seed, offset.to(q.device)
+    )
+
+
 def scores(q, k, diagonal):
-    """Of queries [..., queries, d] with keys [..., keys, d], in float32; on the diagonal no query sees a later key."""
-    products = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5
+    """Of queries [..., queries, d] with keys [..., keys, d], in float32: a rounded score is a wrong exponential. On the
+    diagonal no query sees a later key."""
+    products = q.float() @ k.float().transpose(-2, -1) / q.shape[-1] ** 0.5
     if diagonal:
         products = products.masked_fill(torch.ones_like(products, dtype=torch.bool).triu(1), float("-inf"))
     return products
 
 
 def attend(q, k, v, diagonal):
-    """One block: its attention [..., queries, d] and the log-sum-exp of its scores [..., queries, 1], both float32.
-
-    Matrices are multiplied in the type of q, k and v, exponentials are computed and summed in float32.
-    """
+    """One block: its attention [..., queries, d] and the log-sum-exp of its scores [..., queries, 1], both float32."""
+    if kernels := flash_kernels(q):
+        out, lse, *_ = kernels[0](q, k, v, 0.0, diagonal)
+        return out.float(), lse[..., None]
     s = scores(q, k, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
-    return ((s - lse).exp().to(v.dtype) @ v).float(), lse
+    return (s - lse).exp() @ v.float(), lse
 
 
 def merge(out, lse, block_out, block_lse):
@@ -86,12 +112,16 @@ def merge(out, lse, block_out, block_lse):
     lse.copy_(new)
 
 
-def attend_backward(q, k, v, diagonal, lse, delta, grad_out):
-    """One block's part of the gradients of q, k and v; the block's weights are computed again from the log-sum-exp
-    over *all* keys (Dao et al. 2022, FlashAttention, arXiv:2205.14135, appendix B.2)."""
+def attend_backward(q, k, v, diagonal, out, lse, grad_out):
+    """One block's part of the gradients of q, k and v, to be added up in float32. `out` and `lse` are over *all* keys:
+    from the log-sum-exp the block's weights are computed again (Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+    appendix B.2)."""
+    if kernels := flash_kernels(q):
+        return kernels[1](grad_out, q, k, v, out, lse[..., 0], 0.0, diagonal)
     p = (scores(q, k, diagonal) - lse).exp()
-    grad_scores = p * ((grad_out @ v.transpose(-2, -1)).float() - delta) / q.shape[-1] ** 0.5
-    p, grad_scores = p.to(q.dtype), grad_scores.to(q.dtype)
+    q, k, v, out, grad_out = (tensor.float() for tensor in (q, k, v, out, grad_out))
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = p * (grad_out @ v.transpose(-2, -1) - delta) / q.shape[-1] ** 0.5
     return grad_scores @ k, grad_scores.transpose(-2, -1) @ q, p.transpose(-2, -1) @ grad_out
 
 
@@ -103,8 +133,9 @@ def halves(tensor):
 class RingAttention(torch.autograd.Function):
     """q, k, v [batch, heads, time / ranks, d] of this rank's tokens -> the same shape, as if over all tokens.
 
-    Keys, values and their gradients travel in the type that they have: of the sums, only the output and its
-    log-sum-exp, which stay here, are float32. (PyTorch's ring sends the gradients in float32 by default.)
+    Keys and values travel in the type that they have. Their gradients travel in float32, since they are sums, of parts
+    of all ranks: rounded to 16 bits at every rank, they would be the less exact the more ranks there are. (PyTorch's
+    ring sends them so by default, too.)
     """
 
     @staticmethod
@@ -129,14 +160,13 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         group, rank, size = ctx.group, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         q, k, v, out, lse = ctx.saved_tensors
-        delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
         kv, grad_q, travelling = torch.stack([k, v]), torch.zeros_like(q, dtype=torch.float32), None
         for turn in range(size):
             source = (rank - turn) % size
             arriving = pass_on(kv, group) if turn < size - 1 else None
-            grad_kv = torch.zeros_like(kv)
+            grad_kv = torch.zeros_like(kv, dtype=torch.float32)
             for i, j, diagonal in pairs(ctx.order(rank, size), ctx.order(source, size), ctx.causal):
-                rows = (halves(tensor)[i] for tensor in (lse, delta, grad_out))
+                rows = (halves(tensor)[i] for tensor in (out, lse, grad_out))
                 parts = attend_backward(halves(q)[i], *halves(kv)[j], diagonal, *rows)
                 for total, part in zip((halves(grad_q)[i], *halves(grad_kv)[j]), parts, strict=True):
                     total += part
@@ -146,7 +176,7 @@ class RingAttention(torch.autograd.Function):
                 travelling = pass_on(grad_kv + travelling() if travelling else grad_kv, group)
             kv = arriving() if arriving else None
         grad_k, grad_v = at_home + travelling() if travelling else at_home
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 def ring_attention(q, k, v, group, causal=True, order=zigzag):

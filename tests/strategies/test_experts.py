@@ -154,8 +154,8 @@ def test_all_to_all_with_uneven_splits_and_its_way_back():
     assert torch.cat([grad[:, 0] for _, grad in results]).tolist() == list(range(10))
 
 
-def count(accumulate):
-    strategy = make()
+def count(accumulate, precision):
+    strategy = make(precision=precision)
     loads = []
     for block in strategy.model.blocks:
         block.mlp.register_forward_hook(lambda layer, *_: loads.append(layer.load))
@@ -170,19 +170,21 @@ def count(accumulate):
     return ledger.calls, payload, flat, torch.stack(loads), held
 
 
-@pytest.mark.parametrize("nproc, accumulate", [(2, 1), (4, 2)])
-def test_ledger_and_memory(nproc, accumulate):
+@pytest.mark.parametrize(
+    "nproc, accumulate, precision, nbytes", [(2, 1, "fp32", 4), (4, 2, "fp32", 4), (2, 1, "bf16", 2)]
+)
+def test_ledger_and_memory(nproc, accumulate, precision, nbytes):
     whole = make_model()
     in_experts = sum(p.numel() for block in whole.blocks for p in block.mlp.experts.parameters())
     others = sum(p.numel() for p in whole.parameters()) - in_experts
-    results = launch(count, nproc, (accumulate,))
+    results = launch(count, nproc, (accumulate, precision))
     loads = torch.stack([result[3] for result in results])  # [rank, layer and micro-batch, expert]
     for rank, (calls, payload, flat, _, held) in enumerate(results):
         layers = LAYERS * accumulate
         assert calls == {"all_to_all": 5 * layers, "all_reduce": 3}
         sent, received = loads[rank].sum(), loads.chunk(nproc, dim=2)[rank].sum()
-        # counts, 8 bytes each; rows of 4 x WIDTH bytes go out and back, and so do their gradients
-        assert payload == 8 * EXPERTS * layers + 4 * WIDTH * 2 * (sent + received)
+        # counts, 8 bytes each; rows of the type that is computed in go out and back, and so do their gradients
+        assert payload == 8 * EXPERTS * layers + nbytes * WIDTH * 2 * (sent + received)
         assert flat == 4 * others
         assert held == 4 * (others + in_experts // nproc)  # parameter, gradient and AdamW's two means
 

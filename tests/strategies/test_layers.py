@@ -70,9 +70,9 @@ def batches(count: int, size: int = 4):
     return [(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
-def one_step(make_model, micro_batches: int):
+def one_step(make_model, micro_batches: int, precision="fp32"):
     """What a rank sends in a step, in order; and its tied weight, its own parameters' names, after three steps."""
-    strategy = make(make_model(), equality.adamw, max_norm=0.3)
+    strategy = make(make_model(), equality.adamw, precision=precision, max_norm=0.3)
     for _ in range(2):
         strategy.step(batches(micro_batches))
     with Ledger() as ledger:
@@ -84,11 +84,12 @@ def one_step(make_model, micro_batches: int):
     )
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_what_crosses_the_boundary_and_what_stays_equal(nproc):
-    """4 x 8 x 16 activations of 4 bytes, each way, for each micro-batch; and the tied gradient between the ends."""
-    boundary, tied = 4 * 8 * 16 * 4, 64 * 16 * 4
-    results = launch(one_step, nproc, (equality.tied, 3))
+@pytest.mark.parametrize("nproc, precision, nbytes", [(2, "fp32", 4), (4, "fp32", 4), (2, "bf16", 2)])
+def test_what_crosses_the_boundary_and_what_stays_equal(nproc, precision, nbytes):
+    """4 x 8 x 16 activations of the type that is computed in, each way, for each micro-batch; and the tied gradient, in
+    float32, between the ends."""
+    boundary, tied = 4 * 8 * 16 * nbytes, 64 * 16 * 4
+    results = launch(one_step, nproc, (equality.tied, 3, precision))
     for rank, (entries, _, _) in enumerate(results):
         before, after = rank - 1, rank + 1
         there = [("recv", boundary, before)] * (rank > 0) + [("send", boundary, after)] * (after < nproc)

@@ -18,8 +18,8 @@ NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks test-engines lab notebooks doctor check soak soak-faults \
-	cluster-test mutate site site-check bench bench-engines clean
+.PHONY: train test test-all lint test-python test-notebooks test-engines facts lab notebooks doctor check soak \
+	soak-faults cluster-test mutate site site-check bench bench-engines clean
 
 train: $(INSTALLED)
 	torchrun --nproc_per_node=2 distributed_training.py --distributed --sample 300
@@ -56,6 +56,10 @@ lab: $(INSTALLED)
 	@jupyter trust $(NOTEBOOKS) > /dev/null
 	@install -D -m 644 docs/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
 	jupyter lab --LabApp.default_url=/lab/tree/01_intro/01_why_distribute.ipynb
+
+# Write what pages repeat from code and data: tables, counts, hours.
+facts: $(INSTALLED)
+	python -m tools.facts
 
 # Run every notebook and store what it puts out.
 notebooks: $(INSTALLED)

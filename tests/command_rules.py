@@ -6,7 +6,6 @@ The rest of the rules: page_rules.py.
 import argparse
 import contextlib
 import functools
-import importlib
 import importlib.util
 import io
 import os
@@ -24,9 +23,9 @@ from common.errors import UserError
 from course.start import pick
 from course.strategies import BY_AXES, STRATEGIES
 from planner.__main__ import parser as planner_parser
+from tools.facts import CHAPTERS, bugs_of
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
 
 
 def spans(text: str) -> list[str]:
@@ -188,10 +187,3 @@ def arguments_exist(page, text):
             chapter = next((part for part in (*Path(given[1]).parts, page.parent.name) if part in CHAPTERS), None)
             known = bugs_of(chapter) if chapter else set().union(*map(bugs_of, CHAPTERS))
             yield from (f"{line}: no bug {name}" for name in given[2:] if name not in known)
-
-
-@functools.cache
-def bugs_of(chapter: str) -> set[str]:
-    package = chapter[3:]
-    bugs = importlib.import_module(f"course.{package}.classroom.bugs")
-    return {*bugs.BUGS, *getattr(bugs, "DROPOUT_BUGS", ())}

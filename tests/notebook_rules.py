@@ -12,6 +12,8 @@ import re
 import nbformat
 from links import dead_links
 
+from tools.facts import reading_minutes, words
+
 # What pages still owe, to be paid when they are rewritten. Entries become fewer, and none is added: a page that has
 # paid must leave the list.
 UNCOMPARED = {}  # cells, each with its reason
@@ -198,35 +200,20 @@ def as_pattern(node):
 
 
 def has_prose(notebook, path):
-    if words(notebook) < 2000:
-        yield f"{words(notebook)} words; agreed are 2,000 at least"
+    if words(prose(notebook)) < 2000:
+        yield f"{words(prose(notebook))} words; agreed are 2,000 at least"
     for cell in code(notebook):
         lines = len(cell.source.splitlines())
         if lines > 40:
             yield f"{name(cell)} has {lines} lines; agreed are 40"
 
 
-def words(notebook):
-    text = re.sub(r"```.*?```|\$\$.*?\$\$|\]\(.*?\)|<.*?>", " ", prose(notebook), flags=re.DOTALL)
-    return sum(any(letter.isalnum() for letter in word) for word in text.split())
-
-
 def promises_its_time(notebook, path):
-    """Reading takes a minute for 150 words or 8 lines of code; over 90 minutes is two pages."""
-    minutes = 5 * round(reading_minutes(notebook) / 5)
-    promise = re.search(r"^\*\*Time:\*\* (\d+) minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE)
-    if not promise:
-        yield 'the first cell has no line "**Time:** N minutes. **You need:** ..."'
-    elif int(promise[1]) != minutes:
-        yield f"it promises {promise[1]} minutes, and reading it takes {minutes} ({reading_minutes(notebook):.1f})"
+    """`make facts` writes how many minutes; over 90 is two pages."""
+    if not re.search(r"^\*\*Time:\*\* \d+ minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE):
+        yield 'the first cell has no line "**Time:** N minutes. **You need:** ..."; `make facts` writes the number'
     if reading_minutes(notebook) > 90:
         yield f"reading it takes {reading_minutes(notebook):.0f} minutes; over 90 is two pages"
-
-
-def reading_minutes(notebook):
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", prose(notebook), re.DOTALL | re.MULTILINE)
-    lines = [line for text in [*blocks, *(cell.source for cell in code(notebook))] for line in text.splitlines()]
-    return words(notebook) / 150 + sum(line.strip() != "" for line in lines) / 8
 
 
 def explains_between_code(notebook, path):

@@ -1,10 +1,9 @@
-"""What the pages say is true of the code: rules for commands, options, files, names, counts and tables.
+"""What the pages say is true of the code: rules for commands, options, files and names.
 
 Each is a function from a page and its text to what is wrong. tests/pages/test_docs.py applies them.
 """
 
 import functools
-import itertools
 import json
 import re
 import subprocess
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import torch
 from command_rules import (
-    CHAPTERS,
     MAKEFILE,
     arguments_exist,
-    bugs_of,
     code,
     commands_can_be_parsed,
     make_targets_exist,
@@ -24,15 +21,8 @@ from command_rules import (
     options_exist,
     spans,
 )
-from nbformat import read
-from notebook_rules import reading_minutes
 
-from common import ROOT, check
-from course.ddp.loading import LOADING
-from course.pipeline.schedules import SCHEDULES
-from course.strategies import STRATEGIES
-
-NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("0*/*.ipynb"))
+from common import ROOT
 
 # --- files, names, numbers ------------------------------------------------------------------------------------
 
@@ -127,81 +117,6 @@ def names_exist(page, text):
                 yield f"no {word} in the code (`{span}`)"
 
 
-ONES = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-NUMBERS = {word: number for number, word in enumerate(re.findall(r"\w+", f"{ONES} eighteen nineteen"), start=1)}
-TENS = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60}
-
-
-def number_of(word: str) -> int | None:
-    ten, _, one = word.partition("-")
-    if ten in TENS:
-        return TENS[ten] + NUMBERS.get(one, 0)
-    return NUMBERS.get(word)
-
-
-@functools.cache
-def counted(chapter: str | None) -> dict[str, int]:
-    """How many there are: in a chapter, or in all."""
-    if chapter is None:
-        return {"chapters": len(CHAPTERS), "strategies": len(STRATEGIES), "schedules": len(SCHEDULES),
-                "ways to load": len(LOADING)}  # fmt: skip
-    return {
-        "exercises": len(check.exercises_of(chapter)),
-        "bugs": len(bugs_of(chapter)),
-        "notebooks": sum(path.startswith(f"{chapter}/") for path in NOTEBOOKS),
-    }
-
-
-def counts_are_right(page, text):
-    """Numbers in words before "exercises", "strategies" and the like; in a line that names a chapter, of that."""
-    nouns = r"exercises|(?:planted )?bugs|notebooks|chapters|strategies|schedules|ways to load"
-    for line in re.split(r"\n(?=\||\n|\* )", text):
-        named = sorted({chapter for chapter in CHAPTERS if chapter in line})
-        for word, noun in re.findall(rf"\b([A-Za-z]+(?:-[a-z]+)?)\s+({nouns})\b(?!')", line):
-            number, noun = number_of(word.lower()), noun.removeprefix("planted ")
-            true = counted(None).get(noun, counted(named[0]).get(noun) if len(named) == 1 else None)
-            if number and true and number != true and "all " + word not in line.lower():
-                yield f"{word} {noun}: there are {true}"
-
-
-def strategies_are_those_of_the_table(page, text):
-    """The table in docs/strategies.md: every strategy, its axes, and which implementations it has."""
-    if page.name != "strategies.md":
-        return
-    titles = ["`--strategy`", "what is divided over the processes", "axes", "PyTorch's", "`--by-hand`"]
-    lines = [re.sub(r" +", " ", line) for line in text.splitlines()]
-    header = "| " + " | ".join(titles) + " |"
-    if header not in lines:
-        yield f"has no table headed {titles}"
-        return
-    listed = []
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(header) + 2 :]):
-        strategies, _, axes, *columns = (cell.strip() for cell in line.strip("|").split("|"))
-        names = spans(strategies)
-        listed += names
-        for name in set(names) & STRATEGIES.keys():
-            kinds = STRATEGIES[name].implementations
-            for cell, kind in zip(columns, ("pytorch", "by-hand"), strict=True):
-                if (cell != "" and name in (spans(cell) or names)) != (kind in kinds):
-                    yield f"{name}: {kind} is said to be {cell!r}"
-            if set(spans(axes)) != axes_of(name):
-                yield f"{name}: its axes are {sorted(axes_of(name))}"
-    yield from (f"{name} is missing" for name in STRATEGIES if name not in listed)
-    yield from (f"{name} is no strategy" for name in listed if name not in STRATEGIES)
-
-
-def axes_of(name: str) -> set[str]:
-    """Those along which a strategy divides something where no --mesh is given; of "mesh", those that it may have."""
-    kinds = STRATEGIES[name].implementations.values()
-    found = {(cls, axis) for cls in kinds for axis in (cls.axes if name == "mesh" else cls.preset)}
-    return {axis for cls, axis in found if axis != "data" or "data" in cls.data_axes}
-
-
-def lists_every_notebook(page, text):
-    if page.name == "README.md":
-        yield from (f"has no link to {path}" for path in NOTEBOOKS if f"]({path})" not in text)
-
-
 def sections_exist(page, text):
     """A notebook numbers its sections without a gap, and names none that it does not have. (Not those of a paper.)"""
     if page.suffix != ".ipynb":
@@ -220,25 +135,6 @@ def has_each_heading_once(page, text):
     yield from sorted({f"has {name!r} twice" for name in headings if headings.count(name) > 1})
 
 
-def hours_are_right(page, text):
-    """The README's chapters: hours of reading, and of the time that their exercises allow, to half an hour."""
-    if page.name != "README.md":
-        return
-    for chapter in CHAPTERS:
-        reading = sum(reading_minutes(read(ROOT / path, 4)) for path in NOTEBOOKS if path.startswith(f"{chapter}/"))
-        exercises = (ROOT / chapter / "exercises.py").read_text()
-        allowed = sum(map(int, re.findall(r"up to (\d+) minutes", exercises)))
-        hours = " | ".join(f"{round(minutes / 30) / 2:g} h" for minutes in (reading, allowed))
-        row = next((line for line in text.splitlines() if line.startswith(f"| [{chapter}](")), "")
-        if not row.endswith(f"| {hours} |"):
-            yield f"{chapter}: reading and exercises take {hours}"
-    for path, claimed, listed in re.findall(r"^\* \*\*(.+?)\*\*, about (\w+) hours(.*?)(?=^\*|^$)", text, re.M | re.S):
-        pages = {page for page in NOTEBOOKS if f"]({page})" in listed or f"chapter {page[:2]}" in listed}
-        minutes = sum(reading_minutes(read(ROOT / page, 4)) for page in pages)
-        if round(minutes / 60) != number_of(claimed):
-            yield f"{path}: its pages take {minutes / 60:.1f} hours"
-
-
 IN_NOTEBOOKS = [
     make_targets_exist,
     modules_exist,
@@ -248,13 +144,9 @@ IN_NOTEBOOKS = [
     arguments_exist,
     paths_exist,
     names_exist,
-    counts_are_right,
     sections_exist,
 ]
 RULES = [
     *IN_NOTEBOOKS,
-    strategies_are_those_of_the_table,
-    lists_every_notebook,
     has_each_heading_once,
-    hours_are_right,
 ]

@@ -18,15 +18,16 @@ from nbval.plugin import get_sanitize_patterns
 from notebook_rules import code
 from number_rules import numbers_of_the_prose_are_computed_or_cited
 
+from tools.facts import NOTEBOOKS
+
 RULES = [*notebook_rules.RULES, numbers_of_the_prose_are_computed_or_cited]
 ROOT = Path(__file__).resolve().parents[2]
 
 SANITIZE = ROOT / "tests" / "sanitize.cfg"
-NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9]*/*.ipynb"))
 
 
 def test_the_notebooks_of_each_chapter_are_numbered_without_a_gap():
-    """So one that is missing is missed; README.md links to each (page_rules.py)."""
+    """So one that is missing is missed; README.md lists each (`make facts`)."""
     chapters = {folder.name for folder in ROOT.glob("0*_*")}
     numbers = {chapter: [Path(path).name[:2] for path in NOTEBOOKS if path.startswith(chapter)] for chapter in chapters}
     assert all(found == [f"{n:02}" for n in range(1, len(found) + 1)] and found for found in numbers.values()), numbers

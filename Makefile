@@ -18,7 +18,7 @@ NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train test test-all lint test-python test-notebooks test-engines facts lab notebooks doctor check soak \
+.PHONY: train test test-all lint test-python test-notebooks test-engines coverage facts lab notebooks doctor check soak \
 	soak-faults cluster-test mutate site site-check bench bench-engines clean
 
 train: $(INSTALLED)
@@ -44,6 +44,13 @@ test-python: $(INSTALLED)
 test-notebooks: $(INSTALLED)
 	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
 	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
+
+# Which lines the tests run, in ranks and programs that they start as well.
+coverage: $(INSTALLED)
+	coverage erase
+	coverage run -m pytest -n 3 tests
+	coverage combine -q
+	coverage report
 
 # Accelerate, Fabric, DeepSpeed, the Trainer, QLoRA: with the packages of requirements-engines.txt.
 test-engines: $(ENGINES)

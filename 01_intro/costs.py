@@ -1,8 +1,21 @@
 """What a message costs: the alpha-beta model, t(n) = alpha + n / bandwidth, and collectives in rings by it."""
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
 
 from common.lab.wire_bytes import wire_bytes
+
+H100 = Path(__file__).parent / "nccl_h100_all_reduce.csv"  # measured; the file says where and by whom
+
+
+def published() -> dict[int, dict[int, float]]:
+    """Seconds of NCCL's all-reduce on nodes of eight H100, by the number of nodes and the bytes of the tensor."""
+    lines = [line for line in H100.read_text().splitlines() if not line.startswith("#")]
+    found: dict[int, dict[int, float]] = {}
+    for row in csv.DictReader(lines):
+        found.setdefault(int(row["nodes"]), {})[int(row["bytes"])] = 1e-6 * float(row["microseconds"])
+    return found
 
 
 def steps(operation: str, size: int) -> int:

@@ -65,6 +65,26 @@ def line(sizes, quartiles: dict[str, list], fitted: dict[str, tuple[float, float
     return fig
 
 
+def all_reduces(measured: dict[int, dict[int, float]], fitted: dict[int, tuple[float, float]]) -> Figure:
+    """Measured all-reduces by the number of nodes, and the lines fitted to them, on logarithmic axes.
+
+    measured: nodes -> bytes -> seconds; fitted: nodes -> (alpha, beta)
+    """
+    fig, ax = plt.subplots(figsize=(8.6, 4.4))
+    ax.axvspan(2 * MiB, 128 * MiB, color="#EEEEEE", zorder=0)
+    ax.text(16 * MiB, 11, "where buckets\nare", ha="center", va="bottom", size=11, color="#666666")
+    for (nodes, times), colour in zip(measured.items(), (BLUE, GREEN, ORANGE, VERMILION), strict=False):
+        sizes = list(times)
+        ax.plot(sizes, [1e6 * times[n] for n in sizes], "o", ms=5, color=colour)
+        alpha, beta = fitted[nodes]
+        ax.plot(sizes, [1e6 * (alpha + beta * n) for n in sizes], color=colour, lw=1.5)
+        name = f"{nodes} nodes" if nodes > 1 else "1 node"
+        ax.text(sizes[0] * 1.2, 0.8e6 * alpha, name, color=colour, va="top")
+    ax.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time of an all-reduce (µs)")
+    ax.set_xticks([10, 1e3, 1e5, 1e7, 1e9], ["10 B", "1 kB", "100 kB", "10 MB", "1 GB"])
+    return fig
+
+
 NETWORK_COLOURS = {"ring": BLUE, "tree": GREEN, "hierarchical": PURPLE}
 
 

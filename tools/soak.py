@@ -21,52 +21,33 @@ from pathlib import Path
 import forks
 import psutil
 
+from course.strategies import STRATEGIES
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_RUNS, NOTEBOOK_RUNS = 20, 5
 RANKS = (1, 2, 3, 4)
 TIMEOUT, GRACE = 180, 5  # seconds for a run, and for its last processes to end
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-SMALL = "--steps 3 --layers 1 --width 32 --heads 2 --context 32 --batch-size 36"  # 36 = 4 ranks x 3 x 3
+SMALL = "--steps 3 --layers 4 --width 32 --heads 4 --context 32 --batch-size 72"  # 72 = 4 ranks x 3 x 3 x 2
 
-# (folder, options) of each script, which is its distributed_training.py
-SCRIPTS = [
-    (".", ""),
-    (".", "--task images"),
-    ("01_intro", ""),
-    ("02_data_parallel", ""),
-    ("02_data_parallel", "--by-hand --accumulation-steps 3"),
-    ("03_ddp", ""),
-    ("03_ddp", "--by-hand"),
-    ("03_ddp", "--accumulation-steps 3 --check-collectives"),
-    ("03_ddp", "--loading dispatch"),
-    ("03_ddp", "--loading shard-stream-workers"),
-    ("04_model_parallel", "--strategy model"),
-    ("04_model_parallel", "--strategy model --by-hand --layers 2 --accumulation-steps 3"),
-    ("04_model_parallel", "--strategy expert --by-hand --experts 12 --accumulation-steps 3"),
-    ("04_model_parallel", "--heads 4 --accumulation-steps 3"),
-    ("04_model_parallel", "--strategy sequence --by-hand --heads 4"),
-    ("04_model_parallel", "--strategy context --by-hand --accumulation-steps 3 --context 48"),
-    ("04_model_parallel", "--strategy ulysses --by-hand --heads 12 --width 48 --context 48"),
-    ("05_pipeline", "--layers 6"),
-    ("05_pipeline", "--layers 6 --schedule interleaved --accumulation-steps 3"),
-    ("05_pipeline", "--layers 6 --by-hand --schedule zbv --accumulation-steps 3 --check-collectives"),
-    ("06_fsdp", "--accumulation-steps 3 --recompute selective"),
-    ("06_fsdp", "--by-hand --layers 3 --accumulation-steps 3 --check-collectives"),
-    ("06_fsdp", "--strategy zero1"),
-    ("06_fsdp", "--strategy zero2 --by-hand"),
-]
-GRIDS = [  # on four ranks
-    ("05_pipeline", "--strategy pipeline+ddp --mesh data=2 --microbatches 3"),
-    ("05_pipeline", "--strategy pipeline+ddp --mesh data=2 --microbatches 3 --by-hand --schedule zb-h1"),
-    ("05_pipeline", "--strategy pipeline+fsdp --mesh shard=2 --microbatches 3"),
-    ("06_fsdp", "--strategy hsdp --mesh data=2,shard=2"),
-    ("06_fsdp", "--strategy hsdp --by-hand"),
-    ("06_fsdp", "--strategy tensor+fsdp --mesh shard=2,tensor=2"),
-    (".", "--mesh data=2,tensor=2"),
-    (".", "--mesh data=2,tensor=2 --by-hand"),
-    (".", "--mesh pipeline=2,tensor=2 --microbatches 3 --by-hand"),
-    (".", "--mesh data=2,context=2 --by-hand"),
-    (".", "--mesh data=2,expert=2 --by-hand --experts 4"),
+# Options that no line of the table of strategies has: (folder of the script, options, on how many ranks).
+MORE = [
+    (".", "--task images", RANKS),
+    ("02_data_parallel", "--by-hand --accumulation-steps 3", RANKS),
+    ("03_ddp", "--accumulation-steps 3 --check-collectives", RANKS),
+    ("03_ddp", "--loading dispatch", RANKS),
+    ("03_ddp", "--loading shard-stream-workers", RANKS),
+    ("04_model_parallel", "--strategy model --by-hand --accumulation-steps 3", RANKS),
+    ("04_model_parallel", "--strategy expert --by-hand --experts 12 --accumulation-steps 3", RANKS),
+    ("05_pipeline", "--layers 6 --schedule interleaved --accumulation-steps 3 --microbatches 3", (1, 2, 3)),
+    ("05_pipeline", "--layers 8 --by-hand --schedule zbv --check-collectives", RANKS),
+    ("06_fsdp", "--accumulation-steps 3 --recompute selective", RANKS),
+    ("06_fsdp", "--by-hand --layers 3 --accumulation-steps 3 --check-collectives", RANKS),
+    (".", "--mesh data=2,tensor=2", (4,)),
+    (".", "--mesh data=2,tensor=2 --by-hand", (4,)),
+    (".", "--mesh pipeline=2,tensor=2 --by-hand", (4,)),
+    (".", "--mesh data=2,context=2 --by-hand", (4,)),
+    (".", "--mesh data=2,expert=2 --by-hand --experts 4", (4,)),
 ]
 
 PROGRAMS = {  # to copy: their arguments
@@ -142,6 +123,16 @@ def notebook(path):
     return [sys.executable, "-m", "pytest", *options.split(), path]
 
 
+def rows():
+    """(folder, options, ranks) of each run of a script: every implementation of every strategy, on as many ranks as it
+    is proved on, and what else there is."""
+    for name, entry in STRATEGIES.items():
+        for kind in entry.implementations if name != "mesh" else ():  # which wants a --mesh: below
+            for ranks in entry.sizes(kind):
+                yield entry.chapter, f"--strategy {name} --implementation {kind}", ranks
+    yield from ((folder, options, ranks) for folder, options, sizes in MORE for ranks in sizes)
+
+
 def soak(name, runs, make_command, folder):
     """Print a row of the table and the first failure; return how many of the runs failed.
 
@@ -162,10 +153,7 @@ def main():
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it has no options
     print(f"{'':<80}{'runs':>5}{'failed':>8}")
     failed = 0
-    rows = [(*row, ranks) for row in SCRIPTS for ranks in RANKS] + [(*row, 4) for row in GRIDS]
-    for folder, options, ranks in rows:
-        if ranks == 3 and "--heads 4" in options:
-            continue  # strategies that cut the heads and a vocabulary of 256
+    for folder, options, ranks in rows():
         name = f"{Path(folder, 'distributed_training.py')} {options}".strip() + f", {ranks} rank(s)"
 
         def start(run_dir, number, options=options, ranks=ranks):

@@ -4,7 +4,10 @@ import re
 import sys
 
 import psutil
+from command_rules import default_of
+from helpers import configure
 
+from course.strategies import STRATEGIES
 from tools import soak
 
 LEAVES_ONE = """
@@ -56,9 +59,17 @@ def test_a_fork_is_watched_as_well(tmp_path):
     assert wrong.startswith("exit code 1") and "--steps" in wrong
 
 
-def test_every_script_is_in_the_table():
-    chapters = {path.parent for path in soak.ROOT.glob("[0-9]*/distributed_training.py")}
-    assert {soak.ROOT / folder for folder, _ in soak.SCRIPTS} == chapters | {soak.ROOT}
+def test_every_row_can_be_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = set()
+    for folder, options, ranks in soak.rows():
+        config = configure(f"{soak.SMALL} {options}", ranks, default=default_of(folder))
+        started.add((config.strategy, config.implementation))
+    table = {(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations}
+    assert table <= started, "implementations that the soak does not start"
+
+
+def test_every_program_to_copy_is_in_the_table():
     texts = {f"{path.parent.name}/{path.name}": path.read_text() for path in soak.ROOT.glob("0*/*.py")}
     course = re.compile("^(from|import) (common|course)", re.MULTILINE)
     to_copy = {name for name, text in texts.items() if "\nif __name__ ==" in text and not course.search(text)}

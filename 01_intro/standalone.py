@@ -15,14 +15,16 @@ import torch.distributed as dist
 
 
 def main():
-    if torch.cuda.is_available():
-        # LOCAL_RANK counts the processes of this node, so it is the number of the GPU. RANK counts over all nodes.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every rank
-        group = {"backend": "nccl", "device_id": device}
-    else:
-        device = torch.device("cpu")
-        group = {"backend": "gloo"}
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
+    group = {"backend": "nccl" if gpu else "gloo", "device_id": device if gpu else None}
     if "RANK" not in os.environ:  # plain `python`: torchrun has not told this process where to meet others
         group |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**group)

@@ -22,7 +22,9 @@ CHECKPOINT = "checkpoint-data-parallel.pt"
 def train(device):
     digits = load_digits()  # 1,797 images of 8 x 8 pixels that come with scikit-learn
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
-    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), BATCH_SIZE, shuffle=True, drop_last=True)
+    order = torch.Generator()
+    data = TensorDataset(images[:1500], labels[:1500])
+    loader = DataLoader(data, BATCH_SIZE, shuffle=True, generator=order, drop_last=True)
     test_images, test_labels = images[1500:].to(device), labels[1500:].to(device)
 
     torch.manual_seed(0)
@@ -36,9 +38,11 @@ def train(device):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["epochs"]
+        print(f"{CHECKPOINT}: {done} epochs are done, of {EPOCHS}; delete it to begin anew")
 
     for epoch in range(done, EPOCHS):
-        torch.manual_seed(epoch)  # each epoch has an order of its own, which is the same after a restart
+        # Each epoch has an order of its own, the same after a restart. torch.manual_seed would reset dropout as well.
+        order.manual_seed(epoch)
         total = 0.0
         for batch, targets in loader:
             outputs = replicas(batch.to(device))  # scatters the batch, and gathers the outputs on the first GPU

@@ -11,7 +11,6 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # DDP imports it: after init_process_group, that would keep the group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,10 +55,16 @@ def finish(device):
 
 
 if __name__ == "__main__":
-    batch_size, gpu = int(sys.argv[1]), torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    batch_size = int(sys.argv[1])
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
     if gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
@@ -67,4 +72,5 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         print(f"ranks {dist.get_world_size()}, batch {batch_size}:", end=" ")
         print(f"~{1e3 * seconds:.1f} ms for a step, ~{batch_size / seconds:.0f} examples/s")
+    dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

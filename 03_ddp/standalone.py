@@ -13,7 +13,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # DDP imports it: after init_process_group, that would keep the group alive
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +47,8 @@ def train(device):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["epochs"]
+        if rank == 0:
+            print(f"{CHECKPOINT}: {done} epochs are done, of {EPOCHS}; delete it to begin anew")
 
     # This model is the same in training and testing. One with dropout or BatchNorm needs model.train() at the beginning
     # of each epoch, and model.eval() before the test.
@@ -72,14 +73,19 @@ def train(device):
 
 
 if __name__ == "__main__":
-    gpu = torch.cuda.is_available()
-    # LOCAL_RANK counts the processes of one node, so it picks the GPU; RANK counts those of all nodes.
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
     if gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.
+    dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

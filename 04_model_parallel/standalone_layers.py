@@ -7,7 +7,6 @@ Only one rank computes at any moment; chapter 05's standalone.py mends that with
     torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 standalone_layers.py  # each
 """
 
-import gc
 import os
 import sys
 
@@ -61,13 +60,18 @@ def train(device):
 
 
 if __name__ == "__main__":
-    gpu = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
     if gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
-    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
+    dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

@@ -8,7 +8,6 @@ A layer's parameters are gathered just before it computes and freed after; gradi
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 standalone.py  # on each node
 """
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -54,6 +53,8 @@ def train(device):
     # A folder for each epoch. Its .metadata is written last, and so marks a complete checkpoint.
     done = max((int(file.parent.name) for file in CHECKPOINTS.glob("*/.metadata")), default=0)
     if done:
+        if dist.get_rank() == 0:
+            print(f"{CHECKPOINTS}: {done} epochs are done, of {EPOCHS}; delete it to begin anew")
         weights, momenta = sd.get_state_dict(model, optimizer)
         # In place. Each rank reads its own shards, whatever number of ranks has saved them.
         dcp.load({"model": weights, "optimizer": momenta}, checkpoint_id=CHECKPOINTS / str(done))
@@ -76,15 +77,19 @@ def train(device):
 
 
 if __name__ == "__main__":
-    gpu = torch.cuda.is_available()
-    # LOCAL_RANK counts the processes of one node, so it picks the GPU; RANK counts those of all nodes.
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
     if gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.
-    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
+    dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

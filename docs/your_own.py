@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=2 docs/your_own.py fsdp
 torchrun --standalone --nproc_per_node=2 docs/your_own.py pipeline
 """
 
-import gc
 import os
 import sys
 
@@ -85,13 +84,22 @@ def train(how, device, steps=20):
 
 
 if __name__ == "__main__":
-    gpu = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu")
+    how = sys.argv[1] if len(sys.argv) > 1 else "one process"
+    if how not in ("ddp", "fsdp", "pipeline") and (how != "one process" or "RANK" in os.environ):
+        sys.exit(f"not a way for several processes to train: {how!r}; say ddp, fsdp or pipeline")
+    # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    gpu = gpus >= processes  # NCCL wants a GPU for each of them
+    device = torch.device(f"cuda:{local_rank}" if gpu else "cpu")
+    if gpu:
+        torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
+    elif gpus and local_rank == 0:
+        print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
-    how = sys.argv[1] if len(sys.argv) > 1 else "one process"
     losses = train(how, device)
     if dist.get_rank() == dist.get_world_size() - 1:
         print(f"{how}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} at the end")
-    gc.collect()  # gives gloo's threads time to let go of tensors: later, while Python ends, that would abort it
+    dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

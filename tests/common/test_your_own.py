@@ -31,6 +31,14 @@ def test_all_ways_train_as_one_process_does(tmp_path):
     assert all(tuple(map(float, numbers)) == pytest.approx(alone, abs=1e-3) for _, *numbers in shown)
 
 
+@pytest.mark.parametrize("how", [["nosuch"], []])
+def test_two_processes_need_a_way_to_train_together(how, tmp_path):
+    """Else each would train a model of its own on half of the data, and say that all is well."""
+    process = Fork(PROGRAM, *how, cwd=tmp_path, rank=(0, 2, 1))
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and "ddp, fsdp or pipeline" in said + errors
+
+
 def test_the_page_shows_the_program():
     program = PROGRAM.read_text()
     flat = re.sub(r"^ +", "", program, flags=re.MULTILINE)

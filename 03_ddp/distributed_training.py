@@ -52,6 +52,9 @@ class DDP(DataParallel):
         total.wait()
         return loss / self.data_size, grad_norm
 
+    def before_loading(self, first_batch):
+        self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
+
 
 def main(config):
     with process_group(config.device, config.backend, config.timeout, config.check_collectives) as ranks:

@@ -71,6 +71,9 @@ class DDPWithAccelerate(DataParallel):
             loss += part.detach() / len(micro_batches)
         return accelerator.reduce(loss, reduction="mean"), getattr(grad_norm, "full_tensor", lambda: grad_norm)()
 
+    def before_loading(self, first_batch):
+        self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
+
 
 def through_accelerate(dispatch: bool):
     """A way to read, as in loading.py, with the DataLoader that `prepare` gives.

@@ -50,6 +50,9 @@ class DDPWithFabric(DataParallel):
         self.optimizer.zero_grad()
         return self.fabric.all_reduce(loss, reduce_op="mean"), grad_norm
 
+    def before_loading(self, first_batch):
+        self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
+
 
 if __name__ == "__main__":
     from course.start import start

@@ -75,6 +75,9 @@ class PipelineDDP(PipelineParallel):
         self.scaler.update()
         return self.from_last_stage(loss) / self.replicas.size, grad_norm
 
+    def before_loading(self, first_batch):
+        self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
+
 
 class PipelineFSDP(PipelineParallel):
     """Stages whose parameters, gradients and optimizer state are sharded over the replicas by fully_shard."""

@@ -66,6 +66,9 @@ class Zero1(Strategy):
     def optimizer_state(self):
         return self.optimizer.optim.state  # of this rank's own parameters; ZeroRedundancyOptimizer itself has none
 
+    def before_loading(self, first_batch):
+        self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
+
     def after_loading(self):
         self.optimizer._sync_params()  # as after a step: every owner broadcasts; there is no public way to ask for it
 

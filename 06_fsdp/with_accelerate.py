@@ -43,6 +43,9 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         materialise(model, torch.device("cpu"), axis(setup.mesh, "shard").group)
         super().__init__(model, make_optimizer, setup)
 
+    def before_loading(self, first_batch):
+        pass  # no DDP here
+
     def make_accelerator(self, **more):
         settings = {
             "fsdp_version": 2,

@@ -16,9 +16,11 @@ import platform
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common import manifest
 from common.errors import UserError
@@ -29,13 +31,15 @@ LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would m
 
 
 class RunDirectory:
-    """Of rank 0.
+    """The folder of a run, as rank 0 has it, which alone writes to it.
 
     goes_on:     a run that was begun in this folder goes on
     restarted:   because torchrun has started its ranks again
     checkpoints: those that it may go on from, the best first
     insists:     the user named the one
     """
+
+    writes = True
 
     def __init__(self, config, world_size: int, launches: list[str] | None = None):
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
@@ -145,6 +149,40 @@ class RunDirectory:
             if records:
                 self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))
         self.lock.release()
+
+
+@dataclass(frozen=True)
+class OtherRank:
+    """The folder of a run as ranks other than 0 have it: they know what rank 0 does, and write nothing."""
+
+    path: Path
+    goes_on: bool
+    restarted: bool
+    checkpoints: list[Path]
+    insists: bool
+
+    writes = False
+
+    def log(self, record: dict) -> None: ...
+    def write_board(self, done: int) -> None: ...
+    def forget_after(self, step: int) -> None: ...
+    def sync_metrics(self) -> None: ...
+    def keep_newest(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+def open_run(config) -> RunDirectory | OtherRank:
+    """The folder of the run that all ranks begin or go on with. Collective. What goes wrong raises UserError on rank 0,
+    for which the others wait until it has ended."""
+    launches = [""] * dist.get_world_size()
+    dist.all_gather_object(launches, this_launch())
+    main_rank = dist.get_rank() == 0
+    directory = RunDirectory(config, len(launches), launches) if main_rank else None
+    # Rank 0 knows: after a restart the nodes need not agree on how many checkpoints there were.
+    names = [item.name for item in fields(OtherRank)]
+    box = [directory and [getattr(directory, name) for name in names]]
+    dist.broadcast_object_list(box, src=0)
+    return directory or OtherRank(*box[0])
 
 
 def loss_curve(records: list[dict]):

@@ -172,6 +172,10 @@ class Strategy:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
+    def before_loading(self, first_batch: Callable[[], list]) -> None:
+        """What a strategy has to do before a state is loaded, which overwrites what comes of it. `first_batch()` reads
+        this rank's micro-batches of a step. Collective."""
+
     def after_loading(self) -> None:
         """What a strategy does when its parts have been written, such as gathering what it keeps whole."""
 

@@ -31,16 +31,17 @@ TEXT = SMALL | {"checkpoint_every": 2, "keep": 9}
 def with_dropout(lines: list[str], folder: Path) -> None:
     """On each rank, for each line: train five steps, and three and then two; with a mask on the embedding's output that
     every rank draws for itself, as dropout does."""
-    enter = Run.__enter__
+    make = Run.__init__
 
-    def seeded(run):
+    def seeded(run, config, strategy, task):
         torch.manual_seed(100 + dist.get_rank())
-        run.strategy.model.embedding.register_forward_hook(
-            lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
-        )
-        return enter(run)
+        if hasattr(strategy.model, "embedding"):  # a rank of a pipeline may not have it
+            strategy.model.embedding.register_forward_hook(
+                lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
+            )
+        make(run, config, strategy, task)
 
-    Run.__enter__ = seeded
+    Run.__init__ = seeded
     for number, line in enumerate(lines):
         for end in (f"whole-{number} --steps 5", f"parts-{number} --steps 3", f"parts-{number} --steps 5 --resume"):
             line_of_run = f"{line} --run-dir {folder}/{end}"
@@ -53,6 +54,7 @@ def with_dropout(lines: list[str], folder: Path) -> None:
     [
         (2, [f"--strategy ddp --loading {name} --accumulation-steps 3" for name in LOADING]),
         (4, [f"--strategy {name}" for name in ("ddp", "fsdp --async-checkpoint", "ddp --by-hand", "fsdp --by-hand")]),
+        (4, [f"--strategy {name}" for name in ("zero1", "pipeline+ddp --microbatches 3")]),
     ],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
@@ -66,6 +68,31 @@ def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), line
     masks = [one[f"random.{rank}.0"] for rank in range(size)]
     assert not torch.equal(masks[0], masks[1])
+
+
+def steps_taken(lines: list[str], folder: Path) -> list[int]:
+    """On each rank, for each line: the optimizer steps that a run takes which goes on after the third for a fourth."""
+    taken = []
+    for number, line in enumerate(lines):
+        for end in ("--steps 3", "--steps 4 --resume"):
+            line_of_run = f"{line} --run-dir {folder / str(number)} {end}"
+            config = configure(line_of_run, dist.get_world_size(), dist.get_rank(), **TEXT)
+            calls = []
+            with pytest.MonkeyPatch.context() as patch:
+                step = config.strategy_class.step
+                patch.setattr(
+                    config.strategy_class, "step", lambda *args, step=step, c=calls: c.append(1) or step(*args)
+                )
+                train([config])
+            dist.barrier()
+        taken.append(len(calls))
+    return taken
+
+
+def test_only_ddp_begins_again_with_a_step_of_its_own(tmp_path):
+    """The step after which it arranges its buckets anew; it is overwritten by what is loaded."""
+    lines = [f"--strategy {name}" for name in ("ddp", "ddp --by-hand", "fsdp", "tensor", "zero2 --by-hand")]
+    assert launch(steps_taken, 2, (lines, tmp_path), timeout=180) == [[2, 1, 1, 1, 1]] * 2
 
 
 def test_a_run_goes_on_with_other_strategies_on_other_numbers_of_ranks(tmp_path):

@@ -135,7 +135,7 @@ def steps_begun(config) -> list[int]:
     begins, steps = [], Run.steps
 
     def begun(run):
-        begins.append(run.done)
+        begins.append(run.progress.done)
         return steps(run)
 
     Run.steps = begun

@@ -41,6 +41,6 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     """
     import numpy as np  # takes a while, and whoever only predicts does not need it
 
-    sizes, times = np.array(sizes, dtype=float), np.array(times, dtype=float)
-    (alpha, beta), *_ = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), np.ones(len(sizes)), rcond=None)
+    n, t = np.array(sizes, dtype=float), np.array(times, dtype=float)
+    (alpha, beta), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(n)), rcond=None)
     return float(alpha), float(beta)

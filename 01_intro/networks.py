@@ -1,5 +1,7 @@
 """Pictures of networks: the links of a cluster, and sliders for what an all-reduce takes by different algorithms."""
 
+from typing import Any
+
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -38,7 +40,7 @@ def cluster(nvlink: float, pcie: float, adapter: float, nodes: int = 2, gpus: in
 
 
 def _box(ax, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 12) -> None:
-    style = {"boxstyle": "round,pad=0,rounding_size=0.1", "fc": colour, "ec": "#777777", "lw": 1}
+    style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.1", "fc": colour, "ec": "#777777", "lw": 1}
     ax.add_patch(FancyBboxPatch((x, y), width, height, zorder=2 if text else 0, **style))
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, color=BLACK, zorder=3)
 
@@ -120,7 +122,10 @@ class AllReduceLab(Sliders):
             ax.plot(sizes, [1e3 * seconds(n, cluster) for n in sizes], color=NETWORK_COLOURS[name])
             ax.plot([size], [took[name]], "o", color=NETWORK_COLOURS[name])
         ax.set(xscale="log", yscale="log", xlim=(sizes[0], sizes[-1] * 200), ylabel="ms", xlabel="bytes of the tensor")
-        lines = [(f"{name}: {took[name]:.3g} ms", NETWORK_COLOURS[name]) for name in sorted(took, key=took.get)]
+        lines = [
+            (f"{name}: {took[name]:.3g} ms", NETWORK_COLOURS[name])
+            for name in sorted(took, key=lambda name: took[name])
+        ]
         for place, (text, colour) in enumerate([*lines, (f"{_bytes(size)}:", BLACK)]):
             ax.text(0.73, 0.25 + 0.1 * place, text, color=colour, transform=ax.transAxes, va="center")
         ax.axvline(size, color="#777777", lw=1.2, ls=":")

@@ -1,5 +1,7 @@
 """Pictures of the first notebook: one step of data parallelism, a model's state in bytes, and who holds what."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
@@ -43,7 +45,7 @@ def _step_picture(rows: list[list[str]], new: tuple[int, ...], shared: bool = Fa
             for index, colour in enumerate(parts):
                 width = 1.6 / len(parts)
                 ax.add_patch(Rectangle((left + index * width, top), width, 1, fc=colour, ec="none"))
-            edge = {"ec": BLACK, "lw": 3.5} if column in new else {"ec": "#888888", "lw": 1}
+            edge: dict[str, Any] = {"ec": BLACK, "lw": 3.5} if column in new else {"ec": "#888888", "lw": 1}
             ax.add_patch(Rectangle((left, top), 1.6, 1, fc="none", **edge))
             ax.text(left + 0.8, top + 0.5, text.replace("-", "\N{MINUS SIGN}"), ha="center", va="center", size=15)
     if shared and new == (2,):

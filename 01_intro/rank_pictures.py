@@ -5,6 +5,7 @@ operation has changed are lit: they have a thick frame on yellow ground, and all
 """
 
 from math import cos, pi, sin, tan
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgb
@@ -27,7 +28,7 @@ def cell(ax, x: float, y: float, value, inch: float, lit: bool, scrap: bool = Fa
         colour = LINK_GREY if scrap else PALETTE[rank]
         mixed = [channel + (1 - channel) * pale for channel in to_rgb(colour)]
         ax.add_patch(Rectangle((x + 0.05 + stripe * 0.9 / len(ranks), y + 0.1), 0.9 / len(ranks), 0.8, fc=mixed, lw=0))
-    edge = {"lw": 2.5, "ec": BLACK} if lit else {"lw": 1, "ec": "#777777"}
+    edge: dict[str, Any] = {"lw": 2.5, "ec": BLACK} if lit else {"lw": 1, "ec": "#777777"}
     ax.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, fill=False, ls="-" if ranks or value == 0 else ":", **edge))
     if value is not None:
         ground = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none"}
@@ -66,7 +67,7 @@ def moved(
             ax.add_patch(Rectangle(*band, fc="#e2e2e2", ec="white", lw=6, zorder=0))
         names = [f"host {rank // ranks_per_host}, {name}" for rank, name in enumerate(names)]
     for source, target in arrows:
-        style = {"arrowstyle": "-|>", "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0, "lw": 2.2}
+        style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0, "lw": 2.2}
         ends = (left + 0.15, source + 0.5), (left + gap - 0.15, target + 0.5)
         ax.add_patch(FancyArrowPatch(*ends, color=PALETTE[source], **style))
     ax.set(xlim=(-0.05, width + 0.05), ylim=(size + 0.1, -0.75), xticks=[])
@@ -93,13 +94,12 @@ def circle(before: list | None, held: list, messages: list[Message]) -> Figure:
         beside = (target - source) % size in (1, size - 1)
         share = 0.5 if beside else 0.22  # those of diagonals are not to meet in the middle
         (x0, y0), (x1, y1) = places[source], places[target]
-        middle = [x0 + share * (x1 - x0), y0 + share * (y1 - y0)]
+        x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
         lift = bend * 2 * share * (1 - share)  # of a quadratic curve whose control point is `bend` off the chord
-        middle[0] -= lift * (y1 - y0)
-        middle[1] += lift * (x1 - x0)
+        x, y = x - lift * (y1 - y0), y + lift * (x1 - x0)
         ground = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": VERMILION, "lw": 1.5}
         label = ", ".join(map(str, values)) if len(values) < 3 else f"all {len(values)}"
-        ax.text(*middle, label, ha="center", va="center", size=11, color=VERMILION, bbox=ground, zorder=4)
+        ax.text(x, y, label, ha="center", va="center", size=11, color=VERMILION, bbox=ground, zorder=4)
     for rank, (x, y) in enumerate(places):
         _disc(ax, x, y, rank, 0.36, "white")
         begin = x + 0.55 if x > 0 else x - 0.55 - len(held[rank])
@@ -248,14 +248,15 @@ def paired(calls: list[list[str]], pairs: int, notes: list[str]) -> Figure:
     for rank, names in enumerate(calls):
         ax.text(3.4 * rank + 1, -0.25, f"rank {rank}", ha="center", va="bottom", size=13)
         for place, name in enumerate(names):
-            style = {"fc": PALETTE[rank], "ec": BLACK, "lw": 2.5} if place < pairs else {"fc": "white", "ec": LINK_GREY}
+            met: dict[str, Any] = {"fc": PALETTE[rank], "ec": BLACK, "lw": 2.5}
+            style = met if place < pairs else {"fc": "white", "ec": LINK_GREY}
             ax.add_patch(Rectangle((3.4 * rank, place + 0.12), 2, 0.76, **style))
             ink = "white" if place < pairs and PALETTE[rank] == BLUE else BLACK
             ax.text(3.4 * rank + 1, place + 0.5, name, ha="center", va="center", size=12, color=ink)
     for place in range(pairs):
         right = all(place < len(names) for names in calls) and calls[0][place] == calls[1][place]
-        colour, style = (GREEN, "-") if right else (VERMILION, "--")
-        ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=style, lw=4)
+        colour, line = (GREEN, "-") if right else (VERMILION, "--")
+        ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=line, lw=4)
         ax.text(5.6, place + 0.5, notes[place], va="center", size=12, color=colour)
     ax.set(xlim=(-0.1, 10.5), ylim=(max(map(len, calls)) + 0.1, -0.7))
     ax.set_axis_off()

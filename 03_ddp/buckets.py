@@ -6,6 +6,7 @@ that communication slows computation down (NCCL's kernels occupy SMs, gloo's thr
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
@@ -22,7 +23,7 @@ BLOCKS, WIDTH = 24, 1024
 # million parameters in float32. Embeddings, biases and norms are left out.
 GRADIENTS = [4 * factor * WIDTH**2 for _ in range(BLOCKS) for factor in (3, 1, 4, 4)]
 WAITING = "#DDDDDD"
-EXPOSED = {"fc": plotting.VERMILION, "ec": "white", "hatch": "//"}  # hatched: not by its colour alone
+EXPOSED: dict[str, Any] = {"fc": plotting.VERMILION, "ec": "white", "hatch": "//"}  # hatched: not by its colour alone
 NAMES = {"after": "all buckets held back until the backward pass is over", "hooks": "sent by hooks"}
 RANKS = 64  # that the simulator's ring has
 
@@ -214,7 +215,7 @@ def draw_runs(runs: dict[str, Pass]):
         ax.set_ylim(last + 0.1, -0.1)
         ax.set_title(f"{NAMES[kind]}: {run.exposed * 1e3:.0f} ms exposed", fontsize=13, loc="left")
     axes[-1][0].set_xlabel("time (ms)")
-    styles = [{"fc": plotting.BLUE}, {"fc": WAITING}, {"fc": plotting.ORANGE}, EXPOSED]
+    styles: list[dict[str, Any]] = [{"fc": plotting.BLUE}, {"fc": WAITING}, {"fc": plotting.ORANGE}, EXPOSED]
     labels = ["backward pass", "waits for the slower rank", "all-reduce", "all-reduce, exposed"]
     handles = [Rectangle((0, 0), 1, 1, **style) for style in styles]
     fig.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=12)

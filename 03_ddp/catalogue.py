@@ -29,6 +29,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def mistakes() -> dict[str, Mistake]:
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         source = path.read_text()
-        title, _, entry = ast.get_docstring(ast.parse(source)).partition("\n")
+        title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
         fields = {key: " ".join(value.split()) for key, value in fields.items()}
         says, then = (tuple(message(part) for part in fields.pop(key).split(" | ")) for key in ("says", "then"))
@@ -112,8 +113,8 @@ def run(sources: dict[str, str], at_once: int = 6, nproc: int = 2, **environment
     """Run programs, each on `nproc` ranks, some at a time; how each rank ended, by the program's name."""
     from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank
 
-    start = multiprocessing.get_context("fork" if LINUX and not torch.cuda.is_initialized() else "spawn").Process
-    waiting, under_way, ended = list(sources), {}, {}
+    context: Any = multiprocessing.get_context("fork" if LINUX and not torch.cuda.is_initialized() else "spawn")
+    waiting, under_way, ended = list(sources), dict[str, tuple](), dict[str, list[Ended]]()
     with tempfile.TemporaryDirectory(prefix="mistakes-") as name:
         while waiting or under_way:
             if waiting and len(under_way) < at_once:
@@ -123,7 +124,7 @@ def run(sources: dict[str, str], at_once: int = 6, nproc: int = 2, **environment
                 Path(folder, f"{program}.py").write_text(sources[program])
                 port = free_port()
                 variables = [rank_variables(rank, nproc, port) | environment for rank in range(nproc)]
-                ranks = [start(target=_rank, args=(folder / f"{program}.py", mine)) for mine in variables]
+                ranks = [context.Process(target=_rank, args=(folder / f"{program}.py", mine)) for mine in variables]
                 with ready_to_fork():
                     for process in ranks:
                         process.start()
@@ -208,7 +209,7 @@ def show(*names: str) -> None:
     """Entries of the catalogue, under a notebook cell."""
     from IPython.display import Markdown, display  # scripts need no IPython
 
-    for found in map(mistakes().get, names):
+    for found in (mistakes()[name] for name in names):
         who = [f"rank {rank}: {text}" if rank is not None else f"some rank: {text}" for rank, text in found.says]
         right = "leave out the wrong line." if found.right == "pass" else f"\n\n```python\n{found.right}\n```"
         display(

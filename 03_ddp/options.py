@@ -55,5 +55,5 @@ class LastBackward:
 
     def require_all(self) -> None:
         """Raise UserError where it has left some out. Gradients were None when the step began."""
-        pairs, self.before = zip(self.trained, self.before, strict=True), None  # the optimizer wants their memory
+        pairs, self.before = zip(self.trained, self.before, strict=True), []  # the optimizer wants their memory
         require_gradients(self.model, without={parameter for parameter, grad in pairs if parameter.grad is grad})

@@ -2,6 +2,7 @@
 few and many ranks, a profile, ranks that wait for a late one. And of gradients that are too large or small for fp16."""
 
 import math
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -131,7 +132,7 @@ def draw_step(forward: float, backward: float, sent: list, title: str):
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(0, end * 1e3 * 1.01), ylim=(2, -0.2), xlabel="time (ms)")
     ax.set_title(title, loc="left", fontsize=13)
-    styles = ({"fc": plotting.SKY}, {"fc": plotting.BLUE}, {"fc": plotting.ORANGE}, EXPOSED)
+    styles: tuple[dict[str, Any], ...] = ({"fc": plotting.SKY}, {"fc": plotting.BLUE}, {"fc": plotting.ORANGE}, EXPOSED)
     names = ("forward pass", "backward pass", "all-reduce, hidden", "all-reduce, exposed")
     fig.legend([Rectangle((0, 0), 1, 1, **style) for style in styles], names, loc="outside lower center", ncols=4,
                fontsize=11)  # fmt: skip
@@ -201,7 +202,7 @@ def draw_range(gradients: torch.Tensor, title: str):
         "becomes 0": (-12, tiny, "#F3C9B0"), "loses digits": (tiny, normal, "#F6E9B2"),
         "fp16 is precise": (normal, largest, "#D5EBDD"), "infinite": (largest, 7, "#F3C9B0"),
     }  # fmt: skip
-    top = 1.25 * ax.hist(sizes, bins=[size / 4 for size in range(-48, 29)], color=plotting.BLUE)[0].max()
+    top = 1.25 * ax.hist(sizes, bins=[size / 4 for size in range(-48, 29)], color=plotting.BLUE)[0].max()  # type: ignore[union-attr]  # one array for one list
     for name, (left, right, colour) in regions.items():
         ax.axvspan(left, right, color=colour, zorder=0)
         ax.text((left + right) / 2, 0.93 * top, name, ha="center", va="center", size=12)

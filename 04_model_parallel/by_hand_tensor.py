@@ -171,7 +171,7 @@ def apply_tensor_parallel(model, axis: Axis, sequence=False, weights=None) -> di
     require_divisible(model, axis.size, sequence)
     enter, leave = (all_gather_sequence, reduce_scatter_sequence) if sequence else (f, g)
     enter, leave = (functools.partial(function, group=axis.group) for function in (enter, leave))
-    cut = {}
+    cut: dict[nn.Parameter, tuple[int, Axis]] = {}
     for name, parameter in model.named_parameters() if weights is None else weights:
         cut |= cut_weight(name, parameter, axis)
     embedding, blocks, head = model.embedding, model.blocks, model.head

@@ -34,7 +34,7 @@ class MixtureGPT(GPT):
 
     def auxiliary_loss(self) -> torch.Tensor:
         """What the last forward pass adds to the loss that is minimised: a mean over examples, like the loss."""
-        return self.balance * sum(block.mlp.imbalance for block in self.blocks)
+        return self.balance * sum(block.mlp.imbalance for block in self.blocks)  # type: ignore[union-attr, misc]  # Mixtures
 
 
 class Experts(nn.Module):

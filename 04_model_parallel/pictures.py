@@ -1,6 +1,7 @@
 """Pictures of tensor parallelism: how an MLP's and a block's tensors are split, and when messages overlap."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
@@ -235,7 +236,7 @@ def draw_layer(bars: dict[str, tuple[float, float]], ylabel: str, domain: int | 
     labels, places = list(bars), range(len(bars))
     work, waiting = ([pair[number] for pair in bars.values()] for number in (0, 1))
     ax.bar(places, work, color=plotting.BLUE, label="arithmetic", width=0.7)
-    hatched = {"color": plotting.VERMILION, "hatch": "//", "ec": "white"}
+    hatched: dict[str, Any] = {"color": plotting.VERMILION, "hatch": "//", "ec": "white"}
     ax.bar(places, waiting, bottom=work, label="waits for messages", width=0.7, **hatched)
     top = max(a + b for a, b in bars.values())
     for place, (a, b) in zip(places, bars.values(), strict=True):

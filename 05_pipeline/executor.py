@@ -6,14 +6,21 @@ schedules.py says in which order, simulator.with_messages where sends and receiv
 import contextlib
 import itertools
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.errors import UserError
 from common.random_state import random_state, set_random_state
 from course.pipeline import simulator, split
+from course.pipeline.schedules import Action, Schedule
 from course.pipeline.split_backward import backward_for_input
+
+Place = tuple[int, str, int]  # stage, "F" or "B", micro-batch
 
 
 class Executor:
@@ -21,7 +28,7 @@ class Executor:
 
     schedule:  without messages; ranks are counted within `group`
     stages:    this rank's: number -> module
-    group:     the process group of the pipeline
+    group:     the process group of the pipeline; None: all ranks
     recompute: keep nothing but the input of a stage, and do its forward again before its backward
     context:   makes the context in which a stage and the loss compute forward, such as autocast
     dtype:     of what one stage hands to the next
@@ -32,13 +39,21 @@ class Executor:
     Raises IllegalSchedule.
     """
 
-    def __init__(self, schedule, stages, group, recompute=False, context=contextlib.nullcontext, dtype=torch.float32):
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        group: dist.ProcessGroup | None,
+        recompute: bool = False,
+        context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.rank_of = simulator.placement(schedule)
         self.actions = simulator.with_messages(schedule)[dist.get_rank(group)]
         self.stages, self.group, self.recompute, self.context = stages, group, recompute, context
         self.dtype, self.last = dtype, len(self.rank_of) - 1
 
-    def run(self, inputs, loss, shape):
+    def run(self, inputs: Sequence[torch.Tensor], loss: Callable, shape: Sequence[int]) -> torch.Tensor:
         """Add the gradients of all micro-batches to the parameters'.
 
         inputs: a tensor for each micro-batch, for the first stage
@@ -49,10 +64,15 @@ class Executor:
         shape or dtype than was told.
         """
         self.loss, self.shape, self.device = loss, tuple(shape), inputs[0].device
-        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}  # (for stage, direction, micro-batch)
+        # (for stage, direction, micro-batch) -> the message that brings it, or None, and the tensor
+        self.inbox: dict[Place, tuple[dist.Work | None, torch.Tensor | None]]
+        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}
         self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
-        self.outbox, self.sends, self.kept = {}, {}, {}
-        self.marks, self.peak, self.total = [], 0, torch.zeros((), device=self.device)
+        self.outbox: dict[Place, torch.Tensor] = {}
+        self.sends: dict[Place, tuple[Any, torch.Tensor]] = {}  # the work and what it sends
+        self.kept: dict[tuple[int, int], Any] = {}  # (stage, micro-batch) -> what backward needs
+        self.marks: list[tuple[Any, Any, Action]] = []  # begin and end of each action, as `mark` gives them
+        self.peak, self.total = 0, torch.zeros((), device=self.device)
         for are_messages, actions in itertools.groupby(self.actions, lambda a: a.kind in simulator.MESSAGES):
             if are_messages:
                 self.exchange(list(actions))
@@ -64,7 +84,7 @@ class Executor:
         self.sends.clear()
         return self.total
 
-    def exchange(self, actions):
+    def exchange(self, actions: Iterable[Action]) -> None:
         """Start messages that come one after the other. Nobody waits for them here.
 
         Each is started by itself, as in PyTorch's own runtime for lists of actions, so an action waits for its own
@@ -84,7 +104,7 @@ class Executor:
                 self.inbox[stage, kind[-1], m] = work, tensor
         self.release_gradients(len(self.rank_of))
 
-    def release_gradients(self, most):
+    def release_gradients(self, most: int) -> None:
         """Wait for the oldest gradients that were sent, until at most `most` are on their way.
 
         What was sent must stay until it has arrived. Activations have once their gradient comes back, but nothing comes
@@ -96,7 +116,7 @@ class Executor:
             work, _ = self.sends.pop(key)
             work.wait()
 
-    def compute(self, action):
+    def compute(self, action: Action) -> None:
         stage, kind, m = action
         arrived = None if kind == "W" else self.receive(stage, "F" if kind == "F" else "B", m)
         begin = self.mark()
@@ -121,7 +141,7 @@ class Executor:
         split.synchronize(self.device)
         clock = time.perf_counter()  # the device has just passed `now`; events know how many milliseconds lie between
         return [
-            simulator.Event(*(clock - mark.elapsed_time(now) / 1e3 for mark in (begin, end)), action)
+            simulator.Event(clock - begin.elapsed_time(now) / 1e3, clock - end.elapsed_time(now) / 1e3, action)
             for begin, end, action in self.marks
         ]
 
@@ -200,7 +220,7 @@ def with_random_state(states, device):
     set_random_state(before, device)
 
 
-def timeline(events) -> simulator.Timeline:
+def timeline(events: Sequence[list[simulator.Event]]) -> simulator.Timeline:
     """What the ranks' executors noted, `events` of each in the order of ranks, as a timeline that begins at 0.
 
     The ranks must share a clock: that of one machine."""

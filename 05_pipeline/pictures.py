@@ -177,7 +177,8 @@ def placements(ranks: int) -> plt.Figure:
             ink = "white" if x == 0 else "black"
             ax.text(x, y, f"stage {stage}", ha="center", va="center", size=12, color=ink)
         for (x, y), (to_x, to_y) in pairwise(places):
-            begin, tip = (x, y + 0.28), (to_x, to_y - 0.28)
+            begin: tuple[float, float] = (x, y + 0.28)
+            tip: tuple[float, float] = (to_x, to_y - 0.28)
             if to_x > x:  # from a rank's first stages to the second ones
                 begin, tip = (x + 0.75, y), (to_x - 0.75, to_y)
             elif to_y < y:

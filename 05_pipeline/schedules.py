@@ -45,23 +45,28 @@ Schedule = list[list[Action]]
 def parse(text: str) -> list[Action]:
     """The actions of one rank from text, e.g. "0F0 0F1 0B0 0B1". Raises UserError for what is no action."""
     pattern = re.compile(rf"(\d+)({'|'.join(KINDS)})(\d+)")
-    found = [(word, pattern.fullmatch(word)) for word in text.split()]
-    for word, match in found:
+    actions = []
+    for word in text.split():
+        match = pattern.fullmatch(word)
         if match is None:
             raise UserError(f"'{word}' is no action: write stage, kind ({', '.join(KINDS)}) and micro-batch, as in 2F0")
-    return [Action(int(match[1]), match[2], int(match[3])) for _, match in found]
+        actions.append(Action(int(match[1]), match[2], int(match[3])))
+    return actions
 
 
 def _number(operations: Iterable[tuple[str, int | None]]) -> list[Action]:
     """Give each (kind, stage) its micro-batch: every stage takes them in order, forward and backward. A "W" is for the
     oldest "I" that still lacks its weight gradient, of any stage where it names none."""
-    actions, count, unfinished = [], Counter(), []
+    actions: list[Action] = []
+    unfinished: list[Action] = []
+    count: Counter[tuple[int, bool]] = Counter()
     for kind, stage in operations:
         if kind == "W":
             action = next(action for action in unfinished if stage in (None, action.stage))
             unfinished.remove(action)
             actions.append(action._replace(kind="W"))
             continue
+        assert stage is not None  # a "W" alone may name none
         direction = (stage, kind == "F")
         actions.append(Action(stage, kind, count[direction]))
         count[direction] += 1

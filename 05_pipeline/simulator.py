@@ -10,9 +10,8 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from common.errors import UserError
-from course.pipeline import schedules
+from course.pipeline.schedules import KINDS, Action, Schedule
 
-Action, Schedule, KINDS = schedules.Action, schedules.Schedule, schedules.KINDS
 MESSAGES = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
 
@@ -99,7 +98,7 @@ class Timeline:
 
 def placement(schedule: Schedule) -> list[int]:
     """The rank of each stage. Raises IllegalSchedule where a stage is on two, or on none."""
-    ranks = defaultdict(set)
+    ranks: dict[int, set[int]] = defaultdict(set)
     for rank, actions in enumerate(schedule):
         for stage in {action.stage for action in actions}:
             ranks[stage].add(rank)
@@ -136,28 +135,28 @@ def _check(schedule: Schedule, known: set[Action], stages: int):
         raise IllegalSchedule(f"missing: {what} has no {KINDS[lacks]} ({lacks})")
 
 
-def _needs(action: Action, known: set[Action], rank_of: list[int], messages: bool) -> list[tuple[int, str, int]]:
+def _needs(action: Action, known: set[Action], rank_of: list[int], messages: bool) -> list[Action]:
     """The actions that have to be over before this one can start, on its own rank or another."""
     stage, kind, microbatch = action
     if kind == "F":
         needs, source, direction = [], stage - 1, "F"
     elif kind in "BI":
-        needs, source, direction = [(stage, "F", microbatch)], stage + 1, "B"
+        needs, source, direction = [Action(stage, "F", microbatch)], stage + 1, "B"
     elif kind == "W":
-        return [(stage, "I", microbatch)]
+        return [Action(stage, "I", microbatch)]
     elif kind == "SEND_F":
-        return [(stage, "F", microbatch)]
+        return [Action(stage, "F", microbatch)]
     elif kind == "SEND_B":
-        return [(stage, "B" if (stage, "B", microbatch) in known else "I", microbatch)]
+        return [Action(stage, "B" if (stage, "B", microbatch) in known else "I", microbatch)]
     else:
         return []
     if 0 <= source < len(rank_of):
         if messages and rank_of[source] != rank_of[stage]:
-            needs += [(stage, f"RECV_{direction}", microbatch), (source, f"SEND_{direction}", microbatch)]
+            needs += [Action(stage, f"RECV_{direction}", microbatch), Action(source, f"SEND_{direction}", microbatch)]
         elif direction == "B" and (source, "B", microbatch) not in known:
-            needs.append((source, "I", microbatch))
+            needs.append(Action(source, "I", microbatch))
         else:
-            needs.append((source, direction, microbatch))
+            needs.append(Action(source, direction, microbatch))
     return needs
 
 
@@ -171,7 +170,8 @@ def _check_messages(schedule: Schedule, rank_of: list[int]):
     """
     together = [groupby(actions, lambda action: action.kind in MESSAGES) for actions in schedule]
     batches = [deque(set(batch) for are_messages, batch in own if are_messages) for own in together]
-    between = defaultdict(list)  # (from rank, to rank, as which rank has them) -> the sends
+    # (from rank, to rank, as which rank has them) -> the sends
+    between: dict[tuple[int, int, int], list[Action]] = defaultdict(list)
     there = {action for own in batches for batch in own for action in batch}
     for rank, actions in enumerate(schedule):
         for action in (action for action in actions if action.kind in MESSAGES):
@@ -191,10 +191,11 @@ def _check_messages(schedule: Schedule, rank_of: list[int]):
                     f"mixed up: message {number} from rank {source} to rank {to} is {a} for rank {rank}, but {b} for "
                     f"rank {source + to - rank}"
                 )
-    passed = True
-    while passed:
+    while True:
         started = {action for own in batches if own for action in own[0]}
         passed = {action for action in started if _counterpart(action) in started}
+        if not passed:
+            break
         for own in batches:
             if own:
                 own[0] -= passed
@@ -227,8 +228,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
         _check_messages(schedule, rank_of)
     times = times or Times()
     lasts = times.per_stage(len(rank_of))
-    events = [[] for _ in schedule]
-    ended, sleepers = {}, {}  # action -> when it ended; action -> the rank that waits for it
+    events: list[list[Event]] = [[] for _ in schedule]
+    ended: dict[Action, float] = {}
+    sleepers: dict[Action, int] = {}  # action -> the rank that waits for it
     runnable = list(range(len(schedule)))
     while runnable:
         rank = runnable.pop()
@@ -238,7 +240,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
             action = actions[index]
             needs = _needs(action, known, rank_of, messages)
             if open_needs := [need for need in needs if need not in ended]:
-                need = Action(*open_needs[0])
+                need = open_needs[0]
                 if need not in known:
                     raise IllegalSchedule(f"missing: {need}, which {action} on rank {rank} needs", Timeline(events))
                 if rank_of[need.stage] == rank:
@@ -247,15 +249,15 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
                 break
             start = clock
             for need in needs:
-                start = max(start, ended[need] + (0 if rank_of[need[0]] == rank else times.communication))
+                start = max(start, ended[need] + (0 if rank_of[need.stage] == rank else times.communication))
             clock = ended[action] = start + lasts[action.kind][action.stage]
             done.append(Event(start, clock, action))
             if action in sleepers:
                 runnable.append(sleepers.pop(action))
     if sleepers:
-        needs = {rank: need for need, rank in sleepers.items()}
-        at = {rank: schedule[rank][len(events[rank])] for rank in needs}
-        raise IllegalSchedule(_circle(needs, at, rank_of), Timeline(events))
+        waits_for = {rank: need for need, rank in sleepers.items()}
+        at = {rank: schedule[rank][len(events[rank])] for rank in waits_for}
+        raise IllegalSchedule(_circle(waits_for, at, rank_of), Timeline(events))
     return Timeline(events)
 
 
@@ -307,7 +309,7 @@ def with_messages(schedule: Schedule, times: Times | None = None) -> Schedule:
     """
     schedule = [[action for action in actions if action.kind not in MESSAGES] for actions in schedule]
     rank_of = placement(schedule)
-    order = [[] for _ in schedule]  # (time, message before action, what) on each rank
+    order: list[list[tuple[tuple, Action]]] = [[] for _ in schedule]  # on each rank: (time, message before action)
     for rank, events in enumerate(simulate(schedule, times).ranks):
         for start, end, action in events:
             order[rank].append(((start, 1), action))

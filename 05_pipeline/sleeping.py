@@ -51,7 +51,7 @@ def run(name: str, microbatches: int, times=(0.02, 0.02, 0.02), stages_per_rank:
     executor = Executor(schedule, stages, group)
     inputs = [torch.zeros(1, requires_grad=True) for _ in range(microbatches)]  # so that stage 0 has its I, too
     dist.barrier(group)
-    executor.run(inputs, lambda output, m: output.sum(), (1,))
+    executor.run(inputs, lambda output, _m: output.sum(), (1,))
     return executor.events
 
 

@@ -3,7 +3,6 @@ a rank keeps of it."""
 
 import contextlib
 import copy
-import difflib
 import time
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.collectives import broadcast_module
+from common.did_you_mean import did_you_mean
 from common.errors import UserError
 from common.mesh import same_timeout
 from common.model import cross_entropy
@@ -49,7 +49,7 @@ class OwnStages:
         """This rank's copy of the weight that two ranks have. Looked up anew, since wrappers may replace parameters."""
         if self.embedding_group is None:
             return None
-        return self.model.embedding.tokens.weight if self.first else self.model.head.out.weight
+        return self.model.get_parameter("embedding.tokens.weight" if self.first else "head.out.weight")
 
     def add_tied_gradients(self) -> None:
         """Embedding and output layer are one tensor of the whole model: its gradient is the sum over both places.
@@ -59,6 +59,7 @@ class OwnStages:
         Of a DTensor both ranks have the same shard.
         """
         if self.tied is not None and self.tied.requires_grad:
+            assert self.tied.grad is not None  # the backward pass is over
             dist.all_reduce(local(self.tied.grad), group=self.embedding_group)
 
     @torch.no_grad()
@@ -144,9 +145,9 @@ def own_stages(
         if everyone is not None:
             move(layers[name], torch.device("cpu"))
             if tied and name == "embedding":
-                words = layers[name].tokens.weight
+                words = layers[name].get_parameter("tokens.weight")
             elif tied and name == "head":
-                layers[name].out.weight = words
+                layers[name].get_submodule("out").register_parameter("weight", words)
             broadcast_module(layers[name], everyone)  # ranks may have been seeded differently
         if name not in own:
             model.set_submodule(name, nn.Identity())
@@ -192,7 +193,7 @@ def stages_of(
         ends = named(spec, list(layers), stages)
     else:
         require_layers(len(layers), stages)
-        costs = [count(layer) for layer in layers.values()]
+        costs: list[float] = [count(layer) for layer in layers.values()]
         if spec == "auto-time":
             costs = measured_on_rank_0(model, group, device or torch.device("cpu"), context)
         ends = cut(costs, stages)
@@ -222,8 +223,7 @@ def named(spec: str, layers: list[str], stages: int) -> tuple[int, ...]:
     for place in spec.split(","):
         name, _, side = (part.strip() for part in place.partition(":"))
         if name not in layers:
-            nearest = difflib.get_close_matches(name, layers, n=1, cutoff=0.0)[0]
-            raise UserError(f"--split-spec: the model has no layer '{name}'; did you mean '{nearest}'?")
+            raise UserError(f"--split-spec: the model has no layer '{name}'; {did_you_mean(name, layers, cutoff=0.0)}")
         if side not in ("beginning", "end"):
             raise UserError(f"--split-spec: '{place.strip()}': write '{name}: beginning' or '{name}: end'")
         cuts.add(layers.index(name) + (side == "end"))

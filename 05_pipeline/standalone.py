@@ -82,7 +82,7 @@ if __name__ == "__main__":
     elif gpus and local_rank == 0:
         print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     train(device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.

@@ -59,14 +59,15 @@ def eight_ranks(axis: str | None, arrows: list[tuple[tuple, tuple]], busy: list[
     for p in (0, 1):
         for d in (0, 1):
             ax.text(5.4 * p + 1, 2.0 * (1 - d) - 0.66, f"replica {d}", ha="center", fontsize=10, color="#666666")
+    colour = AXIS_COLOURS[axis] if axis else BLACK
     for start, end in arrows:
         (x, y), (u, v) = PLACES[start], PLACES[end]
         bend = 0.18 if abs(x - u) < 3 else 0.25 if x > u else -0.25  # above the names of the replicas, either way
         ax.add_patch(FancyArrowPatch(
             (x, y), (u, v), connectionstyle=f"arc3,rad={bend}", arrowstyle="-|>", mutation_scale=18, lw=3,
-            color=AXIS_COLOURS[axis], shrinkA=24, shrinkB=24, zorder=2,
+            color=colour, shrinkA=24, shrinkB=24, zorder=2,
         ))  # fmt: skip
-    ax.text(3.7, -1.15, says, ha="center", fontsize=13, color=AXIS_COLOURS[axis] if axis else BLACK)
+    ax.text(3.7, -1.15, says, ha="center", fontsize=13, color=colour)
     ax.set_xlim(-0.95, 8.35)
     ax.set_ylim(-1.4, 3.45)
     ax.set_aspect("equal")

@@ -2,6 +2,7 @@
 with sliders."""
 
 from dataclasses import replace
+from typing import Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
@@ -24,10 +25,10 @@ GROUPS = {
     "logits and loss": ("logits and loss",),
 }  # fmt: skip
 COLOURS = dict(zip(GROUPS, plotting.PALETTE, strict=False))
-WORK = {"fc": "#999999", "ec": "white"}
-OPTIMIZER = {"fc": "white", "ec": "#999999", "hatch": "xx"}
-HIDDEN = {"fc": plotting.YELLOW, "ec": "white"}
-EXPOSED = {"fc": plotting.BLACK, "ec": "white", "hatch": "//"}
+WORK: dict[str, Any] = {"fc": "#999999", "ec": "white"}
+OPTIMIZER: dict[str, Any] = {"fc": "white", "ec": "#999999", "hatch": "xx"}
+HIDDEN: dict[str, Any] = {"fc": plotting.YELLOW, "ec": "white"}
+EXPOSED: dict[str, Any] = {"fc": plotting.BLACK, "ec": "white", "hatch": "//"}
 MODELS = ("llama-3.2-1b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "llama-3-405b")
 STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3 (FSDP)": 3}
 

@@ -62,14 +62,14 @@ def searched(shape: Model, cluster: Cluster, batch_size: int, sequence: int, pre
              constants: Constants) -> dict[str, str]:  # fmt: skip
     """What a cell says: the winner, and how much longer the best layout of the next kind takes. Offload is looked at
     only where nothing else fits."""
-    found = []
+    found: list[search.Candidate] = []
     for offload in (False, True):
         found = found or [one for one in search.candidates(
             shape, cluster, batch_size, sequence, precision, constants, offload
         ) if one.expected <= cluster.gpu.memory]  # fmt: skip
     if not found:
         return {"kind": "does not fit"}
-    kinds = {}
+    kinds: dict[str, list[Layout]] = {}
     for one in sorted(found, key=lambda one: one.seconds):
         kinds.setdefault(kind_of(one.layout), []).append(one.layout)
     # A search takes the stages of a pipeline as equal. The fastest few of each kind are estimated exactly.
@@ -120,10 +120,10 @@ def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: s
         ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=9.5 if len(layout) < 13 else 7, color=ink)
     ax.set(xlim=(0, len(numbers)), ylim=(0, len(names)), xlabel=xlabel, title=title)
     ax.set_xticks([x + 0.5 for x in range(len(numbers))], [f"{gpus:,}" for gpus in numbers])
-    ax.set_yticks([y + 0.5 for y in range(len(names))], names)
+    ax.set_yticks([y + 0.5 for y in range(len(names))], list(map(str, names)))
     ax.tick_params(length=0)
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
-    handles.append(plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
+    squares = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
+    handles = (*squares, plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
     labels = [*LAYOUT_KINDS, "another kind within 5%"]
     fig.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10)
     return fig

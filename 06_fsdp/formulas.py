@@ -20,7 +20,7 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 SHARDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "fsdp": STATE_KINDS}  # what is cut
 
 
-def formula(strategy: str, parameters: int, ranks: int, precision: str = "float32") -> dict[str, float]:
+def formula(strategy: str, parameters: float, ranks: int, precision: str = "float32") -> dict[str, float]:
     """Bytes that a rank keeps with AdamW, by kind. `precision` is one of BYTES.
 
     In mixed precision 16P in all with "ddp"; "zero1": 4P + 12P/N; "zero2": 2P + 14P/N; "fsdp": 16P/N (Rajbhandari et

@@ -34,7 +34,7 @@ def policies(precision: str, offload: bool) -> dict:
     """fully_shard's policies: parameters are gathered in the precision of the forward pass, gradients are summed over
     the ranks in float32. With `offload`, shards and their optimizer are in host memory."""
     dtype = None if precision == "fp32" else DTYPES[precision]
-    found = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    found: dict[str, object] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
     if offload:
         found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return found
@@ -45,7 +45,7 @@ class Sharded(Strategy):
 
     preset = {"shard": -1}
     from_meta = True
-    Options = Budget
+    Options: type = Budget
 
     @classmethod
     def require(cls, config, axes):

@@ -58,7 +58,7 @@ def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
     fig, axes = plt.subplots(1, len(layouts), figsize=(9.5, 3.7))
     most = max(size for sent in layouts.values() for size in sent.values())  # one scale for all panels
     for ax, (title, sent) in zip(axes, layouts.items(), strict=True):
-        links = {}  # (from, to) -> bytes
+        links: dict[tuple[int, ...], int] = {}  # (from, to) -> bytes
         for group, size in sent.items():
             ring = [0, 1, 3, 2] if len(group) == 4 else list(group)
             for first, second in zip(ring, ring[1:] + ring[:1], strict=True):

@@ -114,7 +114,7 @@ def draw_kept(kept: dict[str, dict[str, float]], whole: dict[str, float], ranks:
     colours = dict(zip(whole, (plotting.BLUE, plotting.ORANGE, plotting.GREEN), strict=True))
     fig, axes = plt.subplots(1, len(kept), figsize=(10.5, 3.3), sharey=True)
     for ax, (title, sizes) in zip(axes, kept.items(), strict=True):
-        left = 0
+        left = 0.0
         for kind, colour in colours.items():
             for rank in range(ranks):
                 cut = whole[kind] / ranks if sizes[kind] < whole[kind] else 0  # each rank has another part
@@ -165,7 +165,7 @@ def draw_by_ranks(ranks: list[int], curves: dict[str, list[float]], limit: float
     ax.annotate(f"a GPU's {limit} GB", (ranks[-2], limit + 3), ha="right", fontsize=11, color="#666666")
     ax.set_xscale("log", base=2)
     ax.set(xlabel="ranks", ylabel="GB on each rank", ylim=(0, None), xlim=(0.9, ranks[-1]))
-    ax.set_xticks(ranks, ranks)
+    ax.set_xticks(ranks, list(map(str, ranks)))
     return fig
 
 
@@ -195,9 +195,16 @@ def watch(trained) -> list[tuple[str, int]]:
             events.append(("reduced", number[sent[0]]))
 
     trained.start, trained.prepare, trained.finish_reduce = noted_start, noted_prepare, noted_finish
-    trained.free = lambda flat: (free(flat), events.append(("free", number[flat])))
-    trained.reduce = lambda flat: (reduce(flat), events.append(("reduce", number[flat])))
-    trained.optimizer.step = lambda: (step(), events.append(("step", 0)))
+
+    def then(call, what, number_of=lambda *_args: 0):
+        def noted(*args):
+            call(*args)
+            events.append((what, number_of(*args)))
+
+        return noted
+
+    trained.free, trained.reduce = then(free, "free", number.get), then(reduce, "reduce", number.get)
+    trained.optimizer.step = then(step, "step")
     return events
 
 

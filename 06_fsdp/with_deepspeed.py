@@ -62,7 +62,7 @@ class Zero3WithDeepSpeed(Strategy):
 
     def settings(self) -> dict:
         """What `deepspeed.initialize` is told. Its batch sizes are counts: the loop below feeds the engine itself."""
-        zero = {"stage": self.stage}
+        zero: dict[str, object] = {"stage": self.stage}
         if self.options.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
             if self.stage == 3:

@@ -63,7 +63,7 @@ def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1) -> di
     has those of the whole model: one float32 for 64 weights, or (Dettmers et al. 2023, section 3) one byte for 64
     weights, one float32 for 256 of those bytes, and one offset.
     """
-    found = Counter()
+    found: Counter[str] = Counter()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             count = parameter.to_local().numel() if isinstance(parameter, DTensor) else -(-parameter.numel() // ranks)

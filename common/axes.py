@@ -1,8 +1,8 @@
 """The axes of a mesh by name and size: read, checked and put in order, before there are ranks (and without torch)."""
 
-import difflib
 import math
 
+from common.did_you_mean import did_you_mean
 from common.errors import UserError
 
 AXES = ("pipeline", "data", "shard", "context", "expert", "tensor")  # outermost first: the default order
@@ -33,9 +33,8 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            nearest = difflib.get_close_matches(name, AXES, n=1)
-            hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; there are {', '.join(AXES)}"
-            raise UserError(f"--mesh {text}: no axis '{name}'{hint}")
+            hint = did_you_mean(name, AXES, otherwise=f"there are {', '.join(AXES)}")
+            raise UserError(f"--mesh {text}: no axis '{name}'; {hint}")
         if name in axes:
             raise UserError(f"--mesh {text}: axis '{name}' is given twice")
         if not number.isdecimal() or int(number) < 1:

@@ -12,8 +12,8 @@ command is wrong; with --csv 0 once every submission has its row.
 """
 
 import argparse
-import difflib
 import importlib
+import io
 import os
 import re
 import secrets
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common import ROOT
+from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from common.grading import classes, fresh
 from common.grading.engine import Exercise, Verdict, grade
@@ -39,7 +40,9 @@ def chapters() -> list[str]:
 def exercises_of(chapter: str) -> list[Exercise]:
     """A chapter's table. Raises UserError for a chapter that has none."""
     if chapter not in chapters():
-        raise UserError(f"no chapter {chapter!r} with exercises; {meant(chapter, chapters())}")
+        hint = did_you_mean(chapter, chapters())
+        text = f"no chapter '{chapter}' with exercises; {hint}{' ' if hint else ''}"
+        raise UserError(f"{text}there is {', '.join(chapters())}")
     return classroom(chapter, "grading").EXERCISES
 
 
@@ -64,15 +67,11 @@ def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
     """All exercises of a chapter, or the one named `only`. Raises UserError where there is none of that name."""
     exercises = exercises_of(chapter)
     chosen = [exercise for exercise in exercises if only in (None, exercise.name)]
-    if not chosen:
-        raise UserError(f"no exercise {only!r} in {chapter}; {meant(only, [exercise.name for exercise in exercises])}")
+    if only and not chosen:
+        known = [exercise.name for exercise in exercises]
+        hint = did_you_mean(only, known)
+        raise UserError(f"no exercise '{only}' in {chapter}; {hint}{' ' if hint else ''}there is {', '.join(known)}")
     return chosen
-
-
-def meant(name: str, known: list[str]) -> str:
-    """What there is, and what comes nearest to a name that is not there."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"there is {', '.join(known)}"
 
 
 def minutes_of(chapter: str) -> dict[str, str]:
@@ -83,7 +82,7 @@ def minutes_of(chapter: str) -> dict[str, str]:
 
 
 def verdicts(
-    chapter: str, file: Path | None = None, only: str | None = None, progress: Callable = lambda text: None
+    chapter: str, file: Path | None = None, only: str | None = None, progress: Callable = lambda _text: None
 ) -> list[Verdict]:
     """Judge the chapter's own exercises.py, or `file` in its place: all exercises, or the one named `only`."""
     attempts = [(exercise, exercise.name) for exercise in chosen_from(chapter, only)]
@@ -182,9 +181,9 @@ def chapter_with(exercise: str) -> str:
     """The chapter that has an exercise of this name. Raises UserError where none has."""
     names = {item.name: chapter for chapter in chapters() for item in exercises_of(chapter)}
     if exercise not in names:
-        nearest = difflib.get_close_matches(exercise, [*chapters(), *names], n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise UserError(f"no chapter and no exercise {exercise!r}; {hint}chapters: {', '.join(chapters())}")
+        hint = did_you_mean(exercise, [*chapters(), *names])
+        text = f"no chapter and no exercise '{exercise}'; {hint}{' ' if hint else ''}"
+        raise UserError(f"{text}chapters: {', '.join(chapters())}")
     return names[exercise]
 
 
@@ -260,7 +259,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that has no dots
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no dots
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with one_line_errors():
         sys.exit(main())

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.futures import Future
 
 from common import manifest
@@ -45,14 +46,15 @@ class Writer(FileSystemWriter):
     """Writes a checkpoint beside its place, with a manifest, and moves it into place when all ranks have written."""
 
     def __init__(self, folder: Path, about: dict):
-        super().__init__(manifest.partial(folder))
+        self.partial = manifest.partial(folder)
+        super().__init__(self.partial)
         self.folder, self.about = folder, about
 
     def write_data(self, plan, planner) -> Future:
         results = super().write_data(plan, planner).wait()
-        found = sorted(self.path.glob(f"{plan.storage_data.prefix}*"))
+        found = sorted(self.partial.glob(f"{plan.storage_data.prefix}*"))
         files = [Written(path.name, path.stat().st_size, manifest.checksum(path)) for path in found]
-        future = Future()
+        future: Future = Future()
         future.set_result([results, files])
         return future
 
@@ -62,19 +64,20 @@ class Writer(FileSystemWriter):
         files = {}
         for rank, (_, written) in enumerate(results):
             for file in written:
-                if not (self.path / file.name).exists():
+                path = self.partial / file.name
+                if not path.exists():
                     raise UserError(
-                        f"rank 0 does not find {self.path / file.name}, which rank {rank} wrote: --run-dir must be on "
+                        f"rank 0 does not find {path}, which rank {rank} wrote: --run-dir must be on "
                         f"a disk that all nodes share"
                     )
                 files[file.name] = (file.size, file.checksum)
-        path = self.path / ".metadata"
+        path = self.partial / ".metadata"
         files[path.name] = (path.stat().st_size, manifest.checksum(path))
-        with open(self.path / manifest.MANIFEST, "w") as file:
+        with open(self.partial / manifest.MANIFEST, "w") as file:
             file.write(manifest.seal(self.about, files))
-        for path in (self.path / manifest.MANIFEST, self.path):
+        for path in (self.partial / manifest.MANIFEST, self.partial):
             manifest.sync(path)
-        self.path.rename(self.folder)
+        self.partial.rename(self.folder)
         manifest.sync(self.folder.parent)
 
     def storage_meta(self) -> StorageMeta:
@@ -84,8 +87,8 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """Reads no Python objects but those that .metadata is made of: unpickling may call anything."""
 
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with open(self.path / ".metadata", "rb") as file:
+    def read_metadata(self, *_args, **_kwargs) -> Metadata:
+        with open(Path(self.path, ".metadata"), "rb") as file:
             return Unpickler(file).load()
 
 
@@ -134,12 +137,14 @@ class Saver:
         size, device = dist.get_world_size(), strategy.device
         pieces = pieces_to_save(strategy.parts(), strategy.optimizer_state()) + pieces_of_random_numbers(device)
         about = about | {"world_size": size, **strategy.global_state()}
-        tensors, how = {piece.key: piece.tensor for piece in pieces}, {"planner": SavePieces(pieces, size)}
+        tensors, planner = {piece.key: piece.tensor for piece in pieces}, SavePieces(pieces, size)
+        writer = Writer(folder, about)
         with told(folder, "written"):
             if self.group is None:
-                dcp.save(tensors, storage_writer=Writer(folder, about), **how)
+                dcp.save(tensors, storage_writer=writer, planner=planner)
             else:  # the writer copies the tensors to the CPU before async_save returns
-                future = dcp.async_save(tensors, storage_writer=Writer(folder, about), process_group=self.group, **how)
+                future = dcp.async_save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
+                assert not isinstance(future, AsyncSaveResponse)  # which has to be asked for
                 self.under_way = folder, future
 
     def wait(self) -> None:
@@ -183,7 +188,7 @@ def whole_tensors(folder: Path, prefix: str = "model.") -> dict[str, torch.Tenso
         found = {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
             for name, tensor in saved.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and isinstance(tensor, TensorStorageMetadata)
         }
         pieces = [piece for name, tensor in found.items() for piece in pieces_of(name, tensor, whole(tensor))]
         dcp.load({}, storage_reader=reader, planner=LoadPieces(pieces, str(folder)), no_dist=True)

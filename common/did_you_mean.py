@@ -1,6 +1,7 @@
-"""Which option an unknown name means."""
+"""Which of the names that there are somebody meant who typed another one."""
 
 import difflib
+from collections.abc import Iterable
 
 # What other programs call an option: for "did you mean".
 ELSEWHERE = {
@@ -19,7 +20,17 @@ ELSEWHERE = {
 }
 
 
-def meant(name: str, known) -> str | None:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """ "did you mean 'ddp'?" with the nearest of the names that are known; `otherwise` where none is near.
+
+    `cutoff` is the least similarity, from 0 to 1, as difflib.get_close_matches has it.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean '{near[0]}'?" if near else otherwise
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
     """The option that an unknown name most likely means: by what other programs call it, or by its letters."""
+    known = list(known)
     elsewhere = [option for option, names in ELSEWHERE.items() if name.lower() in names and option in known]
     return next(iter(elsewhere + difflib.get_close_matches(name, known, n=1)), None)

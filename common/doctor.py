@@ -157,7 +157,7 @@ def check_port():
 
 
 def check_cores():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     advice = "unset it, or set it to 1: each rank is a process of its own"
     if threads is None:

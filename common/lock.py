@@ -11,7 +11,7 @@ from common.errors import UserError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 
 class Lock:

@@ -9,6 +9,7 @@ Clusters", SC 2021, section 3).
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 
 __all__ = ["AXES", "Axis", "axis", "device_of", "in_order", "make_mesh", "parse_axes", "parse_order", "resolve"]
+
+
+# The group of this rank alone, made once in the life of the group of all ranks, and forgotten with it.
+ALONE: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,26 @@ def axis(mesh: DeviceMesh, *names: str) -> Axis:
     An axis that the mesh does not have is a group of this rank alone: so code along an axis need not ask whether the
     axis is there, and never talks to the whole world instead.
     """
-    there = tuple(name for name in mesh.mesh_dim_names if name in names)
+    there = tuple(name for name in mesh.mesh_dim_names or () if name in names)
     if not there:
-        if not hasattr(mesh, "_this_rank_alone"):
-            mesh._this_rank_alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return Axis(mesh._this_rank_alone, 0, 1)
+        if world() not in ALONE:
+            ALONE[world()] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return Axis(ALONE[world()], 0, 1)
     along = mesh[there[0]] if len(there) == 1 else mesh[there]._flatten()
     same_timeout(along.get_group())
     return Axis(along.get_group(), along.get_local_rank(), along.size())
 
 
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD is not None, "this process is in no process group"
+    return dist.group.WORLD
+
+
 def same_timeout(group: dist.ProcessGroup) -> None:
     """Let the collectives of `group` wait as long as those of the world do: PyTorch gives a new group half an hour
     with gloo and ten minutes with NCCL, whatever init_process_group was given."""
-    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    options = getattr(world()._get_backend(torch.device("cpu")), "options", None)
     if options is not None:  # a pretended group waits for nobody
         dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 

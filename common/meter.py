@@ -11,7 +11,7 @@ from common.model import GPT, VOCABULARY
 
 
 class Usage:
-    """Of a run on this rank. `__call__(step_seconds)` gives what a step adds to the metrics:
+    """Measures what a run makes of its machine. `__call__(step_seconds)` gives what a step adds to the metrics:
 
     peak_memory_bytes: the most memory that this rank has held so far: on a GPU what PyTorch had allocated there, on the
                        CPU all of the process
@@ -23,12 +23,12 @@ class Usage:
 
     def __init__(self, config, device: torch.device):
         known = config.task == "text" and config.strategy_class.model_class is GPT
-        self.device, self.operations = device, operations(config) if known else None
-        self.peak = peak(device) if self.operations else None
+        self.device, self.operations = device, operations(config) if known else 0
+        self.peak = peak(device) if known else None
         self.ranks = dist.get_world_size()
 
     def __call__(self, step_seconds: float) -> dict:
-        possible = self.peak and self.peak * self.ranks * step_seconds
+        possible = (self.peak or 0.0) * self.ranks * step_seconds
         return {
             "peak_memory_bytes": peak_memory(self.device),
             "mfu": self.operations / possible if possible else None,

@@ -21,10 +21,11 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY, tied=True):
         super().__init__()
         self.embedding = Embedding(vocabulary, context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        blocks = [Block(width, heads) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.head = Head(width, vocabulary)
         self.apply(initialise)
-        for block in self.blocks:  # keeps the variance of the residual sum independent of depth (GPT-2)
+        for block in blocks:  # keeps the variance of the residual sum independent of depth (GPT-2)
             nn.init.normal_(block.attention.out.weight, std=0.02 / (2 * layers) ** 0.5)
             nn.init.normal_(block.mlp.down.weight, std=0.02 / (2 * layers) ** 0.5)
         if tied:

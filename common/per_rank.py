@@ -46,17 +46,19 @@ class Report:
 
 
 class PerRank:
-    """Of a run on this rank. Making it is collective, as is `report`."""
+    """Measures one rank of a run between two reports. Making it is collective, as is `report`."""
 
     def __init__(self, device: torch.device):
-        self.device, self.warned = device, set()
+        self.device = device
+        self.warned: set[tuple] = set()  # which warnings have been given
         self.begin()
 
     def begin(self) -> None:
         """A window begins on all ranks at the same moment, whatever their clocks say."""
         if dist.get_world_size() > 1:
             dist.all_reduce(torch.zeros(1))  # nobody leaves it before all have come
-        self.began, self.wall, self.ends = time.time_ns(), time.perf_counter(), []
+        self.began, self.wall = time.time_ns(), time.perf_counter()
+        self.ends: list[int] = []  # of steps, in nanoseconds
         self.cpu, self.idle = time.process_time(), blocked()
 
     def step_ended(self) -> None:
@@ -70,6 +72,8 @@ class PerRank:
         """What this rank tells."""
         wall = time.perf_counter() - self.wall
         trace = flight_record(self.device)
+        use: float | None
+        waiting: float | None
         if self.device.type == "cpu":
             use, waiting = (time.process_time() - self.cpu) / wall, (blocked() - self.idle) / wall
         else:
@@ -82,10 +86,9 @@ class PerRank:
         """On rank 0: a row for each rank, and warnings that have not been given before; elsewhere nothing."""
         main_rank, size = dist.get_rank() == 0, dist.get_world_size()
         mine = self.measure()
-        everybody: list = [mine]
+        everybody = [mine] * size
         if size > 1:
-            everybody = [None] * size if main_rank else None
-            dist.gather_object(mine, everybody)
+            dist.gather_object(mine, everybody if main_rank else None)
         self.begin()
         if not main_rank:
             return [], []

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from common.errors import UserError
-from common.state import Part, Where, optimizer_tensors, whole
+from common.state import OptimizerState, Part, Where, optimizer_tensors, whole
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
 
@@ -57,7 +57,7 @@ class Piece:
 
 def key_of(index: MetadataIndex) -> str:
     """A rank has one piece of a tensor at an offset."""
-    return f"{index.fqn} {tuple(index.offset)}"
+    return f"{index.fqn} {tuple(index.offset or ())}"
 
 
 def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -96,10 +96,12 @@ def pieces_of(name: str, tensor: torch.Tensor, where: Where) -> list[Piece]:
     return found
 
 
-def pieces_to_save(parts: list[Part], optimizer_state: dict) -> list[Piece]:
+def pieces_to_save(parts: list[Part], optimizer_state: OptimizerState) -> list[Piece]:
     """This rank's pieces of model and optimizer: "model.NAME", and "optimizer.NAME.KEY" for what the optimizer keeps
     of each element under KEY, or once for the whole tensor (then it is a scalar)."""
-    found = {}  # parts that name the same elements, such as two copies of a tied weight, are written once
+    found: dict[
+        str, Piece
+    ] = {}  # parts that name the same elements, such as two copies of a tied weight, are written once
     for part in parts:
         pieces = pieces_of(f"model.{part.name}", part.tensor.detach(), part.where)
         for key, value in optimizer_tensors(part, optimizer_state).items():
@@ -109,17 +111,19 @@ def pieces_to_save(parts: list[Part], optimizer_state: dict) -> list[Piece]:
     return list(found.values())
 
 
-def pieces_to_load(parts: list[Part], optimizer_state: dict, metadata: Metadata) -> list[Piece]:
+def pieces_to_load(parts: list[Part], optimizer_state: OptimizerState, metadata: Metadata) -> list[Piece]:
     """The same, with memory for all that the checkpoint has of the optimizer."""
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for name, saved in metadata.state_dict_metadata.items():
-        if name.startswith("optimizer."):
+        if name.startswith("optimizer.") and isinstance(saved, TensorStorageMetadata):
             of, _, key = name.removeprefix("optimizer.").rpartition(".")
             kept.setdefault(of, {})[key] = saved
     for part in parts:
-        for key, saved in kept.get(part.name, {}).items() if part.owner is not None else ():
-            dtype = saved.properties.dtype
-            if len(saved.size) == 0:
+        if part.owner is None:
+            continue
+        for key, described in kept.get(part.name, {}).items():
+            dtype = described.properties.dtype
+            if len(described.size) == 0:
                 optimizer_state[part.owner][key] = torch.zeros((), dtype=dtype)
             elif key not in optimizer_state[part.owner]:
                 optimizer_state[part.owner][key] = torch.zeros_like(part.owner.detach(), dtype=dtype)
@@ -135,7 +139,7 @@ def pieces_to_load(parts: list[Part], optimizer_state: dict, metadata: Metadata)
 
 def digest(tensor: torch.Tensor) -> int:
     """A checksum of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class SavePieces(DefaultSavePlanner):
@@ -185,15 +189,16 @@ class LoadPieces(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.pieces, self.origin = pieces, origin
 
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+    def set_up_planner(self, state_dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None  # DCP has read it: planners of loading get it
+        self.saved, self.is_coordinator = metadata.state_dict_metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         items = []
         for number, piece in enumerate(self.pieces):
-            saved = self.metadata.state_dict_metadata.get(piece.name)
-            if saved is None or tuple(saved.size) != piece.shape:
-                has = "none" if saved is None else f"one of shape {list(saved.size)}"
+            saved = self.saved.get(piece.name)
+            if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != piece.shape:
+                has = f"one of shape {list(saved.size)}" if isinstance(saved, TensorStorageMetadata) else "none"
                 raise UserError(
                     f"{self.origin} is not of this model: {piece.name} of shape {list(piece.shape)} is wanted, and it "
                     f"has {has}"
@@ -204,4 +209,5 @@ class LoadPieces(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.index is not None  # create_local_plan has numbered them
         return self.pieces[index.index].tensor

@@ -149,7 +149,8 @@ def silent(patience: float = 5.0) -> list[str]:
     """The ranks that do not answer, asked when a collective has timed out: each that is still there says so in the
     store, and waits for the others for `patience` seconds."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), _first_store()
-    found: list[str | None] = []
+    found: list[str] = []
+    answered = threading.Event()
 
     def ask():
         keys = [f"common.ranks/alive/{other}" for other in range(size)]
@@ -162,12 +163,12 @@ def silent(patience: float = 5.0) -> list[str]:
                 who = f"common.ranks/who/{other}"
                 host = f" on {store.get(who).decode().partition(',')[0]}" if store.check([who]) else ""
                 found.append(f"rank {other}{host}")
-        found.append(None)
+        answered.set()
 
     asking = threading.Thread(target=ask, daemon=True)  # of a host that is gone, the store waits for an answer too
     asking.start()
     asking.join(patience + ANSWER)
-    if not found or found.pop() is not None:
+    if not answered.is_set():
         return [f"the host of rank 0 and of the store, {os.environ.get('MASTER_ADDR')},"]
     return found
 
@@ -239,6 +240,28 @@ def process_group(
         with CheckCollectives() if check else nullcontext():
             yield ranks
         return
+    ranks = join(device, backend, timeout, store)
+    orderly_exit = None
+    with CheckCollectives() if check else nullcontext():
+        try:
+            yield ranks
+        except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on
+            orderly_exit = leaving
+    if dist.is_initialized():
+        gc.collect()
+        if ranks.size > 1:
+            # Through the store, not a collective: a rank that still owes one must not be paired with this. And a
+            # little longer than a collective waits, so that the rank that lacks its partner is the one to say so.
+            store = dist.distributed_c10d._get_default_store()
+            store_barrier(store, ranks.size, "common.ranks/done", barrier_timeout=timeout + 2)
+            leave_last(store, ranks.rank, ranks.size)
+        dist.destroy_process_group()
+    if orderly_exit:
+        raise orderly_exit
+
+
+def join(device: str, backend: str, timeout: float, store: dist.Store | None) -> Ranks:
+    """Meet the other ranks and make the process group, as `process_group` says. Raises UserError."""
     rank, size, local_rank, local_size = environment()
     wait = datetime.timedelta(seconds=timeout)
     if on_one_node() and sys.platform in LOOPBACK:  # some hosts cannot resolve their own name
@@ -268,9 +291,9 @@ def process_group(
                 let_threads_finish()
         # NCCL has no CPU tensors, and the loop's own small messages are CPU tensors: carry them by gloo. With its
         # device known at once, NCCL connects here and not in the first collective, where an error is hard to place.
-        bound = {"device_id": torch.device(device)} if backend == "nccl" else {}
+        bound = torch.device(device) if backend == "nccl" else None
         backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size, **bound)
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size, device_id=bound)
         if size > 1:
             # Gloo returns as soon as this rank has its connections. Leaving now, by an error of the program, it would
             # keep the others in init_process_group, where they wait for the rest of theirs.
@@ -282,20 +305,4 @@ def process_group(
         else:
             advice = f"{str(error).splitlines()[0]}; are all nodes started, with the same address, port and --nnodes?"
         raise UserError(f"cannot meet the other ranks at {address}: {advice}") from error
-    orderly_exit = None
-    with CheckCollectives() if check else nullcontext():
-        try:
-            yield Ranks(rank, size, local_rank, torch.device(device))
-        except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on
-            orderly_exit = leaving
-    if dist.is_initialized():
-        gc.collect()
-        if size > 1:
-            # Through the store, not a collective: a rank that still owes one must not be paired with this. And a
-            # little longer than a collective waits, so that the rank that lacks its partner is the one to say so.
-            store = dist.distributed_c10d._get_default_store()
-            store_barrier(store, size, "common.ranks/done", barrier_timeout=timeout + 2)
-            leave_last(store, rank, size)
-        dist.destroy_process_group()
-    if orderly_exit:
-        raise orderly_exit
+    return Ranks(rank, size, local_rank, torch.device(device))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,13 +30,16 @@ def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:
 
     The random state of the forward pass is restored for the second one, so that dropout drops the same elements.
     """
-    how = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, policy)}}.get(kind)
-    if how is not None:
-        for block in model.blocks:
+    keep: dict[str, Any] = {
+        "full": {},
+        "selective": {"context_fn": partial(create_selective_checkpoint_contexts, policy)},
+    }
+    if kind in keep:
+        for block in model.get_submodule("blocks").children():
             # In place of the method, so that hooks on the block, such as gathering its parameters, stay outside.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **how)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **keep[kind])
     return model
 
 
-def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+def policy(_context, operator, *_args, **_kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -34,11 +34,12 @@ class History:
     """What a run has left: `facts` (config.json), `records` (metrics.jsonl) and `checkpoints`, oldest first."""
 
     def __init__(self, name: str):
-        self.path = next((path for path in (Path(name), Path("runs", name)) if (path / "config.json").exists()), None)
-        if self.path is None:
+        found = [path for path in (Path(name), Path("runs", name)) if (path / "config.json").exists()]
+        if not found:
             raise UserError(
                 f"{name} is no run: it has no config.json; python -m common.runs list shows those under runs/"
             )
+        self.path = found[0]
         self.name = self.path.name
         self.facts = json.loads((self.path / "config.json").read_text())
         self.records = []
@@ -167,7 +168,8 @@ SAFETENSORS_TYPES = {
 def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """The format of https://huggingface.co/docs/safetensors: the length of a header in 8 bytes, the header as JSON with
     each tensor's type, shape and place, and the tensors' bytes."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {
@@ -180,7 +182,7 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     with open(file, "wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def checkpoint_of(run: History, step: int | None) -> Path:
@@ -192,7 +194,7 @@ def checkpoint_of(run: History, step: int | None) -> Path:
     wrong = [manifest.damage(folder) for folder in wanted]
     folder = next((folder for folder, why in zip(wanted, wrong, strict=True) if not why), None)
     if folder is None:
-        raise UserError(wrong[0] if wrong else f"{run.path} has no checkpoint")
+        raise UserError((wrong and wrong[0]) or f"{run.path} has no checkpoint")
     return folder
 
 
@@ -275,21 +277,21 @@ def main(argv: list[str] | None = None) -> None:
     else:
         names = asked.runs
     runs = [History(name) for name in names]
+    found: list[dict] | dict
     if asked.command in ("list", "summary"):
-        found = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
-        text = table(found) if found else "there is no run under runs/"
+        rows = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
+        found, text = rows, table(rows) if rows else "there is no run under runs/"
     elif asked.command == "ranks":
-        found = by_rank(runs[0])
-        text = table(found)
+        found = rows = by_rank(runs[0])
+        text = table(rows)
     elif asked.command == "plot":
         plot(runs, asked.metric, asked.over, asked.out)
-        found = {"file": str(asked.out)}
-        text = found["file"]
+        found, text = {"file": str(asked.out)}, str(asked.out)
     elif asked.command == "compare":
         if len(runs) < 2:
             raise UserError("compare needs two runs or more")
-        found = [compare(runs[0], other, asked.tolerance) for other in runs[1:]]
-        text = "\n".join(map(told, found))
+        found = rows = [compare(runs[0], other, asked.tolerance) for other in runs[1:]]
+        text = "\n".join(map(told, rows))
     else:
         found = export(runs[0], asked.step, asked.safetensors, asked.out)
         text = f"{found['file']}: {found['tensors']} tensors, {found['numbers']:,} numbers, of {found['checkpoint']}"

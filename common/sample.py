@@ -16,7 +16,7 @@ def sample(
     for _ in range(length):
         logits = model(torch.tensor([tokens[-context:]]))[0, -1]
         if temperature:
-            tokens.append(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator).item())
+            tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)))
         else:
             tokens.append(int(logits.argmax()))
     return "".join(chr(token) if 32 <= token < 127 or token == 10 else "·" for token in tokens)

@@ -7,11 +7,21 @@ every rank trained what one process would have.
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from common.mesh import Axis
+
+Cut: TypeAlias = "Mapping[torch.Tensor, tuple[int, Axis]]"  # parameter -> dimension and axis along which it is cut
+OptimizerState = dict[nn.Parameter, dict[str, Any]]  # parameter -> what the optimizer keeps of it, by its own keys
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def whole(tensor: torch.Tensor) -> Where:
     return Where(shape, (0,) * len(shape), shape, 0, tensor.numel())
 
 
-def chunk(tensor: torch.Tensor, dim: int, axis) -> Where:
+def chunk(tensor: torch.Tensor, dim: int, axis: "Axis") -> Where:
     """Where `tensor` is one of `axis.size` equal chunks along `dim`: chunk number `axis.rank`."""
     size = tuple(tensor.shape)
     shape = tuple(length * axis.size if d == dim else length for d, length in enumerate(size))
@@ -78,8 +88,8 @@ class Part:
     aliases: tuple[str, ...] = ()
 
 
-def parts_of(model: nn.Module, cut: dict) -> list[Part]:
-    """The parts of a model whose parameters are whole, DTensors, or cut: {parameter: (dimension, Axis)}."""
+def parts_of(model: nn.Module, cut: Cut) -> list[Part]:
+    """The parts of a model whose parameters are whole, DTensors, or cut."""
     names: dict[torch.Tensor, list[str]] = {}
     kept = model.state_dict(keep_vars=True)  # without buffers that are not to be stored
     for name, tensor in kept.items():
@@ -97,13 +107,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def is_dtensor(tensor) -> bool:
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
     # Asked without importing DTensor, which takes most of a second: where nobody has imported it, nothing is one.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def where_of(tensor: torch.Tensor, cut: dict) -> Where:
+def where_of(tensor: torch.Tensor, cut: Cut) -> Where:
     if is_dtensor(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -112,7 +122,7 @@ def where_of(tensor: torch.Tensor, cut: dict) -> Where:
     return chunk(tensor, *cut[tensor]) if tensor in cut else whole(tensor)
 
 
-def optimizer_tensors(part: Part, state: dict) -> dict[str, torch.Tensor]:
+def optimizer_tensors(part: Part, state: OptimizerState) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for each element of a part, and its scalars: by the optimizer's own keys."""
     found = {}
     for key, value in state.get(part.owner, {}).items() if part.owner is not None else ():
@@ -121,7 +131,7 @@ def optimizer_tensors(part: Part, state: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def gather(parts: list[Part], optimizer_state: dict) -> dict[str, dict]:
+def gather(parts: list[Part], optimizer_state: OptimizerState) -> dict[str, dict]:
     """Put the ranks' parts together on rank 0's CPU: {"model": {name: tensor}, "state": {name: {key: tensor}}}; on the
     other ranks both are empty. Elements that several ranks have come from the lowest of them. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -159,13 +169,14 @@ def gather(parts: list[Part], optimizer_state: dict) -> dict[str, dict]:
     return full
 
 
-def scatter(full: dict | None, parts: list[Part], optimizer_state: dict) -> None:
+def scatter(full: dict | None, parts: list[Part], optimizer_state: OptimizerState) -> None:
     """The reverse: rank 0 sends every rank its parts of a full state (None elsewhere). Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    everybody: list | None = [None] * size if rank == 0 else None
-    dist.gather_object([(part.name, part.where) for part in parts], everybody)
-    box = [None]
+    wanted: list[Any] = [None] * size  # on rank 0: (name, where) of each rank's parts
+    dist.gather_object([(part.name, part.where) for part in parts], wanted if rank == 0 else None)
+    box: list[Any] = [None]
     if rank == 0:
+        assert full is not None
         kept = {
             name: {key: (v.dtype, v if v.dim() == 0 else None) for key, v in values.items()}
             for name, values in full["state"].items()
@@ -178,11 +189,12 @@ def scatter(full: dict | None, parts: list[Part], optimizer_state: dict) -> None
         return [("", dtypes[name])] + [(key, t) for key, (t, value) in kept.get(name, {}).items() if value is None]
 
     def source_of(name, key):
+        assert full is not None  # since this is rank 0
         return full["state"][name][key] if key else full["model"][name]
 
     if rank == 0:
         for other in range(1, size):
-            for name, where in everybody[other]:
+            for name, where in wanted[other]:
                 for key, _ in keys_of(name):
                     dist.send(where.take(source_of(name, key)).contiguous(), dst=other)
     for part in parts:
@@ -195,18 +207,17 @@ def scatter(full: dict | None, parts: list[Part], optimizer_state: dict) -> None
             if not key:
                 part.tensor.copy_(values.view_as(part.tensor))
             elif part.owner is not None:
-                write_optimizer(part, optimizer_state, key, values)
+                write_optimizer(part.owner.detach(), part.span, optimizer_state[part.owner], key, values)
         if part.owner is not None:
             scalars = {key: value.clone() for key, (_, value) in kept.get(part.name, {}).items() if value is not None}
             optimizer_state[part.owner].update(scalars)
 
 
-def write_optimizer(part: Part, optimizer_state: dict, key: str, values: torch.Tensor) -> None:
-    state, owner = optimizer_state[part.owner], part.owner.detach()
-    if part.span is not None:
+def write_optimizer(owner: torch.Tensor, span: slice | None, state: dict, key: str, values: torch.Tensor) -> None:
+    if span is not None:
         if key not in state:
             state[key] = torch.zeros_like(owner, dtype=values.dtype)
-        state[key][part.span] = values.to(owner.device)
+        state[key][span] = values.to(owner.device)
         return
     local = values.view(local_of(owner).shape).to(local_of(owner).device).clone()
     if is_dtensor(owner):

@@ -31,6 +31,7 @@ class Task:
         with torch.device("meta") if without_memory else nullcontext():
             if c.task == "text":
                 return c.strategy_class.make_model(c)
+            assert isinstance(self.dataset, data.Images)
             return make_resnet(self.dataset.channels, self.dataset.classes)
 
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ CHAPTERS = {folder.name[3:]: folder for folder in sorted(ROOT.glob("[0-9][0-9]_*
 class ChapterFinder(MetaPathFinder):
     """Finds `course.ddp` in the folder 03_ddp. What is below it, Python finds in that folder by itself."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002  it is called with these names
         package, _, name = fullname.rpartition(".")
         if package != __name__ or name not in CHAPTERS:
             return None

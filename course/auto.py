@@ -77,8 +77,8 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
             "line in common/gpus.csv"
         )
     found = hardware.cluster(known["name"], size, per_node)
-    here = torch.cuda.get_device_properties(0).total_memory  # of a name there may be GPUs with less
-    return replace(found, gpu=replace(found.gpu, memory=min(found.gpu.memory, here))), False
+    memory = torch.cuda.get_device_properties(0).total_memory  # of a name there may be GPUs with less
+    return replace(found, gpu=replace(found.gpu, memory=min(found.gpu.memory, memory))), False
 
 
 def says(config: Config, one: Choice, place: int, source: str) -> str:

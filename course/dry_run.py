@@ -55,7 +55,7 @@ def foresee(config: Config, ranks) -> dict[int, Foreseen]:
     for rank in ranks:
         # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=be, args=(config, task, rank, sender))
+        process = CONTEXT.Process(target=be, args=(config, task, rank, sender))  # type: ignore[attr-defined]  # typeshed: of subclasses
         with ready_to_fork():
             process.start()
         sender.close()
@@ -108,8 +108,8 @@ def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
 
 
 def coordinates(axes: dict[str, int], rank: int) -> list[int]:
-    """Of a rank in a mesh, whose last axis varies fastest."""
-    place = []
+    """The coordinates of a rank in a mesh, whose last axis varies fastest."""
+    place: list[int] = []
     for size in reversed(axes.values()):
         rank, here = divmod(rank, size)
         place.insert(0, here)

@@ -115,5 +115,6 @@ BY_AXES = {
 
 def load(strategy: str, implementation: str | bool = "pytorch") -> type[Strategy]:
     """The class that implements a strategy: "pytorch", "by-hand" (or True), an engine such as "accelerate", ..."""
-    name = {True: "by-hand", False: "pytorch"}.get(implementation, implementation)
-    return STRATEGIES[strategy].implementation(name)
+    if isinstance(implementation, bool):
+        implementation = "by-hand" if implementation else "pytorch"
+    return STRATEGIES[strategy].implementation(implementation)

@@ -96,7 +96,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
     elif gpus and local_rank == 0:
         print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
     losses = train(how, device)
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -105,7 +105,7 @@ def _run(module, inputs) -> tuple[int, int]:
         trained = [x.sum() for x in outputs if x.requires_grad]
         if not trained:
             raise UserError("nothing in the module is trained: no output depends on a parameter that wants a gradient")
-        sum(trained).backward()
+        torch.autograd.backward(trained)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), counter.get_total_flops()
 
 
@@ -132,6 +132,7 @@ def load(what: str) -> Callable:
     if not Path(path).is_file():
         raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec and spec.loader  # as for every .py file
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -3,6 +3,7 @@
 On the CPU with gloo, or on GPUs with NCCL where there are any.
 """
 
+from typing import Any
 import json
 import os
 import statistics
@@ -176,7 +177,7 @@ def calibrate(path: Path | str, ranks: int) -> str:
     if ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {ranks}")
     found = measure(ranks)
-    constants = {
+    constants: dict[str, Any] = {
         "matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": found["kernel"], "alpha_link": found["alpha_link"],
         "source": "measured on this machine by calibrate",
     }  # fmt: skip

@@ -106,7 +106,7 @@ def yaml(settings: dict, indent: str = "") -> str:
         if isinstance(value, dict):
             lines += [f"{indent}{name}:", yaml(value, indent + "  ").rstrip("\n")]
         else:
-            text = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+            text = str(value).lower() if isinstance(value, bool) else str(value)
             quoted = isinstance(value, str) and value.lower() in NOT_TEXT
             lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if quoted else text}")
     return "\n".join(lines) + "\n"

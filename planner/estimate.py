@@ -53,9 +53,9 @@ class Estimate:
     def binding(self) -> str:
         """What limits the layout: memory where it does not fit, else what the step spends most on besides work."""
         if self.fits == "no":
-            return f"memory: {max(self.memory.parts, key=self.memory.parts.get)}"
+            return f"memory: {max(self.memory.parts, key=self.memory.parts.__getitem__)}"
         others = {name: seconds for name, seconds in self.step.parts.items() if name != "work"}
-        largest = max(others, key=others.get)
+        largest = max(others, key=others.__getitem__)
         return largest if others[largest] > 0.15 * self.seconds else "work"
 
     def as_dict(self) -> dict:

@@ -3,6 +3,7 @@
 What can be reached of a peak is not here: planner/constants.py has that, fitted on published runs.
 """
 
+from typing import Any
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +60,8 @@ def _gpu(row: dict[str, str]) -> GPU:
     }  # fmt: skip
     rates = {field: float(row[column] or 0) * unit for field, (column, unit) in units.items()}
     counts = {name: int(row[name] or 0) for name in ("gpus_per_node", "adapters")}
-    return GPU(row["name"], source=row["source"], network=row["network"], **rates, **counts)
+    given: dict[str, Any] = {**rates, **counts}
+    return GPU(row["name"], source=row["source"], network=row["network"], **given)
 
 
 GPUS: dict[str, GPU] = {row["name"]: _gpu(row) for row in table.rows()}

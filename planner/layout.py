@@ -160,7 +160,8 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     if stage and mesh["shard"] == 1 and mesh["context"] == 1 and mesh["data"] > 1:
         mesh["shard"], mesh["data"] = mesh["data"], 1
         notes.append(f"ZeRO-{stage} divides state along 'shard': data={mesh['shard']} is taken for it")
-    fields["precision"] = PRECISION_ALIASES.get(fields.get("precision"), fields.get("precision", "bf16-mixed"))
+    precision = fields.get("precision", "bf16-mixed")
+    fields["precision"] = PRECISION_ALIASES.get(precision, precision)
     lookup(fields["precision"], PRECISIONS, "precision")
     lookup(fields.get("recompute", "none"), dict.fromkeys(RECOMPUTE), "kind of recomputation")
     lookup(fields.get("schedule", "1f1b"), schedules.SCHEDULES, "schedule")

@@ -77,7 +77,7 @@ def parameters_of(model: Model, layout: Layout, layers: int, embedding: bool, he
     return dense, experts
 
 
-def state(model: Model, layout: Layout, dense: float, experts: float) -> dict[str, float]:
+def state(layout: Layout, dense: float, experts: float) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state between steps, by chapter 06's formula."""
     stage = STAGES[layout.zero_stage]
     found = formula(stage, dense, layout.shards, layout.recipe)
@@ -97,21 +97,17 @@ def around_units(zero_stage: int, itemsize: int, message: int, unit: float) -> d
 
 def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     """The rank of the pipeline that needs most. Ranks that are alike are looked at once."""
-    seen, worst = set(), None
-    held = stages.held(layout)
+    held, found = stages.held(layout), {}
     for rank, share in enumerate(stages.shares(model, layout)):
-        key = (share, held[rank])
-        if key not in seen:
-            seen.add(key)
-            found = on_rank(model, layout, constants, rank, share, held[rank])
-            worst = found if worst is None or found.needed > worst.needed else worst
-    return worst
+        if (share, held[rank]) not in found:
+            found[share, held[rank]] = on_rank(model, layout, constants, rank, share, held[rank])
+    return max(found.values(), key=lambda memory: memory.needed)
 
 
 def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share: tuple, held: int) -> Memory:
     layers, embedding, head = share
     dense, experts = parameters_of(model, layout, *share)
-    kept = state(model, layout, dense, experts)
+    kept = state(layout, dense, experts)
     host = 0.0
     if layout.offload:
         there = ("parameters", "gradients", "optimizer")[0 if layout.zero_stage == 3 and layout.shards > 1 else 1 :]
@@ -161,7 +157,7 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         phases["loss"] = {"logits and loss": copies * logits, "activations": in_flight}
     phases["optimizer step"] = {"activations": 0.0}
     peaks = {name: sum((kept | parts).values()) for name, parts in phases.items()}
-    phase = max(peaks, key=peaks.get)
+    phase = max(peaks, key=peaks.__getitem__)
     parts = {name: size for name, size in (kept | phases[phase]).items() if size}
     needed = sum(parts.values())
     low, expected, high = (needed * factor for factor in (

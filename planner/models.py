@@ -2,6 +2,8 @@
 
 Those with a name are lines of planner/models.csv, whose columns are the fields of Model, and `aliases`."""
 
+from typing import Any
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,7 +144,7 @@ class Model:
 
 def _model(row: dict[str, str]) -> Model:
     """A line of planner/models.csv, where an empty cell is a field's default."""
-    read = {"name": str, "source": str, "mlp": str, "bias": str, "tied": "yes".__eq__}
+    read: dict[str, Callable[[str], Any]] = {"name": str, "source": str, "mlp": str, "bias": str, "tied": "yes".__eq__}
     given = {name: text for name, text in row.items() if text and name != "aliases"}
     return Model(**{name: read.get(name, int)(text) for name, text in given.items()})
 

@@ -98,8 +98,8 @@ def torchtitan() -> list[Run]:
         model = models.find(row["model"].lower().replace("llama3.1", "llama-3").replace("llama3", "llama-3").replace(
             "llama2", "llama-2"))  # fmt: skip
         gpus = cluster(gpu, int(row["gpus"]), 8)
-        mesh = {"shard": "dp_shard", "tensor": "tp", "pipeline": "pp", "context": "cp"}
-        mesh = {axis: int(row[column]) for axis, column in mesh.items()}
+        columns = {"shard": "dp_shard", "tensor": "tp", "pipeline": "pp", "context": "cp"}
+        mesh = {axis: int(row[column]) for axis, column in columns.items()}
         local = int(row["local_batch"])
         interleaved = row["pp_schedule"] == "Interleaved1F1B"
         layout = make_layout(

@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
@@ -22,7 +23,13 @@ from course.strategies import BY_AXES, STRATEGIES
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FULL = bool(os.environ.get("FULL"))  # make test-all: every case, and every script in a process of its own
-SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "batch_size": 12}  # a GPT that trains in milliseconds
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "context": 16,
+    "batch_size": 12,
+}  # a GPT that trains in milliseconds
 TEXT = SMALL | {"checkpoint_every": 2, "steps": 4}  # a run of it
 EVERY = SMALL | {"batch_size": 24}  # divides among whatever every_strategy() has
 

@@ -69,7 +69,8 @@ def loops(config) -> list[tuple[float, float]]:
     mesh = make_mesh(config.axes)
     strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
     bare = bare_loop(config, task)
-    rounds, pair = [], ([], [])
+    rounds = []
+    pair: tuple[list[float], list[float]] = ([], [])
     with Run(config, strategy, task) as run:
         batches, steps = run.batches(), run.steps()
         next(steps)
@@ -85,7 +86,7 @@ def loops(config) -> list[tuple[float, float]]:
                     next(steps, None)
                 pair[which].append(time.perf_counter() - begin)
             if len(pair[0]) == STEPS:
-                rounds.append(tuple(statistics.median(seconds[SKIPPED:]) for seconds in pair))
+                rounds.append((statistics.median(pair[0][SKIPPED:]), statistics.median(pair[1][SKIPPED:])))
                 pair = ([], [])
     return rounds
 
@@ -115,7 +116,7 @@ def by_hand_and_torch(configs) -> list[tuple[float, float]]:
     pair = [c.strategy_class(task.make_model(), task.make_optimizer, c.setup(mesh)) for c in configs]
     rounds = []
     for _ in range(ROUNDS):
-        seconds = ([], [])
+        seconds: tuple[list[float], list[float]] = ([], [])
         for step in range(STEPS):
             turn = list(zip(pair, seconds, strict=True))
             for trained, times in turn if step % 2 else turn[::-1]:
@@ -124,7 +125,7 @@ def by_hand_and_torch(configs) -> list[tuple[float, float]]:
                 begin = time.perf_counter()
                 trained.step(batches)[0].item()
                 times.append(time.perf_counter() - begin)
-        rounds.append(tuple(1 / statistics.median(times[SKIPPED:]) for times in seconds))
+        rounds.append((1 / statistics.median(seconds[0][SKIPPED:]), 1 / statistics.median(seconds[1][SKIPPED:])))
     return rounds
 
 

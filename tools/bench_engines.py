@@ -45,7 +45,7 @@ def turns(configs) -> tuple[list[tuple[float, float]], float, list[int]]:
     pair = [c.strategy_class(task.make_model(), task.make_optimizer, c.setup(mesh)) for c in configs]
     rounds, largest = [], 0.0
     for number in range(ROUNDS):
-        seconds = ([], [])
+        seconds: tuple[list[float], list[float]] = ([], [])
         for step in range(number * STEPS, (number + 1) * STEPS):
             turn = list(enumerate(pair))
             losses = {}
@@ -56,8 +56,8 @@ def turns(configs) -> tuple[list[tuple[float, float]], float, list[int]]:
                 losses[which] = trained.step(batches)[0].item()
                 seconds[which].append(time.perf_counter() - begin)
             largest = max(largest, abs(losses[1] / losses[0] - 1))
-        rounds.append(tuple(statistics.median(times[SKIPPED:]) for times in seconds))
-    sent = []
+        rounds.append((statistics.median(seconds[0][SKIPPED:]), statistics.median(seconds[1][SKIPPED:])))
+    sent: list[int] = []
     for trained in pair:
         batches = task.micro_batches(0, trained)
         with Ledger() as ledger:
@@ -146,7 +146,8 @@ def loading() -> list[dict]:
     return found
 
 
-def adapters() -> dict[str, int]:
+def adapters() -> tuple[list[float], dict[str, int]]:
+    """The loss of each step, and this rank's bytes by part."""
     from common.ranks import process_group
     from course.fsdp import with_qlora
 

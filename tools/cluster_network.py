@@ -35,12 +35,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for step in (both_rendezvous, cost_model, order_of_axes, the_network_goes):
-            print(f"--- {step.__doc__.splitlines()[0]}")
+            print(f"--- {(step.__doc__ or step.__name__).splitlines()[0]}")
             step(folder)
     return 0
 
 
-def both_rendezvous(folder: Path) -> None:
+def both_rendezvous(_folder: Path) -> None:
     """Static and c10d rendezvous, and the check of the cluster on a good link."""
     with Link() as link:
         for rendezvous in ("static", "c10d"):
@@ -53,12 +53,13 @@ def both_rendezvous(folder: Path) -> None:
         print(f"with 4 ms and 20 MB/s: {line}")
 
 
-def cost_model(folder: Path) -> None:
+def cost_model(_folder: Path) -> None:
     """An all-reduce over the slow link against alpha + n / bandwidth."""
     latency, bandwidth = 0.004, 20e6
     with Link(latency=latency, bandwidth=bandwidth) as link:
         output = run(link, "tools/cluster_network.py", "measure")[0]
-    for megabytes, seconds in json.loads(re.search(r"^\[\[.*", output, re.MULTILINE)[0]):
+    (measured,) = re.findall(r"^\[\[.*", output, re.MULTILINE)
+    for megabytes, seconds in json.loads(measured):
         # A ring of two has two rounds, in which each rank sends n / 2; and gloo sends data only after the other side's
         # notice that it is ready to receive them.
         expected = 4 * latency + megabytes * 2**20 / bandwidth
@@ -170,4 +171,7 @@ def require(condition, why: str) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        sys.exit(measure() if sys.argv[1:] == ["measure"] else main())
+        if sys.argv[1:] == ["measure"]:
+            measure()
+        else:
+            sys.exit(main())

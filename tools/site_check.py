@@ -23,7 +23,9 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.links, self.ids, self.faults = [], {""}, []
+        self.links: list[str] = []
+        self.ids = {""}
+        self.faults: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -89,7 +91,8 @@ def seen_in_a_browser(folder: Path) -> list[str]:
             name = str(path.relative_to(folder))
             if name in ("index.html", "genindex.html", "search.html"):
                 continue
-            page, errors = browser.new_page(), []
+            page = browser.new_page()
+            errors: list[str] = []
             page.on("console", lambda message, errors=errors: message.type == "error" and errors.append(message.text))
             page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
             page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed

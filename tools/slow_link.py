@@ -43,7 +43,8 @@ class Link:
         self.tag = f"{os.getpid() % 10000}"
         self.spaces = [f"course{self.tag}-{node}" for node in (0, 1)]
         self.devices = [f"course{self.tag}n{node}" for node in (0, 1)]
-        self.over, self.ends = False, []
+        self.over = False
+        self.ends: list[int] = []  # file descriptors
 
     def __enter__(self) -> "Link":
         try:
@@ -69,7 +70,8 @@ class Link:
     def _carry(self, here: int, there: int) -> None:
         """Packets from one device to the other: they queue for the link, which sends one after the other, and arrive
         when the latency has passed."""
-        free, queue, number = 0.0, [], 0
+        free, number = 0.0, 0
+        queue: list[tuple] = []
         changed = threading.Condition()
 
         def deliver():

@@ -164,9 +164,9 @@ def main():
         for ranks in (1, 2, 4) if "init_process_group" in (ROOT / program).read_text() else (1,):
             command = [*TORCHRUN, f"--nproc_per_node={ranks}", ROOT / program, *arguments.split()]
             row = f"{program} {arguments}".strip() + f", {ranks} rank(s)"
-            failed += soak(row, SCRIPT_RUNS, lambda run_dir, number, command=command: command, None)
+            failed += soak(row, SCRIPT_RUNS, lambda _run_dir, _number, command=command: command, None)
     for path in sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("0*/*.ipynb")):
-        failed += soak(path, NOTEBOOK_RUNS, lambda run_dir, number, path=path: notebook(path), ROOT)
+        failed += soak(path, NOTEBOOK_RUNS, lambda _run_dir, _number, path=path: notebook(path), ROOT)
     print(f"{failed} failed")
     return failed
 

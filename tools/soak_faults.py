@@ -85,14 +85,15 @@ def happen(kind: str, files: list[Path]) -> None:
 
 def disturb(fault: Fault) -> None:
     """Have the fault happen to this process, which is its rank, by hooks at every moment."""
-    seen, mine = Counter(), fault.rank == dist.get_rank()
+    seen: Counter[str] = Counter()
+    mine = fault.rank == dist.get_rank()
 
     def reached(moment: str, files=()) -> None:
         seen[moment] += 1
         if mine and moment == fault.moment and seen[moment] == fault.nth:
             happen(fault.kind, list(files))
 
-    def before(owner, name: str, moment: str, applies=lambda *args: True) -> None:
+    def before(owner, name: str, moment: str, applies=lambda *_args: True) -> None:
         original = getattr(owner, name)
 
         def hooked(*args, **kwargs):
@@ -109,7 +110,7 @@ def disturb(fault: Fault) -> None:
         reached("after writing", writer.path.glob(f"{plan.storage_data.prefix}*"))
         return written
 
-    Writer.write_data = writing
+    Writer.write_data = writing  # type: ignore[method-assign]  # the hook is the point
     before(Run, "log", "step")
     before(RunDirectory, "log", "metrics")
     before(manifest, "seal", "manifest")
@@ -164,7 +165,8 @@ def compare(folder: Path, undisturbed: Path) -> list[str]:
 
 def soak(number: int, seed: int, runs: list[str] = RUNS, size: int = 2) -> tuple[Counter, list[str]]:
     """Disturb runs until there have been `number` faults: how many of each kind, and what differed."""
-    choose, hits, wrong = random.Random(seed), Counter(), []
+    choose, wrong = random.Random(seed), []
+    hits: Counter = Counter()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         for line in runs:
             launch(attempt, size, (line, Path(name, "undisturbed", str(runs.index(line))), size, None, 0), timeout=120)

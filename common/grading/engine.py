@@ -276,7 +276,11 @@ class _Seal:
     """What the counting and judging of messages rests on: which objects these names stand for when it is made."""
 
     def __init__(self):
-        owners = [sys.modules[__name__], sys.modules[Ledger.__module__], sys.modules[plain.__module__]]
+        owners: list[types.ModuleType | type] = [
+            sys.modules[__name__],
+            sys.modules[Ledger.__module__],
+            sys.modules[plain.__module__],
+        ]
         owners += [Ledger, LedgerEntry, dist, dist.distributed_c10d, torch, torch.Tensor, copy, contextlib]
         self.before = [(owner, dict(vars(owner))) for owner in owners]
 
@@ -345,7 +349,7 @@ def _judge(
 ) -> Verdict:
     if isinstance(ranks, str):
         return Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
-    printed = ()
+    printed: tuple[str, ...] = ()
     for number, case in enumerate(cases):  # after a failed case there are no more outcomes
         outcomes = [rank[number] for rank in ranks if number < len(rank)]
         if len(ranks) != size or len(outcomes) != size:

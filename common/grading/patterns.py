@@ -4,6 +4,8 @@ A pattern is called with each rank's list of ledger entries, and raises Wrong wh
 below are general; what only one exercise asks for stands in its chapter.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from common.grading.engine import ExerciseCase, Wrong
@@ -23,7 +25,8 @@ def messages_of(entries: list[list[LedgerEntry]]) -> list[list[tuple[int, int]]]
         others = [entry.operation for entry in own if entry.operation not in ("send", "recv")]
         if others:
             raise Wrong("only sends and receives", f"a call of {others[0]}", rank)
-    return [[(e.peer, e.payload) for e in own if e.operation == "send" and e.payload] for own in entries]
+    sends = [[e for e in own if e.operation == "send" and e.payload] for own in entries]
+    return [[(e.peer, e.payload) for e in own if e.peer is not None] for own in sends]
 
 
 def in_words(messages: list[tuple[int, int]]) -> str:
@@ -42,7 +45,7 @@ def exactly(expected: list[list[tuple[int, int]]], any_order: bool = False):
     return pattern
 
 
-def calls_in_words(calls: list[tuple[str, int]], about: str = "") -> str:
+def calls_in_words(calls: Sequence[tuple[str, int]], about: str = "") -> str:
     return ", ".join(f"{operation} of {about}{nbytes} bytes" for operation, nbytes in calls) or "nothing sent"
 
 

@@ -112,13 +112,15 @@ class Runner:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
             env=environment, cwd=cwd, start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin and self.process.stdout  # they are pipes
+        self.requests, self.answers = self.process.stdin, self.process.stdout
         return self
 
     def __exit__(self, *_) -> None:
         self._kill()
         with contextlib.suppress(BrokenPipeError):  # of a request that nobody has read
-            self.process.stdin.close()
-        self.process.stdout.close()
+            self.requests.close()
+        self.answers.close()
         self.errors.close()
         self.empty.cleanup()
 
@@ -126,8 +128,8 @@ class Runner:
         inside = (INSIDE if self.walled else self.folder) / file.name
         request = cloudpickle.dumps((inside, jobs, size))
         try:
-            self.process.stdin.write(struct.pack("<Q", len(request)) + request)
-            self.process.stdin.flush()
+            self.requests.write(struct.pack("<Q", len(request)) + request)
+            self.requests.flush()
         except BrokenPipeError:
             raise GradingEnded(self._ended()) from None
         (length,) = struct.unpack("<Q", self._read(8))
@@ -139,8 +141,8 @@ class Runner:
         """So many bytes of the answer, as long as the submission keeps within its limits."""
         pieces, missing, looked = [], number, 0.0
         while missing:
-            if select.select([self.process.stdout], [], [], 0.1)[0]:
-                piece = os.read(self.process.stdout.fileno(), min(missing, 1 << 20))
+            if select.select([self.answers], [], [], 0.1)[0]:
+                piece = os.read(self.answers.fileno(), min(missing, 1 << 20))
                 if not piece:
                     raise GradingEnded(self._ended())
                 pieces.append(piece)
@@ -276,7 +278,8 @@ def serve() -> None:
     while header := requests.read(8):
         file, jobs, size = cloudpickle.loads(requests.read(struct.unpack("<Q", header)[0]))
         try:
-            answer = ("answer", {key: _packed(ranks) for key, ranks in run_jobs(file, jobs, size).items()})
+            outcomes = {key: _packed(ranks) for key, ranks in run_jobs(file, jobs, size).items()}
+            answer: tuple[str, object] = ("answer", outcomes)
         except DoesNotLoad as reason:
             answer = ("does not load", str(reason))
         data = io.BytesIO()

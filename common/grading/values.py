@@ -38,11 +38,12 @@ def difference(expected, got) -> tuple[str, str] | None:
         same = not wrong
     elif isinstance(expected, list) and isinstance(got, list):
         differences = list(map(difference, expected, got))
-        number = next((number for number, different in enumerate(differences) if different), None)
-        same = len(expected) == len(got) and number is None
+        different = [(number, texts) for number, texts in enumerate(differences) if texts is not None]
+        same = len(expected) == len(got) and not different
         # Lists of numbers are short enough to be shown whole.
-        if len(expected) == len(got) and not same and not (numbers(expected) and numbers(got)):
-            return differences[number][0] + f" as item {number}", differences[number][1]
+        if len(expected) == len(got) and different and not (numbers(expected) and numbers(got)):
+            number, (want, have) = different[0]
+            return f"{want} as item {number}", have
     elif isinstance(expected, Real) and isinstance(got, Real):
         whole = isinstance(expected, int) and isinstance(got, int)  # bytes and counts are right or wrong
         same = expected == got if whole else math.isclose(expected, got, rel_tol=1e-6)

@@ -72,7 +72,7 @@ class Bugs(dict):
             for node in ast.parse(text).body
             if wanted & {getattr(part, "name", None) for part in ast.walk(node)}  # a method's class
         ]
-        return "\n\n\n".join(ast.get_source_segment(text, node) for node in nodes)
+        return "\n\n\n".join(ast.get_source_segment(text, node) or "" for node in nodes)
 
     def command_line(self) -> None:
         parser = argparse.ArgumentParser(description="Code with one mistake in it. Can you find it?")

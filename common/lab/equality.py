@@ -40,8 +40,8 @@ def tied(model_class=GPT) -> nn.Module:
 def frozen(model_class=GPT) -> nn.Module:
     """Untied, with a whole embedding and single weights of a block frozen."""
     model = lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
-    model.embedding.positions.requires_grad_(False)
-    next(model.blocks[1].mlp.parameters()).requires_grad_(False)
+    model.get_submodule("embedding.positions").requires_grad_(False)
+    next(model.get_submodule("blocks.1.mlp").parameters()).requires_grad_(False)
     return model
 
 
@@ -50,7 +50,7 @@ def lively(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter *= 10
+                parameter.mul_(10)
     return model
 
 
@@ -187,7 +187,7 @@ def on_one_process(case: Case, model_class: type) -> Outcome:
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         # a mixture of experts minimises more than it reports
-        (loss + (model.auxiliary_loss() if hasattr(model, "auxiliary_loss") else 0.0)).backward()
+        (loss + getattr(model, "auxiliary_loss", float)()).backward()
         grad_norms.append(clip_grad_norm_(model.parameters(), case.max_norm).item())
         optimizer.step()
         losses.append(loss.item())
@@ -252,9 +252,9 @@ def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -
             for rank, outcome in enumerate(outcomes):
                 got = getattr(outcome, numbers)[step]
                 if not abs(got - expected) <= TOLERANCE * abs(expected):
-                    where = f"{who}, {case}: {what} of step {step + 1} on rank {rank}"
+                    at = f"{who}, {case}: {what} of step {step + 1} on rank {rank}"
                     ratio = f"(ratio {got / expected:.6g})"
-                    raise NotEqual(what, f"{where} is {got:.6g}, one process has {expected:.6g} {ratio}")
+                    raise NotEqual(what, f"{at} is {got:.6g}, one process has {expected:.6g} {ratio}")
     for rank, outcome in enumerate(outcomes):
         if rank > 0 and not outcome.state:
             continue  # rank 0 alone puts the full state together
@@ -376,7 +376,7 @@ def agree(strategy_class, nproc: int, who: str) -> None:
     )
     if "model/norm.running_mean" not in first:
         raise NotEqual("nothing changed", f"{who}: rank 0 does not hold the running mean")
-    if torch.equal(first["model/norm.running_mean"], WithBatchNorm().norm.running_mean):
+    if torch.equal(first["model/norm.running_mean"], WithBatchNorm().state_dict()["norm.running_mean"]):
         raise NotEqual("nothing changed", f"{who}: the running mean is as it was made")
     for rank, other in enumerate(others, start=1):
         if other.keys() != first.keys():

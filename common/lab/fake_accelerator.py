@@ -26,7 +26,7 @@ What is not as on a GPU:
 * autocast changes no types, so what fp16 and bf16 save is not seen; a GradScaler works.
 * DistributedDataParallel does not compare the ranks' shapes, nor rebuild its buckets before the second step, for which
   it holds the old and the new ones at once; objects that ranks send each other are those of this rank; the CUDA parts
-  of nn.DataParallel are written in Python (common/lab/fake_stand_ins.py has all of that).
+  of nn.DataParallel are written in Python (common/lab/fake_patches.py has all of that).
 
 What is changed holds for the whole process, and some of it for ever: use it in a process of its own.
 """
@@ -35,7 +35,6 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,8 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from common import mesh as meshes
-from common.lab.fake_stand_ins import DEVICE, Backend, place, register, stand_ins
+from common.lab.fake_patches import PATCHES, Pretence
+from common.lab.fake_stand_ins import DEVICE, place, register
 
 LARGE = 2**18  # bytes: of storages from this size on it is known where they were made
 
@@ -79,10 +79,11 @@ class Phase:
         """
         found = []
         if self.crossed:
-            may = ", ".join(f"{size:,} {what}" for what, size in self.said.items())
-            found.append(f"{self.name}: more than {sum(self.said.values()):,} bytes ({may}): {self.crossed}")
+            said = self.said or {}
+            may = ", ".join(f"{size:,} {what}" for what, size in said.items())
+            found.append(f"{self.name}: more than {sum(said.values()):,} bytes ({may}): {self.crossed}")
         if waits is not None:
-            seen = Counter()
+            seen: Counter[str] = Counter()
             for (kind, _), number in self.waits.items():
                 seen[kind] += number
             for kind in sorted({*seen, *waits}):
@@ -106,14 +107,6 @@ class Watch(TorchDispatchMode):
         self.phase, self.looking = Phase("before the first phase"), True
         self.now: Counter = Counter()  # bytes alive on each device, by its number
         self.alive: dict[int, list] = {}  # storage -> [bytes, number of its device, where it was made]
-
-    def __enter__(self):
-        Backend.watch = self
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        Backend.watch = None
-        return super().__exit__(*exception)
 
     def begin(self, name: str, said: dict[str, int] | None = None) -> Phase:
         self.phase = Phase(name, said, max(self.now.values(), default=0))
@@ -149,9 +142,9 @@ class Watch(TorchDispatchMode):
         for kind in {tensor.device.type for tensor in tensors}:
             self.phase.messages[name, kind, place()] += 1
         if name == "allreduce_":  # DistributedDataParallel wants the tensors in the future of the work
-            future = torch.futures.Future()
+            future: torch.futures.Future = torch.futures.Future()
             future.set_result(list(args[0]))
-            return args[0], torch._C._distributed_c10d._create_work_from_future(future).boxed()
+            return args[0], torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]  # missing in torch's stub
         return func(*args, **kwargs)
 
     def compute(self, func, name, tensors, args, kwargs):
@@ -222,7 +215,7 @@ class Watch(TorchDispatchMode):
         phase, now = self.phase, self.now[device]
         phase.peak = max(phase.peak, now)
         if phase.said is not None and now > sum(phase.said.values()) and not phase.crossed:
-            made = Counter()
+            made: Counter[str] = Counter()
             for nbytes, there, where in self.alive.values():
                 made[where] += nbytes if there == device else 0
             what = "; ".join(f"{nbytes:,} of {where}" for where, nbytes in made.most_common(6))
@@ -249,7 +242,7 @@ READ = {
 }
 
 
-def zeros_for(name, tensor, *others):
+def zeros_for(name, tensor, *_others):
     """What reading gives, where all numbers are 0."""
     if name == "nonzero":
         return tensor.new_empty((0, tensor.dim()), dtype=torch.long)
@@ -270,13 +263,15 @@ def pretend(axes: dict[str, int], rank: int = 0, size: int = 1, devices: int = 1
     devices: how many this process has, "gpu:0" being the current one
     message: the shape of what PyTorch's pipeline stages hand on, which a stage asks the one before it for
     """
-    register(devices)
+    backend, watch = register(devices), Watch()
     dist.init_process_group(f"cpu:fake,{DEVICE}:fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         mesh = meshes.make_mesh(axes, DEVICE)
-        for owner, name, stand_in in stand_ins(message):
-            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
+        for patch in PATCHES:
+            stack.enter_context(patch.applied(Pretence(watch, message)))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes hold for one thread
         stack.enter_context(NoDevice(allow_non_fake_inputs=True))
-        yield mesh, stack.enter_context(Watch())
+        stack.callback(setattr, backend, "watch", None)
+        backend.watch = watch
+        yield mesh, stack.enter_context(watch)

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,11 @@ class CheckCollectives(TorchDispatchMode):
         store = dist.PrefixStore("common.lab.guard", dist.distributed_c10d._get_default_store())
         block = store.add(f"blocks/{dist.get_rank()}", 1)  # a second block must not read the first one's keys
         self.store = dist.PrefixStore(str(block), store)
-        self.timeout = timeout or store.timeout.total_seconds()
-        self.seen = Counter()  # collectives per group; messages per (group, sender, receiver, tag)
-        self.groups = {dist.group.WORLD.group_name: dist.group.WORLD}
+        self.timeout = timeout or store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stub
+        self.seen: Counter[str] = Counter()  # collectives per group; messages per group, sender, receiver and tag
+        world = dist.group.WORLD
+        assert world is not None  # since the process group is initialised
+        self.groups = {world.group_name: world}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if has_dtensor(types):
@@ -67,7 +70,8 @@ class CheckCollectives(TorchDispatchMode):
             group = group_of(args)
             if entry.operation in ("send", "recv"):
                 if entry.peer is not None:
-                    self._check_message(entry, *_message(func, args, number), group)
+                    tensor, tag = _message(func, args, number)
+                    self._check_message(entry.operation, entry.peer, tensor, tag, group)
             elif group.size() > 1 and entry.operation != "monitored_barrier":
                 self._check_collective(_call(func, args, entry), group)
         return func(*args, **(kwargs or {}))
@@ -107,13 +111,13 @@ class CheckCollectives(TorchDispatchMode):
         # All are here, so nobody reads what was written about the collective before.
         self.store.delete_key(f"{name}/{number - 1}/{me}")
 
-    def _check_message(self, entry, tensor, tag: int, group: dist.ProcessGroup) -> None:
+    def _check_message(self, operation: str, peer: int, tensor, tag: int, group: dist.ProcessGroup) -> None:
         me = dist.get_rank()
-        source, target = (me, entry.peer) if entry.operation == "send" else (entry.peer, me)
+        source, target = (me, peer) if operation == "send" else (peer, me)
         stream = f"{group.group_name}/{source} to {target}/{tag}"
         self.seen[stream] += 1
         what = _what(tensor)
-        mine = json.dumps([entry.operation, what, f"rank {me} calls {entry.operation} {what} at {_caller()}"])
+        mine = json.dumps([operation, what, f"rank {me} calls {operation} {what} at {_caller()}"])
         key = f"{stream}/{self.seen[stream]}"
         theirs = self.store.compare_set(key, "", mine).decode()  # writes if there is nothing yet: I am first
         if theirs == mine:
@@ -135,9 +139,10 @@ def _message(func, args, number: int) -> tuple:
 def _call(func, args, entry) -> dict:
     """One rank's call of a collective: `text` is for people, `same` has to be equal on all ranks, and what an
     all-to-all `sends` to each rank has to be what that rank `receives`."""
-    name, words, call = func.overloadpacket.__name__, [entry.operation], {}
+    name, words = func.overloadpacket.__name__, [entry.operation]
+    splits: dict[str, list] = {}
     if entry.operation == "all_to_all":
-        call = dict(zip(("receives", "sends"), _splits(name, args, entry.ranks), strict=True))
+        splits = dict(zip(("receives", "sends"), _splits(name, args, entry.ranks), strict=True))
         words.append(str(entry.dtype).removeprefix("torch."))
     elif entry.operation != "barrier":
         # Of a scatter or gather only the root has the whole: compare the piece that every rank has.
@@ -147,14 +152,13 @@ def _call(func, args, entry) -> dict:
         words.append(args[1].upper())
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ReduceOp" in str(argument._type()):
-            words.append(dist.ReduceOp.RedOpType(argument.op()).name)
+            words.append(dist.ReduceOp.RedOpType(argument.op()).name)  # type: ignore[attr-defined]  # of this kind
     if entry.peer is not None:
         words.append(f"root {entry.peer}")
     same, caller = " ".join(words), _caller()
-    splits = [f" {verb} {', '.join(map(str, shapes))}" for verb, shapes in reversed(call.items())]
-    call["text"] = f"{same}{''.join(splits)} at {caller}"
-    call["same"] = f"{same} at {caller}" if entry.operation in ONE_LINE else same
-    return call
+    details = "".join(f" {verb} {', '.join(map(str, shapes))}" for verb, shapes in reversed(splits.items()))
+    one_line = f"{same} at {caller}" if entry.operation in ONE_LINE else same
+    return splits | {"text": f"{same}{details} at {caller}", "same": one_line}
 
 
 def _splits(name: str, args, size: int) -> list[list[list[int]]]:
@@ -177,7 +181,7 @@ def _what(argument) -> str:
 
 def _caller() -> str:
     """File and line of the innermost frame that is neither PyTorch's nor the standard library's."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_CALLER):
         frame = frame.f_back
     if frame is None:
@@ -198,7 +202,7 @@ def _agree(calls: list[dict]) -> bool:
 
 def _by_text(ranks: list[int], calls: list[dict]) -> str:
     """ "rank 0 calls ...; ranks 1-3 call ...": each different text once."""
-    who = {}
+    who: dict[str, list[int]] = {}
     for rank, call in zip(ranks, calls, strict=True):
         who.setdefault(call["text"], []).append(rank)
     return "; ".join(
@@ -209,7 +213,7 @@ def _by_text(ranks: list[int], calls: list[dict]) -> str:
 
 def _ranges(ranks: list[int]) -> str:
     """[0, 2, 3, 4] -> "0, 2-4" """
-    runs = []
+    runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank

@@ -81,7 +81,7 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
         with setenv():  # it sets one
             from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank (1 s)
     payload = (fn, args) if start_method == "fork" else cloudpickle.dumps((fn, args))
-    start = multiprocessing.get_context(start_method).Process
+    start = multiprocessing.get_context(start_method).Process  # type: ignore[attr-defined]  # typeshed: fork and spawn only
     temporary = tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True)
     with ONE_AT_A_TIME, temporary as folder, _no_orphans():
         port = free_port()
@@ -178,7 +178,7 @@ def _stop(ranks: list, folder: Path) -> set[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 stopped.add(rank)
-            _signal_main_thread(process.pid)
+            _signal_main_thread(process.pid, STACK)
             os.kill(process.pid, signal.SIGCONT)  # a stopped process handles no signals
             asked.append(process)
     deadline = time.monotonic() + 2.0  # one that blocks the signal writes its stack after LEEWAY + 1, by its own clock
@@ -187,12 +187,12 @@ def _stop(ranks: list, folder: Path) -> set[int]:
     return stopped
 
 
-def _signal_main_thread(pid: int) -> None:
-    """Send STACK to a process, on Linux to the thread that runs Python: one of gloo's could not say where it is."""
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to a process, on Linux to the thread that runs Python: one of gloo's could not say where it is."""
     try:
-        ctypes.CDLL(None).tgkill(pid, pid, STACK)
+        ctypes.CDLL(None).tgkill(pid, pid, number)
     except AttributeError:  # another system, or an old C library
-        os.kill(pid, STACK)
+        os.kill(pid, number)
 
 
 def _kill(ranks: list) -> None:

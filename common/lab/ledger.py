@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.lab.wire_bytes import wire_bytes
@@ -133,7 +134,11 @@ class Ledger(TorchDispatchMode):
     @property
     def messages(self) -> list[tuple[int, int]]:
         """(peer, bytes) of each send, in order: the message pattern."""
-        return [(entry.peer, entry.payload) for entry in self.entries if entry.operation == "send"]
+        return [
+            (entry.peer, entry.payload)
+            for entry in self.entries
+            if entry.operation == "send" and entry.peer is not None
+        ]
 
 
 def has_dtensor(types) -> bool:
@@ -162,7 +167,7 @@ def describe(func, args) -> list[LedgerEntry]:
     tensors = tensors_of(args[index]) if index is not None else []
     if not tensors and operation in ("scatter", "gather"):
         # Only the root of a scatter or gather holds the full payload: the others have 1/size of it.
-        tensors = tensors_of(args[1 - index]) * group.size()
+        tensors = tensors_of(args[1 if index == 0 else 0]) * group.size()
     peer = None
     if operation in ("send", "recv", "broadcast", "reduce", "scatter", "gather"):
         peer = next((a for a in args if type(a) is int), None)
@@ -190,7 +195,7 @@ def group_of(args) -> dist.ProcessGroup:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
         if isinstance(argument, str):
-            return dist.distributed_c10d._resolve_process_group(argument)
+            return dist.distributed_c10d._resolve_process_group(GroupName(argument))
     raise ValueError("no process group among these arguments")
 
 

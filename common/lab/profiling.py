@@ -42,7 +42,7 @@ def merge(traces: list[dict]) -> dict:
     event's `args` have its `rank`.
     """
     base = traces[0]["baseTimeNanoseconds"]
-    lanes = {}  # (rank, process or GPU in that rank's trace) -> process in the merged trace
+    lanes: dict[tuple[int, int], int] = {}  # (rank, process or GPU in that rank's trace) -> process in the merged trace
     metadata, timed = [], []
     for rank, trace in enumerate(traces):
         shift = (trace["baseTimeNanoseconds"] - base) / 1e3
@@ -57,9 +57,9 @@ def merge(traces: list[dict]) -> dict:
                 event["id"] = event["id"] * len(traces) + rank
             timed.append(event)
         for event in trace["traceEvents"]:
-            lane = lanes.get((rank, event["pid"]))
-            if event["ph"] != "M" or lane is None:
+            if event["ph"] != "M" or (rank, event["pid"]) not in lanes:
                 continue
+            lane = lanes[rank, event["pid"]]
             if event["name"] == "process_labels":
                 label = event["args"]["labels"]
                 name = f"rank {rank}" if label == "CPU" else f"rank {rank}, {label}"

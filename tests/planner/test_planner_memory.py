@@ -28,7 +28,7 @@ def test_zeros_table_cell_by_cell(row):
     stage = ("Pos", "Pos+g", "Pos+g+p").index(row["stage"].split()[0]) + 1
     printed = row["paper_GB"]
     unit = 10.0 ** -len(printed.partition(".")[2])
-    kept = memory.state(models.find("gpt2"), layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
+    kept = memory.state(layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
     assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit, "GB of the state, and what the paper prints"
 
 
@@ -43,7 +43,7 @@ def test_recipes_have_their_bytes():
         (0, "bf16-12"): 12, (3, "bf16-mixed"): 16,
     }  # fmt: skip
     for (stage, precision), size in sizes.items():
-        assert sum(memory.state(models.find("gpt2"), layout(stage, precision), 1, 0).values()) == size, precision
+        assert sum(memory.state(layout(stage, precision), 1, 0).values()) == size, precision
 
 
 GPT3 = {"a": 96, "h": 12288, "s": 2048}  # of 175 billion parameters: Korthikanti et al. 2022, table 3
@@ -363,8 +363,8 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     """Of 8 ranks in which 2 and 2 have other experts, 4 have the same ones, and divide their 16 bytes."""
     one = Layout((("shard", 4), ("expert", 2)), 8, zero_stage=3, precision="float32")
     model = models.find("mixtral-8x7b")
-    assert sum(memory.state(model, one, 1000.0, 0.0).values()) == 16 * 1000 / 8, "what all ranks use"
-    assert sum(memory.state(model, one, 0.0, 1000.0).values()) == 16 * 1000 / 4, "experts of a rank"
+    assert sum(memory.state(one, 1000.0, 0.0).values()) == 16 * 1000 / 8, "what all ranks use"
+    assert sum(memory.state(one, 0.0, 1000.0).values()) == 16 * 1000 / 4, "experts of a rank"
 
 
 def test_1f1b_reaches_the_loss_with_one_micro_batch():

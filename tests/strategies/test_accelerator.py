@@ -390,8 +390,8 @@ def test_a_checkpoint_is_saved_within_a_share_and_a_unit(who, elsewhere):
 
 def test_a_broadcast_to_devices_copies_to_the_others_alone(monkeypatch):
     """As CUDA's does: the parameters of the first device are not copied on it once more."""
-    from common.lab import fake_stand_ins
+    from common.lab import fake_patches
 
     tensor = mock.Mock(device=torch.device("cuda", 0), to=lambda device, copy=False: f"a copy on {device}")
-    monkeypatch.setattr(fake_stand_ins, "gpu", lambda number: number)
-    assert fake_stand_ins.broadcast_to_devices([tensor], [0, 1], None) == [[tensor], ["a copy on 1"]]
+    monkeypatch.setattr(fake_patches, "gpu", lambda number: number)
+    assert fake_patches.broadcast_to_devices([tensor], [0, 1], None) == [[tensor], ["a copy on 1"]]

@@ -5,7 +5,7 @@ import functools
 from collections import defaultdict
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from common.errors import UserError
 
@@ -33,7 +33,7 @@ def backward_for_input(x, y, gradient):
         if len(begins) > 1:
             raise UserError("a parameter is used twice in one stage: its backward pass cannot be cut in two")
         branches[begins.pop()].append(leaf.variable)
-    passed: dict[Node, tuple] = {}  # what each node was handed
+    passed = {}
     hooks = [node.register_prehook(functools.partial(passed.__setitem__, node)) for node in branches]
     (gradient,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
     for hook in hooks:

@@ -1,5 +1,6 @@
 """PyTorch's schedule classes by our names, what their stages are made of, and their lists of actions as text."""
 
+from typing import Any
 from unittest import mock
 
 import torch.distributed.pipelining as pp
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course.pipeline.schedules import KINDS
 
-TORCH_SCHEDULES = {
+TORCH_SCHEDULES: dict[str, type[Any]] = {
     "gpipe": pp.ScheduleGPipe,
     "1f1b": pp.Schedule1F1B,
     "interleaved": pp.ScheduleInterleaved1F1B,

@@ -3,13 +3,13 @@
 On the CPU with gloo, or on GPUs with NCCL where there are any.
 """
 
-from typing import Any
 import json
 import os
 import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from planner.constants import PRIOR, Constants

@@ -3,10 +3,10 @@
 What can be reached of a peak is not here: planner/constants.py has that, fitted on published runs.
 """
 
-from typing import Any
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from common import gpus as table
 from common.errors import UserError

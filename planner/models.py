@@ -2,10 +2,10 @@
 
 Those with a name are lines of planner/models.csv, whose columns are the fields of Model, and `aliases`."""
 
-from typing import Any
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.gpus import rows

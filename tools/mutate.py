@@ -34,12 +34,13 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("common", "course", "planner", "0*/by_hand*.py")
 PAGE = ROOT / "docs" / "mutation.md"
 FILES = 8  # at most so many test files for a mutant, the nearest first
-SWAPPED = {
+SWAPPED: dict[type, type[Any]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -278,7 +279,7 @@ def folder_of(file: str) -> str:
 
 def table(rows: list[dict]) -> list[str]:
     lines = ["| folder | mutants | refused | survived | no verdict | score |", "| --- | --- | --- | --- | --- | --- |"]
-    by_folder = collections.defaultdict(collections.Counter)
+    by_folder: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for row in rows:
         for folder in (folder_of(row["file"]), "**all**"):
             by_folder[folder][row["verdict"]] += 1

@@ -84,7 +84,8 @@ def of_one_rank(folder: str) -> dict[str, tuple[float, int]]:
     strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
     with Run(config, strategy, task) as run:
         batches, steps = run.batches(), run.steps()
-        step, seconds, objects = next(steps), [], []
+        step: int | None = next(steps)
+        seconds, objects = [], []
         while step is not None:
             loss, norm = strategy.step(next(batches))
             with Cost() as cost:

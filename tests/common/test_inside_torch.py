@@ -82,6 +82,10 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default, None
     ),
+    "_scaled_dot_product_flash_attention": (lambda: torch.ops.aten._scaled_dot_product_flash_attention.default, None),
+    "_scaled_dot_product_flash_attention_backward": (
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention_backward.default, None
+    ),
     "_set_pg_timeout": (C10D + "_set_pg_timeout", "timeout group"),
     "_setup_privateuseone_for_python_backend": (
         REGISTRATION + "_setup_privateuseone_for_python_backend", "rename backend_module hook device_guard"

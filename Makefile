@@ -34,6 +34,7 @@ test-all: test
 lint: $(INSTALLED)
 	ruff check .
 	ruff format --check .
+	mypy
 
 # Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)
@@ -126,5 +127,5 @@ $(INSTALLED): requirements.txt pyproject.toml
 
 # Runs stay: they are yours.
 clean:
-	rm -rf .venv build _site *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build _site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

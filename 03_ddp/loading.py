@@ -112,7 +112,7 @@ def shard_stream_workers(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
         yield plan.cut(inputs, targets)
 
 
-def ignore_interrupt(worker: int) -> None:
+def ignore_interrupt(_worker: int) -> None:
     """A terminal sends Ctrl-C to workers too; theirs is to go on until the rank, which finishes its step, ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

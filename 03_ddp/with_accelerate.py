@@ -37,7 +37,7 @@ class DDPWithAccelerate(DataParallel):
             return FEEDING[self.loading]
 
     @classmethod
-    def require(cls, config, axes):
+    def require(cls, config, axes):  # noqa: ARG003
         if config.precision == "fp16" and not torch.cuda.is_available():
             raise UserError("--precision fp16: Accelerate scales losses on GPUs only; try bf16, or fp32")
 

@@ -25,12 +25,12 @@ class Send(torch.autograd.Function):
     """Forward: sends the activations to rank `to` of `group`. Backward: waits for their gradient from there.
 
     Returns a zero that stands for the loss, which is elsewhere, so that backward() can be called on it.
-    `anchor` is any scalar that requires a gradient: so the backward pass comes here even if all layers
+    `_anchor` is any scalar that requires a gradient: so the backward pass comes here even if all layers
     before are frozen.
     """
 
     @staticmethod
-    def forward(ctx, x, anchor, group, to):
+    def forward(ctx, x, _anchor, group, to):
         dist.send(x.contiguous(), group=group, group_dst=to)
         ctx.shape, ctx.dtype, ctx.group, ctx.to = x.shape, x.dtype, group, to
         return torch.zeros((), device=x.device)

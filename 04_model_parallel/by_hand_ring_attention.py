@@ -18,7 +18,7 @@ from common.model import cross_entropy
 from common.strategy import Strategy, require_gradients
 
 
-def contiguous(rank, size):
+def contiguous(rank, size):  # noqa: ARG001  it is called as zigzag is
     """The two of 2 x `size` chunks of a sequence that a rank holds: neighbours."""
     return 2 * rank, 2 * rank + 1
 
@@ -204,7 +204,7 @@ def apply_context_parallel(model, axis, attention=ring_attention, order=zigzag) 
     """
     require_chunks(model.embedding.positions.num_embeddings, axis.size)
 
-    def in_the_whole_sequence(module, args):
+    def in_the_whole_sequence(_module, args):
         return positions(axis.rank, axis.size, len(args[0]) * axis.size, order, args[0].device)
 
     model.embedding.positions.register_forward_pre_hook(in_the_whole_sequence)

@@ -46,7 +46,7 @@ class Conjugate(torch.autograd.Function):
         return ctx.conjugate(grad, ctx.group), None, None, None
 
 
-def same(x, group):
+def same(x, _group):
     return x.view_as(x)
 
 
@@ -181,9 +181,9 @@ def apply_tensor_parallel(model, axis: Axis, sequence=False, weights=None) -> di
         block.attention.out = RowParallel(block.attention.out, leave)
         block.mlp.down = RowParallel(block.mlp.down, leave)
     for part in (*(part for block in blocks for part in (block.attention, block.mlp)), head.out):
-        part.register_forward_pre_hook(lambda module, args: enter(*args))
+        part.register_forward_pre_hook(lambda _module, args: enter(*args))
     if sequence:
-        embedding.positions.register_forward_hook(lambda module, args, x: own(x, 0, axis))
+        embedding.positions.register_forward_hook(lambda _module, _args, x: own(x, 0, axis))
     return cut
 
 

@@ -89,7 +89,7 @@ def _box(ax, rank, event, running, inches):
             color=ink, zorder=4)  # fmt: skip
 
 
-def _arrow(ax, source, action, sender, rank, sent, now):
+def _arrow(ax, action, sender, rank, sent, now):
     """From the box that computed a message to the one that uses it, in the message's colour."""
     down = sender < rank
     begin = (sent - 0.35, sender + (HEIGHT if down else 0))

@@ -206,16 +206,16 @@ class UnitHooks:
             part.register_forward_pre_hook(partial(self.before_forward, place))
             part.register_forward_hook(partial(self.after_forward, place))
 
-    def before_forward(self, place, part, inputs):
+    def before_forward(self, place, _part, _inputs):
         self.gather(place, place + 1)
 
-    def after_forward(self, place, part, inputs, output):
+    def after_forward(self, place, _part, _inputs, output):
         if self.owners[place] is not self.owners[-1]:  # the backward pass begins with the last one: it stays
             self.owners[place].free()
         if output.requires_grad:
             output.register_hook(partial(self.before_backward, place))
 
-    def before_backward(self, place, gradient):
+    def before_backward(self, place, _gradient):
         """The gradient of this module's output is there, so the module behind it is done, frozen weights included."""
         if place + 1 < len(self.owners) and self.owners[place + 1] not in self.owners[: place + 1]:
             self.owners[place + 1].free()

@@ -54,7 +54,7 @@ class Zero3WithDeepSpeed(Strategy):
         deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which win over those of the script")
 
     @classmethod
-    def require(cls, config, axes):
+    def require(cls, config, axes):  # noqa: ARG003
         if config.resume:
             raise UserError("--resume: a run is not resumed with DeepSpeed; --implementation pytorch takes it up")
         if config.options.deepspeed_config:

@@ -38,7 +38,7 @@ class CourseTrainer(Trainer):
         self.task = task
         super().__init__(**arguments)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, **_):
         """The Trainer would take the `loss` that a model of Transformers gives, when it gets `labels`."""
         inputs, targets = inputs
         return cross_entropy(model(inputs), targets)
@@ -49,7 +49,7 @@ class CourseTrainer(Trainer):
             self.optimizer = self.task.make_optimizer((model or self.model).parameters())
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps, optimizer=None):
+    def create_scheduler(self, num_training_steps, optimizer=None):  # noqa: ARG002  called by name
         """The Trainer would let the rate fall linearly to zero."""
         config = self.task.config
         rate = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(config, step) / config.lr)
@@ -72,11 +72,11 @@ class Follow(TrainerCallback):
     def __init__(self, run, strategy):
         self.run, self.strategy, self.steps = run, strategy, run.steps()
 
-    def on_train_begin(self, args, state, control, optimizer=None, **others):
+    def on_train_begin(self, *_, optimizer=None, **__):
         self.strategy.optimizer = optimizer
         next(self.steps)
 
-    def on_log(self, args, state, control, logs=None, **others):
+    def on_log(self, _args, state, control, logs=None, **_):
         if "loss" in logs:
             numbers = (torch.tensor(float(logs[name])) for name in ("loss", "grad_norm"))
             self.run.log(state.global_step - 1, *numbers)
@@ -91,7 +91,7 @@ class FSDPWithTrainer(Strategy):
     from_meta = True
 
     @classmethod
-    def require(cls, config, axes):
+    def require(cls, config, axes):  # noqa: ARG003
         if config.resume:
             raise UserError("--resume: a run is not resumed with the Trainer; --implementation pytorch takes it up")
 

@@ -126,6 +126,21 @@ def check(config: Config) -> None:
         raise UserError(
             f"{size} processes were started without --distributed: each would train alone; add --distributed"
         )
+    check_values(config)
+    check_combinations(config)
+    if not config.dry_run:
+        choose(config.device, config.backend, local_size)
+    if config.task == "images":
+        lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
+        if lacking:
+            raise UserError(f"--task images: {lacking}")
+    if config.tensorboard and missing(("tensorboard",)):
+        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
+    config.strategy_class.require(config, config.axes)
+
+
+def check_values(config: Config) -> None:
+    """Raise UserError for an option whose value cannot be, whatever the others are."""
     values = [(item, getattr(config, item.name)) for item in shared()]
     values += [(item, getattr(config.options, item.name)) for item in fields(config.options)]
     for item, value in values:
@@ -145,6 +160,10 @@ def check(config: Config) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"--{name} must be at least 0 and less than 1, got {getattr(config, name)}")
+
+
+def check_combinations(config: Config) -> None:
+    """Raise UserError for options that do not belong together."""
     for item in shared():
         changed = item.name in ("weight_decay", "beta1", "beta2") and getattr(config, item.name) != item.default
         if changed and config.optimizer == "sgd":
@@ -161,12 +180,3 @@ def check(config: Config) -> None:
         raise UserError("--download is for fashion-mnist and cifar10, and --dataset is digits; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
-    if not config.dry_run:
-        choose(config.device, config.backend, local_size)
-    if config.task == "images":
-        lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
-        if lacking:
-            raise UserError(f"--task images: {lacking}")
-    if config.tensorboard and missing(("tensorboard",)):
-        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
-    config.strategy_class.require(config, config.axes)

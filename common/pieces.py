@@ -189,7 +189,7 @@ class LoadPieces(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.pieces, self.origin = pieces, origin
 
-    def set_up_planner(self, state_dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, _state_dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None  # DCP has read it: planners of loading get it
         self.saved, self.is_coordinator = metadata.state_dict_metadata, is_coordinator
 

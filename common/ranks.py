@@ -125,7 +125,7 @@ def gpus_differ(store: dist.Store, rank: int, size: int, local_rank: int) -> boo
     return store.add("common.ranks/gpu without one", 0) == 0
 
 
-def introduce(store: dist.Store, rank: int, size: int) -> None:
+def introduce(store: dist.Store, rank: int) -> None:
     """Tell the other nodes' ranks who is here, before there is a process group. Raises UserError where two processes
     are the same rank, and where ranks have different versions of PyTorch, whose messages may then not fit."""
     me = f"{socket.gethostname()}, process {os.getpid()}"
@@ -276,7 +276,7 @@ def join(device: str, backend: str, timeout: float, store: dist.Store | None) ->
             store.set_timeout(wait)
         store = dist.PrefixStore("default_pg", store)
         if not on_one_node():
-            introduce(store, rank, size)
+            introduce(store, rank)
         own_gpu = None if device == "cpu" or size == 1 else gpus_differ(store, rank, size, local_rank)
         device, backend, remark = choose(device, backend, local_size, own_gpu)
         if remark and rank == 0:

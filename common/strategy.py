@@ -87,7 +87,7 @@ class Strategy:
         return scaler
 
     @classmethod
-    def require(cls, config, axes: dict[str, int]) -> None:
+    def require(cls, config, axes: dict[str, int]) -> None:  # noqa: ARG003  for subclasses
         """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
         if config.task not in cls.tasks:
             raise UserError(f"--task {config.task}: strategy '{config.strategy}' divides a GPT; use --task text")
@@ -107,7 +107,7 @@ class Strategy:
         """The context in which the forward pass computes in this run's precision."""
         return torch.autocast(self.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
 
-    def step(self, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002  for subclasses
         """One optimizer step on this rank's `micro_batches`, a list of (inputs, targets) of equal sizes.
 
         Returns the loss, a mean over the *global* batch, and the 2-norm of the whole model's gradient before

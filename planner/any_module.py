@@ -28,10 +28,10 @@ from planner.layout import PRECISIONS, STAGES, recipe_of
 # PyTorch counts the operations of attention on GPUs only.
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, *args, out_shape=None, **more: sdpa_flop_count(q, k, v)
+        lambda q, k, v, *_args, **_more: sdpa_flop_count(q, k, v)
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *args, out_shape=None, **more: sdpa_backward_flop_count(grad, q, k, v)
+        lambda grad, q, k, v, *_args, **_more: sdpa_backward_flop_count(grad, q, k, v)
     ),
 }
 

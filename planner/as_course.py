@@ -13,7 +13,8 @@ def settings(model: Model, layout: Layout) -> dict:
     """Options by their names in a YAML file. Raises UserError for what no strategy of the course has, as far as
     the command line does not refuse it anyway."""
     axes = {axis: size for axis, size in layout.mesh if size > 1}
-    found, stage = {}, layout.zero_stage
+    found: dict[str, str | int | bool] = {}
+    stage = layout.zero_stage
     if stage == 0 and "shard" in axes:  # whole copies along both
         axes["data"] = axes.get("data", 1) * axes.pop("shard")
     if stage and "context" in axes and layout.shard_context:
@@ -31,13 +32,7 @@ def settings(model: Model, layout: Layout) -> dict:
     if model.experts:
         axes = {"data": 1, "expert": 1} | axes
         found |= {"strategy": "expert", "by-hand": True, "experts": model.experts, "top-k": model.top_k}
-    if layout.dropout or layout.async_tensor:
-        what = "--dropout" if layout.dropout else "--async-tensor"
-        raise UserError(f"the course's strategies have nothing like {what} yes; leave it out")
-    if layout.recompute not in RECOMPUTE:
-        raise UserError(f"the course does not recompute '{layout.recompute}'; take one of {', '.join(RECOMPUTE)}")
-    if layout.precision not in PRECISION:
-        raise UserError(f"the course has no precision '{layout.precision}'; take one of {', '.join(PRECISION)}")
+    require_known(layout)
     inner = {axis: axes[axis] for axis, _ in layout.mesh if axis in axes} or {"data": 1}
     found["mesh"] = ",".join(f"{axis}={size}" for axis, size in inner.items())
     found |= {"batch-size": layout.batch_size, "precision": PRECISION[layout.precision]}
@@ -51,6 +46,17 @@ def settings(model: Model, layout: Layout) -> dict:
     if layout.offload:
         found["offload"] = True
     return found
+
+
+def require_known(layout: Layout) -> None:
+    """Raise UserError for what the course has on no mesh."""
+    if layout.dropout or layout.async_tensor:
+        what = "--dropout" if layout.dropout else "--async-tensor"
+        raise UserError(f"the course's strategies have nothing like {what} yes; leave it out")
+    if layout.recompute not in RECOMPUTE:
+        raise UserError(f"the course does not recompute '{layout.recompute}'; take one of {', '.join(RECOMPUTE)}")
+    if layout.precision not in PRECISION:
+        raise UserError(f"the course has no precision '{layout.precision}'; take one of {', '.join(PRECISION)}")
 
 
 def shape(model: Model, layout: Layout) -> dict:

@@ -86,7 +86,7 @@ def rankings(lines: list[Line]) -> dict[str, tuple[int, float]]:
             if number:
                 tokens = [line.run.layout.batch_size * line.run.layout.sequence for line in group]
                 predicted = [line.seconds / n for line, n in zip(group, tokens, strict=True)]
-                measured = [line.run.seconds / n for line, n in zip(group, tokens, strict=True)]
+                measured = [(line.run.seconds or 0.0) / n for line, n in zip(group, tokens, strict=True)]
                 agree += number * kendall(predicted, measured)
                 pairs += number
         if pairs:

@@ -8,6 +8,7 @@ tests/strategies/test_accelerator.py and tests/planner/test_planner_course.py.
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -187,7 +188,7 @@ def mesh_by_hand(s: Sizes) -> Said:
     return fsdp(s) if s.n > 1 else plain(s)
 
 
-SAYS = {
+SAYS: dict[tuple[str, str], Callable] = {
     ("single", "pytorch"): plain,
     ("dp", "pytorch"): functools.partial(replicas, by_hand=False),
     ("dp", "by-hand"): functools.partial(replicas, by_hand=True),

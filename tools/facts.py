@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
@@ -151,7 +152,7 @@ def exercises(old: str, rest: str) -> str:
     for chapter in CHAPTERS:
         text = (ROOT / chapter / "exercises.py").read_text()
         for one in check.exercises_of(chapter):
-            importance = re.search(rf"^def {one.name}\(.*?Importance ([●○]+)", text, re.DOTALL | re.MULTILINE)[1]
+            (importance,) = re.findall(rf"^def {one.name}\((?:.|\n)*?Importance ([●○]+)", text, re.MULTILINE)[:1]
             allowed = check.minutes_of(chapter)[one.name]
             lines.append([chapter[:2], code(one.name), one.difficulty, importance, allowed, str(one.points)])
     return table(["chapter", "exercise", "difficulty", "importance", "minutes", "points"], lines)
@@ -163,8 +164,8 @@ def exercises(old: str, rest: str) -> str:
 def default_axes(name: str) -> list[str]:
     """Those along which a strategy divides something where no --mesh is given; of "mesh", those that it may have."""
     kinds = STRATEGIES[name].implementations.values()
-    found = {(cls, axis) for cls in kinds for axis in (cls.axes if name == "mesh" else cls.preset)}
-    found = {axis for cls, axis in found if axis != "data" or "data" in cls.data_axes}
+    there = {(cls, axis) for cls in kinds for axis in (cls.axes if name == "mesh" else cls.preset)}
+    found = {axis for cls, axis in there if axis != "data" or "data" in cls.data_axes}
     return [axis for axis in AXES if axis in found]
 
 
@@ -189,7 +190,7 @@ def strategies(old: str, rest: str) -> str:
 
 def engines(old: str, rest: str) -> str:
     """Implementations by libraries, and the script of each; a script that serves several strategies has one line."""
-    found = {}
+    found: dict[tuple, list[str]] = {}
     for name, entry in STRATEGIES.items():
         for engine, (package, place) in ((engine, (one.package, one.place)) for engine, one in entry.engines.items()):
             _, chapter, module = place.partition(":")[0].split(".")
@@ -222,7 +223,7 @@ def options(old: str, rest: str) -> str:
 
 
 def own_options(old: str, rest: str) -> str:
-    found = {}
+    found: dict[tuple[str, str], tuple[Any, list[str]]] = {}
     for name, entry in STRATEGIES.items():
         for kind in entry.implementations.values():
             for item in fields(kind.Options):
@@ -279,7 +280,7 @@ def commands_of(target: str) -> list[str]:
 
 
 def commands(old: str, rest: str) -> str:
-    phony = re.search(r"^\.PHONY: (.*?[^\\])$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (phony,) = re.findall(r"^\.PHONY: ((?:.|\n)*?[^\\])$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     lines = [
         [code(f"make {name}"), "<br>".join(map(code, commands_of(name)))] for name in phony.replace("\\", "").split()
     ]

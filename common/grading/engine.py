@@ -126,7 +126,7 @@ def grade(
     attempts: list[tuple[Exercise, str]],
     file: Path,
     run: Callable | None = None,
-    progress: Callable = lambda text: None,
+    progress: Callable = lambda _text: None,
 ) -> list[Verdict]:
     """Judge the functions of `file` named in `attempts`, each as an answer to its exercise.
 
@@ -314,7 +314,7 @@ def _alarm():
         yield
         return
 
-    def ring(signum, frame):
+    def ring(_signum, _frame):
         raise _OutOfTime
 
     signal.signal(signal.SIGALRM, ring)

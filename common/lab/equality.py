@@ -147,7 +147,7 @@ class NotEqual(AssertionError):
 class WithBatchNorm(nn.Module):
     """A model whose buffers change with what a rank reads: the running statistics of BatchNorm."""
 
-    def __init__(self, model_class=GPT):
+    def __init__(self, _model_class=GPT):
         super().__init__()
         self.embedding, self.norm, self.head = (
             nn.Embedding(VOCABULARY, 16),

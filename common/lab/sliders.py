@@ -26,7 +26,7 @@ class Sliders(widgets.VBox):
         columns = [widgets.VBox(all_of_them[:half]), widgets.VBox(all_of_them[half:])]
         super().__init__([widgets.HBox(columns), *below, self.picture])
 
-    def redraw(self, change=None) -> None:
+    def redraw(self, _change=None) -> None:
         fig = self.draw(**{name: control.value for name, control in self.controls.items()})
         self.picture.layout.display = None if fig else "none"  # no blank space in its place
         if fig:

@@ -74,7 +74,7 @@ def as_myst(text: str, home: Path) -> str:
     return re.sub(r"\]\(([\w./-]+)\)", page_of, text)
 
 
-def read_source(app, docname, source):
+def read_source(_app, docname, source):
     """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
     home = (ROOT / docname).parent
     if docname == "README":

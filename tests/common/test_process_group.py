@@ -169,11 +169,11 @@ def introduced(cases: dict[str, list]) -> dict[str, str]:
     """What each process is told: the case's list has the (rank, version) that it believes to have, or None."""
     said = {}
     for name, believed in cases.items():
-        mine, there = believed[dist.get_rank()], len({one[0] for one in believed if one})
+        mine = believed[dist.get_rank()]
         if mine:
             torch.__version__ = mine[1]
             try:
-                introduce(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), mine[0], there)
+                introduce(dist.PrefixStore(name, dist.distributed_c10d._get_default_store()), mine[0])
                 said[name] = "welcome"
             except UserError as error:
                 said[name] = str(error)

@@ -362,7 +362,6 @@ def test_a_stage_fits_if_it_does_with_all_that_the_allocator_may_add():
 def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     """Of 8 ranks in which 2 and 2 have other experts, 4 have the same ones, and divide their 16 bytes."""
     one = Layout((("shard", 4), ("expert", 2)), 8, zero_stage=3, precision="float32")
-    model = models.find("mixtral-8x7b")
     assert sum(memory.state(one, 1000.0, 0.0).values()) == 16 * 1000 / 8, "what all ranks use"
     assert sum(memory.state(one, 0.0, 1000.0).values()) == 16 * 1000 / 4, "experts of a rank"
 

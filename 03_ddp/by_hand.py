@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from common.collectives import broadcast_module
+from common.collectives import broadcast_module, broadcast_together
 from common.errors import UserError
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
@@ -143,12 +143,15 @@ class Reducer:
         for work in self.works:
             work.wait()
         if self.find_unused:
-            used = torch.tensor(used, dtype=torch.uint8, device=self.flat[0].device)
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-            for index, anywhere in enumerate(used.tolist()):  # None where no rank has one: then nothing is updated
-                self.parameters[index].grad = self.views[index] if anywhere else None
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, group=self.group, group_src=0)
+            device = self.flat[0].device
+            anywhere = torch.tensor(used, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            anywhere = anywhere.to(device, non_blocking=True)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)
+            # To read the answer is to wait for the GPU, and who has used all parameters knows it.
+            for index, somewhere in enumerate(used if all(used) else anywhere.tolist()):
+                if not somewhere:  # no rank has a gradient: None, then nothing is updated
+                    self.parameters[index].grad = None
+        broadcast_together([*self.model.buffers()], self.group)
         self.begin()
 
     @contextmanager

@@ -28,7 +28,8 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
-    """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step."""
+    """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step. The slices are on
+    the CPU, so on GPUs the group has gloo beside NCCL, as that of common/ranks.py has."""
     described, group = None, dist.group.WORLD  # data parallelism alone: all ranks read slices of each batch
     for step in range(start, plan.steps):
         batch = []

@@ -72,7 +72,7 @@ BUGS = Bugs(
             why="Ranks seeded differently start from different weights, and equal gradients keep them apart.",
         ),
         "drifting_buffers": bug(
-            right="dist.broadcast(buffer, group=self.group, group_src=0)",
+            right="broadcast_together([*self.model.buffers()], self.group)",
             wrong="pass",
             inside="finish",
             refused_by="agreement",

@@ -25,7 +25,9 @@ def all_three() -> dict:
     nn.init.constant_(module.weight, 10.0 + rank)
     module.running_mean.fill_(20.0 + rank)
     module.num_batches_tracked.fill_(30 + rank)
-    broadcast_module(module, pair)
+    with Ledger() as ledger:
+        broadcast_module(module, pair)
+    found["broadcasts"] = len(ledger.entries)
     found["module"] = [module.weight[1].item(), module.running_mean[1].item(), module.num_batches_tracked.item()]
 
     # Over a pair's ranks cut: 3 and 4, 5 together; on every rank whole: 12. So 13.
@@ -54,6 +56,7 @@ def test_a_module_is_that_of_the_groups_first_rank_buffers_included(ranks):
     assert [found["module"] for found in ranks] == [[10.0, 20.0, 30]] * 2 + [[12.0, 22.0, 32]] * 2, (
         "parameter and buffers of the group's first rank"
     )
+    assert [found["broadcasts"] for found in ranks] == [2] * 4, "one for what is float32, one for the counter"
 
 
 def test_the_norm_adds_what_is_cut_over_its_group_and_counts_the_rest_once(ranks):

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_waits import Copies
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -153,6 +154,20 @@ def branch_by_rank(find_unused: bool, in_place: bool = False) -> list[torch.Tens
         model(torch.ones(1, 4), (dist.get_rank() + step) % 2).sum().backward()
         reducer.finish()
     return [layer.weight.grad for layer in model.layers]
+
+
+def reads_of_unused_flags() -> int:
+    model = nn.Linear(4, 4)
+    reducer = by_hand.Reducer(model, world(), find_unused=True)
+    reducer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    with Copies() as copies:
+        reducer.finish()
+    return len(copies.found)
+
+
+def test_who_has_used_all_parameters_does_not_wait_for_the_gpu():
+    assert launch(reads_of_unused_flags, 2) == [0, 0]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -350,8 +365,12 @@ MISTAKES = {
     ),
     "only the last backward pass counts": (comes_and_goes, "index in self.reached and", "index not in late and"),
     "used in a step before": (comes_and_goes, "        self.reached.clear()\n", ""),
-    "unused are zeros": (comes_and_goes, "self.views[index] if anywhere else None", "self.views[index]"),
-    "unused on this rank": (comes_and_goes, "dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)", "pass"),
+    "unused are zeros": (comes_and_goes, "self.parameters[index].grad = None", "pass"),
+    "unused on this rank": (
+        comes_and_goes,
+        "dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)",
+        "pass",
+    ),
     "buffers may differ": (tells_them_apart, "model.named_buffers()", "()"),
     "frozen or not": (tells_them_apart, "not tensor.requires_grad", "False"),
     "in whatever order": (tells_them_apart, "if first != second:", "if False:"),

@@ -16,11 +16,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import FULL
+from helpers import FULL, refused
 from hostile import ALL, HOSTILE
 
 from common import ROOT, check
-from common.errors import UserError
 from common.grading import classes, engine, fresh, patterns, sandbox
 from common.grading.classes import Grading, safe
 from common.grading.engine import SIZES, Exercise, ExerciseCase
@@ -265,7 +264,7 @@ def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
     assert found["both.py"] == tmp_path / "both.py" and found["both"] == tmp_path / "both" / "exercises.py"
     assert classes.submissions(tmp_path / "both.py") == {"both": tmp_path / "both.py"}, "a file is one submission"
     (tmp_path / "both" / "notes.txt").touch()
-    with pytest.raises(UserError, match="both: no .py file and no subfolder in it$"):
+    with refused("both"):
         classes.submissions(tmp_path / "both")
     told = "note: notes.txt is neither a .py file nor a folder, so it is not graded\n"
     assert capfd.readouterr().err == told, "what is not graded"
@@ -380,5 +379,5 @@ def test_an_answer_that_is_none_is_refused(capsys):
 
 
 def test_a_submission_that_is_nowhere():
-    with pytest.raises(UserError, match="--submission nowhere: no such file or folder"):
+    with refused("--submission nowhere"):
         classes.submissions(Path("nowhere"))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import SMALL, configure
+from helpers import SMALL, configure, refused
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties, TensorStorageMetadata
 
@@ -100,13 +100,8 @@ def test_a_disk_that_the_nodes_do_not_share_is_told(tmp_path):
     writer = Writer(tmp_path / "checkpoint-000001", {})
     writer.path.mkdir()
     (writer.path / "__0_0.distcp").touch()
-    with pytest.raises(UserError) as error:
+    with refused("rank 0", f"{tmp_path}/.checkpoint-000001.partial/__1_0.distcp", "rank 1", "--run-dir"):
         writer.finish(Metadata({}), [([], [Written(f"__{rank}_0.distcp", 0, "00000000")]) for rank in (0, 1)])
-        pytest.fail("a file that rank 0 does not find is not missed")
-    assert str(error.value) == (
-        f"rank 0 does not find {tmp_path}/.checkpoint-000001.partial/__1_0.distcp, which rank 1 wrote: --run-dir must "
-        f"be on a disk that all nodes share"
-    )
 
 
 def test_what_is_told_of_a_disk(tmp_path, monkeypatch):
@@ -116,22 +111,19 @@ def test_what_is_told_of_a_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     folder, full = tmp_path / "checkpoint-000002", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     several = RuntimeError("the writer failed\nat line 3")
-    room = "; make room, or name another folder with --run-dir"
     for raised, done, said in (
-        (dcp.CheckpointException("", {0: (full, None)}), "written", f"No space left on device{room}"),
-        (dcp.CheckpointException("", {0: (several, None)}), "written", f"the writer failed{room}"),
+        (dcp.CheckpointException("", {0: (full, None)}), "written", "No space left on device"),
+        (dcp.CheckpointException("", {0: (several, None)}), "written", "the writer failed"),
         (dcp.CheckpointException("", {0: (several, None)}), "read", "the writer failed"),
         (pickle.UnpicklingError("not ours"), "read", "not ours"),
         (full, "read", "No space left on device"),
     ):
-        with pytest.raises(UserError) as error, told(folder, done):
+        with refused(str(folder), done, said) as error, told(folder, done):
             raise raised
-        assert str(error.value) == f"{folder} cannot be {done}: {said}"
+        assert ("--run-dir" in str(error.value)) == (done == "written"), "what to do, where there is something to do"
     (tmp_path / "checkpoint-000001").mkdir()
-    assert str(in_one_line(full, folder, "written", "rank 3: ")) == (
-        f"{folder} cannot be written: rank 3: No space left on device{room} (checkpoints written before are whole; "
-        f"--resume goes on from them)"
-    )
+    said = str(in_one_line(full, folder, "written", "rank 3: "))
+    assert all(word in said for word in (str(folder), "rank 3", "No space left on device", "--run-dir", "--resume"))
     for other in (UserError("ranks differ"), ValueError("a mistake")):
         assert in_one_line(other, folder, "written", "rank 3: ") is other
 
@@ -142,7 +134,7 @@ def test_what_went_wrong_in_the_background_is_told_by_the_next_save(tmp_path, mo
     saver, before = Saver(), concurrent.futures.Future()
     before.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     saver.under_way = tmp_path / "checkpoint-000001", before
-    with pytest.raises(UserError, match="checkpoint-000001 cannot be written: No space left on device; make room"):
+    with refused("checkpoint-000001", "No space left on device"):
         saver.save(tmp_path / "checkpoint-000002", None, {})
     assert saver.under_way is None
 
@@ -217,13 +209,11 @@ def test_random_numbers_of_a_device_go_with_those_of_the_cpu(monkeypatch):
 def test_a_piece_that_the_checkpoint_does_not_have(tmp_path):
     properties = TensorProperties(dtype=torch.float32)
     there = Metadata({"model.w": TensorStorageMetadata(properties, torch.Size((4, 3)), [])})
-    for name, has in {"model.v": "none", "model.w": "one of shape [4, 3]"}.items():
+    for name, has in {"model.v": "none", "model.w": "[4, 3]"}.items():
         planner = LoadPieces([Piece(name, (4, 2), (0, 0), torch.zeros(4, 2))], "there")
         planner.set_up_planner({}, there)
-        with pytest.raises(UserError) as error:
+        with refused("there", name, "[4, 2]", has):
             planner.create_local_plan()
-        wanted = f"{name} of shape [4, 2] is wanted, and it has {has}"
-        assert str(error.value) == f"there is not of this model: {wanted}"
 
 
 def test_whole_tensors_are_read_as_they_were_written(tmp_path):
@@ -269,12 +259,8 @@ def test_copies_are_compared_where_their_shapes_agree(monkeypatch):
         (planner, one), (_, two) = plans(torch.zeros(2, 2), other)
         assert planner.create_global_plan([one, two]) == 2, "no copies, or equal ones"
     (planner, one), (_, two), (_, three) = plans(*[torch.zeros(2, 2)] * 2, torch.ones(2, 2))
-    with pytest.raises(UserError) as error:
+    with refused("0 and 2", "model.w"):
         planner.create_global_plan([one, two, three])
-    assert str(error.value) == (
-        "ranks 0 and 2 have different numbers for model.w, of which they should have equal copies; no checkpoint was "
-        "written"
-    )
 
 
 def test_messages_of_a_checkpoint_in_the_background_have_their_own_group(tmp_path, monkeypatch):
@@ -307,10 +293,7 @@ def test_the_lock_names_who_writes(tmp_path, monkeypatch):
 
     for number in (errno.EACCES, errno.EAGAIN):
         monkeypatch.setattr(lock.fcntl, "lockf", refuse(number))
-        with pytest.raises(UserError) as error:
+        with refused(str(tmp_path), "process"):
             Lock(tmp_path)
-        assert str(error.value) == (
-            f"run directory {tmp_path} is being written by another process; wait until it has ended, or end it"
-        )
     monkeypatch.setattr(lock.fcntl, "lockf", refuse(errno.ENOLCK))
     Lock(tmp_path).release()  # a file system without locks keeps nobody out

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import refused
 
 from common import ROOT, cluster_check
 from common.cluster_check import Link, Rank
-from common.errors import UserError
 from common.lab.launch import launch
 from common.ranks import Ranks
 
@@ -177,7 +177,7 @@ def test_the_exit_code(tmp_path):
 
 def test_a_message_of_no_size_is_refused():
     for size in ("0", "-1"):
-        with pytest.raises(UserError, match=f"--megabytes must be at least 1, got {size}"):
+        with refused("--megabytes", "1", str(size)):
             cluster_check.main(["--megabytes", size])
 
 

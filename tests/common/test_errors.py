@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import Fork
-from helpers import LAUNCHER, configure, launcher
+from helpers import LAUNCHER, configure, launcher, refused
 
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
@@ -88,11 +88,10 @@ def test_torchrun_ends_with_the_line(tmp_path):
     assert done.returncode == 1
     *_, last, border = done.stderr.splitlines()
     assert set(border) == {"="}
-    assert last.strip().startswith("traceback : error: --batch-size 7 does not divide by 2 data-parallel rank(s)")
-    assert last.endswith("the nearest that does is 8")
+    assert last.strip().startswith("traceback : error: --batch-size 7 ") and last.endswith("8")
     # torchrun ends rank 1 before it speaks, unless the machine is so busy that this takes the 3 s for which it waits.
     spoke = len(re.findall(r"^ +exitcode +: 2 ", done.stderr, re.MULTILINE))
-    lines = done.stderr.count("--batch-size 7 does not divide")
+    lines = done.stderr.count("error: --batch-size 7 ")
     assert lines == spoke > 0, f"in torchrun's report, and nowhere else:\n{done.stderr}"
 
 
@@ -149,7 +148,7 @@ def test_torch_still_says_so():
 
 def test_a_batch_larger_than_the_data(tmp_path):
     config = configure(task="images", batch_size=1798, run_dir=tmp_path / "run")
-    with pytest.raises(UserError, match="^--batch-size 1798 is more than the 1797 examples of the data; make it 1797"):
+    with refused("--batch-size 1798", "1797"):
         make_task(config)
     assert make_task(configure(task="images", batch_size=1797, run_dir=tmp_path / "run")).dataset.size == 1797
 
@@ -223,11 +222,12 @@ def test_advice_after_a_lost_rank_is_true(tmp_path):
         return Run._how_to_go_on(SimpleNamespace(path=folder))
 
     run = tmp_path / "run"
-    assert advice(run) == f"go on with --resume --run-dir {run} if there is a checkpoint, else start again"
+    resume, again = f"--resume --run-dir {run}", "start again"
+    assert resume in advice(run) and again in advice(run), "both, where nobody here can see the folder"
     run.mkdir()
-    assert advice(run) == "start again (there is no checkpoint yet)"
+    assert resume not in advice(run) and again in advice(run)
     (run / "checkpoint-000006").mkdir()
-    assert advice(run) == f"go on with --resume --run-dir {run}"
+    assert resume in advice(run) and again not in advice(run)
 
 
 # --- resume, interrupt ----------------------------------------------------------------------------------------
@@ -236,8 +236,7 @@ def test_advice_after_a_lost_rank_is_true(tmp_path):
 def test_a_resumed_run_that_has_nothing_to_do(tmp_path):
     assert Fork(SCRIPT, *SMALL, "--steps=2", "--run-dir=run", cwd=tmp_path).wait(timeout=120) == 0
     said = ended(Fork(SCRIPT, "--resume", "--run-dir=run", cwd=tmp_path))
-    told = "error: --resume: run has its 2 steps behind it, so there is nothing to do; ask for more with --steps 4"
-    assert said.splitlines()[-1] == told
+    assert said.splitlines()[-1].startswith("error: --resume") and "--steps 4" in said
 
 
 def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
@@ -257,11 +256,11 @@ def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
      ("block_size", "context")],
 )  # fmt: skip
 def test_names_of_other_programs_are_understood(given, meant, tmp_path):
-    with pytest.raises(UserError, match=rf"unknown option --{given}; did you mean --{meant}\?"):
+    with refused(f"--{given}", f"--{meant}"):
         configure(f"--{given}=1")
     file = tmp_path / "x.yaml"
     file.write_text(f"{given}: 1")
-    with pytest.raises(UserError, match=f"unknown key '{given}'; did you mean '{meant}'"):
+    with refused(given, meant):
         configure(f"--config={file}")
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Fork
-from helpers import SMALL, configure, metrics, numbers, saved, train
+from helpers import SMALL, configure, metrics, numbers, refused, saved, train
 
 from common import ROOT, checkpoint, manifest
 from common.errors import UserError
@@ -187,12 +187,12 @@ def test_from_a_step_and_from_a_folder(run, finished):
     go_on(run, "--resume 2 --steps 3")
     assert numbers(run) == numbers(finished)[:6]
     assert [path.name[-1] for path in manifest.checkpoints(run)] == ["2", "3"]  # the fourth belonged to another future
-    with pytest.raises(UserError, match="run has no checkpoint of that step; it has 2, 3"):
+    with refused("2, 3"):
         configure(f"--resume 4 --run-dir {run}")
 
 
 def test_other_models_and_other_projects_are_refused(run):
-    with pytest.raises(UserError, match=r"a resumed run keeps its settings, but got --layers 3 \(it has 2\)"):
+    with refused("--layers 3", "2"):
         configure(f"--resume {run}/checkpoint-000002 --layers 3")
     facts = json.loads((run / "config.json").read_text())
     facts["config"]["width"] = 64  # the checkpoints of another run, copied here
@@ -200,19 +200,13 @@ def test_other_models_and_other_projects_are_refused(run):
     said = go_on(run)
     assert said[-1] == f"error: --resume: {run}/checkpoint-000004 was trained with --width 32, and this run has 64"
     (run / "checkpoint-000004" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"checkpoint-000004 is no checkpoint of this course, .* has no manifest.json"):
+    with refused("checkpoint-000004", "manifest.json"):
         configure(f"--resume {run}/checkpoint-000004")
     for folder in manifest.checkpoints(run):
         shutil.rmtree(folder)
     (run / "checkpoint-000004.pt").touch()
     with pytest.raises(UserError, match="single files, as earlier versions of this course wrote them"):
         configure(f"--resume --run-dir {run}")
-
-
-def refused(line: str, size: int = 1) -> str:
-    with pytest.raises(UserError) as error:
-        configure(line, size)
-    return str(error.value)
 
 
 def test_each_wrong_resume_says_what_to_do(run, tmp_path):
@@ -222,19 +216,17 @@ def test_each_wrong_resume_says_what_to_do(run, tmp_path):
         warnings.simplefilter("ignore")  # nobody else takes part
         dcp.save({"weight": torch.ones(3)}, checkpoint_id=other, no_dist=True)
     torch.save({}, file)
-    expected = f"{other} is no checkpoint of this course, or one that was cut: it has no manifest.json"
-    assert refused(f"--resume {other}") == expected
-    expected = f"--resume {file} is a file, and a checkpoint is a folder; give that, or a step"
-    assert refused(f"--resume {file}") == expected
-    assert refused(f"--resume {run}") == f"--resume {run} is a run, not a checkpoint; write --resume --run-dir {run}"
-    assert refused(f"--resume --run-dir {run} --mesh data=2,tensor=2", 2) == (
-        "--mesh data=2,tensor=2 is 4 rank(s), and 2 are started; start 4, or make the product 2"
-    )
-    assert refused(f"--resume --run-dir {run} --strategy hsdp").startswith(
-        "--mesh data=2 leaves no whole number of ranks for axis 'shard': 1 rank(s) do not divide by 2; start a multiple"
-    )
+    for line, words in {
+        f"{other}": [f"{other}", "manifest.json"],
+        f"{file}": ["--resume", f"{file}", "folder"],
+        f"{run}": [f"--resume --run-dir {run}"],
+        f"--run-dir {run} --mesh data=2,tensor=2 ": ["--mesh data=2,tensor=2", "4", "2"],
+        f"--run-dir {run} --strategy hsdp": ["--mesh data=2", "shard"],
+    }.items():
+        with refused(*words):
+            configure(f"--resume {line}", 2 if "tensor" in line else 1)
     said = go_on(run, "--resume --steps 5 --strategy expert --by-hand")
-    assert said[-1].startswith(f"error: {run}/checkpoint-000004 is not of this model: model.blocks.0.mlp.experts.up of")
+    assert said[-1].startswith(f"error: {run}/checkpoint-000004 ") and "model.blocks.0.mlp.experts.up" in said[-1]
 
 
 def test_a_folder_belongs_to_one_living_run(run):
@@ -245,9 +237,7 @@ def test_a_folder_belongs_to_one_living_run(run):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, text=True, **pipes) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(
-            UserError, match=rf"is being written by process {process.pid} on .*; wait until it has ended"
-        ):
+        with refused(str(process.pid)):
             configure(f"--resume --steps 5 --run-dir {run}")
         process.kill()
     configure(f"--resume --steps 5 --run-dir {run}")
@@ -260,9 +250,9 @@ def test_metadata_that_would_call_something_is_refused(run):
 
     folder = run / "checkpoint-000004"
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(UserError, match="cannot be read: .*mkdir does not belong into a checkpoint"):
+    with refused("mkdir"):
         checkpoint.whole_tensors(folder)
-    with pytest.raises(UserError, match="cannot be read: .*mkdir does not belong into a checkpoint"):
+    with refused("mkdir"):
         checkpoint.load(folder, None)
     assert not (run / "called").exists()
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SMALL, configure, metrics, saved, train
+from helpers import SMALL, configure, metrics, refused, saved, train
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -80,7 +80,7 @@ def test_a_run_of_pictures_and_one_that_has_just_begun(tmp_path, capsys):
 
 def test_the_last_report_of_the_ranks_is_shown(tmp_path, capsys):
     a = made(tmp_path / "a", [4.0, 3.0])
-    with pytest.raises(UserError, match="has no report of its ranks yet: the first one comes after --log-every steps"):
+    with refused("--log-every"):
         runs.main(["ranks", str(a)])
     for step in (1, 2):
         noted(a, step, ranks=[{"host": f"node{rank}", "use": step / 4} for rank in range(2)])
@@ -141,7 +141,7 @@ def test_what_is_drawn(tmp_path, monkeypatch):
 
 def test_what_is_exported_is_said_and_goes_where_it_is_asked_for(tmp_path, capsys, monkeypatch):
     a, file = made(tmp_path / "a", [4.0]), tmp_path / "model.pt"
-    with pytest.raises(UserError, match="a has no checkpoint$"):
+    with refused("a ", "checkpoint"):
         runs.main(["export", str(a)])
     for step in (1, 2, 3):
         (a / f"checkpoint-00000{step}").mkdir()
@@ -151,10 +151,10 @@ def test_what_is_exported_is_said_and_goes_where_it_is_asked_for(tmp_path, capsy
     line = f"{file}: 2 tensors, 10 numbers, of {a / 'checkpoint-000002'}"
     assert said(capsys, "export", a, "--out", file) == [line], "of the newest that is whole"
     assert torch.load(file, weights_only=True).keys() == tensors.keys()
-    with pytest.raises(UserError, match=rf"^--step 7: {a} has checkpoints of steps 1, 2, 3$"):
+    with refused("--step 7", str(a), "1, 2, 3"):
         runs.main(["export", str(a), "--step=7"])
     monkeypatch.setattr(runs.manifest, "damage", lambda folder: f"{folder.name} is cut")
-    with pytest.raises(UserError, match="^checkpoint-000003 is cut$"):
+    with refused("checkpoint-000003"):
         runs.main(["export", str(a)])  # none is whole: why the newest is not
 
 
@@ -171,7 +171,7 @@ def test_compare_names_the_first_step_and_the_settings(tmp_path, capsys):
     assert found["first_difference"] is None
     runs.main(["compare", str(a), str(b)])
     assert "differ first at step 3: loss 2.0 and 2.2" in capsys.readouterr().out
-    with pytest.raises(UserError, match="compare needs two runs or more"):
+    with refused("two"):
         runs.main(["compare", str(a)])
 
 
@@ -197,7 +197,7 @@ def test_plot_over_steps_tokens_and_seconds(tmp_path, capsys):
     assert history.axis("seconds") == [0.5, 1.0, 1.5]
     assert asked(capsys, "plot", a, "--out", tmp_path / "a.png")["file"] == str(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="--metric los: a has none; it has loss, grad_norm, step_seconds"):
+    with refused("--metric los", "loss, grad_norm"):
         runs.main(["plot", str(a), "--metric=los"])
 
 
@@ -235,7 +235,7 @@ def with_board(configs) -> None:
 def test_tensorboard_gets_the_metrics_and_goes_on_where_the_run_does(tmp_path, monkeypatch):
     line = f"--strategy ddp --tensorboard --run-dir {tmp_path / 'run'}"
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UserError, match="^--tensorboard needs the package tensorboard: pip install tensorboard; or"):
+    with refused("--tensorboard", "pip install tensorboard"):
         configure(line, 2, **SMALL)
     monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace(__spec__=ModuleSpec("tensorboard", None)))
     for more in ("--steps 2", "--resume --steps 3"):
@@ -278,7 +278,7 @@ def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
     assert end == len(data)
     (folder / "checkpoint-000002" / "__0_0.distcp").unlink()
     assert asked(capsys, "export", folder)["checkpoint"].endswith("checkpoint-000001")
-    with pytest.raises(UserError, match="__0_0.distcp: No such file"):
+    with refused("__0_0.distcp", "No such file"):
         runs.main(["export", str(folder), "--step=2"])
 
 

@@ -4,17 +4,15 @@ import asyncio
 import email
 import json
 import logging
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import configure
+from helpers import configure, refused
 from torch import nn
 
 from common import data
-from common.errors import UserError
 from common.lab.launch import launch
 from common.learning_rate import learning_rate
 from common.mesh import make_mesh
@@ -89,14 +87,14 @@ PARTS = "2 data-parallel rank(s) x 2 micro-batch(es) = 4"
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        (3, f"--batch-size 3 is not one example for each of {PARTS}; make it 4 or a multiple, or start fewer ranks"),
-        (9, f"--batch-size 9 does not divide by {PARTS}; the nearest that does is 8"),
-        (6, f"--batch-size 6 does not divide by {PARTS}; the nearest that does is 8"),
-        (11, f"--batch-size 11 does not divide by {PARTS}; the nearest that does is 12"),
+        (3, "4"),
+        (9, "8"),
+        (6, "8"),
+        (11, "12"),
     ],
 )
 def test_a_batch_that_cannot_be_cut(batch, told):
-    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+    with refused(f"--batch-size {batch}", "2", "4", told):
         check_batch(configure(batch_size=batch, accumulation_steps=2), SimpleNamespace(data_size=2))
     check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
 
@@ -107,10 +105,8 @@ def test_more_examples_than_there_are_in_a_batch(tmp_path):
     (tmp_path / ".hidden" / "poems" / "one.txt").write_bytes(b"a" * 400)
     settings = {"text": tmp_path / ".hidden" / "poems", "context": 16}
     assert make_task(configure(batch_size=23, **settings)).dataset.size == 23, "380 bytes to train on, 16 an example"
-    with pytest.raises(UserError) as error:
+    with refused("--batch-size 24", "23"):
         make_task(configure(batch_size=24, **settings))
-        pytest.fail("a batch of more examples than there are")
-    assert str(error.value) == "--batch-size 24 is more than the 23 examples of the data; make it 23 or less"
 
 
 def test_the_model_of_pictures_is_as_the_pictures_are():
@@ -212,11 +208,11 @@ def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):
 def test_a_parameter_without_a_gradient_is_named_and_frozen_ones_are_not():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    with pytest.raises(UserError, match="^parameter 1.weight and 3 more got no gradient in this step: use it in the"):
+    with refused("1.weight", "3"):
         require_gradients(model)
     model[1](torch.ones(2)).sum().backward()
-    with pytest.raises(UserError, match="^parameter 2.weight and 1 more got no gradient"):
+    with refused("2.weight", "1"):
         require_gradients(model)
-    with pytest.raises(UserError, match="^parameter 1.bias got no gradient"):
+    with refused("1.bias"):
         require_gradients(model, without={model[1].bias, model[0].weight})
     require_gradients(model, without=set())

@@ -46,19 +46,11 @@ def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
     assert lines[len(exercises) + 1].split() == total.split()
 
 
-PAGE = """\
-exercise       difficulty  minutes  status         points
-learning_rate  ●○○○○            10  not attempted   0 of 1
-bf16_average   ●●○○○            10  not attempted   0 of 2
-total                               0 of 2 right    0 of 3
-
-next: learning_rate ●○○○○
-"""
-
-
 def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
     check.notebook("03_ddp", "learning_rate", "bf16_average")
-    assert capfd.readouterr().out == PAGE, "the table of two exercises, with the minutes that they allow"
+    text = capfd.readouterr().out
+    rows = [line for line in text.splitlines() if "not attempted" in line]
+    assert [line.split()[0] for line in rows] == ["learning_rate", "bf16_average"] and "0 of 3" in text
 
 
 @pytest.mark.parametrize("chapter", ["01_intro"])
@@ -116,18 +108,11 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
     assert re.search(r"ring_shift +●○○○○ +10 +right +1 of 1\n", output), "the row of what is right, with its minutes"
     assert re.search(r"global_mean +●○○○○ +10 +wrong +0 of 1\n", output), "the row of what is wrong, with its minutes"
     assert re.search(r"total +1 of 9 right +1 of 20\n", output), "how many are right, and their points"
-    told = """
-global_mean: world size 2, 1, 3 values on the ranks, rank 0
-  input     rank 0: global_mean([1])
-            rank 1: global_mean([10, 20, 30])
-  expected  15.25
-  got       1
-  printed   rank 0: mean 1
-            rank 1: mean 3
-  hint      python -m common.check global_mean --hint
-"""
-    assert told in output  # (1 + 10 + 20 + 30) / 4 = 15.25: what is shown is enough to compute it
-    assert output.endswith("next: ring_bytes ●●●○○\n")
+    told = output[output.index("global_mean: ") :]  # (1 + 10 + 20 + 30) / 4: what is shown is enough to compute it
+    for fact in ("world size 2", "rank 0: global_mean([1])", "rank 1: global_mean([10, 20, 30])", "15.25",
+                 "rank 0: mean 1", "rank 1: mean 3", "python -m common.check global_mean --hint"):  # fmt: skip
+        assert fact in told
+    assert "ring_bytes" in output.splitlines()[-1], "what is next"
 
 
 def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
@@ -139,9 +124,10 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
     )
     verdicts = check.verdicts("05_pipeline", tmp_path / "exercises.py")
     lines = check.table(verdicts).splitlines()
-    row = "  rank 3  .  .  .  .  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7 .  .  .  .  .  .   8 stored"
-    assert lines[lines.index("  expected  at most [7, 5, 3, 1] activations stored on the ranks") + 7] == row
-    assert "  got       int 7" in lines
+    forward, backward = (" ".join(f"{kind}{m}" for m in range(8)) for kind in "FB")
+    (row,) = [line for line in lines if line.strip().startswith("rank 3") and f"{forward} {backward}" in line]
+    assert any("[7, 5, 3, 1]" in line for line in lines), "what is allowed on each rank"
+    assert any(line.endswith(" int 7") for line in lines)
     shown = []
     monkeypatch.setattr(check, "verdicts", lambda chapter: verdicts)
     monkeypatch.setattr(
@@ -149,9 +135,8 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
     )
     check.notebook("05_pipeline")
     assert row not in capfd.readouterr().out  # a notebook shows the picture
-    title = "makespan 28, at most 8 stored"
-    alt = f"Timeline of your schedule, a row of numbered boxes for each rank: {title}"
-    assert shown == [(title, alt)], "the title of the picture, and its alt text"
+    ((title, alt),) = shown
+    assert "28" in title and "8" in title and title in alt, "makespan and what is stored, in the alt text too"
 
 
 @pytest.mark.parametrize(
@@ -252,10 +237,8 @@ def global_mean(values):
     monkeypatch.setattr(sandbox, "available", lambda: "a test")  # what the sandbox keeps off, test_class.py shows
     assert check.main(["--submission", str(folder), "--csv"]) == 0
     output = capfd.readouterr()
-    assert output.err.splitlines() == [
-        "note: notes.txt is neither a .py file nor a folder, so it is not graded",
-        "note: no sandbox, for a test: submissions run as you, with your files and network",
-    ], "notes, which are apart from the table"
+    skipped, unsafe = output.err.splitlines()  # apart from the table
+    assert "notes.txt" in skipped and "no sandbox" in unsafe
     rows = {row["submission"]: row for row in csv.DictReader(output.out.splitlines())}
     assert list(rows) == ["empty", "jane", "random"]
     names = [exercise.name for exercise in check.exercises_of("01_intro")]

@@ -1,4 +1,4 @@
-"""What learners and teachers read of verdicts, whole: the table, hints, a class's rows and pages."""
+"""What learners and teachers read of verdicts: the table, hints, a class's rows and pages."""
 
 import sys
 
@@ -20,48 +20,38 @@ def some_verdicts() -> list[Verdict]:
     return [Verdict(right, "right"), mistaken, Verdict(left, "not attempted")]
 
 
-TABLE = """\
-exercise     difficulty  minutes  status         points
-sum          ●○○○○             5  right           3 of 3
-mean_of_all  ●●○○○            20  wrong           0 of 12
-tree         ●●●○○                not attempted   0 of 2
-total                             1 of 3 right    3 of 17
-
-mean_of_all: world size 2, ones, rank 1
-  input     rank 0: mean_of_all([1])
-            rank 1: mean_of_all([2])
-  expected  5
-  got       6
-  printed   rank 1: half
-  hint      python -m common.check mean_of_all --hint
-
-  rank 0  F0
-  rank 1  .
-
-next: tree ●●●○○"""
-ONE = """\
-exercise  difficulty  status         points
-sum       ●○○○○       right           3 of 3
-total                 1 of 1 right    3 of 3
-
-  printed   rank 0: 6
-            rank 1: 6"""
-UNUSED = """\
-exercise  difficulty  status         points
-sum       ●○○○○       not graded      0 of 3
-total                 0 of 1 right    0 of 3
-
-the file could not be used: SyntaxError: invalid syntax"""
+def row_of(text: str, name: str) -> str:
+    (row,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return row
 
 
-def test_the_table_of_verdicts_is_this():
-    verdicts = some_verdicts()
-    assert table(verdicts, minutes={"sum": "5", "mean_of_all": "20"}) == TABLE, "the table with minutes and a drawing"
-    plain = TABLE.replace("\n  rank 0  F0\n  rank 1  .\n", "")
-    assert table(verdicts, False, {"sum": "5", "mean_of_all": "20"}) == plain, "the table of a notebook: no drawing"
-    alone = Verdict(verdicts[0].exercise, "right", printed=("rank 0: 6", "rank 1: 6"))
-    assert table([alone]) == ONE, "the table of one exercise with a short name, without minutes"
-    assert table([Verdict(alone.exercise, "not graded", got="SyntaxError: invalid syntax")]) == UNUSED
+def test_the_table_has_a_row_for_each_exercise_and_what_is_wrong_below():
+    verdicts, minutes = some_verdicts(), {"sum": "5", "mean_of_all": "20"}
+    text = table(verdicts, minutes=minutes)
+    head, *rows, total = text.partition("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == ["sum", "mean_of_all", "tree"]
+    for row, verdict in zip(rows, verdicts, strict=True):
+        exercise, points = verdict.exercise, verdict.exercise.points * (verdict.status == "right")
+        facts = [exercise.difficulty, minutes.get(exercise.name, ""), verdict.status, f"{points} of {exercise.points}"]
+        assert " ".join(row.split()[1:]) == " ".join(filter(None, facts))
+        assert row.index(verdict.status) == rows[0].index("right"), "columns stand below each other"
+    assert "1 of 3" in total and "3 of 17" in total, "how many are right, and points"
+    below = text.partition(total)[2]
+    for shown in ("world size 2, ones, rank 1", "mean_of_all([1])", "mean_of_all([2])", "5", "6", "rank 1: half",
+                  "mean_of_all --hint", "rank 0  F0", "rank 1  ."):  # fmt: skip
+        assert shown in below, "where, with which input, what was expected, what came, what it printed, its drawing"
+    assert "tree" in below.splitlines()[-1], "what is next"
+    plain = table(verdicts, False, minutes)
+    assert "rank 0  F0" in text and "rank 0  F0" not in plain, "a notebook shows the picture instead"
+    assert "minutes" in head and "minutes" not in table(verdicts)
+
+
+def test_what_one_exercise_printed_is_shown_and_why_a_file_cannot_be_used():
+    exercise = some_verdicts()[0].exercise
+    alone = table([Verdict(exercise, "right", printed=("rank 0: 6", "rank 1: 6"))])
+    assert "rank 0: 6" in alone and "rank 1: 6" in alone and "1 of 1" in alone
+    unused = table([Verdict(exercise, "not graded", got="SyntaxError: invalid syntax")])
+    assert unused.splitlines()[-1].endswith("SyntaxError: invalid syntax") and "0 of 1" in unused
 
 
 def test_hints_come_sentence_by_sentence():
@@ -105,7 +95,9 @@ def test_rows_and_pages_of_a_class_are_these(tmp_path, monkeypatch, capfd):
     told = "".join(f"\r\033[K{number} of 4: {name}" for number, name in enumerate(results, start=1))
     assert capfd.readouterr().err == told, "progress on a terminal"
     assert sorted(page.name for page in pages.iterdir()) == ["=bob.md", "ann.md", "cat.md", "dan.md"]
-    assert (pages / "ann.md").read_text() == f"# ann\n\n```\n{TABLE}\n```\n", "a page is the table that a learner sees"
+    assert (pages / "ann.md").read_text() == f"# ann\n\n```\n{table(verdicts, minutes=minutes)}\n```\n", (
+        "a page is the table that a learner sees"
+    )
     results["dan"] = "half a pair: \ud800"
     Grading(exercises, minutes, 7.0, pages).all({"dan": files["dan"]})
     assert (pages / "dan.md").read_text() == "# dan\n\n```\nhalf a pair: ?\n```\n", "what cannot be written"

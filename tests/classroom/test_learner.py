@@ -37,11 +37,12 @@ def test_an_exercise_is_found_in_its_chapter(capfd):
     assert check.chapter_with("ring_shift") == "01_intro"
     assert check.main(["global_mean", "--hint"]) == 0
     one, more = capfd.readouterr().out.splitlines()
-    assert one.startswith("hint 1 of 2: A mean of means counts") and "Sums can be added" not in one
-    assert more == "more: python -m common.check global_mean --hint 2"
+    (exercise,) = [exercise for exercise in EXERCISES if exercise.name == "global_mean"]
+    first, second = stages(exercise)
+    assert first in one and second not in one and "common.check global_mean --hint 2" in more
     assert check.main(["01_intro", "global_mean", "--hint", "2"]) == 0
     _, last = capfd.readouterr().out.splitlines()
-    assert last.startswith("hint 2 of 2: Sums can be added"), "and there are no more"
+    assert second in last, "and there are no more"
 
 
 def test_a_class_is_graded_as_asked_for_with_cases_that_nobody_has_seen(tmp_path, monkeypatch):
@@ -91,19 +92,12 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     monkeypatch.setattr(check, "verdicts", verdicts)
     check.watch("01_intro", file, wait=wait)
     assert len(said) == 2, "waits for an edit: an exercise that a later edit broke is not right any more"
-    assert said[0].splitlines() == [
-        "[###############...............] 1 of 2  ring_shift is right",
-        "",
-        "[###############...............] 1 of 2  now global_mean ●○○○○, up to 10 minutes",
-        "global_mean: here",
-        "  input     rank 0: f(1)",
-        "  expected  1",
-        "  got       2",
-        "  hint      python -m common.check global_mean --hint",
-        "(waiting until you save exercises.py; Ctrl-C ends)",
-    ], "what is right, and the first exercise that is not"
-    assert "now ring_shift" in said[1]
-    assert capfd.readouterr().out.endswith("all right: 4 points\n")
+    right, _, now, where, *more = said[0].splitlines()
+    assert "ring_shift" in right and "1 of 2" in right and "global_mean" in now and "10 minutes" in now
+    assert where == "global_mean: here" and any("rank 0: f(1)" in line for line in more)
+    assert "exercises.py" in more[-1], "what is waited for"
+    assert "ring_shift" in said[1]
+    assert "4 points" in capfd.readouterr().out.splitlines()[-1]
     ring, mean = first.name, second.name
     assert checked == [
         ("half", ring), ("half", mean), ("both", mean), ("broken", ring), ("broken", mean), ("broken", ring),
@@ -128,8 +122,8 @@ def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, cap
         said.clear()
         with contextlib.suppress(KeyboardInterrupt):
             check.watch("01_intro", tmp_path / "exercises.py", exercise.name, wait)
-        head = "[..............................] 0 of 1  now ring_shift ●○○○○, up to 10 minutes"
-        assert said[0][0][1:3] == [head, f"ring_shift: {verdict.got or 'not attempted'}"], "why it is not right"
+        head, why = said[0][0][1:3]
+        assert "0 of 1" in head and "ring_shift" in head and why == f"ring_shift: {verdict.got or 'not attempted'}"
         assert said[0][1:] == (tmp_path / "exercises.py", (tmp_path / "exercises.py").stat().st_mtime_ns)
 
 
@@ -169,8 +163,7 @@ def test_a_class_is_graded_without_the_solutions_too(tmp_path, monkeypatch, capf
     monkeypatch.setattr(check, "exercises_of", lambda chapter: ["the table"])
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert check.for_a_class("01_intro") == ["the table"]
-    told = "note: without classroom/solutions.py the known inputs alone are tried\n"
-    assert capfd.readouterr().err == told, "what a grade does not rest on"
+    assert "solutions.py" in capfd.readouterr().err, "what a grade does not rest on"
 
 
 def test_progress_is_a_line_of_a_terminal(monkeypatch, capfd):

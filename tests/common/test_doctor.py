@@ -72,7 +72,7 @@ def test_without_any_package_there_is_advice_and_no_traceback():
     assert len(lines) == len(doctor.CHECKS) + 1
     assert "torch is missing" in result.stdout
     assert "FIX  gloo        No module named 'torch': pip install -r requirements.txt" in lines
-    assert lines[-1].endswith(" to fix")
+    assert lines[-1][0].isdigit()
 
 
 def test_every_check_is_called():

@@ -19,6 +19,7 @@ from forks import ranks_of, start, wait_for_step
 from helpers import TEXT, configure, metrics, numbers, refused, train
 
 from common import manifest, meter
+from common.errors import UserError
 from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.ranks import process_group
@@ -298,6 +299,35 @@ def test_metrics_on_a_full_disk(tmp_path):
     (tmp_path / "checkpoint-000001").mkdir()
     with refused("--run-dir", "--resume"):
         run.log({"step": 2})
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "rename"])
+def test_a_checkpoint_that_the_disk_did_not_take_is_none(name, tmp_path, monkeypatch):
+    """A disk may fail after all was written: as it is synced, or as the folder gets its name."""
+    config = configure(run_dir=tmp_path / "run", **TEXT | {"steps": 2, "strategy": "single", "checkpoint_every": 1})
+    before, tried = getattr(os, name), []
+
+    def fail(*about, **more):
+        if name == "fsync" or "checkpoint-" in str(about[0]):
+            tried.append(about)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return before(*about, **more)
+
+    monkeypatch.setattr(os, name, fail)
+    outcome = launch(train_until_refused, 1, (config,))[0]
+    if outcome is None:
+        assert name != "fsync", "a failing disk was not noticed"
+        return  # not what this code calls
+    assert "Input/output error" in outcome and "\n" not in outcome
+    assert manifest.checkpoints(tmp_path / "run") == [], "a checkpoint that may not be on the disk"
+
+
+def train_until_refused(config) -> str | None:
+    try:
+        train([config])
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def test_a_disk_that_is_full_already(tmp_path, monkeypatch):

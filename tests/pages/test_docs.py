@@ -1,7 +1,11 @@
 """What the pages say is true of the code. The rules stand in page_rules.py."""
 
 import json
+import os
 import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,6 +16,9 @@ from page_rules import (
     RULES,
     options_are_the_programs_own,
 )
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, static_tcp_rendezvous
+from torch.distributed.run import config_from_args, get_args_parser
 
 from common import ROOT
 from tools.facts import NOTEBOOKS, PAGES
@@ -84,3 +91,47 @@ def test_the_kubernetes_job_writes_to_its_volume():
     for path in re.search(r"--run-dir (\S+)", command)[1], re.search(r'compgen -G "(\S+)"', command)[1]:
         assert path.startswith(f"{mount['mountPath']}/"), f"{path} is not on the volume at {mount['mountPath']}"
     assert mount["name"] == pod["volumes"][0]["name"]
+
+
+def test_a_restarted_kubernetes_job_resumes(tmp_path):
+    """The job's own shell, with another torchrun, in a folder without and with a checkpoint."""
+    spec = yaml.safe_load((ROOT / "launch/kubernetes.yaml").read_text())["spec"]
+    shell, option, text = spec["trainer"]["command"]
+    text = text.replace("/course\n", f"{tmp_path}\n").replace("/runs/", f"{tmp_path}/runs/")
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def started() -> list[str]:
+        done = subprocess.run([shell, option, text], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert "--run-dir" in started() and "--resume" not in started()
+    run = Path(started()[started().index("--run-dir") + 1])
+    (run / ".checkpoint-000001.partial").mkdir(parents=True)
+    assert "--resume" not in started(), "what was being written is no checkpoint"
+    (run / "checkpoint-000001").mkdir()
+    assert "--resume" in started()
+
+
+ADVICE = re.findall(r"`--rdzv_conf (\w+)=(\d+)`\s*\((\w+)\)", (ROOT / "docs/cluster.md").read_text())
+
+
+@pytest.mark.parametrize("name, seconds, kind", ADVICE)
+def test_advice_on_how_long_nodes_wait_reaches_the_rendezvous(name, seconds, kind, monkeypatch):
+    """As torchrun's own code reads the option."""
+    line = f"--rdzv_backend={kind} --rdzv_endpoint=localhost:1 --rdzv_conf {name}={seconds} --nnodes=2 x.py"
+    config, *_ = config_from_args(get_args_parser().parse_args(line.split()))
+    settings = RendezvousParameters(kind, "localhost:1", "a", 2, 2, **{"rank": 0} | config.rdzv_configs)
+    waits = []
+    if kind == "static":
+        monkeypatch.setattr(static_tcp_rendezvous, "StaticTCPRendezvous", lambda *about: waits.extend(about))
+        static_tcp_rendezvous.create_rdzv_handler(settings)
+        assert int(seconds) in waits, f"it waits for something of {waits}"
+    else:
+        joining = dynamic_rendezvous.create_handler(HashStore(), SimpleNamespace(name=kind), settings)
+        assert joining.settings.timeout.join.total_seconds() == int(seconds)
+
+
+def test_there_is_advice_for_both_kinds_of_rendezvous():
+    assert {kind for *_, kind in ADVICE} == {"static", "c10d"}

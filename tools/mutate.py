@@ -293,12 +293,13 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
-def page(rows: list[dict], seed: int) -> str:
-    survivors = [f"* {row['mutant']}" for row in rows if row["verdict"] in ("survived", "no test")]
+def page(rows: list[dict], seed: int, cheap: bool) -> str:
+    survivors = [row["mutant"].replace("`", "") for row in rows if row["verdict"] in ("survived", "no test")]
+    drawn = f"drawn with seed {seed}" + ", from files whose tests are small" * cheap
     return "\n".join([
         "# How many mistakes the tests refuse",
         "",
-        f"Written by `make mutate` on {datetime.date.today()}: {len(rows)} mutants, drawn with seed {seed} from the "
+        f"Written by `make mutate` on {datetime.date.today()}: {len(rows)} mutants, {drawn}, of the "
         "code under `common/`, `course/`, `planner/` and the by-hand files. A mutant is one small change, such as `<=` "
         "in place of `<`. It is refused if a test that imports the changed file fails. Without a verdict are those "
         "whose tests took too long. A survivor may be a change that makes no difference; the list is there to be read.",
@@ -307,7 +308,7 @@ def page(rows: list[dict], seed: int) -> str:
         "",
         "## Survivors",
         "",
-        *(survivors or ["None."]),
+        *(["```", *survivors, "```"] if survivors else ["None."]),
         "",
     ])  # fmt: skip
 
@@ -345,7 +346,7 @@ def main() -> int:
                     file.write(json.dumps(row) + "\n")
     print("\n".join(["", *table(rows)]))
     if args.write:
-        PAGE.write_text(page(rows, args.seed))
+        PAGE.write_text(page(rows, args.seed, args.cheap))
     return 0
 
 

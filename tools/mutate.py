@@ -302,7 +302,8 @@ def page(rows: list[dict], seed: int, cheap: bool) -> str:
         f"Written by `make mutate` on {datetime.date.today()}: {len(rows)} mutants, {drawn}, of the "
         "code under `common/`, `course/`, `planner/` and the by-hand files. A mutant is one small change, such as `<=` "
         "in place of `<`. It is refused if a test that imports the changed file fails. Without a verdict are those "
-        "whose tests took too long, or fail without it too. A survivor may be a change that makes no difference; the list is there to be read.",
+        "whose tests took too long, or fail without it too. A survivor may be a change that makes no difference; the "
+        "list is there to be read.",
         "",
         *table(rows),
         "",

@@ -17,7 +17,7 @@ from helpers import LAUNCHER, configure, launcher, refused
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
 from common.installed import missing
-from common.run import Run
+from common.keeper import Keeper
 from common.task import make_task
 from course.strategies import STRATEGIES
 
@@ -217,7 +217,7 @@ def test_the_advice_is_for_the_virtual_environment_there_is(tmp_path, monkeypatc
 
 def test_advice_after_a_lost_rank_is_true(tmp_path):
     def advice(folder: Path) -> str:
-        return Run._how_to_go_on(SimpleNamespace(path=folder))
+        return Keeper.how_to_go_on(SimpleNamespace(path=folder))
 
     run = tmp_path / "run"
     resume, again = f"--resume --run-dir {run}", "start again"

@@ -337,7 +337,8 @@ def main(argv: list[str]) -> None:
         print(f"{page.relative_to(ROOT)}, {which}: {'run `make facts`' if checking else 'written anew'}")
         if not checking:
             page.write_text(text)
-    print(*left_to_write(), sep="\n", end="")
+    for line in left_to_write():
+        print(line)
     sys.exit(1 if found and checking else 0)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +245,100 @@ def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
 
 def kinds(name):
     return list(STRATEGIES[name].implementations)
+
+
+WITHOUT_LINKS = """
+import course.ddp.by_hand as module
+from course.strategies import STRATEGIES, load
+classes = [load(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations]
+print(module.__file__, len(classes))
+"""
+
+
+def test_a_checkout_without_links_is_whole(tmp_path):
+    """As git makes it on Windows, where each link is a file that holds its target's name."""
+    clone = tmp_path / "clone"
+    made = subprocess.run(["git", "clone", "-q", "-c", "core.symlinks=false", str(ROOT), str(clone)], check=False)
+    if made.returncode:
+        pytest.skip("these files are no git repository")
+    assert (clone / "course" / "ddp").is_file()
+    environment = os.environ | {"PYTHONPATH": str(clone)}
+    command = [sys.executable, "-c", WITHOUT_LINKS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    classes = sum(len(kinds(name)) for name in STRATEGIES)
+    assert done.stdout.split() == [str(clone / "03_ddp" / "by_hand.py"), str(classes)], done.stderr
+
+
+PROFILED = """
+import cProfile, pstats, runpy, sys
+sys.argv = sys.argv[1:]
+profile = cProfile.Profile()
+profile.run("runpy.run_path(sys.argv[0], run_name='__main__')")
+files = {file for file, _, function in pstats.Stats(profile).stats if function == "step"}
+print("STEPS IN", *sorted(file for file in files if file.endswith("distributed_training.py")))
+"""
+
+
+@pytest.mark.parametrize("how", ["-m module", "profiler"])
+def test_a_program_started_otherwise_runs_under_its_one_name(how, tmp_path):
+    options = [*PROGRAM[1:], f"--run-dir={tmp_path / 'run'}"]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    started = {"-m module": ["-m", "course.ddp.distributed_training"], "profiler": ["-c", PROFILED, PROGRAM[0]]}[how]
+    command = [sys.executable, *started, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert how == "-m module" or f"STEPS IN {PROGRAM[0]}\n" in done.stdout, done.stdout
+
+
+PYRIGHT = shutil.which("pyright-langserver", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(not PYRIGHT, reason="there is no pyright-langserver (pip install pyright)")
+def test_pyright_finds_definitions(tmp_path):
+    """What VS Code asks, over the language server protocol."""
+    page = ROOT / "03_ddp" / "new.py"
+    code = "from course.ddp.by_hand import Reducer\n"
+    server = subprocess.Popen([PYRIGHT, "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def send(method: str, **more) -> None:
+        body = json.dumps({"jsonrpc": "2.0", "method": method, **more}).encode()
+        server.stdin.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        server.stdin.flush()
+
+    def receive() -> dict:
+        length = 0
+        while (line := server.stdout.readline().strip()) or not length:
+            if line.lower().startswith(b"content-length"):
+                length = int(line.split(b":")[1])
+        return json.loads(server.stdout.read(length))
+
+    def answer(number: int) -> dict:
+        while (message := receive()).get("id") != number or "method" in message:
+            if "id" in message:  # it asks for its settings: there are none
+                asked = message.get("params", {}).get("items", [])
+                body = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": [None] * len(asked)}).encode()
+                server.stdin.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                server.stdin.flush()
+        return message["result"]
+
+    try:
+        folders = [{"uri": ROOT.as_uri(), "name": "course"}]
+        send("initialize", id=1, params={"processId": None, "rootUri": ROOT.as_uri(), "capabilities": {},
+                                         "workspaceFolders": folders})  # fmt: skip
+        answer(1)
+        send("initialized", params={})
+        document = {"uri": page.as_uri(), "languageId": "python", "version": 1, "text": code}
+        send("textDocument/didOpen", params={"textDocument": document})
+        place = {"line": 0, "character": code.index("Reducer") + 2}
+        send("textDocument/definition", id=2, params={"textDocument": {"uri": page.as_uri()}, "position": place})
+        (found,) = answer(2)
+    finally:
+        server.kill()
+        server.wait()
+    file = Path(found.get("uri", found.get("targetUri")).removeprefix("file://")).resolve()
+    line = found.get("range", found.get("targetRange"))["start"]["line"]
+    assert file == ROOT / "03_ddp" / "by_hand.py"
+    assert file.read_text().splitlines()[line].startswith("class Reducer")
 
 
 def test_an_editor_finds_definitions():

@@ -13,9 +13,15 @@ from torch import nn
 
 from common import ROOT
 from common.errors import UserError
+from common.mesh import Axis
 from common.model import GPT
 from course.fsdp import fsdp_setup
 from course.fsdp.by_hand_zero23 import units_of
+from course.model_parallel.by_hand_experts import apply_expert_parallel
+from course.model_parallel.by_hand_layers import cut, layers_of
+from course.model_parallel.by_hand_ring_attention import apply_context_parallel
+from course.model_parallel.by_hand_tensor import require_divisible as require_divisible_tensor
+from course.model_parallel.by_hand_ulysses import apply_ulysses
 from course.model_parallel.moe_model import MixtureGPT
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline import schedules, simulator, split
@@ -40,6 +46,7 @@ LINES = [  # ranks, the command line, and words of its refusal; none where nothi
     (5, "--strategy tensor --heads 5 --width 100", ("vocabulary of 256", "5")),
     (4, "--strategy sequence --by-hand --heads 4", ()),
     (4, "--strategy sequence --by-hand --heads 4 --context 22", ("--context 22", "4")),
+    (1, "--strategy expert --by-hand --top-k 0", ("--top-k", "1", "0")),
     (6, "--strategy pipeline+ddp --by-hand --mesh data=3,pipeline=2 --accumulation-steps 2", ()),  # 3 x 2 x 4 of 48
     (10, "--strategy pipeline+ddp --by-hand --mesh data=5,pipeline=2 --accumulation-steps 2",
      ("--batch-size 48", "5 pipeline", "--accumulation-steps 2", "--microbatches 4", "40")),
@@ -76,6 +83,19 @@ LINES = [  # ranks, the command line, and words of its refusal; none where nothi
     (4, "--strategy zero2 --find-batch-size", ("--find-batch-size", "--memory-budget 0")),
     (4, "--strategy zero2 --find-batch-size --memory-budget -1", ("--memory-budget -1",)),
     (4, "--strategy zero2 --find-batch-size --memory-budget inf", ("--memory-budget inf",)),
+    (4, "--strategy zero1 --offload", ("--offload", "fsdp", "'zero1'")),
+    (4, "--strategy fsdp --by-hand --offload", ("--offload", "by hand")),
+    (4, "--strategy hsdp --find-batch-size", ("--find-batch-size", "zero2", "'hsdp'")),
+    (4, "--strategy hsdp --mesh data=3,shard=2", ("--mesh data=3,shard=2", "6 rank", "4")),
+    (4, "--strategy hsdp --mesh tensor=2", ("--mesh tensor=2", "'hsdp'", "data", "shard")),
+    (4, "--strategy tensor+fsdp --heads 3 --width 96", ("heads",)),
+    (4, "--mesh context=2,tensor=2", ("'mesh'", "'context'", "--by-hand")),
+    (4, "--by-hand --mesh expert=2,tensor=2 --heads 4", ("'mesh'", "'expert'")),
+    (8, "--mesh pipeline=2,tensor=2 --heads 4", ("--mesh pipeline=2,tensor=2", "4 rank", "8")),
+    (4, "--by-hand --mesh data=2,expert=2 --experts 3", ("--experts 3", "2 ranks")),
+    (8, "--strategy pipeline --schedule zbv --layers 4", ("16 stages", "6 layers")),
+    (4, "--strategy pipeline --split-spec blocks.1:end", ("--split-spec", "2 stages", "4")),
+    (4, "--strategy pipeline --split-spec blocks.0:end,blocks.1:end,blocks.2:end", ()),
     (4, "--strategy zero2 --memory-budget 2", ("--memory-budget", "--find-batch-size")),
 ]  # fmt: skip
 
@@ -122,6 +142,7 @@ class Apart(nn.Module):
         self.inside, self.own = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
 
 
+ALONE = Axis(None, 0, 4)  # without a group: what is refused is refused before anything is sent
 PLACES = ["embedding", "blocks.0", "head"]
 CALLS = [  # what is called, with what, and words of its refusal
     (lambda: MixtureGPT(1, 8, 2, 4, experts=2, top_k=3), (), ("3 of 2 experts", "at most 2")),
@@ -148,6 +169,15 @@ CALLS = [  # what is called, with what, and words of its refusal
     (simulator.Times(backward_weight=0).per_stage, (3,), ("backward_weight", "0")),
     (simulator.Times(communication=-1).per_stage, (3,), ("communication", "-1")),
     (simulator.Times(communication=0).per_stage, (3,), ()),
+    (require_divisible_tensor, (GPT(1, 8, 2, 6), 4), ("heads 2", "4")),
+    (require_divisible_tensor, (GPT(1, 12, 4, 6, 66), 4), ("vocabulary 66", "4")),
+    (require_divisible_tensor, (GPT(1, 8, 4, 6), 4), ()),
+    (require_divisible_tensor, (GPT(1, 8, 4, 6), 4, True), ("context 6", "4")),
+    (apply_context_parallel, (GPT(1, 16, 4, context=12), ALONE), ("--context 12", "16")),
+    (apply_ulysses, (GPT(1, 16, 2, context=16), ALONE), ("--heads 2", "4 ranks")),
+    (apply_expert_parallel, (MixtureGPT(1, 8, 2, 4, experts=6), ALONE), ("experts 6", "4 ranks")),
+    (layers_of, (nn.Linear(1, 1),), ("Linear", "--task text")),
+    (cut, ([1, 1, 1], 4), ("4 ranks", "3 layers", "--layers 2")),
     (units_of, (Apart(), SimpleNamespace(group=None)), ("parameter", "child")),
 ]  # fmt: skip
 

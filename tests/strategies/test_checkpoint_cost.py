@@ -21,24 +21,6 @@ def test_time_per_work():
     assert time_per_work(10, 2, 100, 5) == pytest.approx(1.3403, abs=1e-4), "10 x 0.127497 x 1.051271"
 
 
-def test_sliders_have_hours_and_seconds_and_the_picture_minutes(monkeypatch):
-    asked = []
-    monkeypatch.setattr(checkpoint_cost, "draw", lambda *args: asked.append(args))
-    checkpoint_cost.Intervals.draw(None, gpus=16, hours_per_failure=8, seconds=30, restart=600)
-    assert asked == [(0.5, 30.0, 10.0)], "minutes: of a checkpoint, between failures, of a restart"
-    monkeypatch.setattr(checkpoint_cost.Intervals, "draw", lambda self, **values: asked.append(values))
-    sliders = checkpoint_cost.Intervals(gpus=1024, hours_per_failure=50000, seconds=20, restart=300)
-    begin = {"gpus": 1024, "hours_per_failure": 50000, "seconds": 20, "restart": 300}
-    assert asked[1] == pytest.approx(begin), "where each slider begins"
-    names = [control.description for control in sliders.controls.values()]
-    assert names == ["GPUs", "GPU-h/failure", "s/checkpoint", "s/restart"], "what each slider is, with its unit"
-    ranges = [(round(10**one.min, 6), round(10**one.max, 6), one.step, one.readout_format)
-              for one in sliders.controls.values()]  # fmt: skip
-    assert ranges == [
-        (8, 131072, 0.05, ",.0f"), (1000, 1e6, 0.05, ",.0f"), (0.1, 1000, 0.05, ",.0f"), (1, 3600, 0.05, ",.0f"),
-    ], "least and largest of each slider, its step in powers of ten, and how it is read out"  # fmt: skip
-
-
 def test_the_picture_says_which_interval_is_best():
     fig = checkpoint_cost.draw(0.5, 180.0, 10.0)
     said = [text.get_text() for text in fig.axes[0].texts]

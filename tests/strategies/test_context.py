@@ -3,15 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import configure
 from torch.nn import functional as F
 
 from common import data
-from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import Axis, axis, make_mesh
+from common.mesh import axis, make_mesh
 from common.model import GPT, cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_ring_attention as ring
@@ -69,30 +67,6 @@ def test_attention_equals_plain_attention(nproc):
             assert max(numbers) < equality.TOLERANCE, (rank, case, numbers)
     masked, full = plain(SHAPES[0], True), plain(SHAPES[0], False)
     assert all(equality.difference(a, b) > 0.1 for a, b in zip(masked, full, strict=True))  # the mask matters
-
-
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4, 64])
-def test_every_token_has_one_place(nproc):
-    for order in (ring.zigzag, ring.contiguous):
-        where = torch.cat([ring.positions(rank, nproc, 4 * nproc, order) for rank in range(nproc)])
-        assert where.sort().values.tolist() == list(range(4 * nproc))
-    assert ring.positions(1, 4, 16, ring.zigzag).tolist() == [2, 3, 12, 13]
-    assert ring.positions(1, 4, 16, ring.contiguous).tolist() == [4, 5, 6, 7]
-
-
-def work(rank, size, order, causal=True) -> float:
-    """Blocks that a rank computes; one on the diagonal is half a block."""
-    sources = range(size)
-    blocks = [b for s in sources for b in ring.pairs(order(rank, size), order(s, size), causal)]
-    return sum(0.5 if diagonal else 1.0 for _, _, diagonal in blocks)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 64])
-def test_zigzag_gives_every_rank_the_same_work(size):
-    """2N chunks: (2N)^2 / 2 blocks below the diagonal, 2N for each rank. Without zig-zag the last has nearly twice."""
-    assert [work(rank, size, ring.zigzag) for rank in range(size)] == [2 * size] * size
-    assert [work(rank, size, ring.contiguous) for rank in range(size)] == [4 * rank + 2 for rank in range(size)]
-    assert [work(rank, size, ring.zigzag, causal=False) for rank in range(size)] == [4 * size] * size
 
 
 def messages() -> list[tuple]:
@@ -301,32 +275,6 @@ def test_groups_beside_each_other_do_not_mix(way):
 
 # What cannot be cut
 
-BAD = [
-    (ring.apply_context_parallel, GPT(1, 16, 4, context=12), r"--context 12 does not divide into 8 chunks, .* is 16"),
-    (ulysses.apply_ulysses, GPT(1, 16, 2, context=16), r"--heads 2 does not divide by 4 ranks"),
-]
-
-
-@pytest.mark.parametrize("apply, model, line", BAD, ids=["context", "heads"])
-def test_bad_input(apply, model, line):
-    with pytest.raises(UserError, match=line) as error:  # no process group: nothing was sent before it was said
-        apply(model, Axis(None, 0, 4))
-    assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("--strategy context --context 12", "--context 12 does not divide into 8 chunks"),
-        ("--strategy ulysses --context 12", "--context 12 does not divide into 8 chunks"),
-        ("--strategy ulysses --heads 2", "--heads 2 does not divide by 4 ranks"),
-        ("--strategy context --task images", "--task images: .*'context' divides a GPT"),
-    ],
-)
-def test_bad_input_on_the_command_line(line, told):
-    with pytest.raises(UserError, match=told):
-        configure(f"{line} --by-hand", size=4)
-
 
 def test_ulysses_masks_in_the_order_of_the_sequence_only():
     with pytest.raises(ValueError, match="use the contiguous one"):
@@ -355,9 +303,3 @@ def test_gathering_waits_for_seven_parts_and_ulysses_for_seven_eighths_of_four()
     assert times["all-gather"][1] == pytest.approx(7 * 2 * part)
     assert times["Ulysses"][1] == pytest.approx(7 / 8 * 4 * part)
     assert times["ring"][0] == times["Ulysses"][0] == pytest.approx(2 * 4096 * 8000**2 / 8 / 740e12)
-
-
-def test_the_sliders_draw_every_method():
-    fig = pictures.ContextLab().draw(tokens=2**17, ranks=8, share=1.0, rate=740e12, bandwidth=50e9)
-    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["all-gather", "ring", "Ulysses"]
-    assert [text.get_text() for text in fig.axes[0].texts][2] == " waits 9.4 ms"

@@ -73,53 +73,27 @@ def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
     assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
 
 
-def alone(**attributes) -> Executor:
-    """An executor on the CPU of which nothing is there but these attributes: the second of three stages."""
-    executor = object.__new__(Executor)
-    executor.__dict__.update(device=torch.device("cpu"), stages={1: None}, last=2, marks=[], outbox={}, inbox={})
-    executor.__dict__.update(attributes)
-    return executor
+def turned():
+    """A stage whose results, and the gradients that it hands back, don't lie in one piece."""
 
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
 
-def test_of_gradients_on_their_way_the_oldest_are_waited_for():
-    log = []
+        def forward(self, x):
+            return (x.t().contiguous() * self.scale).t()
 
-    def work(name):
-        return SimpleNamespace(wait=lambda: log.append(name)), None
-
-    keys = [(2, "F", 0), (0, "B", 0), (2, "F", 1), (0, "B", 1), (0, "B", 2)]
-    executor = alone(sends={key: work(key) for key in keys})
-    executor.release_gradients(3)
-    assert log == [], "three gradients are not more than three"
-    executor.release_gradients(1)
-    assert log == [(0, "B", 0), (0, "B", 1)], "what is waited for until one gradient is on its way: (stage, kind, m)"
-    assert list(executor.sends) == [(2, "F", 0), (2, "F", 1), (0, "B", 2)], "what is on its way then"
-
-
-def test_an_actions_time_begins_when_its_input_is_there(monkeypatch):
-    """A clock that waiting moves by 5 s, a forward by 2 and a backward by 3."""
-    now = [10.0]
-
-    def taking(seconds):
-        return lambda *arguments: now.append(now.pop() + seconds)
-
-    executor = alone(receive=taking(5), forward=taking(2), backward=taking(3))
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    todo = [simulator.Action(1, kind, 0) for kind in "FB"]
-    for action in todo:
-        executor.compute(action)
-    assert executor.events == [(15.0, 17.0, todo[0]), (22.0, 25.0, todo[1])], "begin and end without waiting, action"
+    stage, group = Turns(), dist.group.WORLD
+    executor = Executor(schedules.build("gpipe", 2, 1), {dist.get_rank(): stage}, group)
+    loss = executor.run([torch.arange(6.0).view(2, 3)], lambda y, m: (y * torch.arange(6.0).view(2, 3)).sum(), (2, 3))
+    return loss.item(), stage.scale.grad.item()
 
 
 def test_what_is_sent_lies_in_one_piece():
-    turned = torch.arange(6.0).view(2, 3).t()
-    executor = alone(shape=(3, 2), dtype=torch.float32)
-    executor.give(2, "F", 0, turned)
-    assert executor.outbox[2, "F", 0].is_contiguous(), "dist.isend refuses what is not contiguous"
-    assert torch.equal(executor.outbox[2, "F", 0], turned)
-    for stage in (-1, 3):
-        executor.give(stage, "B", 0, turned)
-    assert list(executor.outbox) == [(2, "F", 0)] and not executor.inbox, "there is no stage -1 and no stage 3"
+    """dist.isend refuses anything else. 4 x² summed, and its derivative for either factor."""
+    total = 4.0 * sum(n * n for n in range(6))
+    assert launch(turned, 2) == [(total, total / 2)] * 2
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -370,6 +344,8 @@ def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
             short = [str(e.action) for e, s in pairs if e.end - e.start < 0.99 * (s.end - s.start)]
             assert not short, f"{name}: these actions took less time than their stages sleep"
         assert real.makespan >= 0.99 * simulated.makespan, f"{name}: seconds go on where a rank sleeps or waits"
+        first = [timeline.ranks[-1][0].start for timeline in (real, simulated)]
+        assert first[0] >= 0.99 * first[1], f"{name}: waiting for an input counts as computing"
         measured, told = sleeping.bubbles(events, name, 8, seconds)
         assert real.peaks == simulated.peaks and told == simulated.bubble and 0 < measured < 1, name
 

@@ -6,19 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_waits import Copies, Shapes
-from helpers import configure
 
 from common.errors import UserError
 from common.lab import equality
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import Axis, axis, make_mesh
 from common.model import cross_entropy
 from common.strategy import Setup
-from common.task import make_task
 from course.model_parallel import by_hand_experts as by_hand
 from course.model_parallel import moe_model as mixture
-from course.strategies import load
 
 LAYERS, WIDTH, EXPERTS = 2, 16, 8
 
@@ -125,25 +122,14 @@ def test_no_token_looks_ahead():
     assert not torch.allclose(one[5:], other[5:])
 
 
-def test_rows_are_sent_in_one_piece(monkeypatch):
-    """Also a gradient of another layout, which a collective would refuse."""
-    asked = []
-    monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, group: asked.append((arguments, group)))
-    rows = torch.arange(6.0).view(2, 3).t()
-    result = by_hand.exchange(rows, [1, 2], [4, 0], "experts")
-    (((into, sent, *lengths), group),) = asked
-    assert into is result and result.shape == (4, 2) and sent.is_contiguous() and torch.equal(sent, rows)
-    assert (lengths, group) == ([[4, 0], [1, 2]], "experts"), "rows from each rank, rows to each rank"
-
-
 def uneven():
-    """Rank r sends r + 1 rows, all to rank 0; forward and backward."""
+    """Rank r sends r + 1 rows, all to rank 0, forward and backward, which don't lie in one piece."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.full((rank + 1, 2), float(rank), requires_grad=True)
+    rows = torch.full((2, rank + 1), float(rank)).t().requires_grad_()
     sent = [rank + 1] + [0] * (size - 1)
     received = [source + 1 for source in range(size)] if rank == 0 else [0] * size
     result = by_hand.AllToAll.apply(rows, dist.group.WORLD, sent, received)
-    (result * torch.arange(len(result))[:, None]).sum().backward()
+    result.backward(torch.arange(float(len(result))).expand(2, -1).t())
     return result.detach(), rows.grad
 
 
@@ -335,42 +321,3 @@ def beside_another_axis():
 def test_groups_beside_each_other_do_not_mix():
     for off, cut in launch(beside_another_axis, 4):
         assert off < equality.TOLERANCE and cut == 4 * LAYERS
-
-
-BAD = {
-    (8, 9, 1): r"--top-k 9 is more than --experts 8",
-    (2, 2, 4): r"--experts 2 are fewer than 4 ranks; use 4 or a multiple",
-    (6, 2, 4): r"--experts 6 do not divide by 4 ranks; use a multiple of 4",
-}
-
-
-@pytest.mark.parametrize("numbers", BAD)
-def test_bad_numbers_of_experts(numbers):
-    with pytest.raises(UserError, match=BAD[numbers]):
-        by_hand.require_experts(*numbers)
-    experts, top_k, size = numbers
-    with pytest.raises(UserError, match=BAD[numbers]):
-        configure("--strategy expert --by-hand", size, experts=experts, top_k=top_k)
-
-
-def test_bad_settings_on_the_command_line(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--top-k must be at least 1, got 0"):
-        configure("--strategy expert --by-hand --top-k=0", 4)
-    with pytest.raises(UserError, match="--task images: .*'expert' divides a GPT"):
-        configure("--strategy expert --by-hand --task images", 4)
-    assert not any(tmp_path.iterdir())
-
-
-def test_bad_numbers_of_experts_in_a_notebook():
-    with pytest.raises(RankFailed, match="experts 6 do not divide by 4 ranks; use a multiple of 4"):
-        launch(lambda: make(experts=6) and None, 4)
-    with pytest.raises(UserError, match="a token cannot go to 3 of 2 experts"):
-        mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, experts=2, top_k=3)
-
-
-def test_the_command_lines_model_is_the_mixture():
-    config = configure("--strategy expert --by-hand --layers 1 --width 16 --experts 4 --top-k 1 --context 8")
-    (block,) = make_task(config).make_model().blocks
-    assert (block.mlp.number, block.mlp.top_k) == (4, 1)
-    assert config.strategy_class is load("expert", True) is by_hand.ExpertParallel

@@ -1,7 +1,5 @@
 """ZeRO by hand and PyTorch's: messages, memory, overlap, loss scaling, resumed runs, and what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT
 from common.strategy import Setup
-from course.fsdp import by_hand_zero23, fsdp_setup, memory
+from course.fsdp import memory
 from course.strategies import load
 
 VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
@@ -179,27 +177,25 @@ def test_micro_batches_are_added_up_in_float32(name):
     torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
 
 
-def test_what_fully_shard_is_told():
-    """Gradients are summed over the ranks in float32, whatever the forward pass computes in."""
-    for precision, dtype in (("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        (found,) = fsdp_setup.policies(precision, offload=False).items()
-        assert found[0] == "mp_policy" and found[1].param_dtype == dtype
-        assert found[1].reduce_dtype == torch.float32, (
-            f"--precision {precision}: the type in which gradients are summed"
-        )
-    offload = fsdp_setup.policies("fp32", offload=True)["offload_policy"]
-    assert type(offload).__name__ == "CPUOffloadPolicy"
+def small_on_one_rank(name: str, by_hand: bool) -> torch.Tensor:
+    """A parameter after a step of SGD, where rank 0's gradient is 1 and rank 1's is 1/1024."""
+    model = equality.tied()
+    head = model.head.out
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    head.weight.register_hook(lambda gradient: torch.full_like(gradient, 1 if dist.get_rank() == 0 else 1 / 1024))
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    strategy = make(name, by_hand, model, sgd, precision="bf16", max_norm=1e9)
+    name = "head.out.weight"
+    before = {**strategy.full_state().get("model", {})}.get(name, torch.empty(0)).clone()
+    strategy.step(micro_batches())
+    return before - strategy.full_state().get("model", {}).get(name, torch.empty(0))
 
 
-def test_units_and_which_of_them_are_freed_after_their_forward_pass():
-    """All but what the forward pass ends with, with which the backward pass begins; a tied weight is the root's."""
-    for model, expected in (
-        (equality.frozen(), {"embedding": True, "blocks.0": True, "blocks.1": True, "head": False, "": False}),
-        (equality.tied(), {"blocks.0": True, "blocks.1": True, "": False}),
-    ):
-        names = {module: name for name, module in model.named_modules()}
-        units = {names[unit]: freed for unit, freed in fsdp_setup.units_of(model).items()}
-        assert units == expected and list(units) == list(expected), "units, and whether they are freed"
+@pytest.mark.parametrize("who", VERSIONS, ids=str)
+def test_ranks_are_added_up_in_float32(who):
+    """Rounded to bfloat16 on the way, the gradient of rank 1 would leave no trace in the mean."""
+    step = launch(small_on_one_rank, 2, who)[0]
+    torch.testing.assert_close(step, torch.full_like(step, (1 + 1 / 1024) / 2), rtol=1e-6, atol=1e-6)
 
 
 def zero2_buckets() -> list[int]:
@@ -289,20 +285,6 @@ def test_units_are_gathered_before_they_are_needed_and_freed_after():
         assert ", ".join(in_order) == f"{forward}, {backward}, free u0"
 
 
-def test_every_message_of_a_unit_is_waited_for():
-    """Trained and frozen parameters are gathered by one each."""
-    unit, waited = object.__new__(by_hand_zero23.Unit), []
-
-    def flat(name):
-        work = SimpleNamespace(wait=lambda: waited.append(name))
-        return SimpleNamespace(vector=torch.zeros(2), gather=lambda: work)
-
-    unit.flats, unit.gathered, unit.works = [flat("trained"), flat("frozen")], False, []
-    unit.start()
-    unit.free()
-    assert waited == ["trained", "frozen"], "which parameters have been waited for, before their memory is given back"
-
-
 def frozen_below() -> list[bool]:
     """A unit whose last layer alone is trained: its frozen layers are needed after the last gradient is there."""
     gradients = []
@@ -342,10 +324,10 @@ def overflow(name: str, by_hand: bool) -> list:
     return [scale, strategy.scaler.get_scale(), unmoved]
 
 
-@pytest.mark.parametrize("name, by_hand", VERSIONS)
-def test_all_ranks_skip_a_step_that_overflows(name, by_hand):
-    for scale, after, unmoved in launch(overflow, 2, (name, by_hand)):
-        assert after == scale / 2 and unmoved
+def test_all_ranks_skip_a_step_that_overflows():
+    for found in launch(lambda: [overflow(*who) for who in VERSIONS], 2):
+        for who, (scale, after, unmoved) in zip(VERSIONS, found, strict=True):
+            assert after == scale / 2 and unmoved, who
 
 
 def go_on(versions, begin, state) -> list[dict]:
@@ -388,14 +370,7 @@ def unused(name: str, by_hand: bool) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("name, by_hand", VERSIONS)
-def test_a_parameter_without_a_gradient_is_named(name, by_hand):
-    (line,) = launch(unused, 1, (name, by_hand))
-    assert line.startswith("parameter extra.weight and 1 more got no gradient in this step: ")
-
-
-def test_parameters_outside_of_units_are_refused():
-    model = nn.Module()
-    model.layer, model.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
-    with pytest.raises(UserError, match="every parameter must be in one child of the model"):
-        by_hand_zero23.units_of(model, SimpleNamespace(size=1, rank=0, group=None))
+def test_a_parameter_without_a_gradient_is_named():
+    (lines,) = launch(lambda: [unused(*who) for who in VERSIONS], 1)
+    for who, line in zip(VERSIONS, lines, strict=True):
+        assert "extra.weight and 1 more" in line, who

@@ -1,9 +1,7 @@
 """Layers split over ranks and over devices: the cut, the messages, tied and frozen weights, resumed runs."""
 
 import itertools
-import random
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,37 +25,6 @@ CPU = torch.device("cpu")
 
 def make(model, make_optimizer=equality.sgd, strategy_class=by_hand.SplitLayers, **options) -> by_hand.SplitLayers:
     return strategy_class(model, make_optimizer, Setup(make_mesh({"pipeline": -1}), **options))
-
-
-def largest(costs, ends) -> float:
-    return max(sum(costs[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
-
-
-def test_the_cut_is_the_best_of_all():
-    numbers = random.Random(0)
-    for _ in range(50):
-        costs = [numbers.randrange(10) for _ in range(numbers.randrange(1, 8))]
-        for parts in range(1, len(costs) + 1):
-            ends = by_hand.cut(costs, parts)
-            ways = itertools.combinations(range(1, len(costs)), parts - 1)
-            assert len(ends) == parts and ends[-1] == len(costs) and ends == tuple(sorted(set(ends)))
-            assert largest(costs, ends) == min(largest(costs, (*way, len(costs))) for way in ways)
-    assert by_hand.cut([1] * 200, 8)[-1] == 200  # of some 10^12 ways
-
-
-def test_more_ranks_than_layers():
-    told = r"4 ranks are more than 3 layers \(embedding, 1 blocks, head\).* start at most 3 ranks, or make --layers 2"
-    with pytest.raises(UserError, match=told):
-        by_hand.cut([1, 1, 1], 4)
-    with pytest.raises(UserError, match=told):  # before the ranks meet
-        configure("--strategy model --by-hand --layers 1", size=4, rank=1)
-    assert configure("--strategy model --by-hand --layers 2", size=4).axes == {"pipeline": 4}
-
-
-@pytest.mark.parametrize("line", ["--strategy model --by-hand", "--strategy model"])
-def test_images_are_refused(line):
-    with pytest.raises(UserError, match="--task images: .*'model'.* --task text"):
-        configure(f"{line} --task images")
 
 
 def test_a_model_without_known_layers_is_refused():
@@ -103,17 +70,6 @@ def test_what_crosses_the_boundary_and_what_stays_equal(nproc, precision, nbytes
     assert [list(names) for *_, names in results][0][0] == "embedding.tokens.weight"
     held = [name for *_, names in results for name in names]
     assert sorted(set(held) - {"head.out.weight"}) == sorted(name for name, _ in equality.tied().named_parameters())
-
-
-def test_what_is_sent_lies_in_one_piece(monkeypatch):
-    """Activations and gradients: dist.send refuses what is not contiguous."""
-    sent = []
-    monkeypatch.setattr(dist, "send", lambda x, group, group_dst: sent.append((x, group, group_dst)))
-    x, anchor = torch.arange(6.0).view(2, 3), torch.zeros(())
-    by_hand.Send.apply(x.t(), anchor, "pipeline", 2)
-    by_hand.Receive.backward(SimpleNamespace(group="pipeline", source=1), x.t())
-    for (tensor, *where), expected in zip(sent, (["pipeline", 2], ["pipeline", 1]), strict=True):
-        assert tensor.is_contiguous() and torch.equal(tensor, x.t()) and where == expected
 
 
 def test_untied_weights_are_not_added():

@@ -152,23 +152,6 @@ def test_what_was_one_weight_without_memory_is_one_on_the_device():
     assert not any(parameter.is_meta for parameter in layer.parameters())
 
 
-def test_a_frozen_weight_at_both_ends_has_no_gradient_to_add(monkeypatch):
-    model, asked = equality.tied(), []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: asked.append((tensor, group)))
-    for first in (True, False):
-        own = split.OwnStages(model, {}, [], [0, 1], first, not first, 16, torch.float32, "the ends")
-        model.head.out.weight.requires_grad_(False)
-        own.add_tied_gradients()
-        assert asked == [], "a frozen weight has no gradient"
-        model.head.out.weight.requires_grad_(True)
-        model.head.out.weight.grad = torch.ones(64, 16)
-        own.add_tied_gradients()
-        ((tensor, group),) = asked
-        assert tensor is model.head.out.weight.grad and group == "the ends", "what is summed, over which ranks"
-        asked.clear()
-        model.head.out.weight.grad = None
-
-
 def test_a_model_without_memory_takes_what_rank_0_has():
     def losses_of(meta):
         torch.manual_seed(2)

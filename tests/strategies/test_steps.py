@@ -64,7 +64,7 @@ def noting(name):
 def look(name: str, kind: str) -> dict:
     axes, _ = STRATEGIES[name, kind]
     cls, stepped = load(name, kind), (name, kind) in STEPPED
-    model = equality.tied(cls.model_class)
+    model = (equality.frozen if name in ("zero1", "zero2", "fsdp") else equality.tied)(cls.model_class)
     if stepped and name != "mesh":
         model.register_buffer("place", torch.tensor([float(dist.get_rank())]))
     strategy = cls(model, equality.sgd, Setup(make_mesh(axes), precision="fp16"))

@@ -5,17 +5,14 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import configure
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from common.errors import UserError
 from common.lab import equality
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
-from common.model import GPT
 from common.model import cross_entropy as whole_cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_tensor as by_hand
@@ -211,37 +208,6 @@ def test_all_ranks_skip_a_step_that_overflowed_on_one(strategy, hand):
 
 
 # What cannot be cut
-
-
-@pytest.mark.parametrize("strategy, hand", VERSIONS)
-@pytest.mark.parametrize(
-    "changed, refused",
-    [({"heads": 2}, "heads 2"), ({"heads": 4, "vocabulary": 66}, "vocabulary 66"), ({"heads": 3}, "heads 3")],
-    ids=str,
-)
-def test_what_does_not_divide_is_refused(strategy, hand, changed, refused):
-    options = {"layers": 1, "width": 12, "heads": 4, "context": 8, "vocabulary": 64} | changed
-    with pytest.raises(RankFailed, match=f"UserError: {refused} cannot be cut into 4 equal parts; start"):
-        launch(lambda: build(strategy, hand, GPT(**options)), 4)
-
-
-@pytest.mark.parametrize(
-    "line, refused",
-    [
-        ("--strategy tensor --heads 3 --width 96", "--heads 3 cannot be cut into 2 equal parts; start a number"),
-        ("--strategy tensor --by-hand --heads 3 --width 96", "--heads 3 cannot be cut into 2 equal parts"),
-        ("--strategy sequence --by-hand --context 99", "--context 99 cannot be cut into 2 equal parts"),
-        ("--strategy tensor --task images", "--task images: .*'tensor' divides a GPT; use --task text"),
-    ],
-)
-def test_what_does_not_divide_is_refused_before_ranks_meet(line, refused):
-    with pytest.raises(UserError, match=refused):
-        configure(line, size=2)
-
-
-def test_a_sequence_that_does_not_divide_is_refused():
-    with pytest.raises(RankFailed, match="UserError: context 7 cannot be cut into 2 equal parts; start"):
-        launch(lambda: build("sequence", True, GPT(1, 16, 4, 7, 64)), 2)
 
 
 # Only this rank's part is moved to the device

@@ -1,0 +1,134 @@
+"""Breakpoints as editors set them: a client of the debug adapter protocol, which debugpy speaks, as VS Code and
+JupyterLab are. A place is a file under the name that the reader has open, and a line."""
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers import LAUNCHER, SMALL, free_port
+
+from common import ROOT
+
+pytest.importorskip("debugpy")  # comes with ipykernel
+
+
+class Session:
+    """A connection for one process. Messages of all sessions come into one queue, as (session, message)."""
+
+    def __init__(self, port: int, inbox: queue.Queue, attach: dict, places: list[tuple[Path, int]]):
+        self.inbox, self.attach, self.places, self.number = inbox, attach, places, 0
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.socket = socket.create_connection(("127.0.0.1", port), timeout=120)
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "no debugger listens"
+                time.sleep(0.1)
+        threading.Thread(target=self.read, daemon=True).start()
+        self.ask("initialize", adapterID="python", pathFormat="path", supportsStartDebuggingRequest=False)
+
+    def ask(self, command: str, **arguments) -> int:
+        self.number += 1
+        body = json.dumps({"seq": self.number, "type": "request", "command": command, "arguments": arguments}).encode()
+        self.socket.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        return self.number
+
+    def read(self) -> None:
+        file = self.socket.makefile("rb")
+        try:
+            while header := file.readline():
+                length = int(header.split(b":")[1])
+                file.readline()
+                self.inbox.put((self, json.loads(file.read(length))))
+        except (OSError, ValueError):
+            pass  # the process has ended
+
+    def follow(self, message: dict) -> None:
+        """What a client answers to what it is told at the beginning."""
+        if message.get("command") == "initialize":
+            self.ask("attach", **self.attach)
+        elif message.get("event") == "initialized":
+            for path in {path for path, _ in self.places}:
+                lines = [{"line": line} for place, line in self.places if place == path]
+                self.ask("setBreakpoints", source={"path": str(path)}, breakpoints=lines)
+            self.ask("configurationDone")
+        elif message.get("event") == "stopped":
+            self.ask("stackTrace", threadId=message["body"]["threadId"])
+
+
+def stops(arguments: list, places: list[tuple[Path, int]], processes: int, timeout: float = 150) -> list[tuple]:
+    """Debug `python ARGUMENTS` until so many processes have stopped: the (file, line) where each is, in any order."""
+    port, inbox, found = free_port(), queue.Queue(), {}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment |= {"OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    command = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", *arguments]
+    done = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    attach = {"name": "test", "type": "python", "request": "attach", "subProcess": True, "justMyCode": False}
+    attach |= {"connect": {"host": "127.0.0.1", "port": port}}
+    try:
+        Session(port, inbox, attach, places)
+        deadline = time.monotonic() + timeout
+        while len(found) < processes:
+            session, message = inbox.get(timeout=max(1.0, deadline - time.monotonic()))
+            session.follow(message)
+            if message.get("event") == "debugpyAttach":  # a process that the program has started
+                Session(message["body"]["connect"]["port"], inbox, message["body"], places)
+            elif message.get("command") == "stackTrace":
+                frame = message["body"]["stackFrames"][0]
+                found[id(session)] = Path(frame["source"]["path"]), frame["line"]
+    except queue.Empty:
+        done.kill()
+        pytest.fail(f"{len(found)} of {processes} processes have stopped: {done.communicate()[1][-2000:]}")
+    finally:
+        os.killpg(done.pid, 9)
+        done.wait()
+    return list(found.values())
+
+
+SCRIPT = ROOT / "03_ddp" / "distributed_training.py"
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
+
+
+def first_line_of(path: Path, function: str) -> int:
+    lines = path.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(f"def {function}(")) + 1
+
+
+@pytest.mark.parametrize("file, function, more", [
+    ("distributed_training.py", "main", []), ("by_hand.py", "step", ["--by-hand"]),
+])  # fmt: skip
+def test_an_editors_breakpoint_is_hit(file, function, more, tmp_path):
+    place = SCRIPT.with_name(file), first_line_of(SCRIPT.with_name(file), function)
+    assert stops([SCRIPT, *OPTIONS, f"--run-dir={tmp_path / 'run'}", *more], [place], 1) == [place]
+
+
+def test_an_editors_breakpoint_is_hit_in_every_rank_of_torchrun(tmp_path):
+    place = SCRIPT, first_line_of(SCRIPT, "step")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, SCRIPT, "--distributed", *OPTIONS, f"--run-dir={tmp_path / 'run'}"]
+    assert stops(command, [place], 2) == [place] * 2
+
+
+def test_an_editors_breakpoint_is_hit_in_ranks_that_a_notebook_starts(tmp_path):
+    """They are forked. A notebook's own debugger, in JupyterLab, follows no other process: an editor's does."""
+    place = ROOT / "03_ddp" / "by_hand.py", first_line_of(ROOT / "03_ddp" / "by_hand.py", "assign")
+    program = tmp_path / "page.py"
+    program.write_text("""import torch
+from common.lab.launch import launch
+from course.ddp.by_hand import assign
+
+def ranks():
+    return assign([torch.zeros(3)], 4)
+
+if __name__ == "__main__":
+    launch(ranks, 2)
+""")
+    assert stops([program], [place], 2) == [place] * 2

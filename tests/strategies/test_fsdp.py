@@ -177,18 +177,34 @@ def test_micro_batches_are_added_up_in_float32(name):
     torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
 
 
+class Known(torch.autograd.Function):
+    """A linear layer whose weight's gradient is 1 on rank 0, and 1/1024 on the others."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return gradient.to(weight.dtype) @ weight, torch.full_like(weight, 1 if dist.get_rank() == 0 else 1 / 1024)
+
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return Known.apply(x, self.weight.to(x.dtype))
+
+
 def small_on_one_rank(name: str, by_hand: bool) -> torch.Tensor:
-    """A parameter after a step of SGD, where rank 0's gradient is 1 and rank 1's is 1/1024."""
-    model = equality.tied()
-    head = model.head.out
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    head.weight.register_hook(lambda gradient: torch.full_like(gradient, 1 if dist.get_rank() == 0 else 1 / 1024))
+    """How far a step of SGD moves a weight whose gradient is small on all ranks but one."""
+    model, weight = equality.frozen(), "head.out.weight"
+    model.head.out = Head(*reversed(model.head.out.weight.shape), bias=False)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
     strategy = make(name, by_hand, model, sgd, precision="bf16", max_norm=1e9)
-    name = "head.out.weight"
-    before = {**strategy.full_state().get("model", {})}.get(name, torch.empty(0)).clone()
+    before = {**strategy.full_state().get("model", {})}.get(weight, torch.empty(0)).clone()
     strategy.step(micro_batches())
-    return before - strategy.full_state().get("model", {}).get(name, torch.empty(0))
+    return before - strategy.full_state().get("model", {}).get(weight, torch.empty(0))
 
 
 @pytest.mark.parametrize("who", VERSIONS, ids=str)
@@ -251,6 +267,35 @@ def test_timeline_of_memory():
         for by_hand in (True, False):
             buffers = max(line["buffers"] for line in found["fsdp", by_hand][0])
             assert sum(units) <= buffers <= 2.5 * sum(units), f"by_hand {by_hand}: {buffers} of {sum(units)}"
+
+
+class SendsGradients:
+    """Sums each gradient over the ranks where autograd has left it, and keeps none."""
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.optimizer, self.at_the_end = torch.optim.SGD(self.model.parameters(), lr=0.1), 0
+
+    def step(self, timeline):
+        self.model(torch.ones(2, 64)).sum().backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        self.at_the_end = len(timeline.sizes)
+        self.optimizer.zero_grad()
+
+
+def gradients_that_are_sent() -> tuple[dict, int]:
+    strategy = SendsGradients()
+    with memory.MemoryTimeline(strategy) as timeline:
+        strategy.step(timeline)
+        torch.zeros(1) + 1  # a line without them
+    return timeline.bytes[strategy.at_the_end - 1], timeline.bytes[-1]["gradients"]
+
+
+def test_gradients_in_a_message_are_gradients_still():
+    """4 bytes for each parameter when the backward pass is over, and of no other kind."""
+    for line, after in launch(gradients_that_are_sent, 2):
+        assert (line["gradients"], line["buffers"], after) == (4 * 2 * (64 * 64 + 64), 0, 0)
 
 
 def events_of_a_step() -> list[str]:
@@ -335,8 +380,8 @@ def go_on(versions, begin, state) -> list[dict]:
     torch.manual_seed(0)
     batches = [micro_batches() for _ in range(begin + len(versions))][begin:]  # the same on every rank
     states = []
-    for batch, (name, by_hand) in zip(batches, versions, strict=True):
-        torch.manual_seed(1)
+    for number, (batch, (name, by_hand)) in enumerate(zip(batches, versions, strict=True), start=begin):
+        torch.manual_seed(1 + number)  # begins with other weights, frozen ones too, than those that it takes up
         strategy = make(name, by_hand, equality.frozen(), equality.adamw)
         if state is not None:
             strategy.step(micro_batches())  # something to be overwritten

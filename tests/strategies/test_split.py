@@ -1,7 +1,5 @@
 """Where models are cut into stages, by what times, and what is moved to the device."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,54 +40,44 @@ def test_stages_are_the_same_on_all_ranks():
     assert [len(stage) for stage in split.stages_of(deep(), 2)] == [4, 4]
 
 
-def test_the_time_of_the_last_stage_includes_its_loss(monkeypatch):
-    """By a clock that only the loss moves: it makes the head 50 ms slower in the shortest of three rounds, and no other
-    layer; and each layer is measured where it will be."""
-    seen, clock, lasts = [], [0.0], [0.09, 0.05, 0.07]
+class SlowDevice:
+    """A device on which the host only puts work: the clock moves when somebody waits for it."""
 
-    def slow(logits, targets):
-        seen.append((logits.shape, logits.device))
-        clock[0] += lasts.pop(0)
+    def __init__(self):
+        self.now = self.behind = 0.0
+
+    def work(self, seconds):
+        self.behind += seconds
+
+    def synchronize(self, device):
+        self.now, self.behind = self.now + self.behind, 0.0
+
+
+def test_a_layer_takes_what_the_device_needs_for_both_passes_and_the_last_one_the_loss(monkeypatch):
+    """Embedding, two blocks, head: forward 1, 2, 3 and 4 s, backward twice that, and the loss 50 ms in the shortest of
+    three rounds. What is measured is a copy."""
+    device, model, losses = SlowDevice(), small(), [0.09, 0.05, 0.07]
+    for seconds, layer in enumerate(layers_of(model).values(), start=1):
+
+        def forward(layer, inputs, output, seconds=seconds):
+            device.work(seconds)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: device.work(2 * seconds))
+
+        layer.register_forward_hook(forward)
+
+    def loss(logits, targets):
+        device.work(losses.pop(0) if losses else 0.0)
         return equality.cross_entropy(logits, targets)
 
-    model = small()
-    monkeypatch.setattr(split, "cross_entropy", slow)
-    monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
-    seconds = split.measured(model, CPU)
-    assert seconds == [0.0] * (len(seconds) - 1) + [pytest.approx(0.05)], "the shortest round, with the loss"
-    assert lasts == [], "three rounds"
-    assert {shape for shape, _ in seen} == {(4, 8, 64)}
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_layer_is_measured_between_two_waits_for_the_device_and_as_a_copy(monkeypatch):
-    noted, model = [], small()
-
-    @contextlib.contextmanager
-    def context():
-        noted.append("in context")
-        yield
-
-    grad, of_what = torch.autograd.grad, []
-
-    def noting(out, leaves, *more):
-        of_what.append([leaf.shape for leaf in leaves])
-        return grad(out, leaves, *more)
-
-    monkeypatch.setattr(torch.autograd, "grad", noting)
-    monkeypatch.setattr(split, "synchronize", lambda device: noted.append("device is done"))
-    monkeypatch.setattr(split.time, "perf_counter", lambda: noted.append("clock") or 0.0)
-    split.measured(model, torch.device("meta"), context, rounds=1)
-    once = ["device is done", "clock", "in context", "device is done", "clock"]
-    assert noted == once * 4, "for each of embedding, two blocks and head"
-    own = [[parameter.shape for parameter in layer.parameters()] for layer in layers_of(model).values()]
-    inputs = [[]] + [[torch.Size((4, 8, 16))]] * 3
-    wanted = [shapes + more for shapes, more in zip(own, inputs, strict=True)]
-    assert of_what == wanted, "backward is measured for a layer's parameters and, but of the first one, its input"
-    of_what.clear()
-    split.measured(small().requires_grad_(False), CPU, rounds=1)
-    assert of_what == inputs[1:], "of frozen layers for their input alone, and of a frozen first one not at all"
-    assert not any(p.is_meta for p in model.parameters()), "what is measured is a copy: the model stays where it was"
+    monkeypatch.setattr(split, "cross_entropy", loss)
+    monkeypatch.setattr(split.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(split, "synchronize", device.synchronize)
+    assert split.measured(model, CPU) == pytest.approx([3.0, 6.0, 9.0, 12.05])
+    assert losses == [] and all(p.grad is None for p in model.parameters())
+    split.measured(small().requires_grad_(False), CPU)  # a frozen model has nothing to go backward for but inputs
+    split.measured(small(), torch.device("meta"), rounds=1)
+    assert not any(p.is_meta for p in model.parameters()), "the model stays where it was"
 
 
 def test_replicas_are_cut_alike_though_each_would_measure_other_times(monkeypatch):

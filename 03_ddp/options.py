@@ -55,5 +55,7 @@ class LastBackward:
 
     def require_all(self) -> None:
         """Raise UserError where it has left some out. Gradients were None when the step began."""
-        pairs, self.before = zip(self.trained, self.before, strict=True), []  # the optimizer wants their memory
-        require_gradients(self.model, without={parameter for parameter, grad in pairs if parameter.grad is grad})
+        before, self.before = self.before, []  # the optimizer wants their memory
+        without = [parameter for parameter, grad in zip(self.trained, before, strict=True) if parameter.grad is grad]
+        if without:
+            require_gradients(self.model, without=set(without))

@@ -1,7 +1,9 @@
 """The checkpoints of a run: the one that it goes on from, and those that it leaves."""
 
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,6 +16,9 @@ from common.run_dir import open_run
 from common.strategy import Strategy
 from common.task import Task
 
+if TYPE_CHECKING:
+    from common.checkpoint import Saver
+
 
 class Keeper:
     """The folder of a run and the checkpoints in it.
@@ -24,8 +29,6 @@ class Keeper:
     """
 
     def __init__(self, config: Config, strategy: Strategy, task: Task):
-        from common.checkpoint import Saver  # not at the top: it takes half a second, and not every command gets here
-
         self.config, self.strategy = config, strategy
         self.directory = open_run(config)
         self.path = self.directory.path
@@ -37,8 +40,15 @@ class Keeper:
             self.directory.forget_after(self.done)
         if config.tensorboard:
             self.directory.write_board(self.done)
-        self.saver = Saver(config.async_checkpoint)
         self.saved = self.path / manifest.name_of(self.done)  # the newest
+
+    @cached_property
+    def saver(self) -> "Saver":
+        """What writes. Collective when it is first asked for, with the first checkpoint: importing it takes half a
+        second, which the first step need not wait for."""
+        from common.checkpoint import Saver
+
+        return Saver(self.config.async_checkpoint)
 
     def save(self, done: int) -> None:
         """Write the checkpoint after `done` steps, and remove what is older than --keep. Collective."""
@@ -57,7 +67,8 @@ class Keeper:
 
     def close(self) -> None:
         """Until what is being written is in its place, and the run directory is as it stays. Collective."""
-        self.saver.wait()
+        if "saver" in vars(self):
+            self.saver.wait()
         self.directory.keep_newest()
         self.directory.finish()
 

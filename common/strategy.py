@@ -5,6 +5,7 @@ So one loop trains every strategy, one harness proves it, one table compares it.
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
@@ -105,7 +106,9 @@ class Strategy:
 
     def autocast(self):
         """The context in which the forward pass computes in this run's precision."""
-        return torch.autocast(self.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.precision])
 
     def step(self, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002  for subclasses
         """One optimizer step on this rank's `micro_batches`, a list of (inputs, targets) of equal sizes.

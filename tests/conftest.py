@@ -30,3 +30,11 @@ def no_launcher(monkeypatch):
     for name in (*launchers, "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # so that it is restored, whatever a test does
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """A run that ends by an error leaves its process group to the end of the process, which is that of other tests."""
+    yield
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        sys.modules["torch.distributed"].destroy_process_group()

@@ -90,6 +90,8 @@ class Fork:
             runpy.run_path(str(program), run_name="__main__")
             return 0
         except SystemExit as leaving:
+            if isinstance(leaving.code, str):
+                print(leaving.code, file=sys.stderr)  # as Python does
             return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         except BaseException:
             traceback.print_exc()

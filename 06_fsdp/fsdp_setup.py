@@ -52,6 +52,10 @@ class Sharded(Strategy):
         super().require(config, axes)
         require_memory_options(config, axes)
 
+    @classmethod
+    def trains(cls, config):
+        return super().trains(config) and not getattr(config.options, "find_batch_size", False)
+
     def __init__(self, setup):
         super().__init__(setup)
         self.readers = axis(self.mesh, *self.data_axes).group  # ranks that read different slices

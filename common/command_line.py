@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
 from common.options import flag
 from common.ranks import environment
-from common.run_dir import claim, new_run_dir, saved_settings
+from common.run_dir import saved_settings
 from common.strategy import StrategyEntry
 
 RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
@@ -48,6 +48,7 @@ def parse(
     auto: Callable[[list[str]], list[str]] | None = None,
 ) -> Config:
     """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
+    Nothing is written: whoever trains calls common.run_dir.claim next.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
     else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` gives a command line that
@@ -104,11 +105,7 @@ def parse(
     config = Config(**values, options=Options(**own), entry=entry)
     config.strategy, config.implementation, config.by_hand = name, implementation, implementation == "by-hand"
     config.axes = axes_of(config, replicas)
-    config.run_dir = config.run_dir or new_run_dir(config)
     check(config)
-    trains = not config.dry_run and not getattr(config.options, "find_batch_size", False)
-    if environment()[0] == 0 and trains:
-        claim(Path(config.run_dir), config.resume)
     return config
 
 

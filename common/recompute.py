@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from common.errors import UserError
 from common.options import option
 
 RECOMPUTE = ("none", "selective", "full")
@@ -22,6 +23,14 @@ class RecomputeOptions:
     """The option of every strategy that calls recompute_blocks."""
 
     recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", RECOMPUTE)
+
+    def require(self, config) -> None:
+        """Raise UserError where there are no blocks."""
+        if self.recompute != "none" and config.task == "images":
+            raise UserError(
+                f"--recompute {self.recompute} is for the GPT's blocks, not for --task images; leave it out, or use "
+                f"--task text"
+            )
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:

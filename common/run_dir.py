@@ -26,6 +26,7 @@ from common import manifest
 from common.errors import UserError
 from common.lock import Lock
 from common.options import LATEST
+from common.ranks import environment
 
 LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
 
@@ -269,8 +270,15 @@ def new_run_dir(config) -> str:
     return str(Path("runs", f"{name}-{taken + 1}" if taken else name))
 
 
-def claim(folder: Path, resume: str) -> None:
-    """Raise UserError unless a run can be written to `folder`."""
+def claim(config) -> None:
+    """Name the folder of a run that has none yet. Raises UserError on rank 0 unless a run can be written there."""
+    config.run_dir = config.run_dir or new_run_dir(config)
+    if environment()[0] == 0:
+        require_writable(Path(config.run_dir), config.resume)
+
+
+def require_writable(folder: Path, resume: str) -> None:
+    """Raise UserError unless a run can be written to `folder`, which is made if it is not there."""
     if (folder / "metrics.jsonl").exists() and not resumes_in_place(resume, folder) and not restarts(folder):
         raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
     try:

@@ -51,7 +51,8 @@ class Strategy:
     tasks:       what --task may be
     model_class: what it trains, of text
     from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
-    Options:     a dataclass of its own options, made with common.options.option
+    Options:     a dataclass of its own options, made with common.options.option; its `require(config)`, if it has one,
+                 raises UserError for values that cannot work with the run's other settings
     """
 
     preset: dict[str, int] = {"data": -1}
@@ -92,12 +93,13 @@ class Strategy:
         """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
         if config.task not in cls.tasks:
             raise UserError(f"--task {config.task}: strategy '{config.strategy}' divides a GPT; use --task text")
-        recompute = getattr(config.options, "recompute", "none")
-        if recompute != "none" and config.task == "images":
-            raise UserError(
-                f"--recompute {recompute} is for the GPT's blocks, not for --task images; leave it out, or use "
-                f"--task text"
-            )
+        if hasattr(config.options, "require"):
+            config.options.require(config)
+
+    @classmethod
+    def trains(cls, config) -> bool:
+        """Whether a run with these settings trains, and so needs a folder of its own."""
+        return not config.dry_run
 
     @classmethod
     def make_model(cls, config) -> nn.Module:

@@ -33,7 +33,7 @@ def choose(argv: list[str]) -> list[str]:
     given = next((word for word in argv if word.split("=")[0] in picked), None)
     if given:
         raise UserError(f"{given.split('=')[0]}: --strategy auto picks it; leave one of them out")
-    asked = parse(STRATEGIES, None, [*argv, "--strategy", "ddp", "--dry-run"], BY_AXES)
+    asked = parse(STRATEGIES, None, [*argv, "--strategy", "ddp"], BY_AXES)
     if asked.task != "text":
         raise UserError(f"--strategy auto plans GPTs, and this is --task {asked.task}; take --strategy ddp")
     rank, size, _, per_node = environment()
@@ -45,7 +45,7 @@ def choose(argv: list[str]) -> list[str]:
     for place, one in enumerate(best, 1):
         try:
             line = with_layout(argv, one)
-            config = parse(STRATEGIES, None, [*line, "--dry-run"], BY_AXES)
+            config = parse(STRATEGIES, None, line, BY_AXES)
         except UserError:
             continue
         if rank == 0:

@@ -3,6 +3,7 @@
 import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
 from common.command_line import parse
 from common.errors import UserError, one_line_errors
+from common.run_dir import claim
 from course import name_what_was_started
 from course.strategies import BY_AXES, STRATEGIES
 
@@ -22,6 +23,8 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
                 f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "
                 f"repository's root"
             )
+        if config.strategy_class.trains(config):
+            claim(config)
         if config.dry_run:
             from course.dry_run import dry_run  # it pretends that there are devices: nothing that trains needs it
 

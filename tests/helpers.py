@@ -19,6 +19,7 @@ from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config
 from common.errors import UserError
+from common.run_dir import claim
 from course.strategies import BY_AXES, STRATEGIES
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,7 +58,10 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
     options += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
     distributed = ["--distributed"] if size > 1 else []
     with launcher(rank, size):
-        return parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
+        config = parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
+        if config.strategy_class.trains(config):
+            claim(config)
+        return config
 
 
 def every_strategy() -> list[tuple[int, str, str, str]]:

@@ -14,6 +14,7 @@ from common import ROOT
 from common.command_line import parse as parse_table
 from common.config import shared
 from common.ranks import environment
+from common.run_dir import claim
 from common.strategy import require_precision
 from course.strategies import BY_AXES, STRATEGIES
 
@@ -137,12 +138,17 @@ def test_many_processes_without_distributed(monkeypatch):
 def test_only_rank_0_claims_the_run_directory(monkeypatch):
     for name, value in (TWO_RANKS | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}).items():  # its node's first
         monkeypatch.setenv(name, value)
-    parse(argv=["--distributed", "--run-dir", "mine"])
+    config = parse(argv=["--distributed", "--run-dir", "mine"])
+    claim(config)
     assert not Path("mine").exists(), "rank 1 has made the run's folder"
     monkeypatch.setenv("RANK", "0")
     for line in ("--dry-run", "--strategy fsdp --find-batch-size --memory-budget 2"):
-        parse(argv=["--distributed", "--run-dir", "mine", *line.split()])
-        assert not Path("mine").exists(), f"{line} trains nothing, and has made the run's folder"
+        idle = parse(argv=["--distributed", "--run-dir", "mine", *line.split()])
+        assert not idle.strategy_class.trains(idle), line
+    assert parse(argv=["--distributed"]).run_dir == "" and not any(Path().iterdir()), "to read writes nothing"
+    assert config.strategy_class.trains(config)
+    claim(config)
+    assert Path("mine").is_dir()
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:

@@ -159,15 +159,15 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
     with refused("--run-dir run", "--resume"):
-        run_dir.claim(Path("run"), "")
-    run_dir.claim(Path("run"), "2")  # of this run: it goes on
+        run_dir.require_writable(Path("run"), "")
+    run_dir.require_writable(Path("run"), "2")  # of this run: it goes on
     with monkeypatch.context() as patch:
         patch.setattr(run_dir, "restarts", lambda folder: folder == Path("run"))
-        run_dir.claim(Path("run"), "")  # begun by this very launch, whose ranks torchrun has started again
+        run_dir.require_writable(Path("run"), "")  # begun by this very launch, whose ranks torchrun has started again
     tried = []
     with monkeypatch.context() as patch:
         patch.setattr(run_dir, "Lock", lambda folder: SimpleNamespace(release=lambda: tried.append(folder)))
-        run_dir.claim(Path("free"), "")
+        run_dir.require_writable(Path("free"), "")
     assert tried == [Path("free")], "whether a living run writes there is asked, and the lock is given back"
     for number, said in (
         (errno.ENOSPC, "No space left on device"),
@@ -179,7 +179,7 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
 
         monkeypatch.setattr(run_dir.tempfile, "TemporaryFile", full)
         with refused("--run-dir new", said):
-            run_dir.claim(Path("new"), "")
+            run_dir.require_writable(Path("new"), "")
 
 
 def test_the_loss_curve():

@@ -24,7 +24,7 @@ from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.ranks import process_group
 from common.run import INTERRUPTED, Run
-from common.run_dir import RunDirectory, claim
+from common.run_dir import RunDirectory, require_writable
 from common.task import make_task
 from course.ddp.loading import WORKERS
 
@@ -336,7 +336,7 @@ def test_a_disk_that_is_full_already(tmp_path, monkeypatch):
 
     monkeypatch.setattr("common.run_dir.tempfile.TemporaryFile", full)
     with refused("No space left on device"):
-        claim(tmp_path, "")
+        require_writable(tmp_path, "")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

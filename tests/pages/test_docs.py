@@ -25,9 +25,7 @@ from tools.facts import NOTEBOOKS, PAGES
 
 
 @pytest.fixture(autouse=True)
-def an_empty_folder(tmp_path, monkeypatch):
-    """Parsing a command claims its run directory."""
-    monkeypatch.chdir(tmp_path)
+def without_a_launcher(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
 

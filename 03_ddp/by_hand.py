@@ -17,12 +17,12 @@ from common.errors import UserError
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.strategy import require_gradients
-from course.ddp.options import DataParallel
+from course.ddp.options import ReplicatedModel
 
 MEBIBYTE = 2**20
 
 
-class DDPByHand(DataParallel):
+class DDPByHand(ReplicatedModel):
     """Every rank reads one slice of the global batch; a Reducer averages the gradients."""
 
     def __init__(self, model, make_optimizer, setup):

@@ -18,10 +18,10 @@ from common.ranks import process_group
 from common.recompute import recompute_blocks
 from common.run import Run
 from common.task import make_task
-from course.ddp.options import DataParallel, LastBackward
+from course.ddp.options import LastBackward, ReplicatedModel
 
 
-class DDP(DataParallel):
+class DDP(ReplicatedModel):
     """Every rank reads one slice of each batch; DistributedDataParallel averages gradients, in its own buckets."""
 
     def __init__(self, model, make_optimizer, setup):

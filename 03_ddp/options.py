@@ -10,7 +10,7 @@ from common.strategy import Strategy, require_gradients
 from course.ddp.loading import LOADING
 
 
-class DataParallel(Strategy):
+class ReplicatedModel(Strategy):
     """Every rank holds the whole model and reads its own slice of each batch."""
 
     preset = {"data": -1}

@@ -21,10 +21,10 @@ from common.data import global_batch
 from common.errors import UserError
 from common.model import cross_entropy
 from common.options import option
-from course.ddp.options import DataParallel
+from course.ddp.options import ReplicatedModel
 
 
-class DDPWithAccelerate(DataParallel):
+class DDPWithAccelerate(ReplicatedModel):
     """Every rank has the whole model; Accelerate wraps it in DistributedDataParallel."""
 
     @dataclass

@@ -15,12 +15,12 @@ from lightning.fabric.strategies import DDPStrategy
 from common.model import cross_entropy
 from common.ranks import environment
 from common.recompute import recompute_blocks
-from course.ddp.options import DataParallel
+from course.ddp.options import ReplicatedModel
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class DDPWithFabric(DataParallel):
+class DDPWithFabric(ReplicatedModel):
     """Every rank has the whole model; Fabric wraps it in DistributedDataParallel."""
 
     def __init__(self, model, make_optimizer, setup):

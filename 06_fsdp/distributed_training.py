@@ -26,7 +26,7 @@ class FSDP(fsdp_setup.Sharded):
         super().__init__(setup)
         self.model = recompute_blocks(model, self.options.recompute)
         for unit, reshard in fsdp_setup.units_of(model).items():
-            fsdp_setup.materialise(unit, self.device, self.readers)  # from the meta device to rank 0's weights
+            self.prepare(unit)  # from the meta device to rank 0's weights
             fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
 

@@ -64,6 +64,10 @@ class Sharded(Strategy):
         mesh = self.mesh["data", "shard"] if both else self.mesh["shard"]
         self.how = {"mesh": mesh, **policies(self.precision, offload)}
 
+    def prepare(self, unit: nn.Module) -> None:
+        """Give a unit what fully_shard will shard: rank 0's weights, on every rank. Collective."""
+        materialise(unit, self.device, self.readers)
+
     def evaluate(self, inputs, targets):
         loss = super().evaluate(inputs, targets)
         reshard(self.model)

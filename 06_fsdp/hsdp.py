@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed.tensor.parallel as tp
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import axis
 from common.model import cross_entropy
-from common.recompute import RecomputeOptions, recompute_blocks
+from common.recompute import RecomputeOptions
 from common.strategy import require_gradients
 from course.fsdp import fsdp_setup
 from course.fsdp.distributed_training import FSDP
@@ -35,19 +34,12 @@ class TensorFSDP(FSDP):
         super().require(config, axes)
         CutsWeights.require(config, axes)
 
-    def __init__(self, model, make_optimizer, setup):
-        fsdp_setup.Sharded.__init__(self, setup)
-        self.model = recompute_blocks(model, self.options.recompute)
+    def prepare(self, unit):
+        """Rank 0's weights, of which a rank keeps a part."""
         # With the axis over all ranks that this makes, PyTorch sums the gradient's norm in one message instead of one
         # for each dimension, and a warning.
-        everyone = axis(self.mesh, "shard", "tensor").group
-        for unit, reshard in fsdp_setup.units_of(model).items():
-            fsdp_setup.materialise(
-                unit, torch.device("cpu"), everyone
-            )  # rank 0's weights, of which a rank keeps a part
-            fsdp_setup.cut_unit(model, unit, self.mesh["tensor"])
-            fully_shard(unit, reshard_after_forward=reshard, **self.how)
-        self.optimizer = make_optimizer(self.model.parameters())
+        fsdp_setup.materialise(unit, torch.device("cpu"), axis(self.mesh, "shard", "tensor").group)
+        fsdp_setup.cut_unit(self.model, unit, self.mesh["tensor"])
 
     def step(self, micro_batches):
         with tp.loss_parallel():

@@ -8,13 +8,13 @@ would need this file's second half all the same.)
 import argparse
 import difflib
 import math
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import yaml
 
@@ -27,8 +27,7 @@ from common.ranks import environment
 from common.run_dir import saved_settings
 from common.strategy import StrategyEntry
 
-RENAMED = {"accumulate": "accumulation_steps"}  # old names go on working, and say the new one
-REPLICAS = SimpleNamespace(type=int, metadata={"choices": (), "bare": ""})  # what came before --mesh
+OLD = {"accumulate": "--accumulation-steps", "replicas": "--mesh, as in --mesh data=2"}  # what is said in their place
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
 ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume",
         "timeout")  # fmt: skip
@@ -87,24 +86,18 @@ def parse(
         refuse_unknown(table, unknown[0], name, implementation, Options)
     given.pop("config", None)
     known = {item.name: item for item in [*shared(), *fields(Options)]}
-    for old, new in RENAMED.items():
-        if old in given:
-            print(f"note: {flag(old)} is called {flag(new)} now", file=sys.stderr)
-            given.setdefault(new, given[old])
-            del given[old]
     from_file = {}
     for key, value in content.items():
-        if key not in known and key != "replicas":
+        if key not in known:
             refuse_key(table, f"--config {file}", key, spelled[key], name, implementation, known)
-        from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known.get(key, REPLICAS))
+        from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known[key])
     values = {**from_file, **given}
     if kept:
         values = resumed(kept, values, known, same_strategy=kept.get("strategy") == name)
-    replicas = values.pop("replicas", None)
     own = {item.name: values.pop(item.name) for item in fields(Options) if item.name in values}
     config = Config(**values, options=Options(**own), entry=entry)
     config.strategy, config.implementation, config.by_hand = name, implementation, implementation == "by-hand"
-    config.axes = axes_of(config, replicas)
+    config.axes = axes_of(config)
     check(config)
     return config
 
@@ -157,26 +150,20 @@ def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: st
 # --- mesh -----------------------------------------------------------------------------------------------------
 
 
-def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
-    """The sizes of the mesh: the strategy's preset, with what --mesh (or its older forms) says. Raises UserError."""
+def axes_of(config: Config) -> dict[str, int]:
+    """The sizes of the mesh: the strategy's preset, with what --mesh says. Raises UserError."""
     kind, size = config.strategy_class, environment()[1]
     if config.dry_run and size == 1 and "=" in config.mesh:  # nobody has to be started
         size = math.prod(parse_axes(config.mesh).values())
     preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
     order = parse_order(config.mesh_order)
-    if replicas is not None:
-        print(f"note: --replicas {replicas} is --mesh {next(iter(preset))}={replicas} now", file=sys.stderr)
-        if config.mesh:
-            raise UserError("--replicas is an older form of --mesh; leave it out")
-        if replicas < 1:
-            raise UserError(f"--replicas must be at least 1, got {replicas}")
-        if len(preset) != 2:
-            raise UserError(f"--replicas is for strategies with two axes, not for '{config.strategy}'; leave it out")
-        named = {next(iter(preset)): replicas}
-    elif config.mesh and "=" not in config.mesh:
-        named = two_numbers(config, preset, size)
-    else:
-        named = parse_axes(config.mesh) if config.mesh else {}
+    numbers = re.fullmatch(r"(\d+)x(\d+)", config.mesh)
+    if numbers and len(preset) == 2:
+        advice = ",".join(f"{name}={number}" for name, number in zip(preset, numbers.groups(), strict=True))
+        raise UserError(f"--mesh {config.mesh}: the axes have names; write --mesh {advice}")
+    if config.mesh and "=" not in config.mesh:
+        raise UserError(f"--mesh {config.mesh}: expected sizes of axes as in data=2,tensor=2; axes: {', '.join(AXES)}")
+    named = parse_axes(config.mesh) if config.mesh else {}
     foreign = next((name for name in named if name not in allowed), None)
     if foreign:
         has = f"axis {allowed[0]} only" if len(allowed) == 1 else f"axes {', '.join(allowed)}"
@@ -192,26 +179,6 @@ def axes_of(config: Config, replicas: int | None = None) -> dict[str, int]:
         )
     # Who names only some axes of a preset leaves the others to it; any other mesh is as it was named.
     return in_order(resolve({**preset, **named} if set(named) < set(preset) else named, size), order)
-
-
-def two_numbers(config: Config, preset: dict, size: int) -> dict[str, int]:
-    """The older form of a mesh with two axes, "2x4": the sizes of the preset's axes in their order."""
-    rows, _, columns = config.mesh.partition("x")
-    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise UserError(f"--mesh {config.mesh}: expected sizes of axes as in data=2,tensor=2; axes: {', '.join(AXES)}")
-    if len(preset) != 2:
-        raise UserError(
-            f"--mesh {config.mesh}: two numbers are for strategies with two axes, not for '{config.strategy}'; "
-            f"leave it out, or name the axes"
-        )
-    if int(rows) * int(columns) != size:
-        fit = ", ".join(f"{n}x{size // n}" for n in range(1, size + 1) if size % n == 0)
-        raise UserError(
-            f"--mesh {config.mesh} is {int(rows) * int(columns)} ranks, and {size} are started; that could be {fit}"
-        )
-    named = dict(zip(preset, (int(rows), int(columns)), strict=True))
-    print(f"note: --mesh {config.mesh} is --mesh {','.join(f'{k}={v}' for k, v in named.items())}", file=sys.stderr)
-    return named
 
 
 # --- the parser -----------------------------------------------------------------------------------------------
@@ -242,10 +209,6 @@ def full_parser(table, name: str, Options) -> Parser:
     others = parser.add_argument_group("this program")
     others.add_argument("-h", "--help", action="help", help="show this; with --strategy NAME, that strategy's options")
     others.add_argument("--config", metavar="FILE.yaml", help="read options from a file; the command line wins")
-    parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
-    for old, new in RENAMED.items():
-        kind = next(item.type for item in shared() if item.name == new)
-        parser.add_argument(flag(old), type=kind, help=argparse.SUPPRESS)
     return parser
 
 
@@ -315,6 +278,8 @@ def refuse_unknown(table, word: str, strategy: str, implementation: str, Options
     name = word.lstrip("-").split("=")[0].replace("-", "_")
     if not word.startswith("--"):
         raise UserError(f"unrecognized argument: {word} (--help lists the options)")
+    if name in OLD:
+        raise UserError(f"there is no option {flag(name)}; write {OLD[name]}")
     known = [item.name for item in [*shared(), *fields(Options)]] + ["config"]
     foreign = not_its_own(table, name, strategy, implementation)
     if foreign:
@@ -325,6 +290,8 @@ def refuse_unknown(table, word: str, strategy: str, implementation: str, Options
 
 
 def refuse_key(table, where: str, key: str, spelled: str, strategy: str, implementation: str, known) -> None:
+    if key in OLD:
+        raise UserError(f"{where}: there is no option '{spelled}'; write {OLD[key]}")
     foreign = not_its_own(table, key, strategy, implementation)
     if foreign:
         raise UserError(f"{where}: {foreign}")
@@ -347,10 +314,10 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
     names = {str(key).replace("-", "_"): str(key) for key in content}
-    values = {RENAMED.get(name, name): content[key] for name, key in names.items()}
+    values = {name: content[key] for name, key in names.items()}
     if isinstance(values.get("mesh"), dict):
         values["mesh"] = ",".join(f"{axis}={number}" for axis, number in values["mesh"].items())
-    return values, {RENAMED.get(name, name): key for name, key in names.items()}
+    return values, names
 
 
 def convert(where: str, value, item):
@@ -377,7 +344,6 @@ def convert(where: str, value, item):
 def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
     """Fill in from the run that is resumed. Raises UserError where `values` would change what makes its numbers what
     they are."""
-    kept = {RENAMED.get(name, name): value for name, value in kept.items()}
     identity = [name for name, item in known.items() if item.metadata["identity"] and name in kept]
     changed = [name for name in identity if name in values and values[name] != kept[name]]
     if changed:
@@ -392,6 +358,6 @@ def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
     taken = {n: v for n, v in kept.items() if n in known and n not in ANEW and (same_strategy or n in own)}
     taken |= {name: kept[name] for name in identity}
     fits = "=" in kept.get("mesh", "") and math.prod(parse_axes(kept["mesh"]).values()) == environment()[1]
-    if same_strategy and fits and not {"mesh", "replicas"} & {*values}:  # else the strategy's own mesh
+    if same_strategy and fits and "mesh" not in values:  # else the strategy's own mesh
         taken |= {"mesh": kept["mesh"], "mesh_order": kept.get("mesh_order", "")}
     return {**taken, **values}

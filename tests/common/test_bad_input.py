@@ -27,9 +27,10 @@ SCRIPTS = """
 --strategy context --by-hand --context 101 => --context 101 2
 --strategy hsdp => --mesh data=2 shard 1
 --strategy hsdp --mesh 2by2 => --mesh 2by2 data=2,tensor=2
---strategy hsdp --mesh 0x1 => --mesh 0x1 data=2,tensor=2
---strategy tensor+fsdp --mesh 1x1 --task images => --task images tensor+fsdp
---strategy ddp --mesh 1x1 => --mesh ddp 1x1
+--strategy hsdp --mesh 0x1 => --mesh 0x1 data=0,shard=1
+--strategy tensor+fsdp --mesh shard=1,tensor=1 --task images => --task images tensor+fsdp
+--strategy ddp --mesh 1x1 => --mesh 1x1 data=2,tensor=2
+--accumulate 3 => --accumulate --accumulation-steps
 --mesh data=1,tenor=1 => --mesh data=1,tenor=1 tenor tensor
 --mesh data=1,data=1 => --mesh data=1,data=1
 --mesh data=two => --mesh data=two data=2
@@ -37,8 +38,7 @@ SCRIPTS = """
 --strategy ddp --mesh tensor=1 => --mesh tensor=1 ddp
 --mesh-order data,rows => --mesh-order data,rows pipeline
 --mesh-order data,data => --mesh-order data,data
---strategy ddp --replicas 2 => --replicas ddp
---strategy hsdp --replicas 0 => --replicas 0
+--strategy ddp --replicas 2 => --replicas --mesh data=2
 --strategy fsdp --mesh data=1,shard=1 => fsdp shard data --by-hand
 --strategy ddp --by-hand --mesh tensor=1 => ddp tensor data
 --strategy fsdp --by-hand --offload => --offload fsdp zero2
@@ -66,8 +66,8 @@ SCRIPTS = """
 --strategy pipeline --split-spec blocks.1:end => 1 2
 --strategy pipeline --schedule interleaved --stages-per-rank 9 => 9 6 --layers 7
 --strategy pipeline+ddp => --mesh data=2 pipeline
---strategy pipeline+ddp --replicas 1 --schedule zbv => --schedule zbv 1f1b
---strategy pipeline+fsdp --replicas 1 --schedule zbv => --schedule zbv
+--strategy pipeline+ddp --mesh data=1,pipeline=1 --schedule zbv => --schedule zbv 1f1b
+--strategy pipeline+fsdp --mesh shard=1,pipeline=1 --schedule zbv => --schedule zbv
 --device tpu => --device tpu cpu cuda
 --steps many => --steps many --help
 --steps 0 => --steps 0 1
@@ -112,8 +112,7 @@ ddp => ddp
 --config missing.yaml => --config missing.yaml
 --run-dir /proc/nowhere => --run-dir /proc/nowhere
 --strategy mesh --mesh expert=1 => --mesh expert=1 pipeline,
---strategy hsdp --replicas 1 --mesh data=1,shard=1 => --replicas --mesh
---strategy hsdp --mesh 1x2 @4 => --mesh 1x2 2 4 2x2
+--strategy hsdp --mesh 1x2 @4 => --mesh 1x2 data=1,shard=2
 --dry-run --mesh data=2 @4 => --mesh data=2 2 4
 --offload=yes => --offload single
 --strategy context --implementation magic => context --by-hand

@@ -39,7 +39,7 @@ def yaml(text: str) -> list[str]:
 
 def test_yaml_has_forms_of_its_own(capsys):
     """Mappings, older names, --resume without a value; and a strategy that is picked by the planner."""
-    config = parse(argv=yaml("strategy: hsdp\nmesh: {data: 1, shard: 1}\naccumulate: 3\nresume: false"))
+    config = parse(argv=yaml("strategy: hsdp\nmesh: {data: 1, shard: 1}\naccumulation-steps: 3\nresume: false"))
     assert (config.axes, config.accumulation_steps, config.resume) == ({"data": 1, "shard": 1}, 3, "")
     with refused("blocks.1", "middle"):
         parse(argv=yaml("strategy: pipeline\nschedule: zbv\nsplit-spec: {blocks.1: middle}"))
@@ -84,21 +84,14 @@ def test_no_strategy_has_an_option_by_the_name_of_one_of_the_run():
 
 
 def test_a_mesh_for_other_ranks():
-    with refused("--mesh 2x3", "6", "4", "2x2"):
-        configure("--strategy hsdp --mesh 2x3", size=4)
+    with refused("--mesh data=2,shard=3", "6", "4"):
+        configure("--strategy hsdp --mesh data=2,shard=3", size=4)
     assert configure("--strategy hsdp", size=4).axes == {"data": 2, "shard": 2}
     assert configure("--strategy hsdp --mesh data=4", size=4).axes == {"data": 4, "shard": 1}
     with refused("heads 2", "4"):
-        configure("--strategy tensor+fsdp --mesh 1x4 --heads 2", size=4)
+        configure("--strategy tensor+fsdp --mesh shard=1,tensor=4 --heads 2", size=4)
     with refused("--mesh data=3", "3", "4"):
         configure("--strategy ddp --mesh data=3", size=4)
-
-
-def test_the_older_forms_of_the_mesh(capsys):
-    assert configure("--strategy pipeline+ddp --replicas 4", size=4).axes == {"pipeline": 1, "data": 4}
-    assert "note: --replicas 4 is --mesh data=4 now" in capsys.readouterr().err
-    assert configure("--accumulate 3").accumulation_steps == 3
-    assert "note: --accumulate is called --accumulation-steps now" in capsys.readouterr().err
 
 
 def test_the_mesh_picks_the_strategy_and_its_order_is_an_option():

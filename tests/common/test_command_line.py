@@ -36,19 +36,6 @@ def changed(run: Path, **settings) -> None:
     (run / "config.json").write_text(json.dumps({"config": kept}))
 
 
-def test_the_newer_name_wins(capsys):
-    assert configure("--accumulate 3 --accumulation-steps 5").accumulation_steps == 5, "of both names the newer one"
-    assert capsys.readouterr().err == "note: --accumulate is called --accumulation-steps now\n"
-
-
-def test_older_forms_of_the_mesh_say_the_newer_one(capsys):
-    Path("run.yaml").write_text("replicas: 1")
-    assert configure("--strategy hsdp --config run.yaml", size=4).axes == {"data": 1, "shard": 4}
-    assert capsys.readouterr().err == "note: --replicas 1 is --mesh data=1 now\n"
-    assert configure("--strategy hsdp --mesh 1x4", size=4).axes == {"data": 1, "shard": 4}
-    assert capsys.readouterr().err == "note: --mesh 1x4 is --mesh data=1,shard=4\n"
-
-
 def test_a_dry_run_asks_for_no_device_and_no_launcher():
     config = configure("--dry-run --distributed --device cuda --mesh data=3")
     assert (config.axes, config.device) == ({"data": 3}, "cuda")
@@ -134,9 +121,6 @@ def test_the_order_goes_with_the_mesh():
     assert list(configure("--resume --run-dir run").axes) == ["shard", "data"]
     named = configure("--resume --run-dir run --mesh data=1,shard=1")
     assert list(named.axes) == ["data", "shard"], "a mesh that is named has its own order"
-    for form in ("--mesh 1x1", "--replicas 1"):
-        older = configure(f"--resume --run-dir run {form}")
-        assert (older.strategy, list(older.axes)) == ("hsdp", ["data", "shard"]), f"{form}: a mesh in its older form"
 
 
 def test_a_setting_that_this_version_does_not_have_is_refused():

@@ -102,15 +102,6 @@ def test_the_mesh_is_taken_over_where_it_fits(begun):
     assert configure(run_dir=folder, resume=True, strategy="fsdp").axes == {"shard": 1}, "another strategy's own"
 
 
-def test_what_an_older_version_called_otherwise_is_taken_over(begun):
-    folder = begun()
-    kept = json.loads((folder / "config.json").read_text())
-    del kept["config"]["accumulation_steps"]
-    kept["config"]["accumulate"] = 4
-    (folder / "config.json").write_text(json.dumps(kept))
-    assert configure(run_dir=folder, resume=True).accumulation_steps == 4
-
-
 def test_what_a_resumed_run_may_not_change(begun):
     folder = begun(lr_schedule="cosine", steps=9)
     assert configure(run_dir=folder, resume=True, steps=9).steps == 9

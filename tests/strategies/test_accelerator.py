@@ -106,10 +106,10 @@ PLANTED = {
         mistake(
             "TensorFSDP",
             "hsdp.py",
-            "__init__",
-            "for unit, reshard in fsdp_setup.units_of(model).items():",
-            'fsdp_setup.cut_unit(model, model, self.mesh["tensor"])\n'
-            "        for unit, reshard in fsdp_setup.units_of(model).items():\n            continue",
+            "prepare",
+            "fsdp_setup.materialise(unit,",
+            'fsdp_setup.cut_unit(self.model, self.model, self.mesh["tensor"])\n        return\n'
+            "        fsdp_setup.materialise(unit,",
         ),
         r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),

@@ -108,7 +108,8 @@ PLANTED = {
             "hsdp.py",
             "prepare",
             "fsdp_setup.materialise(unit,",
-            'fsdp_setup.cut_unit(self.model, self.model, self.mesh["tensor"])\n        return\n'
+            "if unit is next(iter(fsdp_setup.units_of(self.model))):\n"
+            '            fsdp_setup.cut_unit(self.model, self.model, self.mesh["tensor"])\n        return\n'
             "        fsdp_setup.materialise(unit,",
         ),
         r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import TEXT, configure, do_not_draw, metrics
 
 from common import manifest, run_dir
@@ -24,10 +25,20 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @contextmanager
+def left_after_an_error():
+    """process_group leaves the group after success only: of a process that fails, others would wait in vain."""
+    try:
+        yield
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+@contextmanager
 def alone(folder: Path, **settings):
     """A run in a process group of one; it draws no loss curve."""
     config = configure(**TEXT | {"checkpoint_every": 0} | settings, strategy="single", run_dir=folder)
-    with pytest.MonkeyPatch.context() as patch, process_group("cpu"):
+    with pytest.MonkeyPatch.context() as patch, process_group("cpu"), left_after_an_error():
         patch.setattr(run_dir, "loss_curve", run_dir.loss_curve)  # so that it is restored
         do_not_draw()
         task = make_task(config)

@@ -145,12 +145,14 @@ def as_set(file: str) -> Change:
 
 
 def one_more_line(file: str, like: str, name: str) -> Change:
-    """A copy of a line of a table, under another name and without other names for it."""
+    """A copy of a line of a table, under another name and without other names for it or a device that reports it."""
 
     def apply(text: str) -> str | None:
         line = next((line for line in text.splitlines() if line.startswith(f"{like},")), None)
         cells = line.split(",") if line else []
-        return text.rstrip("\n") + "\n" + ",".join([name, "", *cells[2:]]) + "\n" if cells else None
+        if "gpus" in file:
+            cells[2:3] = [""]
+        return text.rstrip("\n") + "\n" + ",".join([name, "", *cells[2:]]) + "\n" if line else None
 
     return Change("one more line of a table", file, f"{name}, like {like}", apply)
 

@@ -133,18 +133,16 @@ def test_bars_of_time_lie_where_the_step_spends_it():
     (total,) = (text.get_text() for text in left.texts if text.get_weight() == "bold")
     assert total == f"{found.memory.needed / GIB:.0f}", "the sum beside the bar"
     assert [text.get_text() for text in right.texts] == [f" {found.seconds:.2f} s"]
-    assert (left.get_xlabel(), right.get_xlabel()) == ("memory at the peak (GiB per GPU)", "one step (seconds)")
+    assert "GiB" in left.get_xlabel() and "seconds" in right.get_xlabel()
     assert [label.get_text() for label in left.get_yticklabels()] == ["one"]
     assert left.get_xlim() == pytest.approx((0, 1.15 * limit)) and right.get_xlim()[1] > found.seconds
-    told = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in (left, right)]
-    assert told == [["parameters", "gradients", "optimizer", "gathered units", "activations", "logits and loss"],
-                    ["forward, backward", "optimizer", "hidden communication", "exposed communication"]]  # fmt: skip
-    handles, bars = right.get_legend().legend_handles, {"forward, backward": 0, "optimizer": 1}
-    bars |= {"hidden communication": 2, "exposed communication": 3}
-    for (name, number), handle in zip(bars.items(), handles, strict=True):
+    assert [text.get_text() for text in left.get_legend().get_texts()] == list(calculator.GROUPS)
+    names = [text.get_text() for text in right.get_legend().get_texts()]
+    handles = right.get_legend().legend_handles
+    for number, (name, handle) in enumerate(zip(names, handles, strict=True)):
         like = right.patches[number]
         assert (handle.get_facecolor(), handle.get_hatch()) == (like.get_facecolor(), like.get_hatch()), name
-    for name, handle, bar in zip(told[0], left.get_legend().legend_handles, left.patches, strict=True):
+    for name, handle, bar in zip(calculator.GROUPS, left.get_legend().legend_handles, left.patches, strict=True):
         assert handle.get_facecolor() == bar.get_facecolor(), f"{name}: the colour of the legend and of the bar"
     plt.close(fig)
 

@@ -47,5 +47,5 @@ def test_the_page_shows_the_program():
     for block in blocks:
         assert re.sub(r"^ +", "", textwrap.dedent(block), flags=re.MULTILINE) in flat, block
     for command in re.findall(r"^(?:python|torchrun) .*$", PAGE, re.MULTILINE):
-        assert f"    {command}\n" in program, command
+        assert f"{command}\n" in program, command
     assert "import course" not in program and "from common" not in program

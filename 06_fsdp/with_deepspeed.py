@@ -83,7 +83,7 @@ class Zero3WithDeepSpeed(Strategy):
         # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
         materialise(model, self.device, axis(self.mesh, "shard").group)
         self.model = model
-        self.names: dict[torch.nn.Parameter, list[str]] = {}  # what is tied has several
+        self.names = {}  # parameter -> its names: what is tied has several
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
         self.sizes = {parameter: whole(parameter) for parameter in self.names}

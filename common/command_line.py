@@ -6,20 +6,19 @@ would need this file's second half all the same.)
 """
 
 import argparse
-import difflib
 import math
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import yaml
 
 from common.config import Config, check, shared
-from common.did_you_mean import meant
+from common.did_you_mean import did_you_mean, meant
 from common.errors import UserError
 from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
 from common.options import flag
@@ -80,8 +79,8 @@ def parse(
     parser = full_parser(table, name, Options)
     if {"-h", "--help"} & {*argv}:
         parser.epilog = other_options(table, Options)
-    given, unknown = parser.parse_known_args(argv)
-    given = vars(given)
+    parsed, unknown = parser.parse_known_args(argv)
+    given = vars(parsed)
     if unknown:
         refuse_unknown(table, unknown[0], name, implementation, Options)
     given.pop("config", None)
@@ -108,9 +107,8 @@ def parse(
 def find(table, name: str) -> StrategyEntry:
     """A strategy's line of the table. Raises UserError for an unknown name."""
     if name not in table:
-        nearest = difflib.get_close_matches(name, table, n=1)
-        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
-        raise UserError(f"unknown strategy '{name}'; {hint}known: {', '.join(table)}")
+        hint = did_you_mean(name, table)
+        raise UserError(f"unknown strategy '{name}'; {hint}{' ' if hint else ''}known: {', '.join(table)}")
     return table[name]
 
 
@@ -195,7 +193,7 @@ def full_parser(table, name: str, Options) -> Parser:
         add_help=False,
     )
     listed = "strategies: " + ", ".join(table)
-    group = []
+    group: list[Field] = []
     titles = list(Config.GROUPS.values())
     starts = list(Config.GROUPS)
     for item in shared():
@@ -218,7 +216,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 def other_options(table, Options) -> str:
     """The end of --help: options that other strategies have, with their choices and who has them."""
-    own, found = {item.name for item in fields(Options)}, {}
+    own = {item.name for item in fields(Options)}
+    found: dict[str, Field] = {}
     for entry in table.values():
         for kind in entry.implementations.values():
             found |= {item.name: item for item in fields(kind.Options) if item.name not in own}
@@ -228,8 +227,9 @@ def other_options(table, Options) -> str:
         text = f"{', '.join(map(str, item.metadata['choices']))}; " if item.metadata["choices"] else ""
         holders = list(dict.fromkeys(holder.split(" (")[0] for holder in owners(table, name)))
         text = f"{flag(name):22} {text}of {', '.join(holders)}"
-        indents = {"initial_indent": "  ", "subsequent_indent": " " * 25}
-        lines.append(textwrap.fill(text, width, break_on_hyphens=False, **indents))
+        lines.append(
+            textwrap.fill(text, width, break_on_hyphens=False, initial_indent="  ", subsequent_indent=" " * 25)
+        )
     return "\n".join(lines)
 
 

@@ -87,7 +87,7 @@ class Config:
 
     options: Any = field(default_factory=NoOptions, metadata={})
     axes: dict = field(default_factory=lambda: {"data": 1}, metadata={})
-    entry: StrategyEntry | None = field(default=None, metadata={})
+    entry: StrategyEntry = field(default=None, metadata={})  # type: ignore[assignment]  # whoever starts a run has it
 
     @property
     def strategy_class(self):

@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from common.errors import UserError
 from common.lock import Lock
 from common.options import LATEST
 from common.ranks import environment
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each step
 
@@ -46,7 +50,8 @@ class RunDirectory:
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
         of a run that has a checkpoint already. `launches` has `this_launch()` of every rank. Raises UserError where it
         cannot be written, and where a living run writes there."""
-        self.path, self.keep, self.board = Path(config.run_dir), config.keep, None
+        self.path, self.keep = Path(config.run_dir), config.keep
+        self.board: SummaryWriter | None = None
         newest_first = manifest.checkpoints(self.path)[::-1]
         self.restarted = restarts(self.path) and bool(newest_first)
         self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
@@ -99,8 +104,8 @@ class RunDirectory:
         with self.told():
             self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
-            for name, value in record.items() if self.board else ():
-                if isinstance(value, int | float) and name != "step":
+            for name, value in record.items():
+                if self.board and isinstance(value, int | float) and name != "step":
                     self.board.add_scalar(name, value, record["step"])
 
     def write_board(self, done: int) -> None:
@@ -181,7 +186,7 @@ def open_run(config) -> RunDirectory | OtherRank:
     directory = RunDirectory(config, len(launches), launches) if main_rank else None
     # Rank 0 knows: after a restart the nodes need not agree on how many checkpoints there were.
     names = [item.name for item in fields(OtherRank)]
-    box = [directory and [getattr(directory, name) for name in names]]
+    box = [[getattr(directory, name) for name in names] if directory else []]
     dist.broadcast_object_list(box, src=0)
     return directory or OtherRank(*box[0])
 

@@ -7,7 +7,6 @@ python -m planner emit --format accelerate --model llama-3-8b --gpu h100-80gb --
 
 import argparse
 import contextlib
-import difflib
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.axes import parse_axes, resolve
+from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from planner import constants, hardware, models
 from planner.emit import FORMATS, emit
@@ -34,12 +34,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         if message.startswith("unrecognized arguments: "):
             wrong = message.split(": ", 1)[1].split()[0]
-            near = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
-            message = f"unknown option '{wrong}'" + (f"; did you mean '{near[0]}'?" if near else "; see --help")
+            message = f"unknown option '{wrong}'; {did_you_mean(wrong, self._option_string_actions, 'see --help')}"
         elif "invalid choice" in message and "argument command" in message:
             wrong = message.split("invalid choice: ")[1].split("'")[1]
-            near = difflib.get_close_matches(wrong, COMMANDS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
+            hint = did_you_mean(wrong, COMMANDS, otherwise=f"there are {', '.join(COMMANDS)}")
             message = f"unknown command '{wrong}'; {hint}"
         raise UserError(message)
 

@@ -1,8 +1,8 @@
 """Names that were typed: found in a table, or refused in one line with the nearest that there is."""
 
-import difflib
 from typing import TypeVar
 
+from common.did_you_mean import did_you_mean
 from common.errors import UserError
 
 Entry = TypeVar("Entry")
@@ -13,6 +13,5 @@ def lookup(name: str, table: dict[str, Entry], what: str, aliases: dict[str, str
     aliases = aliases or {}
     if name in table or name in aliases:
         return table[aliases.get(name, name)]
-    near = difflib.get_close_matches(name, [*table, *aliases], n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(table)}"
+    hint = did_you_mean(name, [*table, *aliases], otherwise=f"there are {', '.join(table)}", cutoff=0.4)
     raise UserError(f"unknown {what} '{name}'; {hint}")

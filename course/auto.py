@@ -65,8 +65,7 @@ def with_layout(argv: list[str], one: Choice) -> list[str]:
 def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster, bool]:
     """The processes as GPUs of a cluster, and whether it was measured. Raises UserError."""
     if Path(MEASURED).exists() and (here := hardware.read_here(MEASURED)):
-        hardware.GPUS["here"] = here
-        return hardware.cluster("here", size, per_node), True
+        return hardware.cluster(here, size, per_node), True
     if config.device == "cpu" or not torch.cuda.is_available():
         return hardware.cluster("cpu", size, per_node), False
     said = torch.cuda.get_device_name()

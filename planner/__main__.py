@@ -84,7 +84,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add_layout(subs[name].add_argument)
     add = subs["scoreboard"].add_argument
     add("--runs", action="store_true", help="every run as well")
-    add("--refit", action="store_true", help="fit the constants again, and store them: takes minutes")
+    add("--every", action="store_true", help="all published runs, not only 150 of a source: takes a minute")
+    add("--refit", action="store_true", help="fit the constants again, and store them: takes ten minutes")
     add("--json", action="store_true")
     add = subs["calibrate"].add_argument
     add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
@@ -159,9 +160,12 @@ def model_of(args: argparse.Namespace) -> models.Model:
 
 
 def cluster_of(args: argparse.Namespace) -> hardware.Cluster:
-    if args.constants and constants.load(args.constants) and (here := hardware.read_here(args.constants)):
-        hardware.GPUS["here"] = here
-    return cluster(args.gpu, args.gpus, args.gpus_per_node, args.network, args.adapters)
+    gpu = args.gpu
+    if gpu == "here":
+        gpu = args.constants and constants.load(args.constants) and hardware.read_here(args.constants)
+        if not gpu:
+            raise UserError("--gpu here is what calibrate has measured; give its file with --constants")
+    return cluster(gpu, args.gpus, args.gpus_per_node, args.network, args.adapters)
 
 
 def precision_of(args: argparse.Namespace) -> str:
@@ -196,13 +200,19 @@ def run_estimate(args: argparse.Namespace) -> None:
         print("\n" + explain(found))
 
 
-def planned(args: argparse.Namespace, count: int) -> list:
-    """The best layouts."""
+def planned(args: argparse.Namespace, count: int, tool: str | None = None) -> list:
+    """The best layouts; of those that a tool can express, where one is named."""
     from planner.search import plan
+
+    def expressed(found: Estimate) -> bool:
+        try:
+            return bool(emit(found, tool))
+        except UserError:
+            return False
 
     return plan(
         model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
-        count, constants.load(args.constants),
+        count, constants.load(args.constants), *([expressed] if tool else []),
     )  # fmt: skip
 
 
@@ -229,7 +239,7 @@ def run_emit(args: argparse.Namespace) -> None:
     given = [name for name, value in vars(layout.parse_args([])).items() if getattr(args, name) != value]
     if given and not args.mesh:
         raise UserError(f"--{given[0].replace('_', '-')} is of a layout that you name: add --mesh, or leave it out")
-    found = emit(named(args) if args.mesh else planned(args, 1)[0].estimate, args.format)
+    found = emit(named(args) if args.mesh else planned(args, 1, args.format)[0].estimate, args.format)
     if args.out:
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,9 +257,9 @@ def run_scoreboard(args: argparse.Namespace) -> None:
     from planner import scoreboard
 
     if args.refit:
-        fitted, left_out = scoreboard.refit()
-        constants.save(fitted, left_out=left_out)
-    lines = scoreboard.leave_one_out()
+        fitted, halves = scoreboard.refit()
+        constants.save(fitted, halves=halves)
+    lines = scoreboard.lines(args.every)
     found = scoreboard.scores(lines)
     print(json.dumps(found, indent=1) if args.json else scoreboard.text(found, lines if args.runs else None))
 
@@ -267,9 +277,7 @@ def run_benchmark(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     measured = args.constants and constants.load(args.constants) and hardware.read_here(args.constants)
-    if measured:
-        hardware.GPUS["here"] = measured
-    gpu, found = "here" if measured else "cpu", constants.load(args.constants)
+    gpu, found = measured or "cpu", constants.load(args.constants)
     runs = benchmark.grid(args.models.split(","), args.max_gpus, gpu, found, args.batch_size)
     if args.run:
         runs = benchmark.compare(runs, args.steps)
@@ -298,7 +306,7 @@ def run_models(args: argparse.Namespace) -> None:
 
 def run_hardware(args: argparse.Namespace) -> None:
     if args.json:
-        networks = {name: {"bytes_per_second": rate, "source": source} for name, (rate, source) in (
+        networks = {name: {"bytes_per_second": one.rate, "source": one.source} for name, one in (
             hardware.NETWORKS.items())}  # fmt: skip
         print(json.dumps({"gpus": [vars(gpu) for gpu in hardware.GPUS.values()], "networks": networks}, indent=1))
         return
@@ -307,8 +315,8 @@ def run_hardware(args: argparse.Namespace) -> None:
             f"{gpu.name:12} {gpu.peak / 1e12:7,.1f} TFLOP/s  {gpu.memory / 2**30:6.1f} GiB  {gpu.hbm / 1e12:5.2f} TB/s "
             f"{gpu.link / 1e9:5,.0f} GB/s to {gpu.gpus_per_node} in a node   {gpu.source}"
         )
-    for name, (rate, source) in hardware.NETWORKS.items():
-        print(f"{name:16} {rate / 1e9:6.2f} GB/s per adapter   {source}")
+    for name, one in hardware.NETWORKS.items():
+        print(f"{name:16} {one.rate / 1e9:6.2f} GB/s per adapter   {one.source}")
 
 
 RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "scoreboard": run_scoreboard,

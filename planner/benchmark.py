@@ -22,7 +22,7 @@ from common.errors import UserError
 from planner import as_course
 from planner.constants import Constants
 from planner.estimate import Estimate, estimate
-from planner.hardware import cluster
+from planner.hardware import GPU, cluster
 from planner.layout import make_layout
 from planner.models import course_gpt
 from planner.names import lookup
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[str, dict]] = {  # strategy: the axis along which all p
 WARM = 3  # steps before those that are timed
 
 
-def grid(names: list[str], most: int, gpu: str, constants: Constants, batch_size: int = 16) -> list[dict]:
+def grid(names: list[str], most: int, gpu: str | GPU, constants: Constants, batch_size: int = 16) -> list[dict]:
     """Every strategy that divides the model on 1, 2, 4, ... processes. Raises UserError for an unknown model."""
     found = []
     for name in names:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from common.errors import UserError
-from planner import memory, time
+from planner import memory, scope, time
 from planner.constants import Constants, load
 from planner.hardware import Cluster
 from planner.layout import Layout
@@ -22,10 +22,32 @@ class Estimate:
     memory: memory.Memory
     step: time.StepTime
     constants: Constants
+    out_of_scope: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.step.seconds
+
+    @property
+    def seconds_low(self) -> float:
+        """With seconds_high, the interval that holds nine of ten steps; wider where the layout is out of scope."""
+        return self.seconds * self.constants.step_low
+
+    @property
+    def seconds_high(self) -> float:
+        return self.seconds * self.constants.step_high
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader should know before believing the numbers."""
+        found = [f"out of scope, no published run covers it: {reason}" for reason in self.out_of_scope]
+        share = self.memory.expected / self.cluster.gpu.memory
+        if scope.RESERVED < share <= 1:
+            found.append(
+                f"{share:.0%} of the memory in use: not recommended beyond {scope.RESERVED:.0%}, it may run several "
+                "times slower or not at all"
+            )
+        return found
 
     @property
     def tokens_per_second(self) -> float:
@@ -59,7 +81,7 @@ class Estimate:
         return largest if others[largest] > 0.15 * self.seconds else "work"
 
     def as_dict(self) -> dict:
-        layout, c = self.layout, self.constants
+        layout = self.layout
         return {
             "model": self.model.name,
             "parameters": self.model.parameters,
@@ -80,8 +102,9 @@ class Estimate:
             "memory_limit_gib": self.cluster.gpu.memory / GIB,
             "fits": self.fits,
             "step_seconds": self.seconds,
-            "step_seconds_low": self.seconds * c.step_low,
-            "step_seconds_high": self.seconds * c.step_high,
+            "step_seconds_low": self.seconds_low,
+            "step_seconds_high": self.seconds_high,
+            "out_of_scope": list(self.out_of_scope),
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.cluster.gpus,
             "model_tflops_per_gpu": self.flops_per_gpu / 1e12,
@@ -93,27 +116,8 @@ class Estimate:
             "memory_phase": self.memory.phase,
             "step_parts_seconds": dict(self.step.parts),
             "sent_bytes_per_gpu": self.step.links,
-            "notes": [*layout.notes, *outside(self)],
+            "notes": [*layout.notes, *self.warnings],
         }
-
-
-def outside(found: Estimate) -> list[str]:
-    """In what the layout is unlike all that the planner was compared with (planner/published)."""
-    model, layout, cluster = found.model, found.layout, found.cluster
-    billions = float(f"{model.parameters / 1e9:.2g}")  # two digits, and no exponent
-    says = {
-        "mixtures of experts": bool(model.experts),
-        "offload": layout.offload,
-        f"GPU {cluster.gpu.name}": cluster.gpu.name not in ("a100-80gb", "h100-80gb", "h100-96gb", "h200"),
-        "more than 3,072 GPUs": cluster.gpus > 3072,
-        "ZeRO stages 1 and 2": layout.zero_stage in (1, 2),
-        f"schedule {layout.schedule}": layout.pipeline > 1 and layout.schedule not in ("1f1b", "interleaved"),
-        "sequences of more than 262,144 tokens": layout.sequence > 262_144,
-        f"precision {layout.precision}": layout.precision not in ("bf16-mixed", "fp16-mixed", "fp8-mixed"),
-        f"models of {billions:,g} billion parameters": not 1e9 < model.parameters < 1.1e12,
-        "several nodes over a slow network": cluster.nodes > 1 and cluster.node_network / cluster.gpus_per_node < 20e9,
-    }
-    return [f"not checked against any published run: {what}" for what, is_so in says.items() if is_so]
 
 
 def limited(cluster: Cluster, gib: float | None) -> Cluster:
@@ -131,4 +135,9 @@ def estimate(
     """Predict a layout that `planner.layout.make_layout` has checked."""
     constants, cluster = constants or load(), limited(cluster, max_memory_gib)
     found = memory.estimate(model, layout, constants)
-    return Estimate(model, cluster, layout, found, time.estimate(model, cluster, layout, constants), constants)
+    step = time.estimate(model, cluster, layout, constants)
+    reasons = tuple(scope.reasons(model, cluster, layout))
+    if reasons:
+        low, high = min(constants.step_low, 1 / scope.WIDE), max(constants.step_high, scope.WIDE)
+        constants = replace(constants, step_low=low, step_high=high)
+    return Estimate(model, cluster, layout, found, step, constants, reasons)

@@ -67,9 +67,22 @@ def _gpu(row: dict[str, str]) -> GPU:
 GPUS: dict[str, GPU] = {row["name"]: _gpu(row) for row in table.rows()}
 ALIASES = {alias: row["name"] for row in table.rows() for alias in row["aliases"].split()}
 
-# Bytes per second and adapter, in one direction, and the source.
-NETWORKS: dict[str, tuple[float, str]] = {
-    row["name"]: (float(row["gb_per_s"]) * GB, row["source"])
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes.
+
+    rate:  bytes per second of an adapter in one direction
+    alpha: seconds that each rank of a ring over several nodes adds
+    """
+
+    rate: float
+    alpha: float
+    source: str
+
+
+NETWORKS: dict[str, Network] = {
+    row["name"]: Network(float(row["gb_per_s"]) * GB, float(row["ring_us"]) * 1e-6, row["source"])
     for row in table.rows(Path(__file__).with_name("networks.csv"))
 }
 
@@ -77,7 +90,7 @@ NETWORKS: dict[str, tuple[float, str]] = {
 @dataclass(frozen=True)
 class Cluster:
     """GPUs in nodes. network: bytes per second of an adapter in one direction; adapters: of a node; host: bytes per
-    second of a node's own memory; host_memory: its bytes."""
+    second of a node's own memory; host_memory: its bytes; alpha: seconds that each rank of a ring over nodes adds."""
 
     gpu: GPU
     gpus: int
@@ -87,6 +100,7 @@ class Cluster:
     host: float = 300 * GB
     host_memory: float = 1000 * GIB
     name: str = ""
+    alpha: float = 8e-6
 
     @property
     def nodes(self) -> int:
@@ -118,10 +132,10 @@ def find_gpu(name: str) -> GPU:
 
 
 def cluster(
-    gpu: str, gpus: int, gpus_per_node: int | None = None, network: str | None = None, adapters: int | None = None
+    gpu: str | GPU, gpus: int, gpus_per_node: int | None = None, network: str | None = None, adapters: int | None = None
 ) -> Cluster:
-    """The cluster of these names. Raises UserError."""
-    one = find_gpu(gpu)
+    """The cluster of these names, or of a GPU that is in no table, such as this machine's. Raises UserError."""
+    one = gpu if isinstance(gpu, GPU) else find_gpu(gpu)
     if gpus < 1:
         raise UserError(f"--gpus must be at least 1, not {gpus}")
     per_node = one.gpus_per_node if gpus_per_node is None else gpus_per_node
@@ -132,6 +146,7 @@ def cluster(
     if 0 < one.cores < gpus:
         share = one.cores / gpus / one.crowding
         one = replace(one, peak=one.peak * share, hbm=one.hbm * share)
-    rate, _ = lookup(network or one.network, NETWORKS, "network")
+    between = lookup(network or one.network, NETWORKS, "network")
     number = adapters or one.adapters or per_node
-    return Cluster(one, gpus, min(per_node, gpus), rate, max(1, number), name=network or one.network)
+    return Cluster(one, gpus, min(per_node, gpus), between.rate, max(1, number), name=network or one.network,
+                   alpha=between.alpha)  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from course.fsdp.formulas import layer_bytes, score_bytes
+from planner import frameworks
 from planner.constants import Constants
 from planner.hardware import GPU
 from planner.layout import PRECISIONS, Layout
@@ -52,7 +53,7 @@ def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: C
 @lru_cache(maxsize=50_000)
 def work(
     model: Model, gpu: GPU, tokens: float, sequence: int, tensor: int, cut: bool, flash: bool, dropout: bool,
-    fused: bool, precision: str, experts: int, context_factor: float, moe: bool, constants: Constants,
+    fused: bool, precision: str, experts: int, context_factor: float, fast: float, moe: bool, constants: Constants,
 ) -> Work:  # fmt: skip
     """Of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`."""
     h, itemsize = model.width, PRECISIONS[precision][0]
@@ -78,7 +79,7 @@ def work(
         mlp_width = model.hidden
     flops = 4 * tokens * sequence * model.query / tensor * context_factor
     if flash:  # only the half under the diagonal; the backward pass computes the scores again: 5 products for 2
-        core = flops / 2 / (peak(gpu, precision) * gpu.attention * constants.attention)
+        core = flops / 2 / (peak(gpu, precision) * gpu.attention * constants.attention * fast)
         backward_core = 2.5 * core
     else:
         core = flops / (peak(gpu, precision) * gpu.achievable * constants.matmul * 0.6)
@@ -104,11 +105,18 @@ def again(layout: Layout, one: Work) -> float:
     }[layout.kept]
 
 
+def attention_factor(gpu: GPU, layout: Layout, constants: Constants) -> float:
+    """How much faster than FlashAttention-2 the layout's kernel is on this GPU: those of FlashAttention-3 and of cuDNN
+    are made for Hopper and what came after it."""
+    kernel = layout.attention or ("cudnn" if frameworks.of(layout).fused_attention else "flash2")
+    return constants.fast_attention if kernel != "flash2" and gpu.peak_fp8 and gpu.link > 400e9 else 1.0
+
+
 def of_layer(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> Work:
     """Work of one layer on one micro-batch under a layout, recomputation not among it."""
-    factor = 1 + constants.ring * (1 - 1 / layout.context)
+    factor = 1 + (constants.ring if layout.balanced else 1.0) * (1 - 1 / layout.context)
     return work(
         model, gpu, layout.tokens, layout.sequence, layout.tensor, layout.sequence_parallel, layout.flash,
         layout.dropout, layout.fused, layout.precision, model.experts // layout.size("expert") if moe else 0, factor,
-        moe, constants,
+        attention_factor(gpu, layout, constants), moe, constants,
     )  # fmt: skip

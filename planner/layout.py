@@ -2,15 +2,18 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from common.axes import AXES
 from common.errors import UserError
 from course.pipeline import schedules
+from planner.frameworks import FRAMEWORKS
 from planner.hardware import Cluster
 from planner.models import Model
 from planner.names import lookup
 
 RECOMPUTE = ("none", "selective", "attention", "operators", "products", "every-second", "full")
+ATTENTION = ("flash2", "flash3", "cudnn")
 STAGES = ("ddp", "zero1", "zero2", "fsdp")  # as chapter 06's formula names them, by ZeRO's stage
 # Name -> bytes of (the computed type, one value of a message of gradients); the state is `recipe`'s.
 PRECISIONS = {"float32": (4, 4), "bf16-mixed": (2, 4), "fp16-mixed": (2, 2), "fp8-mixed": (2, 4), "bf16": (2, 2),
@@ -49,6 +52,9 @@ class Layout:
     overlap_gradients: gradients are reduced during the backward pass
     async_tensor: messages of tensor parallelism overlap with its products
     offload:     optimizer state and gradients in the host's memory, updated there
+    attention:   kernel of fused attention: "" (what the framework uses), "flash2", "flash3" or "cudnn"
+    balanced:    ranks along "context" have equal shares of attention's work, as in a zigzag
+    framework:   a name of planner/frameworks.py, or "": by the ZeRO stage
     shard_context: ranks along "context" divide the state as well, as under torchtitan and Megatron-LM; in this course
                  they copy it
     """
@@ -71,58 +77,66 @@ class Layout:
     overlap_gradients: bool = True
     async_tensor: bool = False
     shard_context: bool = True
+    attention: str = ""
+    balanced: bool = True
+    framework: str = ""
     notes: tuple[str, ...] = field(default=(), compare=False)
 
-    def size(self, axis: str) -> int:
-        return dict(self.mesh).get(axis, 1)
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis that is named."""
+        return dict(self.mesh)
 
-    @property
+    def size(self, axis: str) -> int:
+        return self.sizes.get(axis, 1)
+
+    @cached_property
     def tensor(self) -> int:
         return self.size("tensor")
 
-    @property
+    @cached_property
     def pipeline(self) -> int:
         return self.size("pipeline")
 
-    @property
+    @cached_property
     def context(self) -> int:
         return self.size("context")
 
-    @property
+    @cached_property
     def readers(self) -> int:
         """Ranks that read different sequences."""
         return self.size("data") * self.size("shard") * self.size("expert")
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return self.batch_size // (self.readers * self.micro_batch)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return self.pipeline * self.stages_per_rank
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Of a micro-batch, on one rank along "context"."""
         return self.micro_batch * self.sequence / self.context
 
-    @property
+    @cached_property
     def kept(self) -> str:
         """`recompute` with "selective" said exactly."""
         return {"selective": "operators" if self.zero_stage == 3 else "attention"}.get(self.recompute, self.recompute)
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks over which the state of what all of them use is divided, experts aside."""
         context = self.context if self.shard_context else 1
         return self.size("shard") * context * self.size("expert") if self.zero_stage else 1
 
-    @property
+    @cached_property
     def expert_shards(self) -> int:
         """Ranks over which the state of an expert is divided: along "expert", ranks have different ones."""
         return self.shards // self.size("expert") if self.zero_stage else 1
 
-    @property
+    @cached_property
     def copies(self) -> dict[str, int]:
         """Axes along which gradients are summed by an all-reduce, and their sizes; several that are one group count as
         "data"."""
@@ -132,7 +146,7 @@ class Layout:
             found = {"data": self.readers * self.context}
         return {axis: size for axis, size in found.items() if size > 1}
 
-    @property
+    @cached_property
     def recipe(self) -> str:
         return recipe_of(self.precision, self.zero_stage)
 
@@ -163,6 +177,9 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     precision = fields.get("precision", "bf16-mixed")
     fields["precision"] = PRECISION_ALIASES.get(precision, precision)
     lookup(fields["precision"], PRECISIONS, "precision")
+    if fields.get("framework"):
+        lookup(fields["framework"], FRAMEWORKS, "framework")
+    lookup(fields.get("attention", ""), dict.fromkeys(("", *ATTENTION)), "kernel of attention")
     lookup(fields.get("recompute", "none"), dict.fromkeys(RECOMPUTE), "kind of recomputation")
     lookup(fields.get("schedule", "1f1b"), schedules.SCHEDULES, "schedule")
     if fields.get("schedule", "1f1b") == "1f1b" and fields.get("stages_per_rank", 1) > 1:

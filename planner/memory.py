@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from course.fsdp.formulas import BYTES, STATE_KINDS, formula, layer_bytes, score_bytes
-from planner import stages
+from planner import frameworks, stages
 from planner.constants import Constants
 from planner.layout import PRECISIONS, STAGES, Layout
 from planner.models import Model
@@ -17,7 +17,8 @@ from planner.models import Model
 class Memory:
     """Bytes on the GPU that needs most. `parts` are those that are alive at its peak, which is in `phase`.
 
-    needed: their sum; low, expected, high: what the allocator reserves for it
+    needed: their sum; low, expected, high: what the allocator reserves for it, and what is outside of it (the
+    framework's constant)
     """
 
     parts: dict[str, float]
@@ -65,16 +66,25 @@ def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float
 
 def parameters_of(model: Model, layout: Layout, layers: int, embedding: bool, head: bool) -> tuple[float, float]:
     """(parameters that all of an expert group use, experts') on a GPU of the pipeline's rank that has these layers."""
-    cut = (model.layer_parameters - model.uncut_parameters) / layout.tensor + model.uncut_parameters
+    return _parameters(model, layout.tensor, layout.size("expert"), layers, embedding, head)
+
+
+@lru_cache(maxsize=50_000)
+def _parameters(model: Model, tensor: int, expert: int, layers: int, embedding: bool, head: bool):
+    cut = (model.layer_parameters - model.uncut_parameters) / tensor + model.uncut_parameters
     dense = layers * cut
     if embedding:
-        dense += model.embedding_parameters / layout.tensor + model.positions * model.width
+        dense += model.embedding_parameters / tensor + model.positions * model.width
     if head:
         dense += model.width * (2 if model.bias != "none" else 1)
         if not (model.tied and embedding):
-            dense += model.embedding_parameters / layout.tensor
-    experts = model.expert_parameters / model.layers * layers / layout.size("expert") / layout.tensor
-    return dense, experts
+            dense += model.embedding_parameters / tensor
+    return dense, model.expert_parameters / model.layers * layers / expert / tensor
+
+
+def largest(model: Model, layout: Layout) -> tuple[float, float]:
+    """Parameters of the pipeline's rank that has most, as parameters_of counts them."""
+    return max(parameters_of(model, layout, *share) for share in set(stages.shares(model, layout)))
 
 
 def state(layout: Layout, dense: float, experts: float) -> dict[str, float]:
@@ -113,6 +123,8 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         there = ("parameters", "gradients", "optimizer")[0 if layout.zero_stage == 3 and layout.shards > 1 else 1 :]
         host = sum(kept.pop(kind) for kind in there)  # fully_shard keeps its shards there as well
     itemsize, message = PRECISIONS[layout.precision]
+    recipe = frameworks.of(layout)
+    accumulates = recipe.accumulates and layout.micro_batches > 1 and layout.zero_stage == 3 and layout.pipeline == 1
     per_layer = layer_memory(model, layout)
     chunk = layers / layout.stages_per_rank
     kept["activations"] = held * chunk * per_layer
@@ -127,6 +139,9 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
             # Gathered from a stage's first micro-batch to its last, and gradients are added up unsharded meanwhile.
             kept["gathered"] = itemsize * (dense + experts)
             kept["unsharded gradients"] = message * (dense + experts)
+        elif layout.shards > 1 and accumulates:
+            # No micro-batch but the last reduces its gradients: they are whole, and there are no shards of them yet.
+            kept |= {"gathered": 2 * itemsize * unit, "gradients": 0.0, "unsharded gradients": 4 * (dense + experts)}
         elif layout.shards > 1:
             kept |= around_units(3, itemsize, message, unit)
         elif itemsize < BYTES[layout.recipe][0]:
@@ -146,22 +161,31 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         # distributed/pipelining/stage.py); others one of each direction on its way and one in use.
         kept["messages"] = stream * (2 * layout.micro_batches if layout.zero_stage == 3 else 4)
     if head:
-        logits = layout.tokens * model.vocabulary / layout.tensor * 4
+        whole = recipe.whole_logits and layout.tensor > 1
+        logits = layout.tokens * model.vocabulary / (1 if whole else layout.tensor) * 4
         copies = constants.loss_copies
         if layout.tensor > 1 and layout.zero_stage == 3:
             copies = constants.parallel_loss_copies
-        copies = 1.5 if layout.fused_loss else copies
+        copies = 2.0 if whole else 1.5 if layout.fused_loss else copies
         in_flight = kept["activations"]
         if layout.pipeline > 1 and layout.schedule == "1f1b":
             in_flight = min(in_flight, chunk * per_layer)
         phases["loss"] = {"logits and loss": copies * logits, "activations": in_flight}
-    phases["optimizer step"] = {"activations": 0.0}
+    # No activations any more. PyTorch's default for CUDA works on lists of all parameters at once ("foreach"), which
+    # takes a temporary of their size (torch/optim/optimizer.py, _foreach_doc); a fused optimizer takes none.
+    temporary = (2 if layout.recipe == "bf16" else 4) * (dense / layout.shards + experts / layout.expert_shards)
+    there = 0.0 if layout.offload or not recipe.foreach else temporary
+    phases["optimizer step"] = {"activations": 0.0, "temporaries of the optimizer": there}
+    if accumulates and layout.shards > 1:  # reduced by then
+        phases["optimizer step"] |= {"unsharded gradients": message * (dense + experts) / layout.shards}
+    if recipe.gradient_copy:
+        kept["a copy of gradients"] = recipe.gradient_copy * (dense + experts)
     peaks = {name: sum((kept | parts).values()) for name, parts in phases.items()}
     phase = max(peaks, key=peaks.__getitem__)
     parts = {name: size for name, size in (kept | phases[phase]).items() if size}
     needed = sum(parts.values())
-    low, expected, high = (needed * factor for factor in (
-        constants.allocator_low, constants.allocator, constants.allocator_high))  # fmt: skip
+    low, expected, high = (needed * factor + recipe.constant * share for factor, share in (
+        (constants.allocator_low, 0.5), (constants.allocator, 1.0), (constants.allocator_high, 1.5)))  # fmt: skip
     return Memory(parts, phase, rank, needed, low, expected, high, host)
 
 

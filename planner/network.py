@@ -14,7 +14,11 @@ from planner.layout import Layout
 class Group:
     """Ranks that send each other messages: `local` of them in a node, on `nodes` nodes. `link` and `network` are bytes
     per second that one rank sends over the links of its node, and between nodes, where all other groups of the node
-    send at the same time."""
+    send at the same time; `single` the same for one message between two ranks at a time, as in an all-to-all.
+
+    alpha_link: seconds of a message in a node; alpha_network: of each rank of a ring over several nodes; alpha_tree: of
+    each doubling of the nodes; tree: share of a ring's bandwidth that a tree has
+    """
 
     local: int
     nodes: int
@@ -22,22 +26,39 @@ class Group:
     network: float
     alpha_link: float
     alpha_network: float
+    alpha_tree: float = float("inf")
+    tree: float = 1.0
+    single: float = 0.0
 
     @property
     def size(self) -> int:
         return self.local * self.nodes
 
     def seconds(self, operation: str, payload: float) -> float:
-        """Of one collective over a full payload (bytes, as in wire_bytes). Rings pass through all ranks, as many of
-        them as the group has ranks in a node, and each leaves the node by another adapter: so a ring is as fast as
-        links, or as the adapters of the group's ranks together, whichever is slower. Latency is that of two levels:
-        one message to each other rank of the node, and one to each other node."""
+        """Of one collective over a full payload (bytes, as in wire_bytes).
+
+        In a node, a ring: a message's latency for each of its steps. Over several nodes rings pass through all ranks,
+        and each ring leaves the node by another adapter: so it is as fast as links, or as the adapters of the group's
+        ranks together, whichever is slower, and each of its steps has the network's latency, since the slowest one
+        sets the pace. NCCL takes trees for an all-reduce of small and middle messages: their latency grows with the
+        logarithm of the nodes, and their bandwidth is smaller. In an all-to-all each rank sends what leaves the node
+        by its own adapter.
+        """
         if self.size == 1:
             return 0.0
-        bandwidth = self.link if self.nodes == 1 else min(self.link, self.local * self.network)
-        latency = collective_seconds(operation, 0.0, self.local, self.alpha_link, 1.0)
-        latency += collective_seconds(operation, 0.0, self.nodes, self.alpha_network, 1.0)
-        return collective_seconds(operation, payload, self.size, 0.0, bandwidth) + latency
+        if self.nodes == 1:
+            return collective_seconds(operation, payload, self.size, self.alpha_link, self.link)
+        if operation == "all_to_all":
+            outside = payload * (self.size - self.local) / self.size / (self.single or self.network)
+            inside = payload * (self.local - 1) / self.size / self.link
+            return (self.size - 1) * self.alpha_network + max(outside, inside)
+        bandwidth = min(self.link, self.local * self.network)
+        ring = collective_seconds(operation, payload, self.size, self.alpha_network, bandwidth)
+        if operation != "all_reduce":
+            return ring
+        inside = collective_seconds(operation, 0.0, self.local, self.alpha_link, 1.0)
+        tree = inside + math.log2(self.nodes) * self.alpha_tree + 2 * payload / (self.tree * bandwidth)
+        return min(ring, tree)
 
 
 def group(cluster: Cluster, layout: Layout, constants: Constants, *axes: str) -> Group:
@@ -49,8 +70,8 @@ def group(cluster: Cluster, layout: Layout, constants: Constants, *axes: str) ->
     local = math.gcd(size, max(1, cluster.gpus_per_node // stride)) if stride < cluster.gpus_per_node else 1
     per_rank = cluster.node_network / cluster.gpus_per_node
     return Group(
-        local, size // local, cluster.gpu.link * constants.link, per_rank * constants.network,
-        constants.alpha_link, constants.alpha_network,
+        local, size // local, cluster.gpu.link * constants.link, per_rank * constants.network, constants.alpha_link,
+        cluster.alpha * constants.ring_alpha, constants.alpha_tree, constants.tree, per_rank * constants.all_to_all,
     )  # fmt: skip
 
 

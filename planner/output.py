@@ -23,14 +23,14 @@ def heading(found: Estimate) -> str:
 
 def one_layout(found: Estimate) -> str:
     """An estimate in a few lines."""
-    c, step, memory = found.constants, found.step, found.memory
+    step, memory = found.step, found.memory
     out = [
         heading(found),
         f"layout                 {found.layout.describe()}",
         f"memory per GPU         {memory.expected / GIB:.1f} GiB ({memory.low / GIB:.1f} to {memory.high / GIB:.1f}): "
         f"fits: {found.fits}",
-        f"step                   {seconds(found.seconds)} ({seconds(found.seconds * c.step_low)} to "
-        f"{seconds(found.seconds * c.step_high)})",
+        f"step                   {seconds(found.seconds)} ({seconds(found.seconds_low)} to "
+        f"{seconds(found.seconds_high)})",
         f"tokens per second      {found.tokens_per_second:,.0f} ({found.tokens_per_second / found.cluster.gpus:,.0f} "
         "per GPU)",
         f"model FLOP/s per GPU   {found.flops_per_gpu / 1e12:,.1f} TFLOP/s, MFU {found.mfu:.1%}",
@@ -51,7 +51,8 @@ def table(chosen: list) -> str:
         out += [
             f"{number:2} {seconds(one.seconds):>9} {one.tokens_per_second:12,.0f} {one.mfu:6.1%} "
             f"{one.step.bubble:7.1%} {one.memory.expected / GIB:6.1f} GiB {one.fits:>5}  {one.layout.describe()}",
-            f"   {'':9} bound by {one.binding}; lost: {choice.loser}",
+            f"   {'':9} bound by {one.binding}; nearest other: {choice.loser}",
+            *([f"   {'':9} {choice.why}"] if choice.why else []),
         ]
     best = chosen[0].estimate
     out.append("")

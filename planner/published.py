@@ -2,8 +2,10 @@
 
 import csv
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from common.axes import AXES
 from planner import models
 from planner.hardware import Cluster, cluster
 from planner.layout import Layout, make_layout
@@ -14,7 +16,8 @@ FOLDER = Path(__file__).parent / "published"
 
 @dataclass(frozen=True)
 class Run:
-    """One row. seconds: of a step, None where it ran out of memory; gib: peak memory, None where it was not said."""
+    """One row. seconds: of a step, None where it ran out of memory or crashed; gib: peak memory, None where it was not
+    said; crashed: nobody knows why; assumed: the source is silent about an input that matters."""
 
     source: str
     name: str
@@ -23,10 +26,13 @@ class Run:
     layout: Layout
     seconds: float | None
     gib: float | None = None
+    crashed: bool = False
+    assumed: bool = False
 
     @property
     def out_of_memory(self) -> bool:
-        return self.seconds is None
+        """It says so; of runs that crashed, nobody knows."""
+        return self.seconds is None and self.gib is None and not self.crashed
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -119,5 +125,41 @@ def torchtitan() -> list[Run]:
     return found
 
 
-def runs() -> list[Run]:
-    return [*megatron(), *korthikanti(), *torchtitan()]
+FLAGS = {  # word in the column "flags" of runs.csv -> the field of Layout that it sets, and to what
+    "whole-stream": ("sequence_parallel", False), "scores-stored": ("flash", False), "dropout": ("dropout", True),
+    "gradients-last": ("overlap_gradients", False), "unfused": ("fused", False),
+}  # fmt: skip
+
+
+def table() -> list[Run]:
+    """Rows of runs.csv, whose columns are the planner's own fields. Its README says what was assumed where a source is
+    silent; those rows have "assumed"."""
+    found = []
+    for row in rows("runs.csv"):
+        whole = {name: int(row[name]) for name in ("layers", "width", "heads", "vocabulary")}
+        more = ("kv_heads", "mlp_width", "positions", "experts", "top_k", "expert_width", "shared_experts",
+                "dense_layers", "head_width", "attention")  # fmt: skip
+        whole |= {name: int(row[name]) for name in more if row[name]}
+        model = models.Model(
+            row["model"], **whole, mlp=row["mlp"], tied=row["tied"] == "yes", bias=row["bias"] or "none"
+        )
+        gpus = cluster(row["gpu"], int(row["gpus"]), int(row["per_node"]), row["network"], int(row["adapters"]))
+        mesh = {axis: int(row[axis]) for axis in AXES if row[axis]}
+        numbers = {name: int(row[name]) for name in ("batch_size", "micro_batch", "sequence", "zero_stage")}
+        layout = make_layout(
+            model, gpus, mesh, **numbers, recompute=row["recompute"], precision=row["precision"],
+            stages_per_rank=int(row["stages_per_rank"] or 1), framework=row["framework"],
+            **dict(FLAGS[word] for word in row["flags"].split()),
+        )  # fmt: skip
+        name = f"{model.name} {layout.describe()} [{row['where']}]"
+        found.append(Run(
+            row["source"], name, model, gpus, layout, float(row["seconds"]) if row["seconds"] else None,
+            float(row["gib"]) if row["gib"] else None, row["status"].startswith("crashed"),
+            bool(row["assumed"]),
+        ))  # fmt: skip
+    return found
+
+
+@lru_cache
+def runs() -> tuple[Run, ...]:
+    return (*megatron(), *korthikanti(), *torchtitan(), *table())

@@ -1,49 +1,71 @@
-"""How good the planner is: each published source predicted with constants that were fitted on all others."""
+"""How good the planner is: published sources, each predicted with constants fitted on the half that it is not in."""
 
+import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import median
 
 from planner import constants as constants_
-from planner import fit, memory
+from planner import fit, scope
 from planner.constants import Constants
+from planner.estimate import GIB, estimate
 from planner.published import Run, runs
 
-GIB = 2**30
+MOST = 150  # runs of a source that are predicted, evenly spread over its table, unless all are asked for
 
 
 @dataclass(frozen=True)
 class Line:
-    """One run: predicted over measured, minus one; None where the one or the other was not measured."""
+    """One run. Errors are predicted over measured, minus one, and None where nothing was measured.
+
+    inside: the measured time is in the stated interval; fitted_error: with constants that were fitted on its own half
+    fits:   the expected memory is less than the GPU's; recommended: with the default reserve as well
+    """
 
     run: Run
     seconds: float
     gib: float
     time_error: float | None
+    fitted_error: float | None
     memory_error: float | None
+    inside: bool | None
+    memory_inside: bool | None
     fits: bool
+    recommended: bool
+    in_scope: bool
 
 
-def predict(run: Run, constants: Constants) -> Line:
-    seconds = fit.seconds(run, constants)
-    needed = memory.estimate(run.model, run.layout, constants)
-    gib = needed.expected / GIB
+def predict(run: Run, other: Constants, own: Constants) -> Line:
+    """other, own: constants fitted on the half of the sources that the run's is not in, and on its own half."""
+    found = estimate(run.model, run.cluster, run.layout, other)
+    gib, timed = found.memory.expected / GIB, run.seconds
+    limit = run.cluster.gpu.memory
     return Line(
-        run, seconds, gib, seconds / run.seconds - 1 if run.seconds else None, gib / run.gib - 1 if run.gib else None,
-        needed.expected <= run.cluster.gpu.memory,
-    )  # fmt: skip
+        run,
+        found.seconds,
+        gib,
+        found.seconds / timed - 1 if timed else None,
+        fit.seconds(run, own) / timed - 1 if timed else None,
+        gib / run.gib - 1 if run.gib else None,
+        found.seconds_low <= timed <= found.seconds_high if timed else None,
+        found.memory.low <= run.gib * GIB <= found.memory.high if run.gib else None,
+        found.memory.expected <= limit,
+        scope.recommended(found.memory.expected, found.memory.high, limit),
+        not scope.reasons(run.model, run.cluster, run.layout),
+    )
 
 
-def refit_all(all_runs: list[Run] | None = None) -> dict[str, Constants]:
-    """Source -> constants fitted on all other sources."""
-    all_runs = all_runs or runs()
-    sources = dict.fromkeys(run.source for run in all_runs)
-    return {source: fit.fit([run for run in all_runs if run.source != source]) for source in sources}
-
-
-def leave_one_out(left_out: dict[str, Constants] | None = None) -> list[Line]:
-    """Every run, predicted with the constants that were fitted without its source; by default the stored ones."""
-    left_out = left_out or constants_.load_left_out()
-    return [predict(run, left_out[run.source]) for run in runs()]
+def lines(every: bool = False, halves: list[tuple[set[str], Constants]] | None = None) -> list[Line]:
+    """Runs (every one, or some of each source), predicted with the constants of both halves."""
+    halves = halves or constants_.load_halves()
+    found = []
+    for run in runs() if every else fit.some(runs(), MOST):
+        fitted = fit.project(run.source) in halves[0][0]
+        other, own = (halves[1][1], halves[0][1]) if fitted else (halves[0][1], halves[1][1])
+        found.append(predict(run, other, own))
+    return found
 
 
 def mean(values: list[float]) -> float:
@@ -53,13 +75,14 @@ def mean(values: list[float]) -> float:
 def percentile(values: list[float], share: float) -> float:
     """The smallest value that at least this share of them does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else float("nan")
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))] if ordered else float("nan")
 
 
 def summary(errors: list[float]) -> dict[str, float]:
-    """Of relative errors: mean and 90th percentile of their sizes, bias, and how many."""
+    """Of relative errors: mean, median and 90th percentile of their sizes, bias, and how many."""
     sizes = [abs(error) for error in errors]
-    return {"runs": len(errors), "mean": mean(sizes), "p90": percentile(sizes, 0.9), "bias": mean(errors)}
+    return {"runs": len(errors), "mean": mean(sizes), "median": median(sizes) if sizes else float("nan"),
+            "p90": percentile(sizes, 0.9), "bias": mean(errors)}  # fmt: skip
 
 
 def kendall(predicted: list[float], measured: list[float]) -> float:
@@ -69,106 +92,196 @@ def kendall(predicted: list[float], measured: list[float]) -> float:
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs) if pairs else float("nan")
 
 
-def rankings(lines: list[Line]) -> dict[str, tuple[int, float]]:
-    """By source, for its layouts of one model on as many GPUs with sequences of one length: (pairs, Kendall's tau of
-    the time per token)."""
-    found = {}
-    for source in dict.fromkeys(line.run.source for line in lines):
-        pairs, agree = 0, 0.0
-        groups: dict[tuple, list[Line]] = {}
-        for line in lines:
-            run = line.run
-            if run.source == source and run.seconds:
-                key = (run.model.name, run.cluster.gpus, run.cluster.gpu.name, run.layout.sequence)
-                groups.setdefault(key, []).append(line)
-        for group in groups.values():
-            number = len(group) * (len(group) - 1) // 2
-            if number:
-                tokens = [line.run.layout.batch_size * line.run.layout.sequence for line in group]
-                predicted = [line.seconds / n for line, n in zip(group, tokens, strict=True)]
-                measured = [(line.run.seconds or 0.0) / n for line, n in zip(group, tokens, strict=True)]
-                agree += number * kendall(predicted, measured)
-                pairs += number
-        if pairs:
-            found[source] = (pairs, agree / pairs)
-    return found
+def groups(found: list[Line]) -> list[list[Line]]:
+    """Lines between which somebody could have chosen: one model, GPUs, and batch of one source. At least three ran."""
+    by_key = defaultdict(list)
+    for line in found:
+        run = line.run
+        by_key[(run.source, run.model.name, run.cluster.gpus, run.cluster.gpu.name, run.layout.batch_size,
+                run.layout.sequence)].append(line)  # fmt: skip
+    return [group for group in by_key.values() if sum(line.run.seconds is not None for line in group) >= 3]
 
 
-def out_of_memory(lines: list[Line]) -> dict[str, float]:
-    """How often "does not fit" is right where it is said (precision), and said where it is true (recall)."""
-    said = [line for line in lines if not line.fits]
-    true = [line for line in lines if line.run.out_of_memory]
+def fastest(group: list[Line]) -> Line | None:
+    """What the planner would choose of a group."""
+    fits = [line for line in group if line.recommended] or [line for line in group if line.fits]
+    return min(fits, key=lambda line: line.seconds, default=None)
+
+
+def simplest(group: list[Line]) -> Line | None:
+    """The rule that the planner has to beat: least tensor x pipeline that fits, then the largest micro-batch."""
+    fits = [line for line in group if line.fits]
+    return min(fits, default=None, key=lambda line: (
+        line.run.layout.tensor * line.run.layout.pipeline, -line.run.layout.micro_batch))  # fmt: skip
+
+
+def choices(found: list[Line], choose: Callable[[list[Line]], Line | None]) -> dict[str, float]:
+    """What a choice costs: the time of what was chosen over the best time of its group, minus one; `failed`: of all
+    groups, those whose choice did not run."""
+    regrets, failed, of = [], 0, groups(found)
+    for group in of:
+        best = min(line.run.seconds for line in group if line.run.seconds)
+        chosen = choose(group)
+        if chosen is None or not chosen.run.seconds:
+            failed += 1
+        else:
+            regrets.append(chosen.run.seconds / best - 1)
+    return {"groups": len(of), "regret": mean(regrets), "regret_p90": percentile(regrets, 0.9),
+            "failed": failed / len(of) if of else float("nan")}  # fmt: skip
+
+
+def tau(found: list[Line]) -> float:
+    """Kendall's tau of the times in all groups, each pair counted once."""
+    pairs = agree = 0.0
+    for group in groups(found):
+        ran = [line for line in group if line.run.seconds]
+        number = len(ran) * (len(ran) - 1) / 2
+        agree += number * kendall([line.seconds for line in ran], [line.run.seconds for line in ran])
+        pairs += number
+    return agree / pairs if pairs else float("nan")
+
+
+def out_of_memory(found: list[Line]) -> dict[str, float]:
+    """How often "does not fit", with the default reserve, is right where it is said (precision), and said where it is
+    true (recall)."""
+    known = [line for line in found if not line.run.crashed and not line.run.assumed]
+    said = [line for line in known if not line.recommended]
+    true = [line for line in known if line.run.out_of_memory]
     right = [line for line in said if line.run.out_of_memory]
     return {
-        "runs": len(lines), "said": len(said), "true": len(true),
+        "runs": len(known), "said": len(said), "true": len(true),
         "precision": len(right) / len(said) if said else float("nan"),
         "recall": len(right) / len(true) if true else float("nan"),
     }  # fmt: skip
 
 
-def scores(lines: list[Line]) -> dict:
-    """Everything the scoreboard says, as numbers."""
-    sources = list(dict.fromkeys(line.run.source for line in lines))
+def share(values: list[bool | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def scores(found: list[Line]) -> dict:
+    """Everything the scoreboard says, as numbers. Means over sources give each source one voice."""
     by_source = {}
-    for source in sources:
-        own = [line for line in lines if line.run.source == source]
+    for source in dict.fromkeys(line.run.source for line in found):
+        own = [line for line in found if line.run.source == source]
         by_source[source] = {
             "time": summary([line.time_error for line in own if line.time_error is not None]),
+            "fitted": summary([line.fitted_error for line in own if line.fitted_error is not None]),
             "memory": summary([line.memory_error for line in own if line.memory_error is not None]),
+            "inside": share([line.inside for line in own]),
         }
-    ranked = rankings(lines)
-    pairs = sum(number for number, _ in ranked.values())
+    timed = [kinds for kinds in by_source.values() if kinds["time"]["runs"]]
+    kept = [kinds for kinds in by_source.values() if kinds["memory"]["runs"]]
     return {
         "sources": by_source,
-        "time": summary([line.time_error for line in lines if line.time_error is not None]),
-        "memory": summary([line.memory_error for line in lines if line.memory_error is not None]),
-        "ranking": {source: {"pairs": n, "tau": tau} for source, (n, tau) in ranked.items()},
-        "tau": sum(number * tau for number, tau in ranked.values()) / pairs if pairs else float("nan"),
-        "out_of_memory": out_of_memory(lines),
+        "time": mean([kinds["time"]["mean"] for kinds in timed]),
+        "median": mean([kinds["time"]["median"] for kinds in timed]),
+        "fitted": mean([kinds["fitted"]["mean"] for kinds in timed]),
+        "memory": mean([kinds["memory"]["mean"] for kinds in kept]),
+        "memory_bias": mean([kinds["memory"]["bias"] for kinds in kept]),
+        "inside": share([line.inside for line in found]),
+        "inside_in_scope": share([line.inside for line in found if line.in_scope]),
+        "memory_inside": share([line.memory_inside for line in found]),
+        "in_scope": share([line.in_scope for line in found]),
+        "tau": tau(found),
+        "choice": choices(found, fastest),
+        "simplest": choices(found, simplest),
+        "out_of_memory": out_of_memory(found),
     }
 
 
-def text(found: dict, lines: list[Line] | None = None) -> str:
+def text(found: dict, listed: list[Line] | None = None) -> str:
     """The scoreboard for a terminal."""
 
     def row(s):
         if not s["runs"]:
-            return f"{'-':>4} {'-':>6} {'-':>6} {'-':>6}"
-        return f"{s['runs']:4} {s['mean']:6.1%} {s['p90']:6.1%} {s['bias']:+6.1%}"
+            return f"{'-':>5} {'-':>6} {'-':>6} {'-':>6}"
+        return f"{s['runs']:5} {s['mean']:6.1%} {s['median']:6.1%} {s['bias']:+6.1%}"
 
-    out = ["Each source predicted with constants fitted on the other sources.", "",
-           f"{'':22} {'step time':>26}   {'memory':>26}   {'order':>11}",
-           f"{'source':22} {'runs':>4} {'mean':>6} {'90th':>6} {'bias':>6}   {'runs':>4} {'mean':>6} {'90th':>6} "
-           f"{'bias':>6}   {'pairs':>5} {'tau':>5}"]  # fmt: skip
+    out = ["Each source predicted with constants fitted on the half of the sources that it is not in (out), and on the",
+           "half that it is in (fitted).", "",
+           f"{'':36} {'step time, out':>27} {'fitted':>7} {'inside':>7}   {'memory':>27}",
+           f"{'source':36} {'runs':>5} {'mean':>6} {'median':>6} {'bias':>6} {'mean':>8} {'':7}   {'runs':>5} "
+           f"{'mean':>6} {'median':>6} {'bias':>6}"]  # fmt: skip
     for source, kinds in found["sources"].items():
-        ranked = found["ranking"].get(source)
-        order = f"{ranked['pairs']:5} {ranked['tau']:5.2f}" if ranked else f"{'-':>5} {'-':>5}"
-        out.append(f"{source:22} {row(kinds['time'])}   {row(kinds['memory'])}   {order}")
-    out.append(f"{'all':22} {row(found['time'])}   {row(found['memory'])}   {'':5} {found['tau']:5.2f}")
-    oom = found["out_of_memory"]
-    out += ["", f"out of memory: of {oom['runs']} runs {oom['true']} were, {oom['said']} are said to be: precision "
-            f"{oom['precision']:.0%}, recall {oom['recall']:.0%}"]  # fmt: skip
-    for line in lines or []:
+        fitted = (
+            f"{kinds['fitted']['mean']:7.1%} {kinds['inside']:7.0%}" if kinds["time"]["runs"] else f"{'-':>7}{'':8}"
+        )
+        out.append(f"{source[:36]:36} {row(kinds['time'])} {fitted}   {row(kinds['memory'])}")
+    oom, ours, rule = found["out_of_memory"], found["choice"], found["simplest"]
+    out += [
+        f"{'mean over sources':36} {'':5} {found['time']:6.1%} {found['median']:6.1%} {'':6} {found['fitted']:8.1%} "
+        f"{found['inside']:7.0%}   {'':5} {found['memory']:6.1%} {'':6} {found['memory_bias']:+6.1%}",
+        "",
+        f"in scope: {found['in_scope']:.0%} of the runs; the stated 90% interval holds {found['inside_in_scope']:.0%} "
+        f"of them, and of all {found['inside']:.0%}; that of the memory {found['memory_inside']:.0%}",
+        f"order of the layouts of a group: Kendall's tau {found['tau']:.2f}",
+        f"first choice, {ours['groups']} groups: {ours['regret']:.1%} slower than the best measured layout in the mean,"
+        f" {ours['regret_p90']:.1%} at the 90th percentile; did not run: {ours['failed']:.0%}",
+        f"least tensor x pipeline that fits, largest micro-batch: {rule['regret']:.1%}, {rule['regret_p90']:.1%}; did "
+        f"not run: {rule['failed']:.0%}",
+        f"out of memory, with the default reserve: of {oom['runs']} runs {oom['true']} were, {oom['said']} are said to "
+        f"be: precision {oom['precision']:.0%}, recall {oom['recall']:.0%}",
+    ]
+    for line in listed or []:
         run = line.run
         time = (
             f"{line.seconds:9.2f} s, {run.seconds:9.2f} measured, {line.time_error:+6.1%}"
             if run.seconds
-            else (f"out of memory; predicted to {'fit' if line.fits else 'not fit'}")
+            else (f"did not run; predicted to {'fit' if line.fits else 'not fit'}")
         )
         gib = f"{line.gib:7.1f} GiB, {run.gib:6.1f} measured, {line.memory_error:+6.1%}" if run.gib else ""
-        out.append(f"{run.source:20} {run.name[:88]:88} {time}   {gib}")
+        out.append(f"{run.source[:20]:20} {run.name[:88]:88} {time}   {gib}")
     return "\n".join(out)
 
 
-def refit() -> tuple[Constants, dict[str, Constants]]:
-    """Constants fitted on all sources, with intervals as wide as 90% of the errors on sources left out; and those of
-    each source left out. Takes minutes."""
-    left_out = refit_all()
-    found = scores(leave_one_out(left_out))
-    spread, wide = found["time"]["p90"], found["memory"]["p90"]
-    fitted = fit.fit(runs())
-    fitted = replace(
-        fitted, step_low=1 / (1 + spread), step_high=1 + spread, allocator_low=fitted.allocator / (1 + wide),
-        allocator_high=fitted.allocator * (1 + wide), source="fitted on all sources of planner/published",
+def middle(pairs: list[tuple[str, float]], at: float) -> float:
+    """The quantile of values of several sources, each of which has one voice however many values it has."""
+    number = defaultdict(int)
+    for source, _ in pairs:
+        number[source] += 1
+    ordered = sorted((value, 1 / number[source]) for source, value in pairs)
+    below = 0.0
+    for value, weight in ordered:
+        below += weight
+        if below >= at * len(number):
+            return value
+    return ordered[-1][0]
+
+
+def intervals(found: list[Line], constants: Constants) -> Constants:
+    """Constants with intervals that hold 90% of what was measured: from the 5th to the 95th percentile of measured over
+    predicted, of sources that the fit had not seen, in scope, and with all that matters said."""
+    times = [(line.run.source, line.run.seconds / line.seconds) for line in found if line.run.seconds and line.in_scope]
+    sizes = [(line.run.source, line.run.gib / line.gib) for line in found if line.run.gib and not line.run.assumed]
+    constants = replace(
+        constants, step_low=middle(times, 0.05), step_high=middle(times, 0.95), error=scores(found)["median"],
+        source="fitted on all sources of planner/published",
     )  # fmt: skip
-    return fitted, left_out
+    if not sizes:
+        return constants
+    return replace(
+        constants, allocator_low=constants.allocator * min(1.0, middle(sizes, 0.05)),
+        allocator_high=constants.allocator * max(1.0, middle(sizes, 0.95)),
+    )  # fmt: skip
+
+
+def refit() -> tuple[Constants, list[tuple[set[str], Constants]]]:
+    """Constants fitted on all sources, and those of each half. Takes about ten minutes."""
+    timed = [run for run in runs() if run.seconds]
+    halves = []
+    for own in fit.halves(timed):
+        halves.append((own, fit.fit([run for run in fit.some(timed) if fit.project(run.source) in own])))
+    return with_intervals(fit.fit(fit.some(timed)), halves)
+
+
+def with_intervals(constants: Constants, halves: list) -> tuple[Constants, list[tuple[set[str], Constants]]]:
+    """The intervals of each half are those that were found on the other sources: what is printed of a source does not
+    know its errors."""
+    found = lines(halves=halves)
+    halves = [
+        (own, intervals([line for line in found if fit.project(line.run.source) in own], fitted))
+        for own, fitted in halves
+    ]
+    return intervals(found, constants), halves

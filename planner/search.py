@@ -1,11 +1,11 @@
 """All layouts of a cluster that could work, the memory and time of each, and the best of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from common.errors import UserError
-from planner import memory, time
+from planner import memory, scope, time
 from planner.constants import Constants, load
 from planner.estimate import GIB, Estimate, estimate, limited
 from planner.hardware import Cluster
@@ -19,13 +19,15 @@ KEPT_TOKENS = 2048  # at least so many of a sequence stay on a rank along "conte
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that was found, and the nearest one that lost: what it changes, and why it lost."""
+    """A layout that was found, and the nearest one that lost: what it changes, and why it lost. why: what was preferred
+    in it, if it is not the fastest."""
 
     estimate: Estimate
     loser: str
+    why: str = ""
 
     def as_dict(self) -> dict:
-        return self.estimate.as_dict() | {"nearest_alternative": self.loser}
+        return self.estimate.as_dict() | {"nearest_alternative": self.loser, "preferred": self.why}
 
 
 @lru_cache
@@ -105,6 +107,11 @@ class Candidate:
     layout: Layout
     seconds: float
     expected: float
+    high: float
+
+    def recommended(self, limit: float) -> bool:
+        """With the default reserve, and if the allocator takes as much as it has in the worst of published runs."""
+        return scope.recommended(self.expected, self.high, limit)
 
 
 def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str, constants: Constants,
@@ -119,34 +126,48 @@ def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, p
         least = memory.estimate(model, alike[-1], constants)
         host = least.host * cluster.gpus_per_node > cluster.host_memory
         if least.low > 1.5 * room or host:
-            found.append(Candidate(alike[-1], float("inf"), float("inf") if host else least.expected))
+            found.append(Candidate(alike[-1], float("inf"), *[float("inf") if host else least.expected] * 2))
             continue
         for layout in alike:
             needed = least if layout is alike[-1] else memory.estimate(model, layout, constants)
             seconds = time.estimate(model, cluster, layout, constants, quick=True).seconds
-            found.append(Candidate(layout, seconds, needed.expected))
-            if needed.expected <= room:
+            found.append(Candidate(layout, seconds, needed.expected, needed.high))
+            if found[-1].recommended(room):
                 break
     return found
+
+
+def simplicity(layout: Layout) -> tuple[int, ...]:
+    """Less is simpler: axes beside copies and shards, then whether state is divided, and how much of it."""
+    beside = sum(layout.size(axis) > 1 for axis in ("pipeline", "context", "expert", "tensor"))
+    hybrid = layout.zero_stage > 0 and layout.size("data") > 1
+    return beside + layout.offload + hybrid, layout.zero_stage
 
 
 def plan(
     model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str = "bf16-mixed",
     max_memory_gib: float | None = None, count: int = 5, constants: Constants | None = None,
+    accept: Callable[[Estimate], bool] = lambda _: True,
 ) -> list[Choice]:  # fmt: skip
-    """The fastest layouts that fit, the best first. Raises UserError where none does, with the least memory that would
-    do.
+    """First the simplest of the layouts that the planner cannot tell from the fastest one that fits, since they are
+    closer to it than its own error; then the fastest. Raises UserError where none fits, with the least memory that
+    would do.
 
     max_memory_gib: of a GPU, if not all of what it has
+    accept:         whether a layout comes into question, for instance for a tool that has to express it
     """
     constants = constants or load()
     cluster = limited(cluster, max_memory_gib)
     room = cluster.gpu.memory
     found = candidates(model, cluster, batch_size, sequence, precision, constants)
-    fitting = [one for one in found if one.expected <= room]
+
+    def fit_in(found):
+        return [one for one in found if one.expected <= room]
+
+    fitting = fit_in(found)
     if not fitting:
         found += candidates(model, cluster, batch_size, sequence, precision, constants, offload=True)
-        fitting = [one for one in found if one.expected <= room]
+        fitting = fit_in(found)
     if not found:
         sizes = (size for size in divisors(cluster.gpus) if any(layouts(model, cluster, size, sequence, precision)))
         raise UserError(
@@ -161,9 +182,43 @@ def plan(
             "--sequence"
         )
     fitting.sort(key=lambda one: one.seconds)
-    best = [estimate(model, cluster, one.layout, constants) for one in fitting[: max(20, 4 * count)]]
+    roomy = [one for one in fitting if one.recommended(room)]
+    chosen = preferred(model, cluster, roomy, found, count, constants, accept)
+    if len(chosen) < count:  # then what leaves less than the reserve; each says so
+        full = [one for one in fitting if not one.recommended(room)]
+        chosen += preferred(model, cluster, full, found, count - len(chosen), constants, accept)
+    if not chosen:
+        raise UserError(f"none of the {len(fitting)} layouts that fit can be expressed; name one with --mesh")
+    return chosen
+
+
+def preferred(model, cluster, fitting, found, count, constants, accept) -> list[Choice]:
+    """The choices of a plan among the layouts that fit, which are sorted by their time."""
+    room, best, simple = cluster.gpu.memory, [], {}
+    for one in fitting:
+        near = best and one.seconds <= (1 + constants.error) * best[0].seconds
+        if len(best) >= max(20, 4 * count) and (not near or simplicity(one.layout) in simple):
+            if not near:
+                break
+            continue  # a faster one of its kind is there already
+        exact = estimate(model, cluster, one.layout, constants)
+        if accept(exact):
+            best.append(exact)
+            simple.setdefault(simplicity(one.layout), exact)
+    if not best:
+        return []
     best.sort(key=lambda one: one.seconds)
-    return [Choice(one, loser(one, found, room)) for one in best[:count]]
+    fastest = best[0]
+    same = [one for one in best if one.seconds <= (1 + constants.error) * fastest.seconds]
+    first = min(same, key=lambda one: (simplicity(one.layout), one.seconds))
+    why = ""
+    if first is not fastest:
+        why = (
+            f"the simplest within {constants.error:.0%} of the fastest, which is as exact as the planner is: "
+            f"{first.seconds / fastest.seconds - 1:+.1%} to {fastest.layout.describe()}"
+        )
+    chosen = [first, *(one for one in best if one is not first)][:count]
+    return [Choice(one, loser(one, found, room), why if one is first else "") for one in chosen]
 
 
 FIELDS = {"mesh": "mesh", "zero_stage": "ZeRO stage", "micro_batch": "micro-batch", "recompute": "recomputation",

@@ -74,12 +74,16 @@ def stored(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) 
     return tuple(_run(schedule, ranks, micro_batches, stages_per_rank, ones, (2,) * len(ones), 0).peaks)
 
 
-def stages_of(layout: Layout, rank: int) -> list[int]:
+def stages_of(layout: Layout, rank: int) -> tuple[int, ...]:
     """The stages on a rank of the pipeline."""
-    p, v = layout.pipeline, layout.stages_per_rank
-    if layout.schedule in ("zbv", "dualpipev") and p > 1:
-        return [rank, 2 * p - 1 - rank]
-    return [rank + p * chunk for chunk in range(v)]
+    return _owned(layout.schedule, layout.pipeline, layout.stages_per_rank)[rank]
+
+
+@lru_cache(maxsize=10_000)
+def _owned(schedule: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    if schedule in ("zbv", "dualpipev") and ranks > 1:
+        return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    return tuple(tuple(rank + ranks * chunk for chunk in range(stages_per_rank)) for rank in range(ranks))
 
 
 def held(layout: Layout) -> tuple[int, ...]:
@@ -97,10 +101,14 @@ def held(layout: Layout) -> tuple[int, ...]:
     return tuple(a + (a - b) * more for a, b in zip(run(enough), run(fewer), strict=True))
 
 
-def shares(model: Model, layout: Layout) -> list[tuple[int, bool, bool]]:
+def shares(model: Model, layout: Layout) -> tuple[tuple[int, bool, bool], ...]:
     """For each rank of the pipeline: its layers, whether it has the embedding, whether it has the head."""
-    counts, found = layers_of_stages(model.layers, layout.stages), []
-    for rank in range(layout.pipeline):
-        own = stages_of(layout, rank)
-        found.append((sum(counts[stage] for stage in own), 0 in own, layout.stages - 1 in own))
-    return found
+    return _shares(model.layers, layout.schedule, layout.pipeline, layout.stages_per_rank)
+
+
+@lru_cache(maxsize=10_000)
+def _shares(layers: int, schedule: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, bool, bool], ...]:
+    counts, found = layers_of_stages(layers, ranks * stages_per_rank), []
+    for own in _owned(schedule, ranks, stages_per_rank):
+        found.append((sum(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own))
+    return tuple(found)

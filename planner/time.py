@@ -1,34 +1,84 @@
-"""How long a step takes: work of the layers, messages that nothing hides, waiting in the pipeline, the optimizer."""
+"""How long a step takes: a sum of named terms, each with how often it is in a step and how long it takes once.
+
+Work of the layers, what the host adds that launches their kernels, messages that nothing hides, waiting in the
+pipeline, and the optimizer.
+"""
 
 from dataclasses import dataclass, field
 from functools import partial
 
 from common.axes import AXES
-from planner import stages, traffic
+from planner import frameworks, stages, traffic
 from planner.constants import Constants
-from planner.hardware import Cluster
-from planner.layer_time import again, of_layer, product
+from planner.hardware import GPU, Cluster
+from planner.layer_time import Work, again, of_layer, product
 from planner.layout import PRECISIONS, Layout
-from planner.memory import parameters_of
+from planner.memory import largest, parameters_of
 from planner.models import Model
 from planner.network import group, neighbour_seconds
+
+WORK, INSIDE, BUBBLE, STATE, OPTIMIZER = PARTS = (
+    "work", "messages in layers", "bubble", "messages of state", "optimizer")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Term:
+    """A summand of a step. part: one of PARTS; name: what it is; count: how often; each: seconds of one."""
+
+    part: str
+    name: str
+    count: float
+    each: float
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.each
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they go into, on the rank of the pipeline that has most to do.
+    """Seconds of a step, on the rank of the pipeline that has most to do.
 
-    parts:   their sum is `seconds`
-    bubble:  share of the step in which that rank waits for other stages
-    exposed: seconds of messages that no work hides
+    terms:   their sum is `seconds`
     links:   bytes that a GPU sends in a step, by axis
     """
 
-    parts: dict[str, float]
-    seconds: float
-    bubble: float
-    exposed: float
+    terms: tuple[Term, ...]
     links: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they go into: the sums of the terms of each part."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for term in self.terms:
+            found[term.part] += term.seconds
+        return found
+
+    @property
+    def seconds(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the busiest rank waits for other stages."""
+        return self.parts[BUBBLE] / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of messages that no work hides."""
+        return self.parts[INSIDE] + self.parts[STATE]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of one layer and micro-batch, a mean over dense layers and mixtures."""
+
+    forward: float
+    backward: float
+    repeated: float
+    core: float
+    host_forward: float
+    host_backward: float
 
 
 def left_over(message: float, work: float, constants: Constants) -> float:
@@ -36,141 +86,200 @@ def left_over(message: float, work: float, constants: Constants) -> float:
     return max(0.0, message - work) + (1 - constants.kept) * min(message, work)
 
 
-def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False) -> StepTime:
-    """The time of a step. quick: stages of a pipeline count as equal, which a search does for most layouts."""
-    gpu = cluster.gpu
-    itemsize, message = PRECISIONS[layout.precision]
-    dense = of_layer(model, gpu, layout, False, constants)
-    kinds = [(dense, (model.layers - model.moe_layers) / model.layers)]
-    if model.moe_layers:
-        kinds.append((of_layer(model, gpu, layout, True, constants), model.moe_layers / model.layers))
-    forward = sum(share * one.forward for one, share in kinds)
-    backward = sum(share * one.backward for one, share in kinds)
-    repeated = sum(share * again(layout, one) for one, share in kinds)
-    core = sum(share * one.core for one, share in kinds)
+def launching(gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> float:
+    """Seconds that the host needs to start the kernels of a layer's forward pass. The GPU waits where it is faster."""
+    if gpu.name == "cpu" or gpu.cores:  # a processor launches nothing
+        return 0.0
+    share = frameworks.of(layout).host
+    return share * (constants.host + (constants.host_moe if moe else 0.0))
 
-    # --- messages inside of a layer, of one micro-batch
-    m, p = layout.micro_batches, layout.pipeline
-    inside_forward = inside_backward = 0.0
+
+def of_layers(model: Model, gpu: GPU, layout: Layout, constants: Constants) -> tuple[Layer, Work]:
+    """What a layer takes without messages; and the work of a dense one."""
+    dense = of_layer(model, gpu, layout, False, constants)
+    kinds = [(False, dense, (model.layers - model.moe_layers) / model.layers)]
+    if model.moe_layers:
+        kinds.append((True, of_layer(model, gpu, layout, True, constants), model.moe_layers / model.layers))
+    sums = [0.0] * 6
+    for moe, one, share in kinds:
+        host = launching(gpu, layout, moe, constants)
+        repeated = again(layout, one)
+        relaunched = host * min(1.0, repeated / one.forward) if one.forward else 0.0
+        values = (one.forward, one.backward, repeated, one.core, host, host * constants.host_backward + relaunched)
+        sums = [total + share * value for total, value in zip(sums, values, strict=True)]
+    return Layer(*sums), dense
+
+
+def messages_in_layer(
+    model: Model, cluster: Cluster, layout: Layout, one: Layer, dense: Work, constants: Constants
+) -> list[tuple[str, float, float]]:
+    """(axis, seconds of its messages in a layer's forward pass that no work hides, of those in its backward pass)."""
+    found = []
+    itemsize = PRECISIONS[layout.precision][0]
     stream = layout.tokens * model.width * itemsize
     passes = traffic.forward_passes(layout)
     if layout.tensor > 1:
         along = group(cluster, layout, constants, "tensor")
-        one = along.seconds("all_reduce", stream)
+        each = along.seconds("all_reduce", stream)
         if layout.async_tensor:
-            hidden = min(one, dense.products / 2)
-            one -= constants.async_kept * hidden
-        inside_forward += 2 * one
-        inside_backward += 2 * one * passes
+            each -= constants.async_kept * min(each, dense.products / 2)
+        found.append(("tensor", 2 * each, 2 * each * passes))
     if layout.context > 1:
         along = group(cluster, layout, constants, "context")
         kv = 2 * layout.tokens * model.key * itemsize / layout.tensor * layout.context
-        one = along.seconds("all_gather", kv)
-        inside_forward += left_over(one, core, constants)
-        inside_backward += left_over(2 * one, 2.5 * core, constants) + (passes - 1) * left_over(one, core, constants)
-    if layout.size("expert") > 1:
-        along = group(cluster, layout, constants, "expert")
+        each = along.seconds("all_gather", kv)
+        once = left_over(each, one.core, constants)
+        found.append(("context", once, left_over(2 * each, 2.5 * one.core, constants) + (passes - 1) * once))
+    if model.moe_layers:
         share = model.moe_layers / model.layers
-        one = along.seconds("all_to_all", traffic.routed(model, layout) * model.top_k)
-        inside_forward += 2 * one * share
-        inside_backward += 2 * one * passes * share
+        routed = traffic.routed(model, layout) * model.top_k
+        # Tokens are copied into the order of the experts and back, which goes through the memory.
+        dispatch = constants.dispatch * routed / (cluster.gpu.hbm * constants.memory_rate) * share
+        found.append(("experts' order", dispatch, dispatch * passes))
+        if layout.size("expert") > 1:
+            each = group(cluster, layout, constants, "expert").seconds("all_to_all", routed)
+            found.append(("expert", 2 * each * share, 2 * each * passes * share))
+    return found
+
+
+def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False) -> StepTime:
+    """The time of a step. quick: stages of a pipeline count as equal, which a search does for most layouts."""
+    gpu = cluster.gpu
+    itemsize, message = PRECISIONS[layout.precision]
+    one, dense = of_layers(model, gpu, layout, constants)
+    inside = messages_in_layer(model, cluster, layout, one, dense, constants)
+    inside_forward, inside_backward = sum(forward for _, forward, _ in inside), sum(back for *_, back in inside)
+    m, p = layout.micro_batches, layout.pipeline
+    stream = layout.tokens * model.width * itemsize
+    # The GPU waits for the host where the kernels of a layer take less time than to start them.
+    waits_forward = max(0.0, one.host_forward - one.forward - inside_forward)
+    waits_backward = max(0.0, one.host_backward - one.backward - one.repeated - inside_backward)
+
+    # --- the head, which the last stage has
+    products = "bf16" if layout.precision != "float32" else "float32"
+    vocabulary = model.vocabulary / (layout.tensor if not frameworks.of(layout).whole_logits else 1)
+    head = product(layout.tokens, model.width, model.vocabulary / layout.tensor, gpu, products, constants)
+    loss = 4 * layout.tokens * vocabulary * 4 / (gpu.hbm * constants.memory_rate)
 
     # --- stages: what each does forward and backward with one micro-batch
-    head_forward = product(layout.tokens, model.width, model.vocabulary / layout.tensor, gpu,
-                           "bf16" if layout.precision != "float32" else "float32", constants)  # fmt: skip
-    logits = layout.tokens * model.vocabulary / layout.tensor * 4
-    loss = 4 * logits / (gpu.hbm * constants.memory_rate)
     counts = stages.layers_of_stages(model.layers, layout.stages)
-    layer_unit, expert_unit = parameters_of(model, layout, 1, False, False)
-    gather = scatter = 0.0
-    divides = ("shard", "context", "expert") if layout.shard_context else ("shard", "expert")
-    sharded = partial(state_seconds, cluster, layout, constants, divides)
-    if layout.zero_stage == 3 and layout.shards > 1:
-        gather = sharded("all_gather", layer_unit * itemsize, expert_unit * itemsize)
-        scatter = sharded("reduce_scatter", layer_unit * message, expert_unit * message)
-    per_micro_batch = gather and p == 1  # a stage of a pipeline is gathered once for all of its micro-batches
-    exposed_layer = 0.0
-    if per_micro_batch:
-        exposed_layer = left_over(gather, forward + inside_forward, constants) + left_over(
-            gather + scatter, backward + repeated + inside_backward, constants)  # fmt: skip
-    work_f = [n * forward + (stage == layout.stages - 1) * (head_forward + loss / 2) for stage, n in enumerate(counts)]
-    work_b = [
-        n * (backward + repeated) + (stage == layout.stages - 1) * (2 * head_forward + loss / 2)
-        for stage, n in enumerate(counts)
-    ]
-    times_f = [work + n * inside_forward for work, n in zip(work_f, counts, strict=True)]
-    times_b = [work + n * inside_backward for work, n in zip(work_b, counts, strict=True)]
+    last = layout.stages - 1
+    forward, backward = one.forward + waits_forward, one.backward + one.repeated + waits_backward
+    times_f = [n * (forward + inside_forward) + (k == last) * (head + loss / 2) for k, n in enumerate(counts)]
+    times_b = [n * (backward + inside_backward) + (k == last) * (2 * head + loss / 2) for k, n in enumerate(counts)]
     sends = 0.0
     if p > 1:
         rest = layout.tensor if layout.sequence_parallel else 1
         sends = neighbour_seconds(cluster, layout, constants, stream / rest)
     ends, busy = stages.makespan(layout, times_f, times_b, sends, quick)
-    waiting = max(0.0, ends - busy)
+    owned = [stages.stages_of(layout, rank) for rank in range(p)]
+    busiest = max(owned, key=lambda own: sum(times_f[stage] + times_b[stage] for stage in own))
+    layers = m * sum(counts[stage] for stage in busiest)
+    terms = [
+        Term(WORK, "a layer's forward pass", layers, one.forward),
+        Term(WORK, "a layer's backward pass", layers, one.backward),
+        Term(WORK, "a layer's recomputation", layers, one.repeated),
+        Term(WORK, "waiting for the host that launches a layer's kernels", layers, waits_forward + waits_backward),
+        Term(WORK, "the head and the loss", m * (last in busiest), 3 * head + loss),
+    ]
+    terms += [Term(INSIDE, f"along {axis}, of a layer", layers, there + back) for axis, there, back in inside]
+    terms.append(Term(BUBBLE, "waiting for other stages", 1, max(0.0, ends - busy)))
+    terms += of_state(model, cluster, layout, constants, (sum(times_f) / p, sum(times_b) / p, forward + inside_forward,
+                                                        backward + inside_backward))  # fmt: skip
+    terms.append(optimizer(model, cluster, layout, constants))
+    kept = tuple(term for term in terms if term.seconds)
+    return StepTime(kept, {} if quick else traffic.sent(model, layout))
 
-    # --- once a step: gradients and parameters, and the optimizer
-    own, own_experts = max(parameters_of(model, layout, *share) for share in stages.shares(model, layout))
-    once = 0.0
-    last_backward = (sum(times_b) / p) if layout.overlap_gradients else 0.0
-    if layout.zero_stage == 3 and layout.shards > 1:
-        if p > 1:
-            units = max(counts) * layout.stages_per_rank
-            once += left_over(units * gather, sum(times_f) / p, constants)
-            once += left_over(units * scatter, last_backward, constants)
+
+def of_state(
+    model: Model, cluster: Cluster, layout: Layout, constants: Constants, times: tuple[float, float, float, float]
+) -> list[Term]:
+    """Messages of gradients and parameters. times: seconds of a micro-batch's forward and backward pass on a rank, and
+    of one layer's, which these messages overlap with."""
+    all_forward, all_backward, forward, backward = times
+    itemsize, message = PRECISIONS[layout.precision]
+    m, p, found = layout.micro_batches, layout.pipeline, []
+    divides = ("shard", "context", "expert") if layout.shard_context else ("shard", "expert")
+    sharded = partial(state_seconds, cluster, layout, constants, divides)
+    own, own_experts = largest(model, layout)
+    last_backward = all_backward if layout.overlap_gradients else 0.0
+    divided = layout.zero_stage and layout.shards > 1
+    if divided and layout.zero_stage == 3:
+        layer_unit, expert_unit = parameters_of(model, layout, 1, False, False)
+        gather = sharded("all_gather", layer_unit * itemsize, expert_unit * itemsize)
+        scatter = sharded("reduce_scatter", layer_unit * message, expert_unit * message)
+        if p > 1:  # a stage of a pipeline is gathered once for all of its micro-batches
+            units = max(stages.layers_of_stages(model.layers, layout.stages)) * layout.stages_per_rank
+            found += [
+                Term(STATE, "gathering parameters along shard", 1, left_over(units * gather, all_forward, constants)),
+                Term(STATE, "reducing gradients along shard", 1, left_over(units * scatter, last_backward, constants)),
+            ]
         else:
             # The ends of the model are units too; the first gather and the last reduction have nothing beside them.
-            ends_unit = model.embedding_parameters * (1 if model.tied else 2) / layout.tensor
-            once += m * (sharded("all_gather", ends_unit * itemsize) + sharded(
-                "reduce_scatter", ends_unit * message)) + gather + scatter  # fmt: skip
-            once += m * model.layers * exposed_layer
-    elif layout.zero_stage and layout.shards > 1:
+            ends = model.embedding_parameters * (1 if model.tied else 2) / layout.tensor
+            both = sharded("all_gather", ends * itemsize) + sharded("reduce_scatter", ends * message)
+            exposed = left_over(gather, forward, constants) + left_over(gather + scatter, backward, constants)
+            found += [
+                Term(STATE, "embedding and head along shard", m, both),
+                Term(STATE, "the first gathering and the last reduction along shard", 1, gather + scatter),
+                Term(STATE, "gathering and reducing a layer along shard", m * model.layers, exposed),
+            ]
+    elif divided:
         # A stage's backward passes end one after the other: its gradients are reduced once a step, as in traffic.py.
         repeats = m if layout.zero_stage == 2 and p == 1 else 1
-        reduce = repeats * sharded("reduce_scatter", own * message, own_experts * message)
+        reduce = sharded("reduce_scatter", own * message, own_experts * message)
         collect = sharded("all_gather", own * itemsize, own_experts * itemsize)
-        once += left_over(reduce, repeats * last_backward, constants) + left_over(
-            collect, sum(times_f) / p if layout.overlap_gradients else 0.0, constants)  # fmt: skip
+        beside = all_forward if layout.overlap_gradients else 0.0
+        found += [
+            Term(STATE, "reducing gradients along shard", repeats, left_over(reduce, last_backward, constants)),
+            Term(STATE, "gathering parameters along shard", 1, left_over(collect, beside, constants)),
+        ]
     if model.tied and p > 1:
-        once += neighbour_seconds(cluster, layout, constants, model.embedding_parameters / layout.tensor * message)
-    kept_here = own / layout.shards + own_experts / layout.expert_shards
+        size = model.embedding_parameters / layout.tensor * message
+        found.append(Term(STATE, "the tied embedding", 1, neighbour_seconds(cluster, layout, constants, size)))
     for axis in layout.copies:
         axes = (axis,) if layout.zero_stage else AXES[1:-1]
         summed = own, own_experts
         if layout.zero_stage:  # reduced and divided along "shard" first, whatever the stage: the rest is summed
             summed = own / layout.shards, own_experts / layout.expert_shards
-        one = state_seconds(cluster, layout, constants, axes, "all_reduce", *(size * message for size in summed))
-        once += left_over(one, last_backward, constants)
-    if layout.offload:
-        # Gradients to the host, parameters back; AdamW there reads and writes 28 bytes a parameter (and 2 of a copy).
-        crossings = message + itemsize
-        if layout.zero_stage == 3 and layout.shards > 1:  # shards come from the host for every gathering
-            crossings += itemsize * (2 * m - 1 if p == 1 else 0)
-        optimizer = kept_here * crossings / gpu.pcie
-        optimizer += kept_here * 30 * cluster.gpus_per_node / cluster.host
-    else:
+        each = state_seconds(cluster, layout, constants, axes, "all_reduce", *(size * message for size in summed))
+        found.append(Term(STATE, f"summing gradients along {axis}", 1, left_over(each, last_backward, constants)))
+    return found
+
+
+def optimizer(model: Model, cluster: Cluster, layout: Layout, constants: Constants) -> Term:
+    """AdamW's step over what a rank keeps."""
+    itemsize, message = PRECISIONS[layout.precision]
+    own, own_experts = largest(model, layout)
+    kept = own / layout.shards + own_experts / layout.expert_shards
+    if not layout.offload:
         # AdamW reads parameter, gradient and two moments, and writes all but the gradient; clipping reads and writes
         # the gradient.
         state = {"bf16": 14 + 6, "bf16-12": 22 + 6}.get(layout.precision, 28 + 2 + 12)
-        optimizer = kept_here * state / (gpu.hbm * constants.memory_rate)
-    work = busy - m * max_inside(layout, counts, inside_forward + inside_backward)
-    parts = {"work": work, "messages in layers": busy - work, "bubble": waiting, "messages of state": once,
-             "optimizer": optimizer}  # fmt: skip
-    seconds = sum(parts.values())
-    return StepTime(parts, seconds, waiting / seconds, once + busy - work, {} if quick else traffic.sent(model, layout))
+        return Term(OPTIMIZER, "AdamW's state through the memory", 1,
+                    kept * state / (cluster.gpu.hbm * constants.memory_rate))  # fmt: skip
+    # Gradients to the host, parameters back; AdamW there reads and writes 28 bytes a parameter (and 2 of a copy) where
+    # it is one fused kernel on all cores, and takes constants.host_adam times as long as torch.optim.AdamW's default.
+    crossings = message + itemsize
+    if layout.zero_stage == 3 and layout.shards > 1:  # shards come from the host for every gathering
+        crossings += itemsize * (2 * layout.micro_batches - 1 if layout.pipeline == 1 else 0)
+    there = 30 * cluster.gpus_per_node / cluster.host * constants.host_adam
+    return Term(OPTIMIZER, "AdamW on the host", 1, kept * (crossings / cluster.gpu.pcie + there))
 
 
 def state_seconds(
     cluster: Cluster, layout: Layout, constants: Constants, axes: tuple[str, ...], operation: str, dense: float,
     experts: float = 0.0,
 ) -> float:  # fmt: skip
-    """Of one collective along these axes over bytes of what all ranks use, and of experts. Along "expert", ranks have
-    different experts: what is theirs is a message of its own then, to fewer ranks."""
+    """Of one collective along these axes over bytes of what all ranks use, and of experts, in messages of a bucket.
+    Along "expert", ranks have different experts: what is theirs is a message of its own then, to fewer ranks."""
     everybody = group(cluster, layout, constants, *axes)
+
+    def in_buckets(ranks, payload):
+        many = max(1, round(payload / constants.bucket)) if constants.bucket else 1
+        return many * ranks.seconds(operation, payload / many)
+
     if not experts or "expert" not in axes or layout.size("expert") == 1:
-        return everybody.seconds(operation, dense + experts)
+        return in_buckets(everybody, dense + experts)
     fewer = group(cluster, layout, constants, *(axis for axis in axes if axis != "expert"))
-    return everybody.seconds(operation, dense) + fewer.seconds(operation, experts)
-
-
-def max_inside(layout: Layout, counts: tuple[int, ...], one: float) -> float:
-    """Of the rank with most layers."""
-    return max(sum(counts[stage] for stage in stages.stages_of(layout, rank)) for rank in range(layout.pipeline)) * one
+    return in_buckets(everybody, dense) + in_buckets(fewer, experts)

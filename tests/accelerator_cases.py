@@ -5,10 +5,10 @@ import tempfile
 from dataclasses import dataclass
 
 from helpers import FULL, configure
+from strategy_memory import Sizes
 
 from common.mesh import parse_axes, resolve
 from course.strategies import STRATEGIES
-from planner.strategies import Sizes
 
 WIDTH, HEADS, CONTEXT, VOCABULARY = 4096, 8, 16, 256  # so wide that activations of a few tokens are next to nothing
 EXPERTS = 16

@@ -1,7 +1,6 @@
 """Fixtures of several test files."""
 
 import importlib.util
-import sys
 
 import pytest
 
@@ -13,14 +12,6 @@ collect_ignore = ["strategies/test_engines.py"] if LACKING else []  # not even s
 def pytest_report_header():
     if LACKING:
         return f"without test_engines.py: there is no {', '.join(LACKING)} (make test-engines installs them)"
-
-
-@pytest.fixture(autouse=True)
-def gpus_of_the_table_only():
-    """A planner's command with --constants adds the machine that was measured to the table of its process."""
-    yield
-    if "planner.hardware" in sys.modules:
-        sys.modules["planner.hardware"].GPUS.pop("here", None)
 
 
 @pytest.fixture

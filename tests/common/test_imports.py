@@ -53,6 +53,15 @@ def by_string(code: str) -> list[str]:
     return re.findall(r"spec_from_file_location|__import__\(|sys\.path\.(?:insert|append)|[\"']0\d_[a-z_]+[.\"']", code)
 
 
+def test_no_chapter_imports_the_planner():
+    """The planner computes with the chapters' formulas, never the other way round. Graders may ask it, and pages."""
+    for folder in CHAPTERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if "classroom" not in path.parts:
+                (code,) = code_of(path)
+                assert not {name for name in imported(code) if name.split(".")[0] == "planner"}, path
+
+
 def test_common_imports_no_chapter():
     for path in (ROOT / "common").rglob("*.py"):
         (code,) = code_of(path)

@@ -9,8 +9,8 @@ from matplotlib.colors import to_hex
 
 from common.lab import plotting
 from course.ddp import buckets, checkpoint_cost
-from course.fsdp import calculator, decision_map
 from course.intro import networks, overview
+from planner import calculator, decision_map
 
 
 class Timeline:

@@ -21,6 +21,7 @@ from planner.hardware import cluster
 from planner.layout import make_layout
 from planner.models import course_gpt
 from planner.search import Choice
+from planner.time import StepTime, Term
 
 HERE = {"peak": 6e10, "kernel": 2e-5, "hbm": 1e10, "alpha_link": 1e-4, "link": 1e9, "processes": 8}
 
@@ -153,7 +154,9 @@ def test_the_planner_is_asked_of_this_training_on_these_nodes(tmp_path, monkeypa
 def test_what_was_picked_is_told_in_its_units():
     gpt, cpus = course_gpt(2, 32, 4, 16), cluster("cpu", 2, 2)
     found = estimate(gpt, cpus, make_layout(gpt, cpus, {"data": 2}, batch_size=16, sequence=16), PRIOR)
-    found = replace(found, memory=replace(found.memory, expected=3 * 2**20), step=replace(found.step, seconds=0.25))
+    found = replace(
+        found, memory=replace(found.memory, expected=3 * 2**20), step=StepTime((Term("work", "all", 1, 0.25),))
+    )
     config = SimpleNamespace(strategy="ddp", axes={"data": 2})
     said = auto.says(config, Choice(found, "another"), 1, "x")
     layout = f"micro-batches of {found.layout.micro_batch}, recompute none"

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from common import ROOT
-from course.fsdp import calculator, decision_map, formulas, pictures
-from planner import hardware, models
+from course.fsdp import formulas
+from planner import calculator, decision_map, hardware, models, pictures, search
 from planner.estimate import GIB, estimate
 from planner.layout import RECOMPUTE, Layout, make_layout
 
@@ -20,7 +20,7 @@ def test_its_bars_add_up_to_the_planners_memory(stage):
     model, cluster = models.find("llama-7b"), hardware.cluster("h100-80gb", 8)
     mesh = {"shard" if stage else "data": 8}
     layout = make_layout(model, cluster, mesh, batch_size=32, micro_batch=2, sequence=2048, zero_stage=stage,
-                         recompute="full")  # fmt: skip
+                         recompute="full", framework="torch")  # fmt: skip
     said = estimate(model, cluster, layout)
     shown = calculator.ask("llama-7b", 8, stage, micro_batch=2, accumulation=2, sequence=2048, recompute="full")
     assert sum(calculator.grouped(shown).values()) == pytest.approx(said.memory.needed / GIB)
@@ -57,10 +57,8 @@ def test_every_control_redraws_and_errors_are_explained():
     sliders = calculator.Calculator()
     seen = {bytes(sliders.picture.value)}
     found = calculator.ask("llama-7b", 8, 3)
-    assert sliders.text.value == (
-        "28 to 37 GiB with what the allocator adds: fits: yes; step 0.40 s, of which "
-        f"{found.step.exposed:.2f} s exposed communication; MFU {100 * found.mfu:.0f}%"
-    )
+    for number in (f"{found.memory.high / GIB:.0f} GiB", f"{found.seconds:.2f} s", f"{100 * found.mfu:.0f}%"):
+        assert number in sliders.text.value, "memory, time and MFU of what is shown"
     for name, value in [("model", "llama-13b"), ("gpus", 16), ("stage", 1), ("precision", "bf16"), ("sequence", 2048),
                         ("micro_batch", 4), ("recompute", "full"), ("offload", True)]:  # fmt: skip
         sliders.controls[name].value = value
@@ -178,11 +176,11 @@ def test_cells_of_a_map_are_where_their_model_and_gpus_are():
 
 
 def test_the_map_is_whole_and_what_the_planner_says():
-    rows, network = decision_map.stored(), list(decision_map.NETWORKS)[1]
+    rows, network = decision_map.stored(), next(iter(decision_map.NETWORKS))
     assert rows.keys() == {(name, model, gpus) for name in decision_map.NETWORKS for model in decision_map.MODELS
                            for gpus in decision_map.GPUS}  # fmt: skip
     assert {row["kind"] for row in rows.values()} <= decision_map.LAYOUT_KINDS.keys()
-    for model, gpus in (("llama-33b", 8), ("llama-3-405b", 16)):
+    for model, gpus in (("llama-3.2-1b", 8),):
         found, said = decision_map.cell(model, gpus, network), rows[network, model, gpus]
         assert found == {name: value for name, value in said.items() if value}
 
@@ -196,7 +194,7 @@ def test_of_each_kind_the_fastest_four_are_estimated_exactly(monkeypatch):
 
     def candidates(*given):
         offloads.append(given[-1])
-        return [SimpleNamespace(layout=layout, seconds=1.0 + number, expected=(80 if number else 10) * GIB)
+        return [search.Candidate(layout, 1.0 + number, (60 if number else 5) * GIB, (60 if number else 5) * GIB)
                 for number, layout in enumerate(layouts)][::-1]  # fmt: skip
 
     def estimated(shape, cluster, layout, constants):
@@ -211,7 +209,7 @@ def test_of_each_kind_the_fastest_four_are_estimated_exactly(monkeypatch):
         "mfu": "0.457", "gib": "12.3", "next": "tensor", "later": "0.100",
     }, "the winner of the exact estimates, and how much longer the next kind takes"  # fmt: skip
     assert offloads == [False], "offload is not looked at where something fits"
-    gpu.memory = 9 * GIB
+    gpu.memory = 4 * GIB
     row = decision_map.searched("a shape", SimpleNamespace(gpu=gpu), 64, 4096, "bf16-mixed", "constants")
     assert (row, offloads) == ({"kind": "does not fit"}, [False, False, True]), "then with offload, and nothing fits"
 
@@ -266,11 +264,10 @@ def notebook_text(name: str) -> str:
 
 
 def test_what_the_page_says_of_the_map_is_what_the_map_says():
-    rows, (fast, slow) = decision_map.stored(), decision_map.NETWORKS
+    rows, (fast,) = decision_map.stored(), decision_map.NETWORKS
     text = " ".join(notebook_text("04_choosing.ipynb").split())
     for network, model, gpus, sentence in (
-        (slow, "llama-7b", (8, 64, 1024), "7B falls from {}% on one node to {}% on eight, and to {}% with 1,024 GPUs"),
-        (fast, "llama-2-70b", (16, 32), "For 70B, MFU rises from {}% on 16 GPUs to {}% on 32"),
+        (fast, "llama-7b", (8, 64, 1024), "7B falls from {}% on one node to {}% on 64 GPUs, and to {}% with 1,024"),
     ):
         found = [round(100 * float(rows[network, model, number]["mfu"])) for number in gpus]
         assert sentence.format(*found) in text, f"the page does not say of {model}: {sentence.format(*found)}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner import memory, models, traffic
+from planner import frameworks, memory, models, traffic
 from planner.constants import PRIOR
 from planner.layout import Layout
 
@@ -203,7 +203,8 @@ MEMORY = [  # mesh, fields of the layout, rank that needs most, the phase of its
 @pytest.mark.parametrize("text, fields, rank, phase, expected", MEMORY, ids=named)
 def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     fields = dict(fields)
-    found = memory.estimate(fields.pop("model", GPT), layout(text, **fields), PRIOR)
+    model = fields.pop("model", GPT)
+    found = memory.estimate(model, layout(text, framework="torch", **fields), PRIOR)
     shown = {part: size / 1e6 for part, size in found.parts.items()}
     expected = dict(expected)
     assert found.host / 1e6 == pytest.approx(expected.pop("host", 0)), f"MB in the host's memory, {text}, {fields}"
@@ -212,6 +213,25 @@ def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     needed = 1e6 * math.fsum(expected.values())
     assert (found.needed, found.low, found.expected, found.high) == pytest.approx(
         (needed, needed, 1.05 * needed, 1.15 * needed)), "what the allocator adds"  # fmt: skip
+
+
+def test_recipes_of_frameworks():
+    """What a framework holds besides, on two ranks of FSDP with two micro-batches: gradients whole and in float32, of
+    which there are no shards yet; temporaries of AdamW; and what is outside of the allocator."""
+    fields = {"many": 2, "precision": "bf16-mixed"} | THIRD
+    plain, added = (
+        memory.estimate(GPT, layout("shard=2", framework=name, **fields), PRIOR)
+        for name in ("torch", "torch-accumulating")
+    )
+    assert added.parts["unsharded gradients"] == pytest.approx(4 * 50.009e6) and not added.parts.get("gradients")
+    assert plain.parts["gradients"] == pytest.approx(4 * 50.009e6 / 2), "reduced after each micro-batch"
+    deep = memory.estimate(GPT, layout("data=2", framework="deepspeed"), PRIOR)
+    inside = memory.estimate(GPT, layout("data=2", framework="torch"), PRIOR)
+    assert deep.expected - inside.expected == frameworks.FRAMEWORKS["deepspeed"].constant, "outside of the allocator"
+    tiny = {"sequence": 10}  # so that the optimizer's step is the peak
+    lists = memory.estimate(GPT, layout("data=2", framework="course", **tiny), PRIOR)
+    assert lists.phase == "optimizer step", "the phase of the peak"
+    assert lists.parts["temporaries of the optimizer"] == pytest.approx(4 * 50.009e6), "in float32"
 
 
 def test_parameters_of_the_ends():

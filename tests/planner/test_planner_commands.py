@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from planner import __main__ as commands
-from planner import any_module, benchmark, constants, scoreboard
+from planner import benchmark, constants
 from planner.__main__ import cluster_of, main, read
 from planner.hardware import GPUS
 
@@ -25,21 +25,6 @@ def test_a_grid_is_printed_as_json_and_what_was_measured_as_a_table(monkeypatch,
     assert said(capsys, "benchmark") == '[\n "predicted"\n]\n', "the grid"
     assert said(capsys, "benchmark --run") == "a table of predicted, measured\n", "--run"
     assert said(capsys, "benchmark --run --json") == '[\n "predicted",\n "measured"\n]\n', "--run --json"
-
-
-def test_measure_and_the_scoreboard_print_tables_or_json(monkeypatch, capsys):
-    monkeypatch.setattr(any_module, "load", lambda what: what)
-    monkeypatch.setattr(any_module, "report", lambda make, *_: {"of": make})
-    monkeypatch.setattr(any_module, "table", lambda found: f"a table of {found['of']}")
-    line = "measure a.py:f --gpu h100 --gpus 8"
-    assert said(capsys, line) == "a table of a.py:f\n", "without --json"
-    assert said(capsys, f"{line} --json") == '{\n "of": "a.py:f"\n}\n', "--json"
-    monkeypatch.setattr(scoreboard, "leave_one_out", lambda: ["one run", "another"])
-    monkeypatch.setattr(scoreboard, "scores", lambda lines: {"runs": len(lines)})
-    monkeypatch.setattr(scoreboard, "text", lambda found, lines: f"{found}, and {lines}")
-    assert said(capsys, "scoreboard") == "{'runs': 2}, and None\n", "without the runs"
-    assert said(capsys, "scoreboard --runs") == "{'runs': 2}, and ['one run', 'another']\n", "--runs"
-    assert said(capsys, "scoreboard --json") == '{\n "runs": 2\n}\n', "--json"
 
 
 def test_an_estimate_and_a_plan_explain_when_they_are_asked_to(monkeypatch, capsys):

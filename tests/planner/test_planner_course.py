@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from unittest import mock
 
 import pytest
+import strategy_memory
 import torch
 import torch.distributed as dist
 from accelerator_cases import CASES as EXAMINED
@@ -24,7 +25,7 @@ from common.strategy import Setup
 from common.task import Task
 from course.pipeline.options import PipelineOptions
 from course.strategies import load
-from planner import models, strategies, traffic
+from planner import models, traffic
 from planner.layout import Layout
 
 SHAPE = {"layers": 2, "width": 16, "heads": 4, "context": equality.CONTEXT, "vocabulary": 64}  # of equality's GPTs
@@ -113,7 +114,7 @@ def measured(case: Case) -> tuple[int, int]:
             phase = watch.begin(f"step {number}")
             tokens = torch.zeros(examples, CONTEXT, dtype=torch.long, device="gpu")
             made.step([(tokens, tokens.clone()) for _ in range(number)])
-    return phase.peak, strategies.peak(sizes(case), TOKENS)
+    return phase.peak, strategy_memory.peak(sizes(case), TOKENS)
 
 
 # In make test one of each kind; in make test-all every strategy.

@@ -133,7 +133,7 @@ def test_layers_and_ends_of_each_rank():
         ("zbv", 2, 3, [(2, True, True), (4, False, False), (4, False, False)]),
     ):
         one = Layout((("pipeline", pipeline),), 12, schedule=schedule, stages_per_rank=chunks)
-        assert stages.shares(SMALL, one) == expected, f"{schedule} on {pipeline} ranks"
+        assert list(stages.shares(SMALL, one)) == expected, f"{schedule} on {pipeline} ranks"
     assert stages.layers_of_stages(10, 4) == (2, 3, 3, 2) and stages.layers_of_stages(11, 4) == (3, 3, 3, 2)
     three = Layout((("pipeline", 3),), 12, stages_per_rank=2)
     v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))

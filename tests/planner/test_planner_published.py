@@ -63,23 +63,3 @@ def test_a_published_run_is_what_was_published(source, name, nodes, layout, numb
     assert (run.seconds is None) is (seconds is None) is run.out_of_memory, f"whether {name} ran"
     assert seconds is None or run.seconds == pytest.approx(seconds, rel=1e-6), f"seconds of a step, {name}"
     assert run.gib == gib, f"GiB at the peak, {name}"
-
-
-def test_every_source_has_its_runs_and_models():
-    found, shapes = {}, {}
-    for run in published.runs():
-        found[run.source] = found.get(run.source, 0) + 1
-        shapes[run.model.name] = run.model.layers, run.model.width, run.model.heads, run.model.vocabulary
-    assert found == {
-        "Megatron-LM 2021": 10, "Korthikanti 2022": 9, "torchtitan 2024-12": 18, "torchtitan 2025-06": 8,
-        "torchtitan H200": 2, "torchtitan 2024-04": 10, "torchtitan 2024-08": 3,
-    }, "runs of each source"  # fmt: skip
-    told = {
-        "Megatron 1.7B": (24, 2304, 24, 51200), "Megatron 1T": (128, 25600, 160, 51200),
-        "llama-3-70b": (80, 8192, 64, 128256), "llama-2-13b": (40, 5120, 40, 32000),
-        "llama-3-405b": (126, 16384, 128, 128256),
-    }  # fmt: skip
-    assert {name: shapes.get(name) for name in told} == told, "(layers, width, heads, vocabulary)"
-    gpts = [run.model for run in published.runs() if "Megatron" in run.model.name]
-    ends = {(model.positions, model.tied, model.bias) for model in gpts}
-    assert ends == {(2048, True, "all")}, "positions, head and biases of Megatron's models"

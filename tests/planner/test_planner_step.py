@@ -21,7 +21,8 @@ TIED = replace(GPT, tied=True)
 MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
 TOY = GPU("toy", 1e12, 1.0, 1e12, 1e24, 1e9, 1e9, 1.0, "none")
 BARE = replace(PRIOR, matmul=1.0, passes=0.0, attention=1.0, link=1.0, network=1.0, kept=0.0, async_kept=0.5, ring=0.0,
-               memory_rate=1.0, kernel=0.0, alpha_link=0.0, alpha_network=0.0)  # fmt: skip
+               memory_rate=1.0, kernel=0.0, alpha_link=0.0, alpha_network=0.0, ring_alpha=0.0, tree=1e-9,
+               all_to_all=1.0, bucket=0.0, host=0.0, host_moe=0.0, dispatch=0.0)  # fmt: skip
 START = replace(BARE, kernel=1e-3)  # before each product
 HIDES, HALF = replace(BARE, kept=1.0), replace(BARE, kept=0.5)  # all of a message beside work, and half of it
 
@@ -223,6 +224,14 @@ def test_the_optimizer():
     ])  # fmt: skip
 
 
+def test_the_host_that_launches_kernels_sets_a_floor():
+    """A layer takes 26 ms forward and 53 backward; a host that needs 30 and twice that adds what is missing."""
+    slow = replace(BARE, host=30e-3, host_backward=2.0)
+    ours = step("data=1", constants=slow).parts["work"] - step("data=1", constants=BARE).parts["work"]
+    assert 1000 * ours == pytest.approx(4 * (30 - 26 + 60 - 53)), "ms of four layers"
+    assert step("data=1", constants=replace(slow, host=20e-3)) == step("data=1", constants=BARE), "hidden"
+
+
 def test_what_a_pipelines_schedule_is_run_with(monkeypatch):
     """ms of each stage forward and backward, messages inside of its layers among them, and of a message between."""
     asked = []
@@ -262,10 +271,15 @@ def test_waiting_is_the_bubble():
 def test_a_collective_takes_what_its_slowest_link_takes():
     """Eight ranks on two nodes: rings leave a node by its four adapters of 10 bytes per second."""
     two, one = network.Group(4, 2, 100.0, 10.0, 1.0, 10.0), network.Group(4, 1, 100.0, 10.0, 1.0, 10.0)
-    assert two.seconds("all_reduce", 800.0) == 2 * 700 / 40 + 2 * 3 * 1 + 2 * 1 * 10, "an all-reduce over two nodes"
-    assert two.seconds("all_gather", 800.0) == 700 / 40 + 3 * 1 + 1 * 10, "an all-gather over two nodes"
+    assert two.seconds("all_reduce", 800.0) == 2 * 700 / 40 + 2 * 7 * 10, "a ring has the network's pace in each step"
+    assert two.seconds("all_gather", 800.0) == 700 / 40 + 7 * 10, "an all-gather over two nodes"
+    tree = replace(two, alpha_tree=5.0, tree=0.5)
+    assert tree.seconds("all_reduce", 8.0) == 2 * 3 * 1 + 5 + 2 * 8 / 20, "small messages take a tree of two nodes"
+    assert tree.seconds("all_reduce", 8e6) == two.seconds("all_reduce", 8e6), "and large ones the ring"
+    # Half of what a rank hands in is for the other node, and leaves by its own adapter.
+    assert two.seconds("all_to_all", 800.0) == 7 * 10 + 400 / 10, "an all-to-all over two nodes"
     assert one.seconds("all_reduce", 800.0) == 2 * 600 / 100 + 2 * 3 * 1, "an all-reduce in one node"
-    assert replace(two, network=50.0).seconds("all_gather", 800.0) == 700 / 100 + 13, "adapters faster than links"
+    assert replace(two, network=50.0).seconds("all_gather", 800.0) == 700 / 100 + 70, "adapters faster than links"
     assert network.Group(1, 1, 100.0, 10.0, 1.0, 10.0).seconds("all_reduce", 800.0) == 0, "one rank sends nothing"
 
 
@@ -281,7 +295,8 @@ def test_groups_of_several_axes():
         found = network.group(nodes, one, some, *axes)
         assert (found.local, found.nodes) == expected, f"the group along {', '.join(axes)}"
         assert (found.link, found.network) == (0.5 * 1e9, 0.25 * 1e8 * 4 / 8), "bytes per second of a rank"
-        assert (found.alpha_link, found.alpha_network) == (2.9e-6, 8e-6)
+        assert (found.alpha_link, found.alpha_network) == (some.alpha_link, nodes.alpha * some.ring_alpha)
     meshes = ("pipeline=2 data=4", "pipeline=2 data=8")
     sent = [network.neighbour_seconds(nodes, layout(text), some, 1e6) for text in meshes]
-    assert sent == pytest.approx([2.9e-6 + 1e6 / 5e8, 8e-6 + 1e6 / 1.25e7]), "to the next stage in a node, and outside"
+    expected = [some.alpha_link + 1e6 / 5e8, some.alpha_network + 1e6 / 1.25e7]
+    assert sent == pytest.approx(expected), "to the next stage in a node, and outside"

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, UNCHECKED, VOCABULARY, WIDTH, Case, settings, sizes
 from helpers import FULL
+from strategy_memory import SAYS
 
 from common import ROOT
 from common.lab.bugs import Bug, Bugs
@@ -24,7 +25,6 @@ from common.lab.launch import ready_to_fork
 from common.strategy import Setup
 from common.task import Task
 from course.strategies import STRATEGIES
-from planner.strategies import SAYS
 
 # How often the host waits for the device for each micro-batch; where nothing is said, never.
 WAITS = {

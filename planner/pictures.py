@@ -96,6 +96,6 @@ def draw_scores(lines: list[Line]):
         ax.axhline(1, color="black", lw=1)
         ax.axhspan(0.9, 1.1, color="#EEEEEE", zorder=0)
         ax.set_xticks(range(len(sources)), [source.replace(" ", "\n", 1) for source in sources], fontsize=9)
-        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", ylim=(0.6, 1.4))
+        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", ylim=(0.3, 1.7))
     axes[0].set_ylabel("predicted / measured")
     return fig

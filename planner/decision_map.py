@@ -2,7 +2,7 @@
 
 Every cell is a whole search, so the cells are stored in decision_map.csv; the page searches some of them again.
 
-    python -m course.fsdp.decision_map        search all cells anew, which takes minutes
+    python -m planner.decision_map        search all cells anew, which takes minutes
 """
 
 import csv
@@ -23,8 +23,7 @@ STORED = Path(__file__).parent / "decision_map.csv"
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-7b", "llama-13b", "llama-33b", "llama-2-70b", "gpt3-175b",
           "llama-3-405b")  # fmt: skip
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
-NETWORKS = {"InfiniBand, 8 x 400 Gb/s per node": ("infiniband-400", 8),
-            "Ethernet, 1 x 100 Gb/s per node": ("ethernet-100", 1)}  # fmt: skip
+NETWORKS = {"InfiniBand, 8 x 400 Gb/s per node": ("infiniband-400", 8)}
 BATCH, SEQUENCE = 1024, 4096  # 4 million tokens a step
 # Which kind of layout, with its colour.
 LAYOUT_KINDS = {
@@ -60,13 +59,13 @@ def short(layout: Layout) -> str:
 
 def searched(shape: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str,
              constants: Constants) -> dict[str, str]:  # fmt: skip
-    """What a cell says: the winner, and how much longer the best layout of the next kind takes. Offload is looked at
-    only where nothing else fits."""
+    """What a cell says: the fastest layout that leaves the default reserve of memory, and how much longer the best
+    layout of the next kind takes. Offload is looked at only where nothing else fits."""
     found: list[search.Candidate] = []
     for offload in (False, True):
         found = found or [one for one in search.candidates(
             shape, cluster, batch_size, sequence, precision, constants, offload
-        ) if one.expected <= cluster.gpu.memory]  # fmt: skip
+        ) if one.recommended(cluster.gpu.memory)]  # fmt: skip
     if not found:
         return {"kind": "does not fit"}
     kinds: dict[str, list[Layout]] = {}

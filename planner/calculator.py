@@ -38,6 +38,7 @@ def ask(model: str, gpus: int, stage: int, *, gpu="h100-80gb", micro_batch=1, ac
     """The planner's estimate of data parallelism in one of its stages, over all GPUs. `fields` are those of Layout,
     such as precision, recompute and offload. Raises UserError."""
     shape, cluster = models.find(model), hardware.cluster(gpu, gpus)
+    fields.setdefault("framework", "torch")
     mesh = {"shard" if stage else "data": gpus}
     batch = gpus * micro_batch * accumulation
     layout = make_layout(shape, cluster, mesh, batch_size=batch, micro_batch=micro_batch, sequence=sequence,

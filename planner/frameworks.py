@@ -1,0 +1,77 @@
+"""What frameworks do differently where a layout is the same: what they hold besides, and how fast they launch kernels.
+
+Each line says on which published runs it rests (planner/published). `Layout.framework` names one; where it names none,
+`name_of` says what it counts as.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+GIB = 2**30
+
+
+class Named(Protocol):
+    """What of a layout says which framework it is (planner.layout, which imports this file)."""
+
+    @property
+    def framework(self) -> str: ...
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A recipe.
+
+    host:          of Constants.host, the time that its host needs to launch a layer's kernels
+    whole_logits:  each tensor rank holds the logits of the whole vocabulary at the loss
+    accumulates:   while micro-batches are added up, gradients stay whole and in float32 (fully_shard with
+                   set_requires_gradient_sync(False))
+    gradient_copy: bytes per parameter of a further copy of the gradients
+    constant:      bytes outside of the allocator: the CUDA context, NCCL's buffers, what libraries keep
+    foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
+    fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
+    """
+
+    host: float = 1.0
+    whole_logits: bool = False
+    accumulates: bool = False
+    gradient_copy: int = 0
+    constant: float = 0.0
+    foreach: bool = False
+    fused_attention: bool = False
+    source: str = ""
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "torch": Framework(
+        host=0.5, source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused"
+    ),
+    "course": Framework(host=0.5, foreach=True, source="this course's own strategies, with torch.optim.AdamW as it is"),
+    "torch-accumulating": Framework(
+        host=0.5, whole_logits=True, accumulates=True, foreach=True,
+        source="KempnerForge's memory, of which both are a quarter",
+    ),
+    "megatron": Framework(
+        fused_attention=True, constant=4 * GIB,
+        source="Narayanan et al. 2021, Korthikanti et al. 2022, vTrain and NeMo for the time; for the constant "
+        "nothing: between torchtitan's and Megatron-DeepSpeed's",
+    ),
+    "deepspeed": Framework(
+        constant=14 * GIB, source="BLOOM's prequel on Megatron-DeepSpeed, whose memory is nvidia-smi's"
+    ),
+}  # fmt: skip
+
+
+def name_of(layout: Named) -> str:
+    """The framework of a layout: fully_shard's for stage 3, DeepSpeed's where gradients have 16 bits beside a float32
+    copy of the parameters, else Megatron-LM's."""
+    usual = {"bf16-mixed-16": "deepspeed"}.get(layout.precision, "megatron")
+    return layout.framework or ("torch" if layout.zero_stage == 3 else usual)
+
+
+def of(layout: Named) -> Framework:
+    """The recipe of a layout."""
+    return FRAMEWORKS[name_of(layout)]

@@ -1,0 +1,37 @@
+"""Where the planner's stated interval holds, and where it does not: what no published run covers is out of scope."""
+
+from planner.hardware import Cluster
+from planner.layout import Layout
+from planner.models import Model
+
+# More than this share of a GPU's memory is not recommended: runs that are nearly full wait for the allocator, and some
+# are several times slower than the same layout with room (the notes of Hagemann et al. 2023's table; Megatron-Bridge).
+RESERVED = 0.85
+WIDE = 2.0  # the interval out of scope: half to twice what is predicted
+SEEN = ("a100-80gb", "h100-80gb", "h100-96gb", "h200", "b200", "gb200-nvl72")
+
+
+def recommended(expected: float, high: float, limit: float) -> bool:
+    """Whether bytes on a GPU, as expected and in the worst case, leave the default reserve of what it has."""
+    return expected <= RESERVED * limit and high <= limit
+
+
+def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
+    """In what the layout is unlike all that the planner was compared with (planner/published); none: in scope."""
+    between = cluster.node_network / cluster.gpus_per_node
+    says = {
+        f"GPU {cluster.gpu.name}": cluster.gpu.name not in SEEN,
+        "tensor parallelism across nodes": layout.tensor > cluster.gpus_per_node,
+        "several nodes over less than 5 GB/s per GPU": cluster.nodes > 1 and between < 5e9,
+        "more than 16,384 GPUs": cluster.gpus > 16384,
+        "offload": layout.offload,
+        "ZeRO-2 with fewer than 8,192 GPUs": layout.zero_stage == 2 and cluster.gpus < 8192,
+        f"schedule {layout.schedule}": layout.pipeline > 1 and layout.schedule not in ("1f1b", "interleaved"),
+        "sequences of more than 1,048,576 tokens": layout.sequence > 2**20,
+        f"precision {layout.precision}": layout.precision in ("float32", "bf16-12"),
+        "models of less than 0.2 billion parameters": model.parameters < 2e8,
+        "models of more than 1,100 billion parameters": model.parameters > 1.1e12,
+        "mixtures of experts on H100 or in 16 bit": bool(model.experts)
+        and (layout.precision != "fp8-mixed" or cluster.gpu.name not in ("b200", "gb200-nvl72")),
+    }
+    return [what for what, is_so in says.items() if is_so]

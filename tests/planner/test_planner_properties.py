@@ -1,0 +1,66 @@
+"""What holds of every layout, whatever the constants: asked of many by hypothesis."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import hardware, memory, network, stages, time
+from planner.constants import PRIOR
+from planner.estimate import estimate
+from planner.layout import make_layout
+from planner.models import Model
+
+SIZES = st.sampled_from([1, 2, 4])
+MODEL = Model("m", 8, 512, 8, 4096)
+
+
+@st.composite
+def layouts(draw):
+    mesh = {axis: draw(SIZES) for axis in ("pipeline", "data", "shard", "tensor")}
+    ranks = mesh["pipeline"] * mesh["data"] * mesh["shard"] * mesh["tensor"]
+    machine = hardware.cluster("a100-80gb", ranks, min(ranks, draw(st.sampled_from([1, 4, 8]))))
+    readers = mesh["data"] * mesh["shard"]
+    fields = {"batch_size": 8 * readers, "sequence": 512, "zero_stage": draw(st.integers(0, 3)),
+              "recompute": draw(st.sampled_from(["none", "selective", "full"]))}  # fmt: skip
+    return machine, make_layout(MODEL, machine, mesh, **fields)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts())
+def test_a_step_is_the_sum_of_its_terms(drawn):
+    machine, layout = drawn
+    step = estimate(MODEL, machine, layout, PRIOR).step
+    assert min(term.seconds for term in step.terms) > 0 and {term.part for term in step.terms} <= set(time.PARTS)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds) and 0 <= step.bubble < 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts())
+def test_parameters_of_all_ranks_add_up(drawn):
+    """Norms are whole on every tensor rank, and nothing else is twice."""
+    _, layout = drawn
+    shares = stages.shares(MODEL, layout)
+    parts = sum(memory.parameters_of(MODEL, layout, *share)[0] for share in shares)
+    norms = (layout.tensor - 1) * (MODEL.layers * MODEL.uncut_parameters + MODEL.width)
+    assert layout.tensor * parts == pytest.approx(MODEL.parameters + norms)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]), st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 16]), st.floats(1, 1e10), st.floats(1, 10),
+)  # fmt: skip
+def test_a_larger_message_never_takes_less_time(operation, local, nodes, payload, factor):
+    group = network.Group(local, nodes, 3e11, 2e10, 2e-6, 1e-5, 6e-5, 0.33)
+    assert group.seconds(operation, payload) <= group.seconds(operation, payload * factor)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), st.sampled_from([2, 4]), st.sampled_from([16, 32]))
+def test_more_shards_never_hold_more(stage, few, many):
+    found = []
+    for ranks in (few, many):
+        machine = hardware.cluster("a100-80gb", ranks)
+        layout = make_layout(MODEL, machine, {"shard": ranks}, batch_size=ranks, sequence=512, zero_stage=stage)
+        found.append(memory.estimate(MODEL, layout, PRIOR).needed)
+    assert found[1] <= found[0]

@@ -47,6 +47,11 @@ class GPU:
     cores: int = 0
     crowding: float = 1.0
 
+    @property
+    def processor(self) -> bool:
+        """A CPU: it launches no kernels, and has no memory of its own."""
+        return self.name == "cpu" or self.cores > 0
+
 
 GIB = 2**30
 

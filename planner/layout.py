@@ -177,6 +177,8 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     precision = fields.get("precision", "bf16-mixed")
     fields["precision"] = PRECISION_ALIASES.get(precision, precision)
     lookup(fields["precision"], PRECISIONS, "precision")
+    if cluster.gpu.processor:  # no context of CUDA, no buffers of NCCL
+        fields.setdefault("framework", "torch")
     if fields.get("framework"):
         lookup(fields["framework"], FRAMEWORKS, "framework")
     lookup(fields.get("attention", ""), dict.fromkeys(("", *ATTENTION)), "kernel of attention")

@@ -57,6 +57,8 @@ def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, prec
                         continue
                     axes = {"pipeline": pipeline, "context": context, "expert": expert, "tensor": tensor}
                     base = {"batch_size": batch_size, "sequence": sequence, "precision": precision}
+                    if cluster.gpu.processor:
+                        base["framework"] = "torch"  # as make_layout has it
                     yield from _with(model, cluster, axes, rest // expert, batch_size // readers, base, offload)
 
 

@@ -88,7 +88,7 @@ def left_over(message: float, work: float, constants: Constants) -> float:
 
 def launching(gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> float:
     """Seconds that the host needs to start the kernels of a layer's forward pass. The GPU waits where it is faster."""
-    if gpu.name == "cpu" or gpu.cores:  # a processor launches nothing
+    if gpu.processor:
         return 0.0
     share = frameworks.of(layout).host
     return share * (constants.host + (constants.host_moe if moe else 0.0))

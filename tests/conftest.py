@@ -1,6 +1,7 @@
 """Fixtures of several test files."""
 
 import importlib.util
+import sys
 
 import pytest
 

@@ -137,8 +137,8 @@ def test_layers_and_ends_of_each_rank():
     assert stages.layers_of_stages(10, 4) == (2, 3, 3, 2) and stages.layers_of_stages(11, 4) == (3, 3, 3, 2)
     three = Layout((("pipeline", 3),), 12, stages_per_rank=2)
     v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))
-    assert [stages.stages_of(v, rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]], "down and up again"
-    assert [stages.stages_of(ring, rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [stages.stages_of(v, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)], "down and up again"
+    assert [stages.stages_of(ring, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_a_step_without_a_pipeline_is_all_work():

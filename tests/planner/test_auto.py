@@ -55,8 +55,8 @@ def test_without_measurements_batches_are_divided(size, capsys):
 
 
 def test_a_model_that_no_process_can_hold_is_sharded(tmp_path, capsys):
-    """12.7 million parameters are 203 MB with gradients and AdamW's state, and a process has 100 MiB here."""
-    measured(tmp_path, memory=100 * 2**20)
+    """12.7 million parameters are 203 MB with gradients and AdamW's state, and a process has 110 MiB here."""
+    measured(tmp_path, memory=110 * 2**20)
     config = picked("--layers 4 --width 512 --heads 8 --batch-size 8", 4)
     divided = config.axes.get("shard", 1) * config.axes.get("tensor", 1) * config.axes.get("pipeline", 1)
     assert divided == 4 and config.strategy not in ("ddp", "zero1"), config.axes

@@ -1,13 +1,11 @@
 """How far a run is, and whether somebody has asked it to stop."""
 
 import signal
-import time
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-SECONDS, MOST_STEPS = 0.5, 50  # between two votes
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what torchrun and Slurm send
 
 
@@ -21,7 +19,6 @@ class Progress:
         self.done, self.steps = done, steps
         self.stop_asked = False
         self.vote: tuple[torch.Tensor, dist.Work] | None = None  # that of the last step, under way
-        self.next_vote, self.began = done, time.monotonic()  # the step after which ranks vote again; this one's begin
         self.handlers: dict = {}  # what handled the signals before `listen`
 
     @property
@@ -31,26 +28,20 @@ class Progress:
     def listen(self) -> None:
         self.handlers = {number: signal.signal(number, self.ask_to_stop) for number in SIGNALS}
 
-    def ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+    def ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGNALS."""
         self.stop_asked = True
 
     def stops(self) -> bool:
         """Has any rank been asked to stop by the end of the step before? The same answer on every rank. Collective.
 
-        The ranks' votes travel while they compute the next step, so that nobody waits for them. Where steps are short
-        they vote about twice in a second, since a message costs as much as a tenth of a millisecond; all ranks agree on
-        the number of steps until then, with the same message.
+        The ranks' votes travel while they compute the next step, so that nobody waits for them.
         """
         if dist.get_world_size() == 1:
             return self.stop_asked
         asked = self.last_vote()
-        now = time.monotonic()
-        seconds, self.began = max(now - self.began, 1e-6), now
-        if self.done >= self.next_vote:
-            steps = max(1, min(MOST_STEPS, int(SECONDS / seconds)))  # the least of all ranks' wishes is taken
-            votes = torch.tensor([int(self.stop_asked), -steps])
-            self.vote = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        votes = torch.tensor(int(self.stop_asked))
+        self.vote = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
         return asked
 
     def last_vote(self) -> bool:
@@ -59,9 +50,7 @@ class Progress:
             return False
         (votes, work), self.vote = self.vote, None
         work.wait()
-        asked, steps = votes.tolist()
-        self.next_vote = self.done - 1 - steps  # counted from the step of the vote
-        return bool(asked)
+        return bool(votes)
 
     def close(self) -> None:
         """Signals do again what they did before."""

@@ -28,7 +28,7 @@ class Progress:
     def listen(self) -> None:
         self.handlers = {number: signal.signal(number, self.ask_to_stop) for number in SIGNALS}
 
-    def ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+    def ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         """The handler of SIGNALS."""
         self.stop_asked = True
 

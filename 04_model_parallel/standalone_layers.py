@@ -36,8 +36,9 @@ def train(device):
         total, batches = 0.0, order[: len(order) // BATCH * BATCH].split(BATCH)
         for batch in batches:
             optimizer.zero_grad()
-            x = images[batch].to(device)
-            if rank > 0:
+            if rank == 0:
+                x = images[batch].to(device)
+            else:
                 x = torch.empty(BATCH, WIDTH, device=device)
                 dist.recv(x, rank - 1)  # what the layers before have computed
                 x.requires_grad_()  # it has no history here; now autograd computes its gradient, too

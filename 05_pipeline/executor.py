@@ -216,8 +216,10 @@ def with_random_state(states, device):
     """Draw what was drawn from these states on; afterwards go on as if nothing had been drawn."""
     before = random_state(device)
     set_random_state(states, device)
-    yield
-    set_random_state(before, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def timeline(events: Sequence[list[simulator.Event]]) -> simulator.Timeline:

@@ -10,7 +10,7 @@ by_hand.py does it in its own step.
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.collectives import global_norm
@@ -94,7 +94,7 @@ class PipelineFSDP(PipelineParallel):
         require_for_fsdp(self.options.schedule)
         self.replicas = axis(self.mesh, "shard")
         for stage in modules.values():
-            fully_shard(stage, mesh=self.mesh["shard"])
+            shard_stage(stage, stage.layers, mesh=self.mesh["shard"])
         return modules
 
     def step(self, micro_batches):
@@ -120,8 +120,29 @@ class PipelineFSDP(PipelineParallel):
     def evaluate(self, inputs, targets):
         loss = super().evaluate(inputs, targets)
         for stage in self.modules.values():
-            stage.reshard()
+            reshard(stage)
         return loss
+
+
+def shard_stage(stage, layers, **how) -> None:
+    """fully_shard each of a stage's layers, then the stage, which takes what is left: layers that share a weight.
+
+    Parameters are gathered layer by layer, each while the one before computes, and once in a step, since they stay
+    until its last backward pass; freed after each forward pass they would be gathered for each micro-batch. With four
+    stages or more on a rank, PyTorch's schedules keep three of them whole and gather the others again.
+    """
+    owned = [set(layer.parameters()) for layer in layers]
+    for layer, own in zip(layers, owned, strict=True):
+        if own and all(own.isdisjoint(other) for other in owned if other is not own):
+            fully_shard(layer, reshard_after_forward=False, **how)
+    fully_shard(stage, reshard_after_forward=False, **how)
+
+
+def reshard(stage) -> None:
+    """Free what a forward pass has gathered that no backward pass follows."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def trained(module) -> bool:

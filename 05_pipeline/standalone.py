@@ -42,7 +42,11 @@ def train(device):
     if world_size > len(model):
         sys.exit(f"the {len(model)} blocks cannot be divided among {world_size} ranks: start fewer")
     part = model[len(model) * rank // world_size : len(model) * (rank + 1) // world_size].to(device)
-    stage = PipelineStage(part, rank, world_size, device)
+    # Examples of a micro-batch that comes in and goes out. Without them the first step runs each stage once more to find
+    # the shapes, on memory with anything in it, which is what BatchNorm's running statistics would then see.
+    comes = torch.empty(96 // 8, 64 if rank == 0 else 128, device=device, requires_grad=rank > 0)
+    goes = torch.empty(96 // 8, 10 if rank == world_size - 1 else 128, device=device, requires_grad=True)
+    stage = PipelineStage(part, rank, world_size, device, input_args=comes, output_args=goes)
     # The loss is a mean, so the schedule averages the gradients of the micro-batches (scale_grads=True, the default).
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
@@ -61,8 +65,10 @@ def train(device):
         losses, of_epoch = [], []
         for batch, targets in loader:
             inputs = [batch.to(device)] if stage.is_first else []  # other stages get theirs from the rank before
+            target = targets.to(device) if stage.is_last else None
             optimizer.zero_grad()
-            schedule.step(*inputs, target=targets.to(device), losses=losses)  # all forward and backward passes
+            # All forward and backward passes. By default the last rank would keep the outputs of all micro-batches.
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
             optimizer.step()
             of_epoch += [loss.detach() for loss in losses]  # of this batch's micro-batches; only the last rank has any
         if stage.is_last:

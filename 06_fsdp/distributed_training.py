@@ -29,6 +29,8 @@ class FSDP(fsdp_setup.Sharded):
             self.prepare(unit)  # from the meta device to rank 0's weights
             fully_shard(unit, reshard_after_forward=reshard, **self.how)
         self.optimizer = make_optimizer(self.model.parameters())
+        if self.offloads:
+            fsdp_setup.step_on_the_host(self.optimizer)
 
     def step(self, micro_batches):
         self.optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: every rank keeps a shard of each parameter, and its part of the optimizer's state.
 
-A layer's parameters are gathered just before it computes and freed after; gradients are averaged into shards.
+A block's parameters are gathered just before it computes and freed after; gradients are averaged into shards.
 
     python standalone.py
     torchrun --standalone --nproc_per_node=2 standalone.py
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
@@ -27,7 +27,8 @@ FROM_RANK_0 = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=Tru
 
 
 def make_model():
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    blocks = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Linear(64, 10))
 
 
 def train(device):
@@ -41,8 +42,10 @@ def train(device):
     with torch.device("meta"):  # shapes without memory: no rank's GPU ever holds the whole model
         model = make_model()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in (*model[::2], model):  # each linear layer is gathered on its own; `model` takes what is left over
-        fully_shard(layer, mesh=mesh)
+    # On GPUs parameters are gathered and multiplied in 16 bits; shards and sums of gradients stay float32.
+    policy = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, reduce_dtype=torch.float32)
+    for block in (*model[:-1], model):  # a block is gathered as a whole; `model` takes what is left over
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)  # memory for this rank's shards, with no values yet
     # Rank 0 makes the whole model on its CPU (or reads a pretrained one) and sends each rank its shards. If the ranks
     # initialised their own shards, the weights would depend on the number of ranks; on CPUs with one seed, they would
@@ -64,9 +67,10 @@ def train(device):
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         total = 0.0
         for batch, targets in loader:
-            loss = nn.functional.cross_entropy(model(batch.to(device)), targets.to(device))
+            loss = nn.functional.cross_entropy(model(batch.to(device)).float(), targets.to(device))
             optimizer.zero_grad()
             loss.backward()  # averages the gradients over the ranks; each rank keeps its shards
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all ranks' shards
             optimizer.step()
             total += loss.detach()
         dist.all_reduce(total)  # until here, each rank knows only the loss of its own images

@@ -26,7 +26,7 @@ from course.fsdp import fsdp_setup
 from course.model_parallel.by_hand_tensor import require_multiples
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
-from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp
+from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp, shard_stage
 from course.pipeline.torch_schedules import InContext, make_schedule
 
 
@@ -106,9 +106,11 @@ class MeshParallel(Strategy):
         count, group = len(self.stages.rank_of), self.pipeline.group
         self.own = []
         for number, layers in self.stages.modules.items():
+            inner = layers
             if self.tensor.size > 1:
-                layers = PlainEnds(layers, self.mesh["tensor"], number == 0, number == count - 1)
-            stage = fully_shard(InContext(layers, self.autocast, options.recompute == "full"), **how)
+                inner = PlainEnds(layers, self.mesh["tensor"], number == 0, number == count - 1)
+            stage = InContext(inner, self.autocast, options.recompute == "full")
+            shard_stage(stage, layers, **how)
             self.own.append(ReducedOnce(stage, number, count, self.device, group=group))
         self.schedule = make_schedule(options, self.own, self.scaled_loss)
         return self.stages.model
@@ -158,7 +160,7 @@ class MeshParallel(Strategy):
         modules = {stage.stage_index: stage.submod for stage in self.own}
         loss = self.stages.evaluate(modules, self.pipeline, inputs, lambda logits: mean_loss(logits, targets))
         for stage in modules.values():
-            stage.reshard()
+            fsdp_setup.reshard(stage)
         return loss
 
     def scaled_loss(self, logits, targets):

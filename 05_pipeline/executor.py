@@ -26,6 +26,10 @@ Place = tuple[int, str, int]  # stage, "F" or "B", micro-batch
 class Executor:
     """Runs this rank's part of a schedule. Any modules will do as stages; they may talk to other ranks themselves.
 
+    A stage may take several tensors, and hand on a tuple of as many as the next one takes: what it has computed, a
+    mask, what a later stage adds to its own (a skip connection). Gradients come back for those of floating point. The
+    backward pass of such a stage is done in one piece, also where the schedule cuts it in two.
+
     schedule:  without messages; ranks are counted within `group`
     stages:    this rank's: number -> module
     group:     the process group of the pipeline; None: all ranks
@@ -56,17 +60,17 @@ class Executor:
     def run(self, inputs: Sequence[torch.Tensor], loss: Callable, shape: Sequence[int]) -> torch.Tensor:
         """Add the gradients of all micro-batches to the parameters'.
 
-        inputs: a tensor for each micro-batch, for the first stage
+        inputs: a tensor for each micro-batch, or a tuple of tensors, for the first stage
         loss:   (output of the last stage, micro-batch) -> scalar
-        shape:  of what one stage hands to the next, for one micro-batch
+        shape:  of what one stage hands to the next, for one micro-batch; or, for stages with several tensors, a dict:
+                stage -> [(shape, dtype) of each tensor that it takes], of all stages but the first
 
         Returns the sum of the losses, 0 where the last stage is not. Raises UserError where a stage hands on another
         shape or dtype than was told.
         """
-        self.loss, self.shape, self.device = loss, tuple(shape), inputs[0].device
-        # (for stage, direction, micro-batch) -> the message that brings it, or None, and the tensor
-        self.inbox: dict[Place, tuple[dist.Work | None, torch.Tensor | None]]
-        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}
+        self.loss, self.device = loss, tuple_of(inputs[0])[0].device
+        self.taken = shape if isinstance(shape, dict) else dict.fromkeys(range(1, self.last + 1), [(shape, self.dtype)])
+        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}  # (for stage, direction, micro-batch)
         self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
         self.outbox: dict[Place, torch.Tensor] = {}
         self.sends: dict[Place, tuple[Any, torch.Tensor]] = {}  # the work and what it sends
@@ -95,16 +99,24 @@ class Executor:
         for stage, kind, m in actions:
             peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
             if kind.startswith("SEND"):
-                tensor = self.outbox.pop((peer, kind[-1], m))
-                work = dist.isend(tensor, group=self.group, group_dst=self.rank_of[peer])
-                self.sends[peer, kind[-1], m] = work, tensor
+                tensors = self.outbox.pop((peer, kind[-1], m))
+                works = [dist.isend(x, group=self.group, group_dst=self.rank_of[peer]) for x in tuple_of(tensors)]
+                self.sends[peer, kind[-1], m] = All(works), tensors
             else:
-                tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-                work = dist.irecv(tensor, group=self.group, group_src=self.rank_of[peer])
-                self.inbox[stage, kind[-1], m] = work, tensor
+                tensors = [
+                    torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.told(stage, kind[-1])
+                ]
+                works = [dist.irecv(x, group=self.group, group_src=self.rank_of[peer]) for x in tensors]
+                self.inbox[stage, kind[-1], m] = All(works), tensors[0] if len(tensors) == 1 else tuple(tensors)
         self.release_gradients(len(self.rank_of))
 
-    def release_gradients(self, most: int) -> None:
+    def told(self, stage, direction):
+        """(shape, dtype) of each tensor that a stage waits for: activations, or gradients of what it has handed on."""
+        if direction == "F":
+            return self.taken[stage]
+        return [(shape, dtype) for shape, dtype in self.taken[stage + 1] if dtype.is_floating_point]
+
+    def release_gradients(self, most):
         """Wait for the oldest gradients that were sent, until at most `most` are on their way.
 
         What was sent must stay until it has arrived. Activations have once their gradient comes back, but nothing comes
@@ -155,8 +167,9 @@ class Executor:
         return tensor
 
     def forward(self, stage, m, x):
-        if stage > 0:
-            x.requires_grad_()  # what comes from another process has no history: here the gradient's way back begins
+        if stage > 0:  # what comes from another process has no history: here the gradient's way back begins
+            for tensor in of_floats(x):
+                tensor.requires_grad_()
         state = random_state(self.device) if self.recompute else None
         with torch.set_grad_enabled(not self.recompute):
             y = self.call(stage, m, x)
@@ -164,21 +177,27 @@ class Executor:
         self.peak = max(self.peak, len(self.kept))
         if stage == self.last:
             self.total += y.detach()
-        self.give(stage + 1, "F", m, y.detach())
+        self.give(stage + 1, "F", m, each(torch.Tensor.detach, y))
 
     def call(self, stage, m, x):
         """What a stage makes of its input; the last one a loss."""
         with self.context():
-            y = self.stages[stage](x)
+            y = self.stages[stage](*tuple_of(x))
             return self.loss(y, m) if stage == self.last else y
 
     def backward(self, stage, m, gradient):
         x, y = self.recall(stage, m)
-        if y.requires_grad:  # all of the first stage may be frozen
-            y.backward(gradient)
-        self.give(stage - 1, "B", m, x.grad)
+        gradients = [None] if gradient is None else tuple_of(gradient)
+        pairs = [pair for pair in zip(of_floats(y), gradients, strict=True) if pair[0].requires_grad]
+        if pairs:  # all of the first stage may be frozen
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        self.give(stage - 1, "B", m, gradients_of(x) if stage > 0 else None)
 
     def backward_input(self, stage, m, gradient):
+        if any(isinstance(kept, tuple) for kept in self.kept[stage, m][:2]):
+            self.backward(stage, m, gradient)
+            self.kept[stage, m] = []  # nothing is left for W
+            return
         x, y = self.recall(stage, m)
         if x.requires_grad:
             gradient, self.kept[stage, m] = backward_for_input(x, y, gradient)
@@ -198,17 +217,50 @@ class Executor:
                 y = self.call(stage, m, x)
         return x, y
 
-    def give(self, stage, direction, m, tensor):
+    def give(self, stage, direction, m, tensors):
         """Hand something to a stage of this rank, or lay it out for sending."""
         if stage in self.stages:
-            self.inbox[stage, direction, m] = None, tensor
+            self.inbox[stage, direction, m] = None, tensors
         elif 0 <= stage <= self.last:
-            if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            expected = ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in self.told(stage, direction))
+            found = ", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in tuple_of(tensors))
+            if found != expected:
                 raise UserError(
-                    f"stage {stage} expects {self.dtype} of shape {self.shape}, and what its neighbour hands on is "
-                    f"{tensor.dtype} of shape {tuple(tensor.shape)}: tell the executor"
+                    f"stage {stage} expects {expected}, and what its neighbour hands on is {found}: tell the executor"
                 )
-            self.outbox[stage, direction, m] = tensor.contiguous()
+            self.outbox[stage, direction, m] = each(torch.Tensor.contiguous, tensors)
+
+
+class All:
+    """Messages that are waited for together."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+
+def tuple_of(tensors) -> tuple:
+    """A tensor, as what several are given as."""
+    return tensors if isinstance(tensors, tuple) else (tensors,)
+
+
+def each(function, tensors):
+    """What a function makes of a tensor, or of each of several."""
+    return tuple(function(x) for x in tensors) if isinstance(tensors, tuple) else function(tensors)
+
+
+def of_floats(tensors) -> list[torch.Tensor]:
+    """Those of one tensor, or of several, that can have a gradient."""
+    return [x for x in tuple_of(tensors) if x.is_floating_point()]
+
+
+def gradients_of(x):
+    """The gradients of what a stage took; zero where it has not used it."""
+    found = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in of_floats(x))
+    return found if isinstance(x, tuple) and len(found) != 1 else found[0]
 
 
 @contextlib.contextmanager

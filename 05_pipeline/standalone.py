@@ -42,8 +42,8 @@ def train(device):
     if world_size > len(model):
         sys.exit(f"the {len(model)} blocks cannot be divided among {world_size} ranks: start fewer")
     part = model[len(model) * rank // world_size : len(model) * (rank + 1) // world_size].to(device)
-    # Examples of a micro-batch that comes in and goes out. Without them the first step runs each stage once more to find
-    # the shapes, on memory with anything in it, which is what BatchNorm's running statistics would then see.
+    # Examples of a micro-batch that comes in and goes out. Without them the first step runs each stage once more, to
+    # find the shapes, on memory with anything in it, which is what BatchNorm's running statistics would then see.
     comes = torch.empty(96 // 8, 64 if rank == 0 else 128, device=device, requires_grad=rank > 0)
     goes = torch.empty(96 // 8, 10 if rank == world_size - 1 else 128, device=device, requires_grad=True)
     stage = PipelineStage(part, rank, world_size, device, input_args=comes, output_args=goes)

@@ -41,8 +41,8 @@ DROPOUT_BUGS = PipelineBugs(
             "than the forward pass did. Without dropout nobody sees it.",
         ),
         "drawn_twice": executor(
-            right="    set_random_state(before, device)\n",
-            wrong="",
+            right="        set_random_state(before, device)\n",
+            wrong="        pass\n",
             inside="with_random_state",
             refused_by="dropout",
             why="After what was computed again, the random numbers go on from there: the next forward passes draw what "
@@ -114,8 +114,8 @@ BUGS = PipelineBugs(
             "activations for which rank 1 waits before it sends that gradient.",
         ),
         "freed_too_early": executor(
-            right="torch.empty(self.shape, dtype=self.dtype, device=self.device)",
-            wrong="self.__dict__.setdefault(kind, torch.empty(self.shape, device=self.device)).detach()",
+            right="torch.empty(shape, dtype=dtype, device=self.device)",
+            wrong="self.__dict__.setdefault(kind, torch.empty(shape, device=self.device)).detach()",
             inside="exchange",
             ranks=4,
             refused_by="grad_norm",

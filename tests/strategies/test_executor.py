@@ -1,11 +1,13 @@
 """The executor by hand: what is done, sent and kept, in which dtype, with which random numbers; half a backward."""
 
+import ast
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import code_of_page
 from pipelines import batch, mesh_of, small
 from torch import nn
 
@@ -14,11 +16,12 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.model import GPT
+from common.random_state import random_state
 from common.strategy import Setup
 from course.pipeline import by_hand, schedules, simulator, sleeping
 from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
-from course.pipeline.executor import Executor, timeline
+from course.pipeline.executor import Executor, timeline, with_random_state
 from course.pipeline.options import PipelineOptions
 from course.pipeline.split_backward import backward_for_input
 
@@ -320,6 +323,107 @@ def test_a_stage_that_hands_on_another_dtype_is_refused():
         "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32 of shape (2,): "
         "tell the executor"
     )
+
+
+class OneHandle:
+    """What NCCL's batch_isend_irecv returns, in a list: one for all messages that were started together."""
+
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+
+def definitions_of_the_page() -> dict:
+    """The names that the page on pipelines defines, from its model to its executor; nothing is launched."""
+    names, cells = {}, code_of_page("05_pipeline/01_pipelines.ipynb")
+    first = next(number for number, cell in enumerate(cells) if "def make_model" in cell)
+    for cell in cells[first:]:
+        statements = [
+            s for s in ast.parse(cell).body if "launch(" not in ast.unparse(s) or isinstance(s, ast.FunctionDef)
+        ]
+        kinds = [ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef]
+        if cell is cells[first] or "Executor.compute = compute" in cell:
+            kinds.append(ast.Assign)
+        module = ast.Module([s for s in statements if isinstance(s, tuple(kinds))], [])
+        exec(compile(module, "page", "exec"), names)
+        if "Executor.compute = compute" in cell:
+            return names
+
+
+def on_the_page(order):
+    """Gradients of the page's step, with each batch of messages under one handle."""
+    page, start = definitions_of_the_page(), dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: [OneHandle(start(operations))]  # this process ends with the test
+    return page["step"](page[order], 4, page["divided_by"](4))
+
+
+@pytest.mark.parametrize("order", ["gpipe", "one_forward_one_backward"])
+def test_the_page_runs_where_a_batch_of_messages_has_one_handle(order):
+    page = definitions_of_the_page()
+    model = page["make_model"]()
+    nn.functional.cross_entropy(model(page["IMAGES"]), page["LABELS"]).backward()
+    found = [gradient for gradients in launch(on_the_page, 2, (order,)) for gradient in gradients]
+    torch.testing.assert_close(found, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-6)
+
+
+class Adds(nn.Module):
+    """Takes what has been computed, a mask, and a skip connection, and hands on all three; the last of `count` stages
+    adds the skip connection."""
+
+    def __init__(self, number, count):
+        super().__init__()
+        torch.manual_seed(number)
+        self.layer, self.first, self.last = nn.Linear(4, 4), number == 0, number == count - 1
+
+    def forward(self, x, mask, skip=None):
+        y = torch.tanh(self.layer(x)) * mask
+        skip = x if self.first else skip  # passed through, by all stages between
+        return y + self.layer(skip) if self.last else (y, mask, 2 * y if self.first else skip)
+
+
+def several_tensors(name, recompute):
+    """Loss and gradients of this rank's stages, by number, for stages with three inputs and outputs."""
+    size, microbatches = dist.get_world_size(), 4
+    schedule = schedules.build(name, size, microbatches)
+    rank_of = simulator.placement(schedule)
+    stages = {n: Adds(n, len(rank_of)) for n, rank in enumerate(rank_of) if rank == dist.get_rank()}
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    masks = inputs.roll(1, 0) > 0
+    pairs = list(zip(inputs.chunk(microbatches), masks.chunk(microbatches), strict=True))
+    three = [((2, 4), torch.float32), ((2, 4), torch.bool), ((2, 4), torch.float32)]
+    executor = Executor(schedule, stages, dist.group.WORLD, recompute)
+    loss = executor.run(pairs, lambda y, m: y.square().sum(), dict.fromkeys(range(1, len(rank_of)), three))
+    found = {n: [p.grad for p in stage.parameters()] for n, stage in stages.items()}
+    whole = [Adds(n, len(rank_of)) for n in range(len(rank_of))]
+    values = inputs, masks
+    for stage in whole:
+        values = stage(*values)
+    values.square().sum().backward()
+    expected = {n: [p.grad for p in whole[n].parameters()] for n in stages}
+    return loss.item() if executor.last in stages else None, values.square().sum().item(), found, expected
+
+
+@pytest.mark.parametrize(
+    "name, recompute", [("gpipe", False), ("1f1b", True), ("interleaved", False), ("zb-h1", False), ("zbv", False)]
+)
+def test_stages_with_masks_and_skip_connections_equal_one_process(name, recompute):
+    for loss, whole, found, expected in launch(several_tensors, 2, (name, recompute)):
+        assert loss is None or loss == pytest.approx(whole, rel=1e-5)
+        for number, gradients in expected.items():
+            torch.testing.assert_close(found[number], gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_the_random_state_is_as_it_was_after_an_error():
+    before = random_state(torch.device("cpu"))
+    torch.manual_seed(5)
+    with pytest.raises(ValueError, match="in a forward pass"), with_random_state(before, torch.device("cpu")):
+        raise ValueError("in a forward pass")
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
 
 
 def slept(*run):

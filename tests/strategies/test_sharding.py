@@ -18,7 +18,7 @@ from common.model import GPT
 from common.recompute import RECOMPUTE
 from common.strategy import Setup
 from common.task import make_task
-from course.fsdp import batch_size, memory
+from course.fsdp import batch_size, fsdp_setup, memory
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import load
 

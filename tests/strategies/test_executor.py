@@ -1,13 +1,11 @@
 """The executor by hand: what is done, sent and kept, in which dtype, with which random numbers; half a backward."""
 
-import ast
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import code_of_page
 from pipelines import batch, mesh_of, small
 from torch import nn
 
@@ -323,50 +321,6 @@ def test_a_stage_that_hands_on_another_dtype_is_refused():
         "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32 of shape (2,): "
         "tell the executor"
     )
-
-
-class OneHandle:
-    """What NCCL's batch_isend_irecv returns, in a list: one for all messages that were started together."""
-
-    def __init__(self, works):
-        self.works = works
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-
-
-def definitions_of_the_page() -> dict:
-    """The names that the page on pipelines defines, from its model to its executor; nothing is launched."""
-    names, cells = {}, code_of_page("05_pipeline/01_pipelines.ipynb")
-    first = next(number for number, cell in enumerate(cells) if "def make_model" in cell)
-    for cell in cells[first:]:
-        statements = [
-            s for s in ast.parse(cell).body if "launch(" not in ast.unparse(s) or isinstance(s, ast.FunctionDef)
-        ]
-        kinds = [ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef]
-        if cell is cells[first] or "Executor.compute = compute" in cell:
-            kinds.append(ast.Assign)
-        module = ast.Module([s for s in statements if isinstance(s, tuple(kinds))], [])
-        exec(compile(module, "page", "exec"), names)
-        if "Executor.compute = compute" in cell:
-            return names
-
-
-def on_the_page(order):
-    """Gradients of the page's step, with each batch of messages under one handle."""
-    page, start = definitions_of_the_page(), dist.batch_isend_irecv
-    dist.batch_isend_irecv = lambda operations: [OneHandle(start(operations))]  # this process ends with the test
-    return page["step"](page[order], 4, page["divided_by"](4))
-
-
-@pytest.mark.parametrize("order", ["gpipe", "one_forward_one_backward"])
-def test_the_page_runs_where_a_batch_of_messages_has_one_handle(order):
-    page = definitions_of_the_page()
-    model = page["make_model"]()
-    nn.functional.cross_entropy(model(page["IMAGES"]), page["LABELS"]).backward()
-    found = [gradient for gradients in launch(on_the_page, 2, (order,)) for gradient in gradients]
-    torch.testing.assert_close(found, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-6)
 
 
 class Adds(nn.Module):

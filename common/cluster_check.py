@@ -26,7 +26,7 @@ import common.installed  # noqa: F401  first: without the packages, one line and
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError, one_line_errors, repeat_below_torchrun
+from common.errors import UserError, into_report, one_line_errors
 from common.ranks import Ranks, process_group
 
 SLOW = 2.0  # a link that takes this many times as long as the median link of its kind is slow
@@ -322,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
             found = [f"LOOK AT: {line}" for line in wrong] or ["nothing to look at"]
             print(*lines, *more[0], *found, sep="\n", flush=True)
             if wrong:  # torchrun has much to say about an exit code
-                repeat_below_torchrun("\n".join(found))
+                into_report("\n".join(found))
             verdict += bool(wrong)
         dist.broadcast(verdict, src=0)
         return int(verdict)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -57,42 +56,25 @@ def _report(line: str) -> None:
     rank itself writes to stderr stands some forty lines above. With --max-restarts the report comes after the last
     attempt only, and those before it say their line themselves.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        # torchrun puts the earliest failure last. If another process has died, this rank knows it before torchrun
-        # does, but the clock of the report counts whole seconds.
-        about = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
-        try:
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": about}}))
-        except OSError:
-            file = None
+    reported = into_report(line)
     attempts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
         os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     )
-    if not file or attempts_left > 0:
+    if not reported or attempts_left > 0:
         print(line, file=sys.stderr, flush=True)
 
 
-AFTER = """
-import os, select, sys, time
-torchrun, end = int(sys.argv[1]), time.time() + 60
-try:
-    select.select([os.pidfd_open(torchrun)], [], [], 60)  # readable when it has ended, though nobody has heard of it
-except AttributeError:  # not Linux
+def into_report(line: str) -> bool:
+    """Have torchrun's report, if there is one to come, say `line` for this rank. False without torchrun."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return False
+    # torchrun calls the earliest failure the root cause and puts it last. If another process has died, this rank may
+    # know it before torchrun does, but the clock of the report counts whole seconds: without the second that is taken
+    # off, a rank that was killed, of which there is nothing to say, stands last in about half of the cases.
+    about = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
     try:
-        while time.time() < end:
-            os.kill(torchrun, 0)
-            time.sleep(0.05)
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": about}}))
     except OSError:
-        pass
-except OSError:  # it has ended already
-    pass
-sys.stderr.write(sys.argv[2] + "\\n")
-"""
-
-
-def repeat_below_torchrun(line: str) -> None:
-    """Say `line` on stderr once torchrun has ended, below the traceback with which it answers Ctrl-C and SIGTERM."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and os.name == "posix":
-        command = [sys.executable, "-I", "-S", "-c", AFTER, str(os.getppid()), line]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        return False
+    return True

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common import data
 from common.config import Config
-from common.errors import INTERRUPTED, UserError, repeat_below_torchrun
+from common.errors import INTERRUPTED, UserError, into_report
 from common.keeper import Keeper
 from common.learning_rate import learning_rate
 from common.progress import Progress
@@ -116,7 +116,7 @@ class Run:
         if self.main_rank:
             line = f"stopped after step {done} with {self.keeper.saved}; go on with --resume --run-dir {path}"
             print_line(line)
-            repeat_below_torchrun(line)
+            into_report(line)
         sys.exit(INTERRUPTED)
 
     def _print_samples(self) -> None:

@@ -185,7 +185,7 @@ def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):
     """And what the check sets itself, for NCCL's log, is no setting that hosts could have otherwise."""
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", lambda text: None)
+    monkeypatch.setattr(cluster_check, "into_report", lambda text: None)
     monkeypatch.setattr(cluster_check, "check", lambda ranks, *more: None if ranks.rank else ([], seen()))
 
     def seen() -> list[str]:
@@ -197,7 +197,7 @@ def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):
 
 
 def test_sockets_are_looked_at_between_hosts_and_messages_are_as_large_as_asked(monkeypatch, capfd):
-    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", lambda text: None)
+    monkeypatch.setattr(cluster_check, "into_report", lambda text: None)
     monkeypatch.setattr(cluster_check, "network_of", lambda log: (["Using network Socket"], ["sockets"]))
     for where, code in (("within a host", 0), ("between hosts", 1)):
 
@@ -349,9 +349,9 @@ def test_what_is_compared_of_a_rank(monkeypatch):
 
 
 def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch, no_launcher, capsys):
-    """And a fault is repeated below torchrun's report; without one, nothing is."""
+    """And a fault stands in torchrun's report too; without one, nothing does."""
     repeated, wrong = [], []
-    monkeypatch.setattr(cluster_check, "repeat_below_torchrun", repeated.append)
+    monkeypatch.setattr(cluster_check, "into_report", repeated.append)
     monkeypatch.setattr(cluster_check, "all_reduce", lambda ranks, size: float(size))
     monkeypatch.setattr(cluster_check, "measure_links", lambda ranks, size: [Link(0, 0, 1e-4, float(size))])
 
@@ -378,7 +378,7 @@ def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch,
     assert cluster_check.main(["--device=cpu"]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "8388608.0 and 8388608.0 bytes, 8 MiB", "a large message"
     repeated.pop()
-    assert repeated == ["LOOK AT: one\nLOOK AT: two"], "below torchrun's report"
+    assert repeated == ["LOOK AT: one\nLOOK AT: two"], "in torchrun's report"
 
 
 def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):

@@ -93,22 +93,6 @@ def test_torchrun_ends_with_the_line(tmp_path):
     assert said == reported, f"in torchrun's report, and nowhere else:\n{done.stderr}"
 
 
-def test_advice_is_repeated_when_torchrun_has_ended(tmp_path):
-    """`parent` stands for torchrun: it writes after the rank has, and the advice comes below."""
-    rank = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common.errors import repeat_below_torchrun as say\n"
-    rank += "say('go on with --resume')"
-    parent = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {rank!r}])\ntime.sleep(0.3)\n"
-    parent += "print('Traceback of torchrun', file=sys.stderr)"
-    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    run = {"capture_output": True, "text": True, "timeout": 60}
-    assert subprocess.run([sys.executable, "-c", parent], env=environment, **run).stderr.splitlines() == [
-        "Traceback of torchrun",
-        "go on with --resume",
-    ]
-    environment.pop("TORCHELASTIC_ERROR_FILE")
-    assert subprocess.run([sys.executable, "-c", parent], env=environment, **run).stderr == "Traceback of torchrun\n"
-
-
 # --- memory, data, packages -----------------------------------------------------------------------------------
 
 ALLOCATORS = {  # what they say

@@ -231,8 +231,8 @@ def test_a_run_word_for_word(tmp_path, told, monkeypatch):
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
-    folder, below = tmp_path / "run", []
-    monkeypatch.setattr("common.run.repeat_below_torchrun", below.append)
+    folder, reported = tmp_path / "run", []
+    monkeypatch.setattr("common.run.into_report", reported.append)
     monkeypatch.setattr("common.run.sample", lambda *about: pytest.fail("a sample of a run that was stopped"))
     with alone(folder, steps=4, sample=9) as run, pytest.raises(SystemExit) as leaving, run:
         for step in run.steps():
@@ -241,7 +241,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
             if step == 1:
                 run.progress.ask_to_stop(signal.SIGTERM, None)
     line = f"stopped after step 2 with {folder}/checkpoint-000002; go on with --resume --run-dir {folder}"
-    assert (leaving.value.code, told[-1], below) == (130, line, [line]), "the exit code of Ctrl-C, and what to do"
+    assert (leaving.value.code, told[-1], reported) == (130, line, [line]), "the exit code of Ctrl-C, and what to do"
 
 
 def test_what_a_run_refuses(tmp_path, told, monkeypatch):

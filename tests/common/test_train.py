@@ -208,10 +208,7 @@ def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
     assert len(everyone) == 1 + nproc + nproc * WORKERS
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     _, errors = process.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while not errors.splitlines()[-1].endswith("go on with --resume --run-dir run"):  # a fork's comes when it has ended
-        assert time.monotonic() < deadline, errors
-        _, errors = process.communicate(timeout=60)
+    assert errors.count("go on with --resume --run-dir run") == 1, errors
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
     assert "Traceback" not in errors.split("go on with --resume")[0], errors
     assert "SIGKILL" not in errors, errors

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
-from common.lab.guard import CheckCollectives
 
 
 @dataclass(frozen=True)
@@ -211,6 +210,13 @@ def leave_last(store: dist.Store, rank: int, size: int) -> None:
             store.wait(["common.ranks/all left"], datetime.timedelta(seconds=10))
 
 
+def checked() -> AbstractContextManager:
+    """The guard, imported only where somebody asks for it: a process group needs nothing of common/lab."""
+    from common.lab.guard import CheckCollectives
+
+    return CheckCollectives()
+
+
 @contextmanager
 def process_group(
     device: str = "auto",
@@ -237,12 +243,12 @@ def process_group(
         if ranks.device.type == "cpu" and (device == "cuda" or backend == "nccl"):
             asked = "--device cuda" if device == "cuda" else "--backend nccl"
             raise UserError(f"{asked}: there is a process group already, and it is on the CPU; leave the option out")
-        with CheckCollectives() if check else nullcontext():
+        with checked() if check else nullcontext():
             yield ranks
         return
     ranks = join(device, backend, timeout, store)
     orderly_exit = None
-    with CheckCollectives() if check else nullcontext():
+    with checked() if check else nullcontext():
         try:
             yield ranks
         except SystemExit as leaving:  # sys.exit() after Ctrl-C, which all ranks agreed on

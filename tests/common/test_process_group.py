@@ -66,6 +66,11 @@ def test_the_guard_is_on_in_a_group_of_its_own():
             assert watched(check), f"check={check}: is the guard there?"
 
 
+def test_a_process_group_loads_nothing_of_the_lab():
+    program = "import sys, common.ranks; sys.exit(any(name.startswith('common.lab') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
 def test_within_a_launch_there_is_no_gpu(option):
     def work():

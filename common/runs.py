@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import statistics
-import struct
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import torch
 
 from common import manifest
 from common.errors import UserError, one_line_errors
+from common.installed import missing
 
 METRICS = ("loss", "grad_norm")
 
@@ -159,32 +159,6 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
     fig.savefig(file)
 
 
-SAFETENSORS_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
-
-def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """The format of https://huggingface.co/docs/safetensors: the length of a header in 8 bytes, the header as JSON with
-    each tensor's type, shape and place, and the tensors' bytes."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
 def checkpoint_of(run: History, step: int | None) -> Path:
     """The checkpoint after `step` steps, by default the newest that is whole. Raises UserError."""
     there = {manifest.step_of(path): path for path in run.checkpoints}
@@ -203,10 +177,18 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
     tied stands there once, under its first name. Raises UserError."""
     from common.checkpoint import whole_tensors
 
+    lack = missing(("safetensors",)) if safetensors else None
+    if lack:
+        raise UserError(f"--safetensors: {lack}")
     folder = checkpoint_of(run, step)
     file = file or run.path / f"model-{manifest.step_of(folder):06d}.{'safetensors' if safetensors else 'pt'}"
     tensors = whole_tensors(folder)
-    write_safetensors(tensors, file) if safetensors else torch.save(tensors, file)
+    if safetensors:
+        from safetensors.torch import save_file  # what else looks at runs needs no such package
+
+        save_file(tensors, file, metadata={"format": "pt"})  # transformers refuses a file that lacks it
+    else:
+        torch.save(tensors, file)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     return {"file": str(file), "checkpoint": str(folder), "tensors": len(tensors), "numbers": numbers}
 

@@ -17,12 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 WIDTH = 256
 
 
-def make_step(batch_size, device, **options):
+def make_model(device):
+    """Six layers, and their optimizer."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def make_step(model, optimizer, batch_size, device, **options):
     """A training step on this rank's part of the batch."""
     torch.manual_seed(dist.get_rank())
-    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    ddp = DistributedDataParallel(nn.Sequential(*layers).to(device), **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model, **options)
     examples = torch.randn(batch_size // dist.get_world_size(), WIDTH, device=device)
 
     def step():
@@ -65,10 +70,11 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
     elif gpus and local_rank == 0:
         print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
+    model, optimizer = make_model(device)
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
-    seconds = seconds_per_step(make_step(batch_size, device), device)
+    seconds = seconds_per_step(make_step(model, optimizer, batch_size, device), device)
     if dist.get_rank() == 0:
         print(f"ranks {dist.get_world_size()}, batch {batch_size}:", end=" ")
         print(f"~{1e3 * seconds:.1f} ms for a step, ~{batch_size / seconds:.0f} examples/s")

@@ -23,7 +23,7 @@ BATCH_SIZE = 96  # of all ranks together
 CHECKPOINT = "checkpoint-ddp.pt"  # all ranks load it: on several nodes, put it on a disk that they share
 
 
-def train(device):
+def train(model, optimizer, device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     digits = load_digits()  # 1,797 images of 8 x 8 pixels that come with scikit-learn
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
@@ -35,10 +35,7 @@ def train(device):
     # No sampler for testing: it would give all ranks equally many images, by counting some of them twice.
     test_images, test_labels = (part[1500:][rank::world_size].to(device) for part in (images, labels))
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     ddp = DistributedDataParallel(model)  # starts all ranks from rank 0's weights
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     done = 0
     found = torch.tensor(int(os.path.exists(CHECKPOINT)), device=device)
     dist.broadcast(found, src=0)  # rank 0 decides for all; a rank that has no such file then fails, and says so
@@ -82,10 +79,13 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)  # before anything allocates: the default is GPU 0, for every process
     elif gpus and local_rank == 0:
         print(f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: using the CPU, with gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     # torchrun sets RANK and says where the ranks meet. Started by plain `python`, this is a group of one process.
     alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None, **alone)
-    train(device)
+    train(model, optimizer, device)
     # Not in a `finally`: a rank that failed must exit at once, so that torchrun ends the others, which wait for it.
     dist.barrier()  # nobody leaves while another rank still works
     dist.destroy_process_group()

@@ -84,7 +84,7 @@ def test_a_rank_trains_on_its_part_of_the_batch():
     def shapes() -> list:
         seen = []
         hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
-        step = speed.make_step(64, torch.device("cpu"))
+        step = speed.make_step(*speed.make_model(torch.device("cpu")), 64, torch.device("cpu"))
         with Ledger() as ledger:
             step()
         hook.remove()

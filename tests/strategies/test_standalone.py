@@ -429,6 +429,7 @@ def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *where: module)  # there is no such GPU
     monkeypatch.setattr(sys, "argv", [str(program), *{"speed": ["8"], "your_own": ["ddp"]}.get(program.stem, [])])
     for processes in (1, 2, 8):
         for local_rank in {0, processes - 1}:  # of the second of two nodes

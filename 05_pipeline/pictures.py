@@ -56,7 +56,7 @@ def _step(timeline, now, ended, rank_of, unit):
         if doing:
             words = _name(doing)
             if source and rank_of[source.stage] != rank and any(event.start == now for event in own):
-                _arrow(ax, source, doing, rank_of[source.stage], rank, float(ended[source]), float(now))
+                _arrow(ax, source, rank_of[source.stage], rank, float(ended[source]), float(now))
                 words += f", with {_message(source)} from rank {rank_of[source.stage]}"
         elif coming:
             words = f"waits for {_message(source)} {source.microbatch} from rank {rank_of[source.stage]}"

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ class Task:
         with torch.device("meta") if without_memory else nullcontext():
             if c.task == "text":
                 return c.strategy_class.make_model(c)
-            assert isinstance(self.dataset, data.Images)
-            return make_resnet(self.dataset.channels, self.dataset.classes)
+            pictures = cast(data.Images, self.dataset)  # by the check of --task
+            return make_resnet(pictures.channels, pictures.classes)
 
     def make_optimizer(self, parameters) -> torch.optim.Optimizer:
         if self.config.optimizer == "sgd":

@@ -4,7 +4,6 @@ Each is a Patch, which says where and why. All of it is PyTorch's inside and may
 tests/common/test_inside_torch.py asks of each patch by itself whether what it replaces is still there.
 """
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -61,7 +60,7 @@ class Patch:
         """The module or class that has it."""
         module, _, path = self.at.partition(":")
         outer = path.rpartition(".")[0]
-        return resolve_name(f"{module}:{outer}") if outer else importlib.import_module(module)
+        return resolve_name(f"{module}:{outer}" if outer else module)
 
     def broken(self) -> str:
         """What has changed, so that the patch has to be looked at; "" while all is as it was."""

@@ -106,6 +106,7 @@ def test_why_grading_ended(code, why, tmp_path):
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with tempfile.TemporaryFile() as runner.errors:
         runner.process = subprocess.Popen([sys.executable, "-S", "-c", code], stderr=runner.errors, **pipes)
+        runner.requests, runner.answers = runner.process.stdin, runner.process.stdout
         with pytest.raises(sandbox.GradingEnded) as ended:
             runner(tmp_path / "ann.py", {}, 2)
         runner.process.kill()

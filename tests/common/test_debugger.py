@@ -128,7 +128,6 @@ from course.ddp.by_hand import assign
 def ranks():
     return assign([torch.zeros(3)], 4)
 
-if __name__ == "__main__":
-    launch(ranks, 2)
+launch(ranks, 2)
 """)
     assert stops([program], [place], 2) == [place] * 2

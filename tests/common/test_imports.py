@@ -119,7 +119,10 @@ def really_imported(path: Path) -> set[Path]:
     """What runs when a file is imported or when its functions are called imports: functions included, and the places
     that the table of strategies names. What stands below `if __name__ == "__main__"` is for the program alone."""
     tree = ast.parse(path.read_text())
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "__main__" in ast.unparse(n.test))]
+    left_out = ("__main__", "TYPE_CHECKING")  # for the program alone, and for those who read types
+    tree.body = [
+        n for n in tree.body if not (isinstance(n, ast.If) and any(w in ast.unparse(n.test) for w in left_out))
+    ]
     names = imported(ast.unparse(tree))
     if path == ROOT / "course" / "strategies.py":
         entries = STRATEGIES.values()

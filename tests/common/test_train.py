@@ -20,8 +20,10 @@ from helpers import TEXT, configure, metrics, numbers, refused, train
 
 from common import manifest, meter
 from common.errors import UserError
+from common.keeper import Keeper
 from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
+from common.progress import Progress
 from common.ranks import process_group
 from common.run import INTERRUPTED, Run
 from common.run_dir import RunDirectory, require_writable
@@ -143,8 +145,8 @@ def test_the_clock_of_a_step_leaves_nothing_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(meter, "peak", lambda device: 1e9)  # it is measured with this clock
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Run, "_somebody_asked_to_stop", lambda run: passes(1))
-    monkeypatch.setattr(Run, "_save", lambda run: passes(10))
+    monkeypatch.setattr(Progress, "stops", lambda progress: passes(1))
+    monkeypatch.setattr(Keeper, "save", lambda keeper, done: passes(10))
     with process_group("cpu"), alone(tmp_path / "run", log_every=100) as run:
         run.config.checkpoint_every = 2
         for step in run.steps():

@@ -45,7 +45,7 @@ FP16 = {
 
 # Functions that send tensors of the CPU, and why; only in construction.
 FROM_CPU = {
-    "broadcast_module": "the model is on the CPU until a rank has cut its own part out of it",
+    "broadcast_together": "the model is on the CPU until a rank has cut its own part out of it",
     "take_from_rank_0": "so is a parameter that comes by itself",
     "change": "so is a unit, whose weights fsdp_setup.materialise sends, where it is cut and then sharded",
     "same_on_all_ranks": "names and shapes of the parameters, as objects",

@@ -12,7 +12,7 @@ from helpers import code_of_page, definitions
 
 from course.ddp import buckets, by_hand
 
-METHODS = ("begin", "put", "send_complete", "average_bucket", "finish", "no_sync")
+METHODS = ("begin", "put", "send_complete", "average_bucket", "no_sync")  # of finish the page shows a simple form
 
 
 def test_the_reducer_that_grows_on_the_page_is_that_of_by_hand():

@@ -120,7 +120,7 @@ SCRIPTS = sorted(ROOT.glob("0*/distributed_training.py"))
 @pytest.mark.parametrize("old, new", list(itertools.pairwise(SCRIPTS)), ids=lambda path: path.parent.name)
 def test_the_diff_between_chapters_is_the_idea(old, new):
     diff = changed_lines(old.read_text(), new.read_text())
-    assert 5 <= len(diff) <= 45, f"{len(diff)} changed lines, at most 45:\n" + "\n".join(diff)
+    assert 5 <= len(diff) <= 50, f"{len(diff)} changed lines, at most 50:\n" + "\n".join(diff)
 
 
 def test_main_is_the_same_in_every_chapter():

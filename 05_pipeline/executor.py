@@ -70,7 +70,8 @@ class Executor:
         """
         self.loss, self.device = loss, tuple_of(inputs[0])[0].device
         self.taken = shape if isinstance(shape, dict) else dict.fromkeys(range(1, self.last + 1), [(shape, self.dtype)])
-        self.inbox = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}  # (for stage, direction, micro-batch)
+        # (for stage, direction, micro-batch) -> (work, what it brings)
+        self.inbox: dict[Place, tuple[Any, Any]] = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}
         self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
         self.outbox: dict[Place, torch.Tensor] = {}
         self.sends: dict[Place, tuple[Any, torch.Tensor]] = {}  # the work and what it sends
@@ -103,11 +104,11 @@ class Executor:
                 works = [dist.isend(x, group=self.group, group_dst=self.rank_of[peer]) for x in tuple_of(tensors)]
                 self.sends[peer, kind[-1], m] = All(works), tensors
             else:
-                tensors = [
+                buffers = [
                     torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.told(stage, kind[-1])
                 ]
-                works = [dist.irecv(x, group=self.group, group_src=self.rank_of[peer]) for x in tensors]
-                self.inbox[stage, kind[-1], m] = All(works), tensors[0] if len(tensors) == 1 else tuple(tensors)
+                works = [dist.irecv(x, group=self.group, group_src=self.rank_of[peer]) for x in buffers]
+                self.inbox[stage, kind[-1], m] = All(works), buffers[0] if len(buffers) == 1 else tuple(buffers)
         self.release_gradients(len(self.rank_of))
 
     def told(self, stage, direction):

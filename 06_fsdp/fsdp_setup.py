@@ -98,7 +98,7 @@ def step_on_the_host(optimizer: torch.optim.Optimizer) -> None:
         if "fused" in group:
             group.update(fused=True, foreach=False)
     *_, local_size = environment()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_size))
 
 

@@ -206,7 +206,7 @@ def planned(args: argparse.Namespace, count: int, tool: str | None = None) -> li
 
     def expressed(found: Estimate) -> bool:
         try:
-            return bool(emit(found, tool))
+            return bool(emit(found, tool or ""))
         except UserError:
             return False
 

@@ -5,9 +5,11 @@ together. What the scoreboard prints as errors are those of constants fitted wit
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 
@@ -124,14 +126,14 @@ def load_halves() -> list[tuple[set[str], Constants]]:
     return [(set(half["projects"]), replace(PRIOR, **half["constants"])) for half in _read(STORED, "halves")]
 
 
-def save(constants: Constants, path: Path | str = STORED, halves: list[tuple[set[str], Constants]] = ()) -> None:
+def save(constants: Constants, path: Path | str = STORED, halves: Sequence[tuple[set[str], Constants]] = ()) -> None:
     """Write what load and load_halves read, to four digits."""
 
     def rounded(found: Constants) -> dict:
         return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(
             found).items()}  # fmt: skip
 
-    written = {"constants": rounded(constants)}
+    written: dict[str, Any] = {"constants": rounded(constants)}
     if halves:
         written["halves"] = [{"projects": sorted(own), "constants": rounded(found)} for own, found in halves]
     Path(path).write_text(json.dumps(written, indent=1) + "\n")

@@ -174,8 +174,8 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     # No activations any more. PyTorch's default for CUDA works on lists of all parameters at once ("foreach"), which
     # takes a temporary of their size (torch/optim/optimizer.py, _foreach_doc); a fused optimizer takes none.
     temporary = (2 if layout.recipe == "bf16" else 4) * (dense / layout.shards + experts / layout.expert_shards)
-    there = 0.0 if layout.offload or not recipe.foreach else temporary
-    phases["optimizer step"] = {"activations": 0.0, "temporaries of the optimizer": there}
+    extra = 0.0 if layout.offload or not recipe.foreach else temporary
+    phases["optimizer step"] = {"activations": 0.0, "temporaries of the optimizer": extra}
     if accumulates and layout.shards > 1:  # reduced by then
         phases["optimizer step"] |= {"unsharded gradients": message * (dense + experts) / layout.shards}
     if recipe.gradient_copy:

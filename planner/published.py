@@ -4,6 +4,7 @@ import csv
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from common.axes import AXES
 from planner import models
@@ -136,7 +137,7 @@ def table() -> list[Run]:
     silent; those rows have "assumed"."""
     found = []
     for row in rows("runs.csv"):
-        whole = {name: int(row[name]) for name in ("layers", "width", "heads", "vocabulary")}
+        whole: dict[str, Any] = {name: int(row[name]) for name in ("layers", "width", "heads", "vocabulary")}
         more = ("kv_heads", "mlp_width", "positions", "experts", "top_k", "expert_width", "shared_experts",
                 "dense_layers", "head_width", "attention")  # fmt: skip
         whole |= {name: int(row[name]) for name in more if row[name]}

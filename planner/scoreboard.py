@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 from planner import constants as constants_
 from planner import fit, scope
@@ -136,7 +137,7 @@ def tau(found: list[Line]) -> float:
     for group in groups(found):
         ran = [line for line in group if line.run.seconds]
         number = len(ran) * (len(ran) - 1) / 2
-        agree += number * kendall([line.seconds for line in ran], [line.run.seconds for line in ran])
+        agree += number * kendall([line.seconds for line in ran], [line.run.seconds or 0.0 for line in ran])
         pairs += number
     return agree / pairs if pairs else float("nan")
 
@@ -162,7 +163,7 @@ def share(values: list[bool | None]) -> float:
 
 def scores(found: list[Line]) -> dict:
     """Everything the scoreboard says, as numbers. Means over sources give each source one voice."""
-    by_source = {}
+    by_source: dict[str, dict[str, Any]] = {}
     for source in dict.fromkeys(line.run.source for line in found):
         own = [line for line in found if line.run.source == source]
         by_source[source] = {
@@ -238,7 +239,7 @@ def text(found: dict, listed: list[Line] | None = None) -> str:
 
 def middle(pairs: list[tuple[str, float]], at: float) -> float:
     """The quantile of values of several sources, each of which has one voice however many values it has."""
-    number = defaultdict(int)
+    number: defaultdict[str, int] = defaultdict(int)
     for source, _ in pairs:
         number[source] += 1
     ordered = sorted((value, 1 / number[source]) for source, value in pairs)

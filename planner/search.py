@@ -196,7 +196,9 @@ def plan(
 
 def preferred(model, cluster, fitting, found, count, constants, accept) -> list[Choice]:
     """The choices of a plan among the layouts that fit, which are sorted by their time."""
-    room, best, simple = cluster.gpu.memory, [], {}
+    room = cluster.gpu.memory
+    best: list[Estimate] = []
+    simple: dict = {}  # by simplicity, the fastest
     for one in fitting:
         near = best and one.seconds <= (1 + constants.error) * best[0].seconds
         if len(best) >= max(20, 4 * count) and (not near or simplicity(one.layout) in simple):

@@ -7,7 +7,7 @@ from planner import hardware, models
 from planner.estimate import GIB, Estimate, estimate
 from planner.layout import make_layout
 
-MOST_HOST, LEAST_TOKENS = 256, 3300  # GiB, and tokens per second
+MOST_HOST, LEAST_TOKENS = 256, 3200  # GiB, and tokens per second
 
 
 def tokens_to_hide(size):
@@ -62,7 +62,7 @@ def best_offer(size):
     not fit; in the third, one of them fits but tightly; in the last two, nothing does."""
     rows = [
         ("llama-7b", [("a100-80gb", 8, 1.6), ("h100-80gb", 8, 3.0), ("rtx-4090", 8, 0.35)], 2048, 1),
-        ("llama-33b", [("a100-40gb", 8, 1.0), ("h100-80gb", 8, 3.0)], 2048, 1),
+        ("llama-33b", [("a100-40gb", 8, 1.0), ("h100-80gb", 16, 3.0)], 2048, 1),
         ("llama-13b", [("rtx-4090", 8, 0.35), ("l4", 16, 0.4), ("a100-80gb", 8, 1.6)], 8192, 2),
         ("llama-2-70b", [("h100-80gb", 16, 3.0)], 4096, None),
         ("llama-2-70b", [], 4096, None),

@@ -1071,10 +1071,10 @@ WRONG = {
     ],
     "fit_on_four_cards": [
         (cards_without_offload, "got fits: no ("),
-        (cards_with_tensor_parallelism, "expected fits: yes, at most 256 GiB ... got fits: yes"),
+        (cards_with_tensor_parallelism, "got fits: tight"),
         (cards_with_two_copies_in_the_machine, "expected fits: yes, at most 256 GiB ... 388 GiB of the machine's own"),
-        (cards_with_small_micro_batches, "got fits: yes (16 GiB)"),
-        (cards_filled_to_the_brim, "got fits: tight"),
+        (cards_with_small_micro_batches, "got fits: yes (17 GiB)"),
+        (cards_filled_to_the_brim, "got fits: no ("),
         (cards_with_three_ranks, "expected a layout that the planner takes ... got --mesh"),
     ],
     "best_offer": [
@@ -1084,7 +1084,7 @@ WRONG = {
         (offer_for_one_gpu, "as item 1, got"),
         (
             offer_if_there_is_one,
-            "best_offer('llama-2-70b', [('h100-80gb', 16, 3.0)], 4096), rank 0: ... got TypeError",
+            "expected a result on every rank, got TypeError",
         ),
     ],
 }

@@ -74,7 +74,6 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_flatten": ("torch.distributed.device_mesh:DeviceMesh._flatten", "self mesh_dim_name backend_override"),
     "_get_backend": (lambda: alone(lambda group: group._get_backend(torch.device("cpu"))), None),
     "_get_default_store": (C10D + "_get_default_store", ""),
-    "_parameters": (lambda: torch.nn.Module()._parameters, None),
     "_resolve_process_group": (C10D + "_resolve_process_group", None),
     "_scaled_dot_product_flash_attention_for_cpu": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None

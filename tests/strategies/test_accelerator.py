@@ -143,6 +143,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
 
     Returns the phases, the states that the strategy says there are in each, and the refusals."""
     from common.lab.fake_accelerator import Refused, pretend
+    from common.lab.fake_stand_ins import register
     from course.data_parallel import by_hand as data_parallel
 
     warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
@@ -151,6 +152,7 @@ def examine(case: Case, planted: str = "", precision: str = "fp32"):
     if planted:
         cls = Bugs(str(ROOT / chapter / "classroom" / "bugs.py"), {planted: PLANTED[planted][1]}).plant(planted)
     rank, size, devices = (0, 1, case.size) if alone else (case.rank, case.size, 1)
+    register(devices)  # before there is a device of that name
     gpus = [torch.device("gpu", number) for number in range(devices)] if alone else []
     if alone and case.who != ("dp", "pytorch"):
         extra["devices"] = gpus

@@ -6,7 +6,9 @@ one row, whole rows, the beginning of another. These are its pieces. Whoever loa
 reads of each file what lies in them. So a checkpoint can be loaded on any number of ranks, by any strategy.
 """
 
+import contextlib
 import dataclasses
+import gc
 import math
 import zlib
 from collections.abc import Iterator
@@ -142,6 +144,19 @@ def digest(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+@contextlib.contextmanager
+def without_collector():
+    """The plans of thousands of ranks are millions of small objects, none of them garbage. Python's collector would go
+    through all that there are again and again, so that planning took longer than in proportion to the ranks."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class SavePieces(DefaultSavePlanner):
     """Plans to write pieces: those that several ranks have once, by the rank that has least to write.
 
@@ -166,6 +181,10 @@ class SavePieces(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        with without_collector():
+            return self._global_plan(all_plans)
+
+    def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         seen: dict[str, tuple[int, tuple]] = {}
         for rank, plan in enumerate(all_plans):
             for key, (shape, number) in plan.planner_data.items():

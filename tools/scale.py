@@ -177,6 +177,8 @@ def drawn(real: dict, far: dict):
         first = 1e3 * max(columns[sizes[0]][name][0] for name in columns[sizes[0]] if columns[sizes[0]][name][0] > 0)
         panel.plot(sizes, [first * size / sizes[0] for size in sizes], "k:", linewidth=1, label="in proportion to n")
         panel.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms on rank 0", title=title)
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.minorticks_off()
         panel.legend(fontsize=8)
     return figure
 

@@ -8,7 +8,7 @@ bytes of Python objects that it has sent or received. What rank 0 alone computes
 as many pretended answers, and a mesh of so many ranks with PyTorch's fake process group.
 
 Written to docs/scale.md: tables, and the power of n with which each row grows between its last two columns (1.0:
-in proportion to the ranks). The picture is docs/pictures/scale.png.
+in proportion to the ranks). The picture is docs/scale.png.
 """
 
 import math
@@ -199,9 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     text += ["", "## Milliseconds of rank 0's main thread, real ranks", "", *table(real, "milliseconds", 0)]
     text += ["", "## Bytes of Python objects that rank 0 sends or makes", "", *table(real, "bytes", 1)]
     text += ["", "## What rank 0 computes for pretended ranks", "", *table(far, "milliseconds", 0)]
-    text += ["", "![Time of rank 0 against the number of ranks, on logarithmic axes](pictures/scale.png)", ""]
+    text += ["", "![Time of rank 0 against the number of ranks, on logarithmic axes](scale.png)", ""]
     (ROOT / "docs" / "scale.md").write_text("\n".join(text))
-    (ROOT / "docs" / "pictures" / "scale.png").write_bytes(plotting.png(drawn(real, far), dpi=110))
+    (ROOT / "docs" / "scale.png").write_bytes(plotting.png(drawn(real, far), dpi=110))
     return 0
 
 

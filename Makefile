@@ -63,7 +63,7 @@ test-engines: $(ENGINES)
 lab: $(INSTALLED)
 	@jupyter trust $(NOTEBOOKS) > /dev/null
 	@install -D -m 644 docs/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
-	jupyter lab --LabApp.default_url=/lab/tree/01_intro/01_why_distribute.ipynb
+	jupyter lab --LabApp.default_url=/lab/tree/01_intro/01_two_processes.ipynb
 
 # Write what pages repeat from code and data: tables, counts, hours.
 facts: $(INSTALLED)
@@ -108,6 +108,7 @@ $(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
 	$(BIN)/python -m pip install -r requirements-site.txt
 	@touch $@
 
+# Each figure beside that of the last release (tools/bench.csv, which `python tools/bench.py --release` writes).
 bench: $(INSTALLED)
 	python tools/bench.py
 

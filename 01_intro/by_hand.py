@@ -9,6 +9,7 @@ IJHPCA 19(1), 2005 (recursive doubling, for any size). P. Patarasuk, X. Yuan, "B
 algorithms for clusters of workstations", JPDC 69(2), 2009 (the ring; no algorithm can send fewer bytes).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,30 @@ def gather_and_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None =
         dist.recv(tensor, group=group, group_src=0)
 
 
-def ring(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """One chunk per rank; pass chunks to the right, once round to add, once more to share."""
+def exchange(
+    outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Send to one rank and receive from another (or the same) at once.
+
+    One after the other would not do: all ranks would send, and nobody would receive. To NCCL,
+    whose sends and receives otherwise queue up behind each other, a batch is one operation.
+    """
+    operations = [
+        dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def ring(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, exchange: Callable[..., None] = exchange
+) -> None:
+    """One chunk per rank; pass chunks to the right, once round to add, once more to share.
+
+    tensor:   contiguous, of any shape; changed in place
+    exchange: what sends and receives at once; another one can watch what moves
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = tensor.view(-1).tensor_split(size)  # the first numel % size are longer by one
@@ -75,20 +98,6 @@ def recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup | None = N
 
     if rank < extra:
         dist.send(tensor, group=group, group_dst=rank + power)
-
-
-def exchange(outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, group) -> None:
-    """Send to one rank and receive from another (or the same) at once.
-
-    One after the other would not do: all ranks would send, and nobody would receive. To NCCL,
-    whose sends and receives otherwise queue up behind each other, a batch is one operation.
-    """
-    operations = [
-        dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
 
 
 ALGORITHMS = {

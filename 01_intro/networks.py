@@ -5,7 +5,7 @@ from typing import Any
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from common.lab.sliders import Sliders
@@ -103,8 +103,8 @@ class AllReduceLab(Sliders):
         controls = {
             "size": ("tensor", [(_bytes(size), size) for size in sizes], 64 * MiB),
             "nodes": ("nodes", [2**power for power in range(11)], 128),
-            "alpha_in": ("α in node, µs", [1, 2, 3, 5, 10], 3),
-            "alpha_out": ("α between, µs", [1, 2, 3, 6, 10, 20, 50, 100], 6),
+            "alpha_in": ("α in node, µs", [0.5, 0.9, 2, 3, 5, 10], 0.9),
+            "alpha_out": ("α between, µs", [2, 3, 6, 10, 20, 32, 50, 100], 32),
             "link_out": ("GB/s per GPU", [0.125, 0.3125, 1.5625, 3.125, 6.25, 12.5, 25, 50, 100], 50),
         }
         super().__init__({name: self.slider(*control) for name, control in controls.items()})
@@ -143,3 +143,33 @@ def _bytes(size: float) -> str:
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size:g} B"
+
+
+def rings(orders: list[list[int]], per_node: int) -> Figure:
+    """Rings over two nodes, a panel each: GPUs of a node in a column, and the steps that leave a node as thick arrows.
+
+    orders: the ranks of each ring, in the order in which they send to each other
+    """
+    fig, axes = plt.subplots(1, len(orders), figsize=(2.5 * len(orders), 3.1))
+    for number, (ax, order) in enumerate(zip(axes, orders, strict=True)):
+        for node in range(2):
+            ax.add_patch(Rectangle((2.2 * node - 0.62, -0.6), 1.24, per_node + 0.1, fc="#EEEEEE", ec="#777777"))
+            ax.text(2.2 * node, -0.85, f"node {node}", ha="center", size=11)
+        for source, target in zip(order, order[1:] + order[:1], strict=True):
+            ends = [(2.2 * (rank // per_node), rank % per_node) for rank in (source, target)]
+            crosses = source // per_node != target // per_node
+            side = 0.35 if ends[0][0] else -0.35
+            far = abs(ends[0][1] - ends[1][1]) > 1  # passes other GPUs: bend around them
+            bend = 0.0 if crosses or not far else (0.45 if (ends[1][1] - ends[0][1]) * side < 0 else -0.45)
+            style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 13, "shrinkA": 9, "shrinkB": 9}
+            colour, width = (VERMILION, 3.5) if crosses else (BLUE, 1.6)
+            path = FancyArrowPatch(*ends, connectionstyle=f"arc3,rad={bend}", color=colour, lw=width, **style)
+            ax.add_patch(path)
+        for rank in range(2 * per_node):
+            x, y = 2.2 * (rank // per_node), rank % per_node
+            ax.add_patch(Circle((x, y), 0.24, fc="white", ec="black", zorder=3))
+            ax.text(x, y, str(rank), ha="center", va="center", size=11, zorder=4)
+        ax.set(xlim=(-0.9, 3.1), ylim=(per_node - 0.3, -1.1))
+        ax.set_title(f"ring {number}", fontsize=12)
+        ax.set_axis_off()
+    return fig

@@ -1,4 +1,4 @@
-"""Pictures of the first notebook: one step of data parallelism, a model's state in bytes, and who holds what."""
+"""Pictures of the first notebook: one step of data parallelism, how ranks are numbered, and who holds what."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, SKY, VERMILION
+from common.lab.plotting import BLACK, ORANGE, PALETTE, SKY
 
 # --- one step of data parallelism, as a flipbook --------------------------------------------------------------
 
@@ -57,28 +57,26 @@ def _step_picture(rows: list[list[str]], new: tuple[int, ...], shared: bool = Fa
     return fig
 
 
-# --- a model's state ------------------------------------------------------------------------------------------
-
-STATE_COLOURS = [BLUE, ORANGE, GREEN]
+# --- how ranks are numbered -----------------------------------------------------------------------------------
 
 
-def state_bars(sizes: list[float], recipe: tuple[int, int, int], gpu: float) -> Figure:
-    """Memory of models of `sizes` parameters whose parameters, gradients and optimizer state take `recipe` bytes per
-    parameter, beside a GPU of `gpu` bytes."""
-    fig, ax = plt.subplots(figsize=(9.5, 3.2))
-    names = ["parameters", "gradients", "AdamW: float32 parameters and two moments"]
-    left = np.zeros(len(sizes))
-    for name, width, colour in zip(names, recipe, STATE_COLOURS, strict=True):
-        gigabytes = np.array([width * size / 1e9 for size in sizes])
-        ax.barh(range(len(sizes)), gigabytes, left=left, color=colour, label=name, height=0.65)
-        left += gigabytes
-    for row, total in enumerate(left):
-        ax.text(total + 2, row, f"{total:.0f} GB", va="center")
-    ax.axvline(gpu / 1e9, color=BLACK, linestyle="--")
-    ax.text(gpu / 1e9 - 1.5, -0.62, f"one GPU: {gpu / 1e9:.0f} GB", ha="right")
-    ax.set_yticks(range(len(sizes)), [f"{size / 1e9:g} billion" for size in sizes])
-    ax.set(xlabel="memory (GB)", ylim=(len(sizes) - 0.4, -1.1), xlim=(0, 1.14 * max(left)))
-    ax.legend(loc="upper right", fontsize=11)
+def ranks_on_nodes(nodes: int, per_node: int) -> Figure:
+    """The processes of `nodes` nodes with `per_node` GPUs each: a box per process with its rank and its local rank, in
+    the frame of its node."""
+    fig, ax = plt.subplots(figsize=(9.5, 2.6))
+    for node in range(nodes):
+        left = node * (per_node + 0.7)
+        ax.add_patch(Rectangle((left - 0.2, -0.35), per_node + 0.3, 1.7, fc="none", ec="#888888", lw=1.5))
+        ax.text(left - 0.1, 1.45, f"node rank {node}", va="bottom", size=12)
+        for local in range(per_node):
+            ax.add_patch(Rectangle((left + local, 0), 0.9, 1, fc=PALETTE[node], ec="none"))
+            colour = "white" if node == 0 else "black"
+            place: dict[str, Any] = {"ha": "center", "va": "center", "color": colour}
+            ax.text(left + local + 0.45, 0.68, f"rank {node * per_node + local}", size=14, weight="bold", **place)
+            ax.text(left + local + 0.45, 0.28, f"local rank {local}", size=10, **place)
+            ax.text(left + local + 0.45, -0.17, f"GPU {local}", size=10, ha="center", va="center")
+    ax.set(xlim=(-0.3, nodes * (per_node + 0.7) - 0.4), ylim=(-0.45, 1.9))
+    ax.set_axis_off()
     return fig
 
 
@@ -149,23 +147,3 @@ def held() -> dict[str, tuple[float, str]]:
         batch = "all inputs" if of_batch is None else f"{np.isin(of_batch, (ALL, 0)).mean():.0%}"
         shares[way] = (model, batch)
     return shares
-
-
-# --- computing and sending ------------------------------------------------------------------------------------
-
-
-def share_bars(shares: dict[str, list[float]], labels: list[str]) -> Figure:
-    """Share of a step that is communication, in groups: network -> one share per entry of `labels`."""
-    fig, ax = plt.subplots(figsize=(9.5, 3.0))
-    height = 0.8 / len(shares)
-    for index, (network, values) in enumerate(shares.items()):
-        places = [row + height * (index - (len(shares) - 1) / 2) for row in range(len(labels))]
-        ax.barh(places, [100 * value for value in values], height=0.9 * height, label=network,
-                color=[SKY, GREEN, VERMILION][index])  # fmt: skip
-        for place, value in zip(places, values, strict=True):
-            ax.text(100 * value + 1, place, f"{value:.0%}", va="center", size=11)
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set(xlabel="share of the step that goes into the all-reduce, nothing hidden (%)", xlim=(0, 112))
-    ax.set_ylim(len(labels) - 0.4, -0.6)
-    fig.legend(loc="outside upper center", ncols=3, fontsize=11)
-    return fig

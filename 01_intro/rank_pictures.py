@@ -4,15 +4,20 @@ A cell is painted in the colours of the ranks whose data is in it, as in `common
 operation has changed are lit: they have a thick frame on yellow ground, and all others are pale.
 """
 
+from collections.abc import Callable
 from math import cos, pi, sin, tan
 from typing import Any
 
 import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
+from common.lab.launch import launch
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits
+from course.intro import by_hand
 
 LINK_GREY = "#B8B8B8"
 Message = tuple[int, int, list]  # from rank, to rank, the numbers in it
@@ -43,7 +48,7 @@ def moved(
     """One operation: what each rank holds before and after, and an arrow for each pair (from rank, to rank).
 
     scrap:          the ranks whose cells hold no defined value afterwards; they are grey and not lit
-    ranks_per_host: where not 0, so many ranks lie on a grey band together, and are named with their host
+    ranks_per_host: where not 0, so many ranks lie on a grey band together, and are named with their node
     """
     size, gap = len(before), 3.2
     left, right = (max(len(row) for row in state) for state in (before, after))
@@ -65,7 +70,7 @@ def moved(
         for first in range(0, size, ranks_per_host):
             band = (-0.1, first), width + 0.2, ranks_per_host
             ax.add_patch(Rectangle(*band, fc="#e2e2e2", ec="white", lw=6, zorder=0))
-        names = [f"host {rank // ranks_per_host}, {name}" for rank, name in enumerate(names)]
+        names = [f"node {rank // ranks_per_host}, {name}" for rank, name in enumerate(names)]
     for source, target in arrows:
         style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0, "lw": 2.2}
         ends = (left + 0.15, source + 0.5), (left + gap - 0.15, target + 0.5)
@@ -75,6 +80,36 @@ def moved(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig
+
+
+def watch(algorithm: Callable, size: int = 4) -> list[tuple[list, list, list[Message]]]:
+    """Run an all-reduce by hand on ranks that hold 1, 2, ..., then 10, 20, ..., and so on.
+
+    algorithm: f(tensor, exchange=...), which sends by `exchange` alone, as course.intro.by_hand.ring
+
+    Returns for each step what the ranks held before and after it, and its messages.
+    """
+    ranks = launch(_noted, size, (algorithm,))
+    states = list(zip(*(held for held, _ in ranks), strict=True))
+    messages = zip(*(sent for _, sent in ranks), strict=True)
+    return [
+        (list(before), list(after), list(sent))
+        for before, after, sent in zip(states, states[1:], messages, strict=False)
+    ]
+
+
+def _noted(algorithm: Callable) -> tuple[list, list[Message]]:
+    """What this rank holds before each exchange and at the end, and its messages."""
+    rank = dist.get_rank()
+    tensor, states, messages = torch.arange(1, dist.get_world_size() + 1) * 10**rank, [], []
+
+    def noting(outgoing, to, *rest):
+        states.append(tensor.tolist())
+        messages.append((rank, to, outgoing.tolist()))
+        by_hand.exchange(outgoing, to, *rest)
+
+    algorithm(tensor, exchange=noting)
+    return [*states, tensor.tolist()], messages
 
 
 def circle(before: list | None, held: list, messages: list[Message]) -> Figure:
@@ -182,38 +217,6 @@ def waiting() -> Figure:
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     axes[1].set_xlabel("time; dashed: the sum is complete")
-    return fig
-
-
-COLOUR_OF_WAY = {"through one rank": ORANGE, "ring": BLUE, "recursive doubling": GREEN}
-
-
-def costs(sizes: list[int], messages: dict[str, list[float]], tensors: dict[str, list[float]]) -> Figure:
-    """What the busiest of `sizes` ranks sends in each algorithm: messages, and bytes as a number of tensors."""
-    fig, axes = plt.subplots(1, 2, figsize=(9.2, 3.8))
-    ticks = [1, 2, 4, 8, 16, 32, 64, 128]
-    for ax, title, of in ((axes[0], "messages sent", messages), (axes[1], "bytes sent, in tensors", tensors)):
-        for name, values in of.items():
-            ax.plot(sizes, values, "o-", color=COLOUR_OF_WAY[name])
-            label = f"{name}: {values[-1]:.3g}"
-            ax.text(sizes[-1] * 1.12, values[-1], label, color=COLOUR_OF_WAY[name], va="center", size=12)
-        ax.set(xscale="log", yscale="log", xlabel="ranks", xlim=(1.8, 1000), ylim=(0.7, 200))
-        ax.set_title(f"busiest rank: {title}", fontsize=13)
-        ax.set_xticks(ticks[1:-1], ticks[1:-1])
-        ax.set_yticks(ticks, ticks)
-        ax.minorticks_off()
-    return fig
-
-
-def times(sizes: list[float], seconds: dict[str, list[float]], title: str) -> Figure:
-    """The time of one all-reduce by the alpha-beta model, for tensors of `sizes` bytes."""
-    fig, ax = plt.subplots(figsize=(8.4, 3.8))
-    for name, values in seconds.items():
-        ax.plot(sizes, [1e3 * value for value in values], color=COLOUR_OF_WAY[name])
-        ax.text(sizes[-1] * 1.3, 1e3 * values[-1], name, color=COLOUR_OF_WAY[name], va="center", size=12)
-    ax.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="ms", xlim=(sizes[0], sizes[-1] * 300))
-    ax.set_xticks([1e2, 1e4, 1e6, 1e8], ["100 B", "10 kB", "1 MB", "100 MB"])
-    ax.set_title(title, fontsize=13)
     return fig
 
 

@@ -6,11 +6,9 @@ without GPUs, [cpu, cpu] runs all five. The same interface as distributed_traini
 """
 
 import copy
-import functools
-import operator
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -39,54 +37,21 @@ def scatter(inputs: torch.Tensor, devices: list[torch.device]) -> list[torch.Ten
 
     The last slice may be shorter; where examples are few there are fewer slices than devices.
     """
-    slices = inputs.chunk(len(devices))
-    return [part.to(device) for part, device in zip(slices, devices, strict=False)]
-
-
-class Broadcast(torch.autograd.Function):
-    """Copy tensors to all devices; backward adds up what comes back, in the order of the devices.
-
-    The first device's "copies" are the tensors themselves: they are there already.
-    """
-
-    @staticmethod
-    def forward(ctx, devices, *tensors):
-        ctx.home, ctx.number = devices[0], len(tensors)
-        ctx.set_materialize_grads(False)  # where a copy was not used: no gradient, rather than zeros
-        copies = [
-            tensor.to(device, copy=True) if place else tensor.detach()
-            for place, device in enumerate(devices)
-            for tensor in tensors
-        ]
-        trained = ctx.needs_input_grad[1:] * len(devices)
-        frozen = [made for made, needs in zip(copies, trained, strict=True) if not needs]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(copies)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return None, *(add_up(gradients[i :: ctx.number], ctx.home) for i in range(ctx.number))
-
-
-def add_up(gradients: tuple[torch.Tensor | None, ...], home: torch.device) -> torch.Tensor | None:
-    """The sum, on `home`, of the gradients that the copies of one parameter got; else None."""
-    there = [gradient.to(home) for gradient in gradients if gradient is not None]
-    return functools.reduce(operator.add, there) if there else None
+    return [part.to(device) for part, device in zip(inputs.chunk(len(devices)), devices, strict=False)]
 
 
 def replicate(model: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
-    """A replica for each device. Autograd leads from its parameters back to those of the model.
+    """A replica for each device, made of copies that autograd remembers: it leads back to the model's parameters, and
+    adds up there what comes from all replicas.
 
-    The first one shares parameters and buffers with the model; what a forward pass changes in
+    The first replica holds the model's own parameters and buffers; what a forward pass changes in
     the others is gone with them. Two names of one tensor stay two names of one copy: tied
     weights stay tied.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    copies = Broadcast.apply(devices, *tensors)
     replicas = []
-    for place in range(len(devices)):
-        mine = copies[place * len(tensors) : (place + 1) * len(tensors)]
-        memo = {id(tensor): made for tensor, made in zip(tensors, mine, strict=True)}
+    for place, device in enumerate(devices):
+        tensors = [*model.parameters(), *model.buffers()]
+        memo = {id(tensor): tensor.to(device, copy=True) if place else tensor for tensor in tensors}
         replicas.append(copy.deepcopy(model, memo))  # copies all but what is in the memo
     return replicas
 
@@ -96,10 +61,10 @@ def parallel_apply(replicas: list[nn.Module], slices: list[torch.Tensor]) -> lis
 
     An exception in a thread comes out of here, with its traceback.
     """
-    kind, grad = slices[0].device.type, torch.is_grad_enabled()  # a new thread has the defaults
+    # A new thread has the default settings. On another stream than the one that copies slices and replicas, its kernels
+    # might begin before their inputs are there.
+    kind, grad = slices[0].device.type, torch.is_grad_enabled()
     mixed, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    # Also of the streams, on which GPUs work: on another one than that which copies the slices and the replicas, the
-    # kernels of a thread might begin before their inputs are there.
     streams = [torch.cuda.current_stream(part.device) if kind == "cuda" else None for part in slices]
 
     def apply(replica, inputs, stream):
@@ -107,8 +72,12 @@ def parallel_apply(replicas: list[nn.Module], slices: list[torch.Tensor]) -> lis
         with torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=mixed), on_stream:
             return replica(inputs)
 
-    with ThreadPoolExecutor(len(replicas), thread_name_prefix="replica") as pool:
-        return list(pool.map(apply, replicas, slices, streams))
+    # A pool for each, so that no thread takes a second replica: autograd numbers operations thread by thread, and adds
+    # up, and rounds, gradients in that order.
+    with ExitStack() as until_all_end:
+        pools = [until_all_end.enter_context(ThreadPoolExecutor(1)) for _ in replicas]
+        calls = [pool.submit(apply, *three) for pool, *three in zip(pools, replicas, slices, streams, strict=False)]
+        return [call.result() for call in calls]
 
 
 def gather(outputs: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -124,7 +93,7 @@ def data_parallel(model: nn.Module, inputs: torch.Tensor, devices: list[torch.de
     return gather(outputs, devices[0])
 
 
-def tell_threads(model: nn.Module, precision: str) -> None:
+def set_autocast_in_threads(model: nn.Module, precision: str) -> None:
     """Have each call of the model set autocast's type for GPUs: nn.DataParallel tells its threads whether to use
     autocast, but not which type, and they would take float16."""
     model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", DTYPES[precision]))

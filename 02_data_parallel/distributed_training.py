@@ -26,9 +26,9 @@ class ThreadedDataParallel(Strategy):
     def __init__(self, model, make_optimizer, setup):
         super().__init__(setup)
         self.model = model.to(self.device)
-        by_hand.tell_threads(self.model, self.precision)
+        by_hand.set_autocast_in_threads(self.model, self.precision)
         devices = by_hand.devices_of(self.mesh)
-        self.replicas = (nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas)(self.model, devices)
+        self.parallel = (nn.DataParallel if len(set(devices)) > 1 else by_hand.ThreadedReplicas)(self.model, devices)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, micro_batches):
@@ -37,7 +37,7 @@ class ThreadedDataParallel(Strategy):
         for inputs, targets in micro_batches:
             with self.autocast():
                 # each micro-batch is one of len(micro_batches) equal parts of the batch whose mean we want
-                part = cross_entropy(self.replicas(inputs), targets) / len(micro_batches)
+                part = cross_entropy(self.parallel(inputs), targets) / len(micro_batches)
             self.scaler.scale(part).backward()
             loss += part.detach()
         self.scaler.unscale_(self.optimizer)

@@ -3,14 +3,16 @@
 A fake tensor of PyTorch has a shape, a type and a device, and no numbers (torch._subclasses.FakeTensorMode). Its
 device may be one that this machine lacks, if PyTorch believes that there is a backend for it: here "gpu", which
 registers as custom hardware does. Both are private to PyTorch, and what they change holds for the whole process:
-use them inside `launch(..., nproc=1)`.
+use them inside `launch(..., nproc=1)`, as `step_of` does.
 """
 
 import copy
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration as backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from common.lab.launch import launch
+from common.model import cross_entropy
+from course.data_parallel import by_hand
 
 
 class Meter(TorchDispatchMode):
@@ -104,3 +110,45 @@ def pretend_gpus(count: int, make_model):
         memo = {id(p): nn.Parameter(torch.empty(p.shape, device="gpu:0")) for p in model.parameters()}
         devices = [torch.device("gpu", place) for place in range(count)]
         yield devices, Inside(copy.deepcopy(model, memo), Modes(fake, meter)), meter
+
+
+class Bytes(NamedTuple):
+    """What one training step of DataParallel needs: the most that each device held, and what went from which device to
+    which. `parameters` is what the model has, and `activations` what a replica keeps, its outputs included."""
+
+    peak: dict[int, int]
+    moved: dict[tuple[int, int], int]
+    parameters: int
+    activations: int
+
+
+def step_of(
+    make_model: Callable[[], nn.Module], count: int, batch: int, context: int, keep_outputs: bool = True
+) -> Bytes:
+    """The bytes of one step of by_hand.py on `count` pretended GPUs, with AdamW, counted tensor by tensor.
+
+    make_model:   its outputs for tokens [batch, context] are logits, or the losses of the examples
+    keep_outputs: whether a name of the training loop still refers to the outputs in the backward pass
+    """
+    return launch(_step, 1, (make_model, count, batch, context, keep_outputs))[0]
+
+
+def _step(make_model, count, batch, context, keep_outputs) -> Bytes:
+    with pretend_gpus(count, make_model) as (devices, model, meter):
+        parameters = meter.now[0]
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()  # from its first step on, the optimizer has a state
+        optimizer.zero_grad()
+        inputs, targets = torch.zeros(2, batch, context, dtype=torch.int64, device=devices[0])
+        slices = by_hand.scatter(inputs, devices)
+        replicas, before = by_hand.replicate(model, devices), meter.now[count - 1]
+        outputs = by_hand.parallel_apply(replicas, slices)
+        activations = meter.now[count - 1] - before
+        output = by_hand.gather(outputs, devices[0])
+        del outputs  # as where no name of data_parallel refers to them any more
+        loss = cross_entropy(output, targets) if output.dim() > 1 else output.mean()
+        if not keep_outputs:
+            del output
+        loss.backward()
+        return Bytes(dict(meter.peak), dict(meter.moved), parameters, activations)

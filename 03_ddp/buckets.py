@@ -1,17 +1,16 @@
-"""Pictures of buckets: what lies in them, when a real run sends them, and a simulator with sliders of what is exposed.
+"""Pictures of buckets: what lies in them, and a simulator with sliders of what is exposed.
 
 The simulator is the alpha-beta model of chapter 01 beside a backward pass that runs at a constant pace. It leaves out
 that communication slows computation down (NCCL's kernels occupy SMs, gloo's threads occupy cores).
 """
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
-import torch
-import torch.distributed as dist
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting
@@ -22,9 +21,7 @@ BLOCKS, WIDTH = 24, 1024
 # The gradients of four weight matrices of each block (q, k and v in one; attention's output; up; down), in bytes: 302
 # million parameters in float32. Embeddings, biases and norms are left out.
 GRADIENTS = [4 * factor * WIDTH**2 for _ in range(BLOCKS) for factor in (3, 1, 4, 4)]
-WAITING = "#DDDDDD"
 EXPOSED: dict[str, Any] = {"fc": plotting.VERMILION, "ec": "white", "hatch": "//"}  # hatched: not by its colour alone
-NAMES = {"after": "all buckets held back until the backward pass is over", "hooks": "sent by hooks"}
 RANKS = 64  # that the simulator's ring has
 
 
@@ -101,125 +98,23 @@ def draw_layout(names: list[str], sizes: list[int], buckets: list[list[int]]):
     return fig
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A real backward pass, in seconds of one clock: for each rank its start and end; for each bucket when its
-    all-reduce was called on the last rank, and when it was over on all."""
-
-    computed: list[tuple[float, float]]
-    reduced: list[tuple[float, float]]
-
-    @property
-    def backward(self) -> float:
-        """Until the slowest rank has computed its gradients."""
-        return max(end for _, end in self.computed) - min(start for start, _ in self.computed)
-
-    @property
-    def exposed(self) -> float:
-        """From then on, until the last all-reduce is over."""
-        return max(0.0, max(end for _, end in self.reduced) - max(end for _, end in self.computed))
-
-    @property
-    def first_leaves(self) -> float:
-        """When the first all-reduce begins, as a share of the backward pass."""
-        return (self.reduced[0][0] - min(start for start, _ in self.computed)) / self.backward
+def draw_buckets(model, buckets: list[list]):
+    """The model's parameters, and the lists of them that are its buckets: each parameter is in one bucket."""
+    parameters = list(model.named_parameters())[::-1]
+    places = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
+    layout = [[places[id(parameter)] for parameter in bucket] for bucket in buckets]
+    return draw_layout([name for name, _ in parameters], [parameter.nbytes for _, parameter in parameters], layout)
 
 
-def record(reducer_class, model, loss_of, bucket_mb, pairs=16) -> list[tuple]:
-    """Backward passes on this rank, with buckets held back and with buckets sent by hooks in turns: for each pass
-    (start, end, when each all-reduce was called and over)."""
-
-    class Timed(reducer_class):
-        held = False
-
-        def send_complete(self):
-            if not self.held:
-                super().send_complete()
-
-        def average_bucket(self, bucket):
-            span = [time.perf_counter()]
-            self.spans.append(span)
-            work = super().average_bucket(bucket)
-            self.over.append(work.get_future().then(lambda _: span.append(time.perf_counter())))
-            return work
-
-    reducer, runs = Timed(model, dist.group.WORLD, bucket_mb=bucket_mb), []
-    for _ in range(pairs):
-        for held in (True, False):
-            reducer.zero_grad()
-            reducer.spans, reducer.over, reducer.held = [], [], held
-            loss = loss_of(model)
-            dist.barrier()
-            start = time.perf_counter()
-            loss.backward()
-            middle = time.perf_counter()
-            reducer.held = False
-            reducer.send_complete()
-            reducer.finish()
-            torch.futures.wait_all(reducer.over)
-            runs.append((start, middle, reducer.spans))
-    return runs
+SPANS: list[tuple[str, float, float]] = []  # of this rank: what it did, from when to when
 
 
-def comparable(recorded: list[list[tuple]], rooms=(1.2, 1.3, 1.5, 2, 3)) -> tuple[dict[str, Pass], float]:
-    """Of what `record` returned on each rank, the shortest two passes in a row, held back and by hooks, that no other
-    program has disturbed: on all ranks the longest backward pass of the two took at most `room` times as long as the
-    shortest, for the first of `rooms` for which there are such, and with hooks less is exposed. And in which share of
-    all pairs that is so. Raises RuntimeError if there are no such two."""
-    passes = []
-    for ranks in zip(*recorded, strict=True):
-        spans = zip(*(run[2] for run in ranks), strict=True)
-        reduced = [(max(start for start, _ in bucket), max(end for _, end in bucket)) for bucket in spans]
-        passes.append(Pass([run[:2] for run in ranks], reduced))
-    pairs = list(zip(passes[::2], passes[1::2], strict=True))
-    better = [pair for pair in pairs if pair[1].exposed < pair[0].exposed]
-    for room in rooms:
-        alike = [pair for pair in better if unlike(pair) <= room]
-        if alike:
-            best = min(alike, key=lambda pair: sum(run.backward + run.exposed for run in pair))
-            return dict(zip(NAMES, best, strict=True)), len(better) / len(pairs)
-    raise RuntimeError("other programs keep this computer too busy: run the cell again")
-
-
-def unlike(passes) -> float:
-    """How many times as long as the shortest backward pass of a rank the longest took."""
-    lengths = [end - start for run in passes for start, end in run.computed]
-    return max(lengths) / min(lengths)
-
-
-def draw_runs(runs: dict[str, Pass]):
-    """Real backward passes: for each rank when it computes, and a thin line for each bucket's all-reduce."""
-    fig, axes = plt.subplots(len(runs), 1, figsize=(9.5, 3.1 * len(runs) + 0.5), sharex=True, squeeze=False)
-    for ax, (kind, run) in zip(axes.flat, runs.items(), strict=True):
-        origin = min(start for start, _ in run.computed)
-        slowest = max(end for _, end in run.computed)
-
-        def bar(start, end, y, height, origin=origin, ax=ax, **colours):
-            place = [((start - origin) * 1e3, max(0.0, end - start) * 1e3)]
-            ax.broken_barh(place, (y, height), **({"ec": "white", "lw": 0.6} | colours))
-
-        for rank, (start, end) in enumerate(run.computed):
-            bar(start, end, rank, 0.8, fc=plotting.BLUE)
-            bar(end, slowest, rank, 0.8, fc=WAITING)
-        below = len(run.computed) + 0.2
-        for number, (start, end) in enumerate(run.reduced):
-            y = below + 0.3 * number
-            bar(start, min(end, slowest), y, 0.26, fc=plotting.ORANGE)
-            bar(max(start, slowest), end, y, 0.26, **EXPOSED)
-        last = below + 0.3 * len(run.reduced)
-        ax.axvline((slowest - origin) * 1e3, color="black", lw=1.2, ls=":")
-        ticks = {rank + 0.4: f"rank {rank}" for rank in range(len(run.computed))}
-        ticks |= {below + 0.13: "bucket 0", last - 0.17: f"bucket {len(run.reduced) - 1}"}
-        ax.set_yticks(list(ticks), list(ticks.values()))
-        ax.tick_params(axis="y", length=0)
-        ax.set_ylim(last + 0.1, -0.1)
-        ax.set_title(f"{NAMES[kind]}: {run.exposed * 1e3:.0f} ms exposed", fontsize=13, loc="left")
-    axes[-1][0].set_xlabel("time (ms)")
-    styles: list[dict[str, Any]] = [{"fc": plotting.BLUE}, {"fc": WAITING}, {"fc": plotting.ORANGE}, EXPOSED]
-    labels = ["backward pass", "waits for the slower rank", "all-reduce", "all-reduce, exposed"]
-    handles = [Rectangle((0, 0), 1, 1, **style) for style in styles]
-    fig.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=12)
-    return fig
+@contextmanager
+def timed(what: str):
+    """Append (what, start, end) of this block to SPANS, in seconds of this process's clock."""
+    begin = time.perf_counter()
+    yield
+    SPANS.append((what, begin, time.perf_counter()))
 
 
 SIZES = [16, 25, 50, 100, 200, 400, 800, 1200]  # MiB; below 16, no weight is cut, so the buckets stay as they are
@@ -286,20 +181,3 @@ class BucketLab(Sliders):
 
     def draw(self, **values):
         return draw_overlap(**values)
-
-
-def draw_bars(groups: dict, ylabel: str):
-    """One panel for each title -> (labels, values), where a value is the results of several seeds: a bar for their
-    mean, a line from the least to the largest, on one scale; the first bar, which others are compared with, is grey."""
-    counts = [len(labels) for labels, _ in groups.values()]
-    fig, axes = plt.subplots(1, len(groups), figsize=(11, 3.6), sharey=True, width_ratios=counts)
-    for ax, (title, (labels, values)) in zip(axes, groups.items(), strict=True):
-        colours = ["#999999"] + [plotting.BLUE] * (len(values) - 1)
-        means = [sum(seeds) / len(seeds) for seeds in values]
-        ends = list(zip(*((mean - min(v), max(v) - mean) for mean, v in zip(means, values, strict=True)), strict=True))
-        bars = ax.bar(labels, means, color=colours, yerr=ends, capsize=5, error_kw={"lw": 1.5})
-        ax.bar_label(bars, fmt="%.2f", padding=2)
-        ax.set_title(title, pad=14)
-        ax.tick_params(axis="x", labelsize=10, length=0)
-    axes[0].set_ylabel(ylabel)
-    return fig

@@ -179,8 +179,8 @@ def assign(parameters, cap):
 def same_on_all_ranks(model, group):
     """Raise UserError, on every rank of the group, where their models are not made of the same tensors in one order:
     parameters, trained or frozen, and buffers of the same shapes and types. Collective."""
-    own = {name: tell(parameter) for name, parameter in model.named_parameters()}
-    own |= {name: tell(buffer, ", a buffer") for name, buffer in model.named_buffers()}
+    own = {name: description_of(parameter) for name, parameter in model.named_parameters()}
+    own |= {name: description_of(buffer, ", a buffer") for name, buffer in model.named_buffers()}
     ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
     advice = "build the same model on every rank"
@@ -198,6 +198,6 @@ def same_on_all_ranks(model, group):
                 )
 
 
-def tell(tensor, kind=""):
+def description_of(tensor, kind=""):
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return f"of shape {list(tensor.shape)}, {tensor.dtype}{kind}{frozen}"

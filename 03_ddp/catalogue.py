@@ -6,11 +6,11 @@ A program of mistakes/ has at most 25 lines. Its docstring is its entry in the c
            between messages
     see:   what the reader sees
     find:  how to find it
-    mend:  what to do
-    then:  what the mended program prints
+    fix:   what to do
+    then:  what the fixed program prints
 
 One of its lines, or some that follow each other, end with `# wrong`, or are that comment alone. Above them stand one or
-more `# right: LINE`, which take their place in the mended program. For the reader, the programs are started by
+more `# right: LINE`, which take their place in the fixed program. For the reader, the programs are started by
 torchrun; here, ranks are processes that are forked, since starting Python with PyTorch takes a hundred times as long as
 most of them run.
 """
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from common.lab.launch import LINUX, START, free_port, rank_variables, ready_to_fork
 
-FOLDER = Path(__file__).parent / "mistakes"
+PROGRAMS = Path(__file__).parent / "mistakes"
 MENDED_TIMEOUT = 60  # seconds, in place of the programs' own few: nothing waits that long but on a busy machine
 BY_TCP = "os.environ|new_group"  # programs in which the meeting is the lesson
 RIGHT = re.compile(r"^( *)# right: (.*)\n", re.MULTILINE)
@@ -47,7 +47,7 @@ class Mistake:
     """A program of mistakes/, with what its docstring says of it.
 
     says: for each message the rank that prints it, or None for some rank, and a pattern for it
-    then: the same of the mended program
+    then: the same of the fixed program
     """
 
     name: str
@@ -56,7 +56,7 @@ class Mistake:
     then: tuple[tuple[int | None, str], ...]
     see: str
     find: str
-    mend: str
+    fix: str
     source: str
 
     @property
@@ -70,8 +70,8 @@ class Mistake:
         return "\n".join(line for _, line in RIGHT.findall(self.source))
 
     @property
-    def mended(self) -> str:
-        """The program with its wrong lines mended, and time to wait."""
+    def fixed(self) -> str:
+        """The program with its wrong lines fixed, and time to wait."""
         wrong = re.compile(r"^((?: *# right: .*\n)+)(?:.*# wrong$\n)+", re.MULTILINE)
         text = wrong.sub(lambda found: RIGHT.sub(r"\1\2\n", found[1]), self.source)
         return re.sub(r"timedelta\(seconds=\d+\)", f"timedelta(seconds={MENDED_TIMEOUT})", text)
@@ -93,7 +93,7 @@ class Ended:
 def mistakes() -> dict[str, Mistake]:
     """All programs of mistakes/, by name."""
     found = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(PROGRAMS.glob("*.py")):
         source = path.read_text()
         title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
@@ -216,6 +216,6 @@ def show(*names: str) -> None:
             Markdown(
                 f"**{found.title}** (`mistakes/{found.name}.py`)\n\n```python\n{found.program}\n```\n\n"
                 f"*What you see.* {found.see}\n\n```\n" + "\n".join(who) + "\n```\n\n"
-                f"*How to find it.* {found.find}\n\n*The mend.* {found.mend} In this program: {right}"
+                f"*How to find it.* {found.find}\n\n*The fix.* {found.fix} In this program: {right}"
             )
         )

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from common.data import global_batch
 from common.errors import UserError
 from common.model import cross_entropy
-from common.options import option
+from common.options import StrategyOptions, option
 from course.ddp.options import ReplicatedModel
 
 
@@ -28,7 +28,7 @@ class DDPWithAccelerate(ReplicatedModel):
     """Every rank has the whole model; Accelerate wraps it in DistributedDataParallel."""
 
     @dataclass
-    class Options:
+    class Options(StrategyOptions):
         loading: str = option("shard", "who reads: each rank its part, or rank 0 for all", ("shard", "dispatch"))
 
         @property

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, global_norm, leave_meta, weights_of_rank_0
+from common.collectives import all_reduce_together, broadcast_module, global_norm, leave_meta
 from common.errors import UserError
 from common.mesh import Axis, axis
 from common.model import cross_entropy
-from common.options import option
+from common.options import StrategyOptions, option
 from common.strategy import Strategy, require_gradients
 from course.model_parallel.moe_model import Mixture, MixtureGPT
 
@@ -28,11 +28,12 @@ class ExpertParallel(Strategy):
     preset = {"expert": -1}
     axes = ("data", "expert")
     from_meta = True
+    uncounted = "Without numbers the router sends no token to any expert: what experts receive is not counted."
     tasks = ("text",)
     model_class = MixtureGPT
 
     @dataclass
-    class Options:
+    class Options(StrategyOptions):
         experts: int = option(8, "experts in each block's mixture", identity=True, at_least=1)
         top_k: int = option(2, "experts that each token goes to", identity=True, at_least=1)
 
@@ -52,7 +53,7 @@ class ExpertParallel(Strategy):
         self.readers, self.group = axis(self.mesh, *self.data_axes), place.group
         self.scaler = self.make_scaler(self.group)
         model = leave_meta(model, torch.device("cpu"))
-        self.cut = apply_expert_parallel(model, place, weights_of_rank_0(model, self.readers.group))
+        self.cut = apply_expert_parallel(model, place, self.readers.group)
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -96,13 +97,13 @@ class ExpertParallel(Strategy):
         return experts, [parameter.grad for parameter in trained if parameter not in self.cut]
 
 
-def apply_expert_parallel(model, axis: Axis, weights=None) -> dict[nn.Parameter, tuple[int, Axis]]:
+def apply_expert_parallel(model, axis: Axis, source=None) -> dict[nn.Parameter, tuple[int, Axis]]:
     """Cut every mixture's experts over the ranks of `axis`, in place; tokens are sent to them.
 
     Called before the model is moved to a device, so that only this rank's experts are moved. Each rank then calls the
     model with its own slice of the batch. After a backward pass an expert's gradient is the sum over all ranks' slices,
-    every other gradient that of this rank's slice. `weights` gives (name, parameter) one after the other, each of which
-    is cut before the next one is asked for; by default those of the model.
+    every other gradient that of this rank's slice. `source` is a process group from whose rank 0 the weights are
+    taken, one after the other, each of which is cut before the next one comes; by default the model has them already.
 
     Returns each parameter that is cut, with the dimension and the axis; all stay the same objects. Raises UserError
     for experts that do not divide by the ranks.
@@ -110,9 +111,16 @@ def apply_expert_parallel(model, axis: Axis, weights=None) -> dict[nn.Parameter,
     for block in model.blocks:
         block.mlp = ParallelMixture(block.mlp, axis)
     cut = {parameter: (0, axis) for block in model.blocks for parameter in block.mlp.experts.parameters()}
-    for _, parameter in model.named_parameters() if weights is None else weights:
+
+    def cut_expert(_name, parameter):
         if parameter in cut:
             parameter.data = parameter.data.chunk(axis.size)[axis.rank].clone()
+
+    if source is None:
+        for name, parameter in model.named_parameters():
+            cut_expert(name, parameter)
+    else:
+        broadcast_module(model, source, cut=cut_expert)
     return cut
 
 

@@ -1,6 +1,6 @@
 """Layers split over ranks: each holds some consecutive layers; activations go forward, their gradients come back.
 
-Only one rank computes at any time, which is why it is called naive; chapter 05 mends that. What lies between two cuts
+Only one rank computes at any time, which is why it is called naive; chapter 05 changes that. What lies between two cuts
 is what pipelines call a stage (Huang et al., "GPipe", NeurIPS 2019, section 2.2). Start it with --by-hand.
 """
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import global_norm, leave_meta, weights_of_rank_0
+from common.collectives import broadcast_module, global_norm, leave_meta
 from common.errors import UserError
 from common.mesh import axis
 from common.model import GPT, cross_entropy
@@ -93,8 +93,7 @@ class SplitLayers(Strategy):
         self.embedding_group = embedding_group(self.mesh) if tied else None
         here = list(layers)[(0, *ends)[self.rank] : ends[self.rank]]
         own = {parameter for name in here for parameter in layers[name].parameters()}
-        for _ in weights_of_rank_0(model, self.group, own):  # of each that is not its own a rank keeps nothing
-            pass
+        broadcast_module(model, self.group, own=own)
         for name in layers:
             if name not in here:
                 model.set_submodule(name, nn.Identity())  # what is left keeps its names, and can be called as before

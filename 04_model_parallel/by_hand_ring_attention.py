@@ -86,8 +86,8 @@ def flash_backward_on_gpu(grad_out, q, k, v, out, lse, dropout, diagonal):
 
 
 def scores(q, k, diagonal):
-    """Of queries [..., queries, d] with keys [..., keys, d], in float32: a rounded score is a wrong exponential. On the
-    diagonal no query sees a later key."""
+    """The scores of queries [..., queries, d] with keys [..., keys, d], in float32: a rounded score is a wrong
+    exponential. On the diagonal no query sees a later key."""
     products = q.float() @ k.float().transpose(-2, -1) / q.shape[-1] ** 0.5
     if diagonal:
         products = products.masked_fill(torch.ones_like(products, dtype=torch.bool).triu(1), float("-inf"))
@@ -189,7 +189,7 @@ def ring_attention(q, k, v, group, causal=True, order=zigzag):
 
 
 def local_tokens(tokens, axis, order=zigzag):
-    """Of tokens [batch, time], inputs or targets, those of this rank: [batch, time / axis.size]."""
+    """This rank's tokens [batch, time / axis.size] out of all tokens [batch, time], inputs or targets."""
     return tokens[:, positions(axis.rank, axis.size, tokens.shape[1], order, tokens.device)]
 
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, global_norm, leave_meta, weights_of_rank_0
-from common.errors import UserError
+from common.collectives import all_reduce_together, broadcast_module, global_norm, leave_meta
 from common.mesh import Axis, axis
-from common.model import VOCABULARY
-from common.strategy import Strategy, require_gradients
+from common.strategy import require_gradients
+from course.model_parallel.division import DividedModel, require_divisible
 
 # Along which dimension a parameter is cut: 0 by outputs (or words), 1 by inputs. All others are whole on every rank.
 CUT = {
@@ -139,9 +138,10 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
         logits = logits - largest[:, None]
         row, mine = find(targets, logits.shape[-1], dist.get_rank(group))
         target = logits.gather(-1, row[:, None])[:, 0] * mine
-        sums = torch.stack([target, logits.exp().sum(-1)])
+        softmax = logits.exp_()  # in place: the logits are the largest tensors of many models
+        sums = torch.stack([target, softmax.sum(-1)])
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(logits.exp() / sums[1][:, None], row, mine)
+        ctx.save_for_backward(softmax.div_(sums[1][:, None]), row, mine)
         return sums[1].log() - sums[0]
 
     @staticmethod
@@ -156,24 +156,33 @@ def cross_entropy(logits, targets, group):
     return VocabularyParallelCrossEntropy.apply(logits.float().flatten(0, -2), targets.flatten(), group).mean()
 
 
-def apply_tensor_parallel(model, axis: Axis, sequence=False, weights=None) -> dict[nn.Parameter, tuple[int, Axis]]:
+def apply_tensor_parallel(model, axis: Axis, sequence=False, source=None) -> dict[nn.Parameter, tuple[int, Axis]]:
     """Cut the weights of a GPT over the ranks of `axis`, in place, and put f and g where a cut layer begins and ends.
 
     Called before the model is moved to a device, so that only this rank's part is moved. The model then gives this
     rank's columns of the logits, for `cross_entropy`. Every parameter stays the same object, so what is tied stays
     tied. With `sequence`, each rank has its part of the sequence only between attention and MLP (sequence parallelism).
-    `weights` gives (name, parameter) one after the other, each of which is cut before the next one is asked for; by
-    default those of the model.
+    `source` is a process group from whose rank 0 the weights are taken, one after the other, each of which is cut
+    before the next one comes; by default the model has them already.
 
     Returns each parameter that is cut, with the dimension and the axis. The gradients of some others may have to be
     summed: see `partial_gradients`. Raises UserError for a GPT that cannot be cut into equal parts.
     """
     require_divisible(model, axis.size, sequence)
+    cut: dict[nn.Parameter, tuple[int, Axis]] = {}
+    if source is None:
+        for name, parameter in model.named_parameters():
+            cut |= cut_weight(name, parameter, axis)
+    else:
+        broadcast_module(model, source, cut=lambda name, parameter: cut.update(cut_weight(name, parameter, axis)))
+    parallelize_layers(model, axis, sequence)
+    return cut
+
+
+def parallelize_layers(model, axis, sequence=False):
+    """Put f and g, or what sequence parallelism has in their place, into a GPT whose weights have been cut."""
     enter, leave = (all_gather_sequence, reduce_scatter_sequence) if sequence else (f, g)
     enter, leave = (functools.partial(function, group=axis.group) for function in (enter, leave))
-    cut: dict[nn.Parameter, tuple[int, Axis]] = {}
-    for name, parameter in model.named_parameters() if weights is None else weights:
-        cut |= cut_weight(name, parameter, axis)
     embedding, blocks, head = model.embedding, model.blocks, model.head
     embedding.tokens = VocabularyParallelEmbedding(embedding.tokens, axis.rank, leave)
     for block in blocks:
@@ -184,7 +193,6 @@ def apply_tensor_parallel(model, axis: Axis, sequence=False, weights=None) -> di
         part.register_forward_pre_hook(lambda _module, args: enter(*args))
     if sequence:
         embedding.positions.register_forward_hook(lambda _module, _args, x: own(x, 0, axis))
-    return cut
 
 
 def cut_weight(name, parameter, axis):
@@ -210,22 +218,7 @@ def partial_gradients(model, cut, sequence=False) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p not in cut] if sequence else []
 
 
-class CutsWeights(Strategy):
-    """What tensor parallelism requires, by hand and with DTensor."""
-
-    preset = {"tensor": -1}
-    from_meta = True
-    tasks = ("text",)
-    sequence = False
-
-    @classmethod
-    def require(cls, config, axes):
-        super().require(config, axes)
-        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
-        require_multiples(axes["tensor"], numbers | ({"--context": config.context} if cls.sequence else {}))
-
-
-class TensorParallelByHand(CutsWeights):
+class TensorParallelByHand(DividedModel):
     """Every rank computes with its part of each weight, and sums what crosses from one part to the others."""
 
     def __init__(self, model, make_optimizer, setup):
@@ -234,7 +227,7 @@ class TensorParallelByHand(CutsWeights):
         self.group = self.axis.group
         self.scaler = self.make_scaler(self.group)
         model = leave_meta(model, torch.device("cpu"))
-        self.cut = apply_tensor_parallel(model, self.axis, self.sequence, weights_of_rank_0(model, self.group))
+        self.cut = apply_tensor_parallel(model, self.axis, self.sequence, self.group)
         self.model = model.to(self.device)
         self.optimizer = make_optimizer(self.model.parameters())
 
@@ -273,19 +266,3 @@ class SequenceParallelByHand(TensorParallelByHand):
     """The same, and between attention and MLP every rank holds its part of the sequence only."""
 
     sequence = True
-
-
-def require_divisible(model, size, sequence=False):
-    """Raise UserError for a GPT that cannot be cut into `size` equal parts."""
-    vocabulary, width = model.embedding.tokens.weight.shape
-    numbers = {"heads": model.blocks[0].attention.heads, "width": width, "vocabulary": vocabulary}
-    require_multiples(size, numbers | ({"context": len(model.embedding.positions.weight)} if sequence else {}))
-
-
-def require_multiples(size, numbers):
-    """Raise UserError for the first of `numbers`, which are given by name, that `size` does not divide."""
-    for name, number in numbers.items():
-        if number % size:
-            raise UserError(
-                f"{name} {number} cannot be cut into {size} equal parts; start a number of ranks that divides it"
-            )

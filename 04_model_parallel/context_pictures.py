@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
-import torch
-import torch.distributed as dist
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from common.lab import plotting
@@ -26,26 +24,6 @@ class Product:
     rank: int
     turn: int
     diagonal: bool = False
-
-
-def noting(attend, example, owner):
-    """Return `attend` for this rank, but so that it notes which products it is asked for, and the list of these.
-
-    attend:  (q, k, v, ...) -> anything; a fourth argument says whether the block is on the diagonal
-    example: queries and keys of the whole sequence, [batch, heads, time, d], from which q and k are chunks
-    owner:   chunk -> the rank that holds it
-    """
-    queries, keys = (x.chunk(len(owner), dim=2) for x in example[:2])
-    products = []
-
-    def attend_and_note(q, k, v, *diagonal):
-        query = [torch.equal(q, chunk) for chunk in queries].index(True)
-        key = [torch.equal(k, chunk) for chunk in keys].index(True)
-        turn = (dist.get_rank() - owner[key]) % dist.get_world_size()  # the keys have come so many ranks along
-        products.append(Product(query, key, dist.get_rank(), turn, any(diagonal)))
-        return attend(q, k, v, *diagonal)
-
-    return attend_and_note, products
 
 
 def draw_turn(turn, products, owner, causal):
@@ -76,13 +54,13 @@ def draw_turn(turn, products, owner, causal):
             _cell(right, product.query, product.key, colour, alpha, triangle=product.diagonal)
             if now:
                 dx, dy = (0.33, 0.7) if product.diagonal else (0.5, 0.5)
-                label = {"ha": "center", "va": "center", "color": "white", "size": 11, "weight": "bold"}
+                label = {"ha": "center", "va": "center", "color": _ink(colour), "size": 11, "weight": "bold"}
                 right.text(product.key + dx, product.query + dy, str(product.rank), **label)
     ticks = [number + 0.5 for number in range(len(owner))]
     right.set_xticks(ticks, range(len(owner)))
     right.set_yticks(ticks, [f"{number}, of rank {owner[number]}" for number in owner])
     right.set(xlim=(0, len(owner)), ylim=(len(owner), 0), xlabel="keys of chunk", aspect="equal")
-    right.set_title("solid: computed now, by the rank in white; pale: before", fontsize=11)
+    right.set_title("solid: now, with the rank; pale: before", fontsize=11)
     right.set_ylabel("queries of chunk")
     right.spines[:].set_visible(False)
     right.tick_params(length=0)
@@ -113,18 +91,24 @@ def draw_backward(turn, held, parts):
 
 
 def draw_masks(allowed, panels):
-    """One mask, its rows coloured by the rank that computes them, for several orders of the tokens.
+    """One mask, its rows coloured by the rank that computes them, for several orders of the tokens; below it, how many
+    pairs of a query and a key each rank computes.
 
     allowed: [queries, keys] of bool
     panels:  title -> rank of each query [queries]
     """
-    fig, axes = plt.subplots(1, len(panels), figsize=(9.8, 3.3), sharey=True)
-    for ax, (title, ranks) in zip(axes, panels.items(), strict=True):
+    fig, (axes, below) = plt.subplots(2, len(panels), figsize=(9.8, 4.9), sharey="row", height_ratios=(2.6, 1))
+    for ax, bars, (title, ranks) in zip(axes, below, panels.items(), strict=True):
         shown = (ranks[:, None] + 1) * allowed  # 0: masked
         ax.imshow(shown, cmap=ListedColormap([GREY, *RANK_COLOURS]), vmin=0, vmax=4, interpolation="nearest")
-        ax.set_xlabel("keys")
+        ax.set(xlabel="keys", xticks=[], yticks=[])
         ax.set_title(title, fontsize=12)
+        pairs = [int(allowed[ranks == rank].sum()) for rank in range(4)]
+        bars.bar_label(bars.bar(range(4), pairs, color=RANK_COLOURS), fontsize=10)
+        bars.set(xticks=[], yticks=[], ylim=(0, 1.25 * max(bars.get_ylim()[1], 1)))
+        bars.spines["left"].set_visible(False)
     axes[0].set_ylabel("queries")
+    below[0].set_ylabel("pairs")
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*RANK_COLOURS, GREY)]
     names = [*(f"rank {rank}" for rank in range(4)), "masked"]
     fig.legend(handles, names, loc="outside lower center", ncols=5, fontsize=11)
@@ -139,7 +123,15 @@ def draw_exchange(before, after):
         for token, row in enumerate(ranks):
             for head, rank in enumerate(row):
                 _cell(ax, token, head, RANK_COLOURS[rank], 1.0)
-                ax.text(head + 0.5, token + 0.5, f"rank {rank}", ha="center", va="center", color="white", size=10)
+                ax.text(
+                    head + 0.5,
+                    token + 0.5,
+                    f"rank {rank}",
+                    ha="center",
+                    va="center",
+                    color=_ink(RANK_COLOURS[rank]),
+                    size=10,
+                )
         heads, tokens = len(ranks[0]), len(ranks)
         ax.set_xticks([h + 0.5 for h in range(heads)], [f"head {h}" for h in range(heads)], fontsize=11)
         ax.set_yticks([t + 0.5 for t in range(tokens)], [f"token {t}" for t in range(tokens)], fontsize=11)
@@ -246,7 +238,7 @@ def _station(ax, rank, texts, wide=1.25):
         ax.add_patch(Rectangle((x - half, bottom), 2 * half, 0.4, fc="white", ec="none"))
         ax.add_patch(Rectangle((x - half, bottom), 2 * half, 0.4, fc=colour, alpha=alpha, ec="none"))
         ax.add_patch(Rectangle((x - half, bottom), 2 * half, 0.4, fill=False, ec="#444444", lw=1))
-        ink = "white" if alpha == 1.0 and colour != "white" else "black"
+        ink = _ink(colour) if alpha == 1.0 else "black"
         ax.text(x, bottom + 0.19, text, ha="center", va="center", size=10.5, color=ink)
     ax.set(xlim=(-2.5, 2.5), ylim=(-1.75, 1.8))
     ax.set_axis_off()
@@ -270,3 +262,9 @@ def _cell(ax, row, column, colour, alpha, triangle=False):
     else:
         ax.add_patch(Rectangle((column, row), 1, 1, fc=colour, alpha=alpha, ec="none"))
     ax.add_patch(Rectangle((column, row), 1, 1, fill=False, ec="#999999", lw=0.8))
+
+
+def _ink(colour):
+    """The colour of a text that can be read on `colour`."""
+    red, green, blue = to_rgb(colour)
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"

@@ -15,11 +15,11 @@ from common.ranks import process_group
 from common.run import Run
 from common.strategy import require_gradients
 from common.task import make_task
-from course.model_parallel.by_hand_tensor import CutsWeights
+from course.model_parallel.division import DividedModel
 from course.model_parallel.torch_tensor import apply_tensor_parallel
 
 
-class TensorParallel(CutsWeights):
+class TensorParallel(DividedModel):
     """All ranks read the same batch; each computes with its part of every large weight."""
 
     def __init__(self, model, make_optimizer, setup):

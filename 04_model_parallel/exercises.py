@@ -28,7 +28,7 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
     """Return how many layers each of `parts` ranks gets, so that the largest cost of a rank is as small as possible.
 
     `costs[i]` is the cost of layer i, in bytes or in microseconds; a rank's cost is the sum over its layers. Layers
-    keep their order, and every rank gets at least one. You are asked only where a single cut is best. Calculate only.
+    keep their order, and every rank gets at least one. The best cut is unique in all cases. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """
@@ -76,7 +76,7 @@ def naive_utilisation(forward: list[float], backward: list[float], message: floa
     raise NotImplementedError
 
 
-# --- notebook 02: tensor and sequence parallel ----------------------------------------------------------------
+# --- notebooks 02 and 05: tensor and sequence parallel --------------------------------------------------------
 
 
 def parallel_mlp(
@@ -194,8 +194,8 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
     `q`, `k` and `v` [heads, time / N, d], float64, belong to this rank's part of the tokens. There is no mask: every
     query sees every key. Scores are `q @ k^T / sqrt(d)`. Keys and values travel round the ring, from each rank to
-    the next and from the last to rank 0: every rank sends all keys and values but those of the next rank to it,
-    each once, and nothing else. They may travel together or apart; sends and receives only.
+    the next and from the last to rank 0. A rank sends its own and those that it receives, each once, except the next
+    rank's own, and nothing else. They may travel together or apart; sends and receives only.
 
     Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
     """

@@ -1,28 +1,10 @@
-"""Pictures of the notebook on experts: gates, capacity, tokens that travel, loads, and what an exchange takes."""
+"""Pictures of the notebooks on experts: capacity, tokens that travel, and loads."""
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from common.lab import plotting
-from course.model_parallel.context_pictures import GREY
-
-
-def draw_gates(gates):
-    """A column for each token and a row for each expert, with the gates as numbers. gates: [tokens, experts]"""
-    tokens, experts = gates.shape
-    fig, ax = plt.subplots(figsize=(0.58 * tokens + 1.2, 0.36 * experts + 0.9))
-    for token, expert in gates.nonzero().tolist():
-        gate = float(gates[token, expert])
-        ax.add_patch(Rectangle((token, expert), 1, 1, fc=plotting.BLUE, alpha=0.15 + 0.85 * gate, ec="white"))
-        ink = "white" if gate > 0.45 else "black"
-        ax.text(token + 0.5, expert + 0.5, f"{gate:.2f}", ha="center", va="center", color=ink, size=11)
-    ax.set(xlim=(0, tokens), ylim=(experts, 0), xlabel="token", ylabel="expert")
-    ax.set_xticks([token + 0.5 for token in range(tokens)], range(tokens), fontsize=11)
-    ax.set_yticks([expert + 0.5 for expert in range(experts)], range(experts), fontsize=11)
-    ax.tick_params(length=0)
-    ax.spines[:].set_color(GREY)
-    return fig
 
 
 def draw_capacity(choices, capacity, factor):
@@ -78,50 +60,17 @@ def draw_tokens(before, after, titles):
     return fig
 
 
-def draw_loads(runs, experts):
-    """The experts' shares over the steps of some trainings, on one scale. runs: title -> shares [steps, experts]"""
-    fig, axes = plt.subplots(1, len(runs), figsize=(9.8, 3.0), sharey=True)
-    for ax, (title, shares) in zip(axes, runs.items(), strict=True):
-        smooth = 100 * shares.unfold(0, 10, 1).mean(dim=-1)  # means of ten steps
-        order = smooth[-1].argsort(descending=True)
-        for rank, expert in enumerate(order.tolist()):
-            colour = plotting.VERMILION if rank == 0 else "#888888"
-            ax.plot(range(10, len(shares) + 1), smooth[:, expert], lw=2 if rank == 0 else 1, color=colour)
-        ax.axhline(100 / experts, color=plotting.BLACK, ls=":", lw=1.5)
+def draw_loads(runs):
+    """Heat maps of the experts' shares over the steps, on one scale. runs: title -> shares [steps, experts]"""
+    fig, axes = plt.subplots(2, (len(runs) + 1) // 2, figsize=(9.8, 4.6), sharex=True, sharey=True)
+    for ax, (title, shares) in zip(axes.flat, runs.items(), strict=False):
+        image = ax.imshow(100 * shares.T, aspect="auto", cmap="cividis_r", vmin=0, vmax=50, interpolation="nearest")
         ax.set_title(title, fontsize=12)
-        ax.set(xlabel="step", ylim=(0, 58))
-    axes[0].set_ylabel("share of the choices (%)")
-    where = {"ha": "right", "va": "bottom", "size": 10}
-    axes[0].text(len(shares), 100 / experts + 0.5, "even share", **where)
-    axes[0].text(len(shares), 51.5, "favourite at the end", color=plotting.VERMILION, **where)
-    return fig
-
-
-def draw_dropped(factors, dropped):
-    """Share of dropped choices over the capacity factor. dropped: name -> shares, the larger ones first"""
-    fig, ax = plt.subplots(figsize=(8, 3.5))
-    places = [(factors[2] + 0.1, 100 * max(values[2] for values in dropped.values())), (factors[0] - 0.05, 4)]
-    for (name, values), style, place in zip(dropped.items(), ("o--", "s-"), places, strict=True):
-        ax.plot(factors, [100 * value for value in values], style)
-        ax.text(*place, name, color=ax.lines[-1].get_color(), size=12)
-    ax.set(xlabel="capacity factor (capacity / even share)", ylabel="choices dropped (%)", ylim=(0, None))
-    return fig
-
-
-def draw_exchange_times(layers):
-    """Bars of microseconds per token, one group for each model. layers: model -> {what: seconds}"""
-    fig, ax = plt.subplots(figsize=(8.8, 3.2))
-    ticks = []
-    for group, (model, times) in enumerate(layers.items()):
-        for number, (what, seconds) in enumerate(times.items()):
-            y = 4 * group + number
-            ax.barh(y, 1e6 * seconds, 0.85, color=plotting.PALETTE[number])
-            ax.text(1e6 * seconds, y, f" {what}: {1e6 * seconds:.2f} µs", va="center", size=11)
-        ticks.append((4 * group + 1, model))
-    ax.set_yticks(*zip(*ticks, strict=True))
-    ax.invert_yaxis()
-    ax.set(xlabel="µs per token and layer, forward")
-    ax.set_xlim(0, 1.6e6 * max(max(times.values()) for times in layers.values()))
+    for ax in axes[:, 0]:
+        ax.set_ylabel("expert")
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
+    fig.colorbar(image, ax=axes, label="share of the choices (%)")
     return fig
 
 

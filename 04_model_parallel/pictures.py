@@ -1,14 +1,13 @@
 """Pictures of tensor parallelism: how an MLP's and a block's tensors are split, and when messages overlap."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, Rectangle
 
 from common.lab import plotting
-from common.lab.sliders import Sliders
 
 # How a tensor of the block is split: what rank 0 of 2 holds of it, as (width, height) of the whole; and its colour.
 SPLITS = {
@@ -139,6 +138,68 @@ def _patch(corner, width, height, name) -> Rectangle:
     return Rectangle(corner, across * width, down * height, fc=colour, ec="black", lw=0.8, hatch=hatch)
 
 
+PARTS = (("norm", 0.6, 1), ("attention", 2.0, 2), ("norm", 0.6, 1), ("MLP", 4.0, 4))  # name, width, columns
+CROSSING = {  # how two ranks divide a model -> what crosses between them
+    "data": "gradients, once per step",
+    "layers": "activations, where the colour changes",
+    "tensor": "sums of activations, in each layer",
+    "tensor and sequence": "the same, in two halves",
+    "context": "keys and values, in each layer",
+    "experts": "tokens, to the experts and back",
+}
+NOBODY = -1
+
+
+def draw_ways():
+    """Six ways to divide one model of two layers over two ranks: tokens downwards, parameters to the right, and in each
+    cell the rank that computes with these parameters for these tokens."""
+    fig, axes = plt.subplots(2, 3, figsize=(11, 6.2))
+    colours = {0: plotting.BLUE, 1: plotting.ORANGE, None: "#9A9A9A", NOBODY: "white"}
+    for ax, (way, crosses) in zip(axes.flat, CROSSING.items(), strict=True):
+        x = 0.0
+        for layer in range(2):
+            begin = x
+            for part, width, columns in PARTS:
+                for column in range(columns):
+                    for token in range(8):
+                        rank = rank_that_computes(way, token, layer, part, column)
+                        corner, size = (x + column * width / columns, token), (width / columns, 1)
+                        ax.add_patch(Rectangle(corner, *size, fc=colours[rank], ec="white", lw=0.8))
+                if width > 1:
+                    ax.text(x + width / 2, 8.15, part, ha="center", va="top", size=9)
+                x += width
+            ax.add_patch(Rectangle((begin, 0), x - begin, 8, fill=False, ec="black", lw=1))
+            ax.text((begin + x) / 2, -0.2, f"layer {layer}", ha="center", va="bottom", size=9.5)
+            x += 0.35
+        ax.set(xlim=(-0.1, x), ylim=(9.6, -1.2))
+        tokens = "two sequences" if way in ("data", "experts") else "one sequence"
+        ax.set_ylabel(f"tokens of\n{tokens}", fontsize=9.5)
+        ax.set_xlabel(crosses, fontsize=11, color=plotting.VERMILION)
+        ax.set_title(way, fontsize=13, weight="bold")
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+    handles = [Rectangle((0, 0), 1, 1, fc=colours[rank], ec="black", lw=0.5) for rank in (0, 1, None, NOBODY)]
+    names = ["rank 0 computes", "rank 1 computes", "both compute the same", "nobody: another expert was chosen"]
+    fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10.5)
+    return fig
+
+
+def rank_that_computes(way: str, token: int, layer: int, part: str, column: int) -> int | None:
+    """Of two ranks, the one that computes with a column of a layer's part for a token of eight; None: both compute the
+    same; NOBODY: the token has chosen another expert."""
+    half_of_tokens, half_of_columns = token // 4, column // {"norm": 1, "attention": 1, "MLP": 2}[part]
+    if way == "layers":
+        return layer
+    if way == "tensor":
+        return None if part == "norm" else half_of_columns
+    if way == "tensor and sequence":
+        return half_of_tokens if part == "norm" else half_of_columns
+    if way == "experts" and part == "MLP":  # four experts, of which each token has chosen one
+        chosen = ((0, 2, 3, 1, 2, 0, 3, 1), (3, 1, 0, 2, 1, 3, 0, 0))[layer][token]
+        return half_of_columns if column == chosen else NOBODY
+    return half_of_tokens
+
+
 def draw_split_mlp():
     """The two matrices of an MLP on two ranks, drawn so that the shapes of each product fit: by columns, then by rows;
     the two summands of full size, and their sum."""
@@ -152,9 +213,9 @@ def draw_split_mlp():
         tensors = (  # label, left edge, whole size, how it is split
             ("x", 0.0, (width, tokens), "whole"),
             (f"$A_{rank}$", 1.3, (hidden, width), "columns"),
-            (f"$y_{rank}$ = gelu($xA_{rank}$)", 3.7, (hidden, tokens), "columns"),
+            (f"$h_{rank}$ = gelu($xA_{rank}$)", 3.7, (hidden, tokens), "columns"),
             (f"$B_{rank}$", 5.75, (width, hidden), "rows"),
-            (f"$y_{rank}B_{rank}$", 7.15, (width, tokens), "summand"),
+            (f"$h_{rank}B_{rank}$", 7.15, (width, tokens), "summand"),
         )
         for label, x, (across, down), split_by in tensors:
             corner = (x, y - down / 2)
@@ -182,20 +243,77 @@ def draw_split_mlp():
     return fig
 
 
-def draw_memory(measured: dict[int, list[tuple[int, int]]], kinds: list[str]):
-    """Bars of the activations that autograd stores: number of ranks -> for each kind (bytes of parameters, bytes of
-    activations)."""
-    fig, ax = plt.subplots(figsize=(9.5, 3.2))
-    for number, (kind, colour) in enumerate(zip(kinds, ("#9A9A9A", plotting.GREEN), strict=True)):
-        places = [row + 0.38 * (number - 0.5) for row in range(len(measured))]
-        values = [result[number][1] / 1e6 for result in measured.values()]
-        bars = ax.barh(places, values, height=0.36, color=colour, label=kind)
-        ax.bar_label(bars, [f"{value:.0f} MB" for value in values], padding=3)
-    ax.set_yticks(range(len(measured)), [f"{n} rank" + "s" * (n > 1) for n in measured])
-    ax.invert_yaxis()
-    ax.set_xlabel("activations stored on rank 0 (MB)")
-    ax.legend(loc="lower right", title="parallelism")
+def draw_f_and_g(
+    values: dict[str, list[float]],
+    messages: tuple[str, str],
+    right: dict[str, list[float]] | None = None,
+    b: tuple[float, float] = (4, 1),
+):
+    """The smallest MLP on two ranks, forward or backward, with a number in each box.
+
+    values:   place ("x", "a", "h", "part", "y") -> the number there on rank 0 and on rank 1
+    messages: what f and g do: "nothing" or "all-reduce"
+    right:    for a backward pass, what the gradients should be; boxes with another number are marked
+    b:        the row of B on rank 0 and on rank 1
+    """
+    fig, ax = plt.subplots(figsize=(10.5, 4.1))
+    ax.set(xlim=(-1.25, 9.3), ylim=(-2.0, 2.6))
+    ax.axis("off")
+    places = {"x": 0.35, "f": 1.85, "h": 3.5, "part": 5.35, "g": 6.8, "y": 8.3}
+    labels = {"x": "x", "h": "h" if right else "h = relu(x a)", "part": "part" if right else "part = h b", "y": "y"}
+    d = "" if right is None else "gradient of "
+    arrow = {"arrowstyle": "-|>", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, "color": "black"}
+    for rank, level in enumerate((1.0, -1.0)):
+        ax.text(-1.2, level, f"rank {rank}", va="center", size=13, weight="bold")
+        for left, to in itertools.pairwise(places):
+            ends = [
+                (places[left] + (0.3 if left in "fg" else 0.5), level),
+                (places[to] - (0.3 if to in "fg" else 0.5), level),
+            ]
+            begin, end = ends if right is None else reversed(ends)
+            ax.annotate("", end, begin, arrowprops=arrow)
+        for place, label in labels.items():
+            _number(ax, (places[place], level), (1.0, 0.62), values[place][rank], right and right[place][rank])
+            if rank == 0:
+                ax.text(places[place], 2.28, d.replace("of ", "of\n") + label, ha="center", va="center", size=11)
+        weight = (places["h"], level + 0.72)
+        _number(ax, weight, (0.62, 0.4), values["a"][rank], right and right["a"][rank], size=12)
+        ax.text(weight[0] - 0.38, weight[1], f"{d}a", ha="right", va="center", size=10)
+        between = (places["h"] + places["part"]) / 2
+        ax.text(between, level + 0.08, f"b = {b[rank]:g}", ha="center", va="bottom", size=10.5)
+    for name, message in zip("fg", messages, strict=True):
+        sends = message != "nothing"
+        colour = plotting.VERMILION if sends else "#777777"
+        if sends:
+            ax.plot([places[name]] * 2, [-0.7, 0.7], color=colour, lw=4, solid_capstyle="butt", zorder=1)
+        box = {"fc": "white", "ec": "none", "pad": 1.5}
+        style: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "size": 11.5,
+            "color": colour,
+            "zorder": 5,
+            "bbox": box,
+        }
+        ax.text(places[name], 0, message, weight="bold" if sends else "normal", **style)
+        for level in (1.0, -1.0):
+            ax.add_patch(Circle((places[name], level), 0.3, fc=colour if sends else "white", ec=colour, lw=2, zorder=3))
+            ink = "white" if sends else "#555555"
+            ax.text(places[name], level, name, ha="center", va="center", size=15, style="italic", color=ink, zorder=4)
     return fig
+
+
+def _number(ax, middle, size_of_box, value, right, size=15) -> None:
+    """A box with a number; orange, with the right number below it, where there is a right one that differs."""
+    (x, y), (width, height) = middle, size_of_box
+    wrong = right is not None and value != right
+    fill, edge, line = ("#FFE3D3", plotting.VERMILION, 2.4) if wrong else ("white", "black", 1.2)
+    ax.add_patch(Rectangle((x - width / 2, y - height / 2), width, height, zorder=2, fc=fill, ec=edge, lw=line))
+    ax.text(x, y, f"{value:g}", ha="center", va="center", size=size, zorder=3)
+    if wrong:
+        place = {"ha": "center", "va": "top"} if height > 0.5 else {"ha": "left", "va": "center"}
+        spot = (x, y - height / 2 - 0.06) if height > 0.5 else (x + width / 2 + 0.07, y)
+        ax.text(*spot, f"should be {right:g}", size=10.5, color=plotting.VERMILION, weight="bold", zorder=6, **place)
 
 
 @dataclass(frozen=True)
@@ -206,6 +324,38 @@ class Span:
     label: str
     start: float
     end: float
+
+
+def overlaps(product: float, reduced: float, chunks: int) -> dict[str, list[Span]]:
+    """Four timelines of a column-split layer, for `draw_spans`: its backward pass, the all-reduce exposed or beside
+    the weight's gradient; its forward pass with the all-gather exposed and in chunks round a ring.
+
+    product: milliseconds of one product; reduced: of an all-reduce, of which an all-gather is half
+    """
+    part, hop = product / chunks, reduced / 2 / (chunks - 1)
+    begin = [0.0]  # of the product with each chunk: when the one before it is done and its own tokens are there
+    for number in range(1, chunks):
+        begin.append(max(begin[-1] + part, number * hop))
+    return {
+        "backward, nothing overlapped": [
+            Span("compute", "gradient of x", 0, product),
+            Span("network", "all-reduce", product, product + reduced),
+            Span("compute", "of the weight", product + reduced, 2 * product + reduced),
+        ],
+        "backward, the weight's gradient meanwhile": [
+            Span("compute", "gradient of x", 0, product),
+            Span("network", "all-reduce", product, product + reduced),
+            Span("compute", "of the weight", product, 2 * product),
+        ],
+        "forward, nothing overlapped": [
+            Span("network", "all-gather", 0, reduced / 2),
+            Span("compute", "product", reduced / 2, reduced / 2 + product),
+        ],
+        f"forward, in {chunks} chunks": [
+            *(Span("compute", str(number), start, start + part) for number, start in enumerate(begin)),
+            *(Span("network", str(number), (number - 1) * hop, number * hop) for number in range(1, chunks)),
+        ],
+    }
 
 
 def draw_spans(panels: dict[str, list[Span]]):
@@ -229,63 +379,22 @@ def draw_spans(panels: dict[str, list[Span]]):
     return fig
 
 
-def draw_layer(bars: dict[str, tuple[float, float]], ylabel: str, domain: int | None = None):
-    """Bars of a layer's time: label -> (milliseconds of arithmetic, milliseconds in which it waits for messages); the
-    share of arithmetic above each. domain: so many bars from the left are inside one NVLink domain."""
+def draw_layer(bars: dict[str, tuple[float, float]], ylabel: str):
+    """Bars of a layer's time: label -> (milliseconds of computation, milliseconds in which it waits for other ranks);
+    the share of computation above each."""
     fig, ax = plt.subplots(figsize=(9.5, 3.8))
     labels, places = list(bars), range(len(bars))
     work, waiting = ([pair[number] for pair in bars.values()] for number in (0, 1))
-    ax.bar(places, work, color=plotting.BLUE, label="arithmetic", width=0.7)
+    ax.bar(places, work, color=plotting.BLUE, label="computes", width=0.7)
     hatched: dict[str, Any] = {"color": plotting.VERMILION, "hatch": "//", "ec": "white"}
-    ax.bar(places, waiting, bottom=work, label="waits for messages", width=0.7, **hatched)
+    ax.bar(places, waiting, bottom=work, label="waits for other ranks", width=0.7, **hatched)
     top = max(a + b for a, b in bars.values())
     for place, (a, b) in zip(places, bars.values(), strict=True):
         ax.text(
             place, a + b + 0.015 * top, f"{a + b:.2g} ms\n{a / (a + b):.0%} busy", ha="center", va="bottom", size=11
         )
-    if domain is not None and domain < len(bars):
-        ax.axvline(domain - 0.5, color="black", ls=":", lw=1.5)
-        ax.text(domain - 0.45, 1.19 * top, "several nodes →", ha="left", va="center", size=11)
-        ax.text(domain - 0.55, 1.19 * top, "← one NVLink domain or node", ha="right", va="center", size=11)
     ax.set_xticks(places, labels)
     ax.tick_params(axis="x", length=0)
     ax.set(ylabel=ylabel, ylim=(0, 1.26 * top), xlim=(-0.6, len(bars) - 0.4))
     fig.legend(loc="outside upper center", ncols=2)
     return fig
-
-
-class LayerLab(Sliders):
-    """Sliders for hardware, tokens, width and overlap, and bars of a layer's time over tensor-parallel sizes.
-
-    topologies: names of hardware; overlaps: names of ways to overlap
-    times:      function (topology, ranks, tokens, width, overlap) -> (seconds of arithmetic, seconds of waiting)
-    domains:    name of hardware -> GPUs in one NVLink domain, or in one node where there is no NVLink
-    """
-
-    SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-    def __init__(self, topologies: list[str], overlaps: list[str], times, domains: dict[str, int]):
-        self.times, self.domains = times, domains
-
-        def choice(options, value, what):
-            return widgets.SelectionSlider(options=options, value=value, description=what)
-
-        super().__init__(
-            {
-                "topology": widgets.Dropdown(options=topologies, value=topologies[0], description="hardware"),
-                "overlap": widgets.Dropdown(options=overlaps, value=overlaps[0], description="overlap"),
-                "tokens": choice([512, 1024, 2048, 4096, 8192, 16384, 32768], 8192, "tokens"),
-                "width": choice([2048, 4096, 8192, 12288, 16384], 8192, "width"),
-            }
-        )
-
-    def draw(self, topology, overlap, tokens, width):
-        bars = {}
-        for ranks in self.SIZES:
-            work, waiting = self.times(topology, ranks, tokens, width, overlap)
-            bars[f"{ranks}"] = (work * 1e3, waiting * 1e3)
-        inside = sum(ranks <= self.domains[topology] for ranks in self.SIZES)
-        fig = draw_layer(bars, "one layer (ms)", inside)
-        settings = f"{topology}; {tokens:,} tokens, width {width:,}; overlap: {overlap}"
-        fig.axes[0].set_xlabel(f"tensor-parallel size; {settings}", fontsize=11)
-        return fig

@@ -1,6 +1,6 @@
 """Layers split over ranks: each rank has some of the layers. Activations go forward, and their gradients come back.
 
-Only one rank computes at any moment; chapter 05's standalone.py mends that with micro-batches.
+Only one rank computes at any moment; chapter 05's standalone.py changes that by micro-batches.
 
     python standalone_layers.py
     torchrun --standalone --nproc_per_node=2 standalone_layers.py

@@ -5,12 +5,14 @@ from fnmatch import fnmatch
 import torch.distributed.tensor.parallel as tp
 from torch.distributed.tensor import Replicate, distribute_module
 
-from course.model_parallel import by_hand_tensor
+from course.model_parallel.division import require_divisible
 
 PLAN = {
     "embedding.tokens": tp.RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
     "embedding.positions": tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-    "blocks.*.attention.[qkv]*": tp.ColwiseParallel(),  # query, key, value
+    "blocks.*.attention.query": tp.ColwiseParallel(),
+    "blocks.*.attention.key": tp.ColwiseParallel(),
+    "blocks.*.attention.value": tp.ColwiseParallel(),
     "blocks.*.attention.out": tp.RowwiseParallel(use_local_output=False),
     "blocks.*.mlp.up": tp.ColwiseParallel(),
     "blocks.*.mlp.down": tp.RowwiseParallel(use_local_output=False),
@@ -22,7 +24,7 @@ def apply_tensor_parallel(model, mesh) -> None:
     """Cut the weights of a GPT over the ranks of a mesh of one dimension, in place, starting from the weights of the
     first of them. Each weight is moved to the mesh's device by itself, when it is cut; on the other ranks it may have
     been on the meta device until then. Raises UserError for a GPT that cannot be cut into equal parts."""
-    by_hand_tensor.require_divisible(model, mesh.size())
+    require_divisible(model, mesh.size())
     tied = model.head.out.weight is model.embedding.tokens.weight
     for name, module in list(model.named_modules()):
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):

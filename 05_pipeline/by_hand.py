@@ -42,10 +42,10 @@ class PipelineByHand(Strategy):
         self.pipeline, self.replicas = axis(self.mesh, "pipeline"), axis(self.mesh, "data")
         self.scaler = self.make_scaler(self.pipeline.group)
         everyone = axis(self.mesh, "pipeline", "data").group
-        self.microbatches, self.schedule = self.options.microbatches, self.options.build(self.pipeline.size)
-        count = len(simulator.placement(self.schedule))
+        self.microbatches, self.actions = self.options.microbatches, self.options.build(self.pipeline.size)
+        count = len(simulator.placement(self.actions))
         names = split.stages_of(model, count, self.options.split_spec, everyone, self.device, self.autocast)
-        self.stages = split.own_stages(model, self.schedule, self.pipeline, names, self.device, everyone=everyone)
+        self.stages = split.own_stages(model, self.actions, self.pipeline, names, self.device, everyone=everyone)
         self.model = self.stages.model
         self.executor = self.make_executor(self.wrap_stages(self.stages.modules))
         self.optimizer = make_optimizer(self.model.parameters())
@@ -57,7 +57,7 @@ class PipelineByHand(Strategy):
     def make_executor(self, modules):
         recompute = self.options.recompute == "full"
         return self.executor_class(
-            self.schedule, modules, self.pipeline.group, recompute, self.autocast, self.stages.dtype
+            self.actions, modules, self.pipeline.group, recompute, self.autocast, self.stages.dtype
         )
 
     def step(self, micro_batches):

@@ -71,8 +71,11 @@ class Executor:
         self.loss, self.device = loss, tuple_of(inputs[0])[0].device
         self.taken = shape if isinstance(shape, dict) else dict.fromkeys(range(1, self.last + 1), [(shape, self.dtype)])
         # (for stage, direction, micro-batch) -> (work, what it brings)
-        self.inbox: dict[Place, tuple[Any, Any]] = {(0, "F", m): (None, x) for m, x in enumerate(inputs)}
-        self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
+        self.inbox: dict[Place, tuple[Any, Any]] = {}
+        if 0 in self.stages:  # on other ranks nothing would take the inputs out again
+            self.inbox |= {(0, "F", m): (None, x) for m, x in enumerate(inputs)}
+        if self.last in self.stages:
+            self.inbox |= {(self.last, "B", m): (None, None) for m in range(len(inputs))}
         self.outbox: dict[Place, torch.Tensor] = {}
         self.sends: dict[Place, tuple[Any, torch.Tensor]] = {}  # the work and what it sends
         self.kept: dict[tuple[int, int], Any] = {}  # (stage, micro-batch) -> what backward needs
@@ -87,6 +90,7 @@ class Executor:
         for work, _ in self.sends.values():
             work.wait()
         self.sends.clear()
+        del self.loss  # and with it the targets
         return self.total
 
     def exchange(self, actions: Iterable[Action]) -> None:
@@ -105,13 +109,14 @@ class Executor:
                 self.sends[peer, kind[-1], m] = All(works), tensors
             else:
                 buffers = [
-                    torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.told(stage, kind[-1])
+                    torch.empty(shape, dtype=dtype, device=self.device)
+                    for shape, dtype in self.incoming(stage, kind[-1])
                 ]
                 works = [dist.irecv(x, group=self.group, group_src=self.rank_of[peer]) for x in buffers]
                 self.inbox[stage, kind[-1], m] = All(works), buffers[0] if len(buffers) == 1 else tuple(buffers)
         self.release_gradients(len(self.rank_of))
 
-    def told(self, stage, direction):
+    def incoming(self, stage, direction):
         """(shape, dtype) of each tensor that a stage waits for: activations, or gradients of what it has handed on."""
         if direction == "F":
             return self.taken[stage]
@@ -223,7 +228,7 @@ class Executor:
         if stage in self.stages:
             self.inbox[stage, direction, m] = None, tensors
         elif 0 <= stage <= self.last:
-            expected = ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in self.told(stage, direction))
+            expected = ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in self.incoming(stage, direction))
             found = ", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in tuple_of(tensors))
             if found != expected:
                 raise UserError(

@@ -5,8 +5,8 @@ Replace each `raise NotImplementedError` by your answer, then run the last cell 
     python -m common.check 05_pipeline                             all exercises
     python -m common.check 05_pipeline one_forward_one_backward    one of them
 
-Every function is called on all ranks at once, with a process group already set up. Only `neighbours` and
-`pipeline_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
+Every function is called on all ranks at once, with a process group already set up. Only `neighbours`,
+`pipeline_step` and `repaired_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
 `dist.get_world_size()` tell who you are. All others calculate, the same on every rank: their `ranks` is an argument.
 
 * Return a new result and leave the arguments as they were. Where a tuple is asked for, a list will do.
@@ -91,6 +91,29 @@ def pipeline_step(
     backward: `microbatches` messages to each neighbour, and nothing else. In which order is yours to choose.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def repaired_step(
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    inputs: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    batch: int,
+    microbatches: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `faulty_step` in faulty.py should return: the gradients of this rank's weight and bias.
+
+    It is the pipeline of `pipeline_step`, with a bias: layer r makes `torch.tanh(x @ weight + bias)`. It was run on
+    three ranks and held against one process. With one micro-batch, everything was right. With several, the loss was
+    right at the first step, and so were the gradients of all biases, and of the weight of rank 0. The gradients of the
+    other ranks' weights were wrong, on the last rank too, by a factor that differs from element to element. Nothing
+    was raised, and the loss fell, though more slowly than it should.
+
+    Find the mistake before you write. Messages as in `pipeline_step`: one for each micro-batch and direction.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
     """
     raise NotImplementedError
 
@@ -188,14 +211,19 @@ def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages:
     raise NotImplementedError
 
 
-def quickest_microbatches(batch: int, ranks: int, overhead: int, example: int, limit: int) -> int:
-    """Return the number of micro-batches with which a step of 1F1B is quickest.
+def schedule_and_microbatches(
+    batch: int, ranks: int, overhead: int, example: tuple[int, int, int], message: int, limit: int
+) -> tuple[str, int]:
+    """Return the name of the schedule and the number of micro-batches with which a step is quickest.
 
-    It must divide `batch`. A micro-batch of n examples takes each stage `overhead + n * example` microseconds, forward
-    and backward together. No rank may store the activations of more than `limit` examples. It may be less than
-    `ranks`. You are asked only where a single number is best.
+    The names are those of `schedules.SCHEDULES`, each with as many stages on a rank as it usually has. The number must
+    divide `batch`. A forward pass of n examples takes a rank `overhead + n * example[0]` microseconds, through all of
+    its layers; the two parts of a backward pass take it `overhead + n * example[1]` (I) and `overhead + n * example[2]`
+    (W), and a message takes `n * message`. No rank may ever store the activations of more than `limit` examples,
+    through all of its layers: those of one of its two stages count half. Schedules that refuse the numbers are left
+    out. Where several choices are equally quick, any will do.
 
-    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
     """
     raise NotImplementedError
 

@@ -1,9 +1,10 @@
-"""The sliders of the schedule lab: a schedule, its numbers and times, and its picture, which follows them."""
+"""What one tries in the schedule lab: a schedule by name with its times, one of one's own, and sliders whose picture
+follows them."""
 
 import ipywidgets as widgets
 
 from common.errors import UserError
-from common.lab import plotting
+from common.lab import plotting, recordings
 from common.lab.sliders import Sliders
 from course.pipeline import schedules, simulator
 
@@ -15,6 +16,43 @@ def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_inp
     stages = len(simulator.placement(schedule)) // ranks
     times = [time / stages for time in (forward, backward_input, backward_weight)]
     return simulator.simulate(schedule, simulator.Times(*times, communication=message))
+
+
+def judge(text: str) -> None:
+    """Print how a schedule runs that is written as a line of actions for each rank, and what 1F1B does with as many
+    ranks and micro-batches (par); or, of one that cannot run, how far it comes and why it goes no further. Forward and
+    backward passes take one unit each."""
+    times = simulator.Times(2, 1, 1)
+    lists = [schedules.parse(line) for line in text.strip().splitlines()]
+    count = len({action.microbatch for actions in lists for action in actions})
+    par = simulator.simulate(schedules.build("1f1b", len(lists), count), times)
+    try:
+        mine = simulator.simulate(lists, times)
+    except simulator.IllegalSchedule as error:
+        if error.so_far is not None:
+            print(simulator.rows(error.so_far))
+        print(f"illegal: {error}")
+        return
+    print(simulator.rows(mine))
+    print(f"done after {mine.makespan // 2}, par {par.makespan // 2}; stored at most {mine.peaks}, par {par.peaks}")
+
+
+def dualpipe(join_us: float = 0) -> list[recordings.Event]:
+    """The kernels of DeepSeek's published profile of a DualPipe pair, as (stream, what, start, end) in seconds.
+
+    What: F, I, W as in our schedules; "all-to-all", a dispatch or a combine; "waits", the small kernels before it.
+    join_us: to draw them, kernels of one kind with gaps of at most so many microseconds become one
+    """
+    half = {"F": "F", "B": "I", "W": "W"}  # their B is the half for the input
+
+    def what(row):
+        if row["where"] == "cpu":
+            return None
+        if row["stream"] == 27:
+            return "all-to-all" if row["kind"] in ("ep_dispatch", "ep_combine") else "waits"
+        return half[row["phase"][-2]]
+
+    return recordings.events(recordings.read("trace_moe_dualpipe_deepseekv3_ep64_h800"), kind=what, join_us=join_us)
 
 
 def caption(name, timeline):

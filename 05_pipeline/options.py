@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+from common.constants import RECOMPUTE
 from common.errors import UserError
-from common.options import option
-from common.recompute import RECOMPUTE
+from common.options import StrategyOptions, option
 from course.pipeline import schedules, simulator, split
 
 
 @dataclass
-class PipelineOptions:
+class PipelineOptions(StrategyOptions):
     schedule: str = option("1f1b", "in which order the stages of a pipeline work", tuple(schedules.SCHEDULES))
     microbatches: int = option(4, "micro-batches of a pipeline, into which each batch is cut", at_least=1)
     stages_per_rank: int = option(0, "stages on each rank of a pipeline; 0: what the schedule needs", at_least=0)

@@ -10,8 +10,9 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Rectangle
 
-from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, PURPLE, SKY, png
+from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, PURPLE, SKY, VERMILION, png
 from course.pipeline import simulator
+from course.pipeline.schedules import Schedule, build, parse
 
 HEIGHT = 0.7  # of a row's boxes
 
@@ -43,7 +44,7 @@ def _step(timeline, now, ended, rank_of, unit):
     events = [event for own in timeline.ranks for event in own]
     fig = plt.figure(figsize=(9.5, 0.62 * ranks + 0.6), layout="none")  # a fixed layout: frames are many
     ax = fig.add_axes((0.07, 0.6 / (0.62 * ranks + 0.6), 0.92, 1 - 0.62 / (0.62 * ranks + 0.6)))
-    told, room = [], 0.62 * end  # to the right of the timeline, for words
+    captions, room = [], 0.62 * end  # to the right of the timeline, for words
     until = float(min(event.end for event in events if event.start <= now < event.end))
     for rank, own in enumerate(timeline.ranks):
         ax.add_patch(Rectangle((0, rank), until, HEIGHT, fc=IDLE, lw=0))  # what comes later stays white
@@ -64,7 +65,7 @@ def _step(timeline, now, ended, rank_of, unit):
         colour = ACTIONS[doing.kind][1] if doing else BLACK
         ax.text(end * 1.02, rank + 0.2, words, va="center", size=11, color=colour)
         stores = f"stores micro-batch {', '.join(map(str, stored))}" if stored else "stores nothing"
-        told.append(f"rank {rank}: {words}, {stores}")
+        captions.append(f"rank {rank}: {words}, {stores}")
         ax.text(end * 1.02, rank + 0.56, stores, va="center", size=11)
     ax.axvline(float(now), color=BLACK, lw=1.2, ls=":")
     ax.set(xlim=(0, end + room), ylim=(ranks - 0.2, -0.05))
@@ -75,7 +76,7 @@ def _step(timeline, now, ended, rank_of, unit):
     ax.spines[:].set_visible(False)
     begun = [f"rank {rank} begins {_name(event.action)}" for rank, own in enumerate(timeline.ranks) for event in own
              if event.start == now]  # fmt: skip
-    return Step(png(fig, dpi=100), f"{float(now):g}", "; ".join(told), f"Time {float(now):g}: {', '.join(begun)}.")
+    return Step(png(fig, dpi=100), f"{float(now):g}", "; ".join(captions), f"Time {float(now):g}: {', '.join(begun)}.")
 
 
 def _box(ax, rank, event, running, inches):
@@ -164,6 +165,38 @@ def times_by_size(sizes: Sequence[int], steps: dict[int, Sequence[float]]) -> pl
     return fig
 
 
+def bubbles_by_message(
+    delays: Sequence[float], bubbles: dict[str, Sequence[float]], marks: dict[str, float]
+) -> plt.Figure:
+    """The bubble of several schedules by the time of a message.
+
+    delays:  times of a message, in forward passes of a rank
+    bubbles: schedule -> its bubble for each of them, in percent
+    marks:   words -> where to draw a dashed line with them
+    """
+    fig, ax = plt.subplots(figsize=(8.5, 4.2))
+    top = max(max(line) for line in bubbles.values())
+    heights = _apart([line[-1] for line in bubbles.values()], 0.075 * top)
+    for (name, line), height, colour in zip(bubbles.items(), heights, PALETTE, strict=False):
+        ax.plot(delays, line, color=colour)
+        ax.text(1.02 * delays[-1], height, name, va="center", color=colour, size=12)
+    for words, delay in marks.items():
+        ax.axvline(delay, color="#666666", ls="--", lw=1.5)
+        ax.text(delay + 0.01, 1.19 * top, words, va="top", size=11, color="#666666")
+    ax.set(xlabel="time of a message (forward pass of a rank = 1)", xlim=(0, delays[-1]), ylim=(0, 1.2 * top))
+    ax.set_ylabel("bubble (% of the time)")
+    return fig
+
+
+def _apart(heights, least):
+    """The same heights, the lower ones pushed down and the upper ones up until labels have room."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    placed = list(heights)
+    for below, above in pairwise(order):
+        placed[above] = max(placed[above], placed[below] + least)
+    return placed
+
+
 def placements(ranks: int) -> plt.Figure:
     """Two stages on each rank, in a loop and in a V: which stage is where, and the way of a micro-batch forward."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 0.62 * ranks + 0.8))
@@ -225,6 +258,162 @@ def two_halves() -> plt.Figure:
         ax.text(10.1, y, words, va="center", size=12, color=colour)
     ax.set(xlim=(-2.1, 12.6), ylim=(-0.1, 3.6))
     ax.set_axis_off()
+    return fig
+
+
+def two_graphs() -> plt.Figure:
+    """Two processes, each with an autograd graph of its own: what crosses between them, and where each graph ends."""
+    forward, backward = ACTIONS["F"][1], ACTIONS["B"][1]
+    fig, ax = plt.subplots(figsize=(9.5, 3.9))
+    for left, right, words in ((-0.9, 5.15, "process of rank 0"), (6.65, 12.7, "process of rank 1")):
+        ax.add_patch(Rectangle((left, -0.75), right - left, 4.4, fc="#F2F2F2", ec="#999999"))
+        ax.text((left + right) / 2, 3.25, words, ha="center", va="center", size=13)
+
+    def box(x, y, text, colour, ink="white", width=1.5):
+        ax.add_patch(Rectangle((x - width / 2, y - 0.31), width, 0.62, fc=colour, lw=0))
+        ax.text(x, y, text, ha="center", va="center", size=11, color=ink)
+
+    def arrow(begin, tip, y, colour, words="", wide=2.0):
+        how = {"arrowstyle": "-|>", "lw": wide, "color": colour, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", (tip, y), (begin, y), arrowprops=how)
+        ax.text((begin + tip) / 2, y + 0.16, words, ha="center", va="bottom", size=11, color=colour)
+
+    for x, text in (
+        (0.1, "images"),
+        (2.1, "layers"),
+        (4.1, "output"),
+        (7.7, "received"),
+        (9.7, "layers"),
+        (11.7, "loss"),
+    ):
+        box(x, 2.2, text, forward if text != "layers" else "#777777")
+    for x, text in (
+        (2.1, "their .grad"),
+        (4.1, "gradient"),
+        (7.7, ".grad"),
+        (9.7, "their .grad"),
+        (11.7, "backward()"),
+    ):
+        box(x, 0.3, text, backward if text != "their .grad" else "#777777")
+    for begin, tip in ((0.85, 1.35), (2.85, 3.35), (8.45, 8.95), (10.45, 10.95)):
+        arrow(begin, tip, 2.2, forward)
+    for begin, tip in ((3.35, 2.85), (8.95, 8.45), (10.95, 10.45)):
+        arrow(begin, tip, 0.3, backward)
+    arrow(4.85, 6.95, 2.2, forward, "numbers", 3.5)
+    arrow(6.95, 4.85, 0.3, backward, "numbers", 3.5)
+    for x, y, words in (
+        (4.0, 1.72, "detach():\nthe graph ends"), (8.05, 1.72, "requires_grad_():\na graph begins"),
+        (3.4, -0.17, "output.backward(gradient)"), (7.7, -0.17, "received.grad"),
+    ):  # fmt: skip
+        ax.text(x, y, words, ha="center", va="top", size=10.5)
+    ax.set(xlim=(-1.0, 12.8), ylim=(-0.85, 3.75))
+    ax.set_axis_off()
+    return fig
+
+
+def deadlock_and_remedy() -> list[tuple[bytes, str]]:
+    """1F1B on two ranks with two micro-batches, step by step, as PNGs, each with what happens in words.
+
+    First with sends and receives that block, each where an action needs it, until both ranks wait; then with messages
+    in a common order, which are started without waiting.
+    """
+    blocking = [
+        parse("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"),
+        parse("1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"),
+    ]
+    ordered = simulator.with_messages(build("1f1b", 2, 2))
+    frames = []
+    for schedule, blocks in ((blocking, True), (ordered, False)):
+        for moment in moments(schedule, blocks):
+            words = f"rank 0: {moment.words[0]}; rank 1: {moment.words[1]}"
+            how = "messages that block" if blocks else "messages in a common order, not waited for"
+            frames.append((png(meeting(schedule, moment), dpi=100), f"With {how}: {words}"))
+    return frames
+
+
+class Moment(NamedTuple):
+    """How far each rank has come in its list, and what it does there in words."""
+
+    done: list[int]
+    words: list[str]
+    stuck: bool
+
+
+def moments(schedule: Schedule, blocking: bool) -> list[Moment]:
+    """Two ranks go through lists that contain their messages, one action each at a time.
+
+    blocking: a send or a receive returns when the other rank has come to its counterpart, as `dist.send` and
+    `dist.recv` do with large messages; else both return at once, and an action waits for the message that it uses
+    """
+    done, found = [0] * len(schedule), []
+    while True:
+        now = [actions[at] if at < len(actions) else None for actions, at in zip(schedule, done, strict=True)]
+        started = {action for actions, at in zip(schedule, done, strict=True) for action in actions[:at]}
+        ready = [_ready(action, now, started, blocking) for action in now]
+        words = [_doing(action, able) for action, able in zip(now, ready, strict=True)]
+        found.append(Moment(list(done), words, not any(ready) and any(action is not None for action in now)))
+        if not any(ready):
+            return found
+        done = [at + able for at, able in zip(done, ready, strict=True)]
+
+
+def _ready(action, now, started, blocking) -> bool:
+    if action is None:
+        return False
+    if action.kind in simulator.MESSAGES:
+        return not blocking or simulator.counterpart(action) in now
+    receive = action._replace(kind=f"RECV_{action.kind}")  # the last stage has none for its backward pass
+    return receive not in started or simulator.counterpart(receive) in started
+
+
+def _doing(action, able) -> str:
+    if action is None:
+        return "done"
+    what = _label(action).replace("\n", " ")
+    return what if able else f"waits in {what}"
+
+
+def _label(action) -> str:
+    kind = action.kind
+    return f"{kind}{action.microbatch}" if len(kind) == 1 else f"{kind[:4].lower()}\n{kind[-1]}{action.microbatch}"
+
+
+def meeting(schedule: Schedule, moment: Moment) -> plt.Figure:
+    """The lists of two ranks at one moment: what is done is filled, what a rank does now is framed, and arrows are
+    messages: solid where both ranks have come to them, dashed where the receiver has not."""
+    fig, ax = plt.subplots(figsize=(9.5, 2.9))
+    place = {action: (at, rank) for rank, actions in enumerate(schedule) for at, action in enumerate(actions)}
+    for action, (at, rank) in place.items():
+        done, now = at < moment.done[rank], at == moment.done[rank]
+        colour = ACTIONS[action.kind[-1]][1]
+        message = action.kind in simulator.MESSAGES
+        face = (SKY if action.kind[-1] == "F" else ORANGE) if message else colour
+        edge = (VERMILION if moment.stuck else BLACK) if now else "#999999"
+        box = Rectangle((at + 0.04, 2 * rank), 0.92, 0.8, fc=face if done or now else "white", zorder=3 if now else 2)
+        box.set(edgecolor=edge, linewidth=3 if now else 0.8)
+        ax.add_patch(box)
+        ink = "white" if (done or now) and not message else BLACK
+        ax.text(at + 0.5, 2 * rank + 0.42, _label(action), ha="center", va="center", size=11, color=ink, zorder=4)
+        if not action.kind.startswith("SEND") or at > moment.done[rank]:
+            continue
+        to_at, to_rank = place[simulator.counterpart(action)]
+        arrived = to_at < moment.done[to_rank] and done
+        if now and not moment.stuck:
+            continue
+        begin, tip = (
+            (at + 0.5, 2 * rank + 0.8 * (to_rank > rank)),
+            (to_at + 0.5, 2 * to_rank + 0.8 * (to_rank < rank)),
+        )
+        how = {"arrowstyle": "-|>", "lw": 2.2, "color": BLACK if arrived else VERMILION, "ls": "-" if arrived else "--"}
+        ax.annotate("", tip, begin, arrowprops={**how, "shrinkA": 0, "shrinkB": 0}, zorder=5)
+    longest = max(map(len, schedule))
+    for rank, words in enumerate(moment.words):
+        colour = VERMILION if moment.stuck and words != "done" else BLACK
+        ax.text(longest + 0.2, 2 * rank + 0.42, words, va="center", size=12, color=colour)
+    ax.set(xlim=(-0.1, longest + 2.7), ylim=(3.0, -0.2), xticks=[])
+    ax.set_yticks([0.4, 2.4], ["rank 0", "rank 1"])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
     return fig
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.collectives import global_norm
 from common.errors import UserError
 from common.mesh import axis
-from course.pipeline import split
+from common.state import local_of
 from course.pipeline.distributed_training import PipelineParallel
 
 IN_A_V = "zbv", "dualpipev"  # schedules that put the first and the last stage on one rank
@@ -108,11 +108,11 @@ class PipelineFSDP(PipelineParallel):
         dist.all_reduce(loss, group=self.replicas.group)
         self.scaler.unscale_(self.optimizer)
         # Every rank has another shard of its stages: squares are summed along both axes.
-        shards = [split.local(gradient) for gradient in self.stages.gradients_for_norm()]
+        shards = [local_of(gradient) for gradient in self.stages.gradients_for_norm()]
         grad_norm = global_norm([(shards, [self.replicas.group, self.pipeline.group])], self.device)
         scale = (self.max_norm / (grad_norm + 1e-6)).clamp(max=1)
         for gradient in self.stages.gradients():
-            split.local(gradient).mul_(scale)
+            local_of(gradient).mul_(scale)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return self.from_last_stage(loss) / self.replicas.size, grad_norm

@@ -175,7 +175,7 @@ def _check_messages(schedule: Schedule, rank_of: list[int]):
     there = {action for own in batches for batch in own for action in batch}
     for rank, actions in enumerate(schedule):
         for action in (action for action in actions if action.kind in MESSAGES):
-            other = _counterpart(action)
+            other = counterpart(action)
             if not 0 <= other.stage < len(rank_of) or rank_of[other.stage] == rank:
                 raise IllegalSchedule(
                     f"no message: {action} on rank {rank}, but no other rank has a stage {other.stage}"
@@ -193,7 +193,7 @@ def _check_messages(schedule: Schedule, rank_of: list[int]):
                 )
     while True:
         started = {action for own in batches if own for action in own[0]}
-        passed = {action for action in started if _counterpart(action) in started}
+        passed = {action for action in started if counterpart(action) in started}
         if not passed:
             break
         for own in batches:
@@ -201,14 +201,12 @@ def _check_messages(schedule: Schedule, rank_of: list[int]):
                 own[0] -= passed
                 if not own[0]:
                     own.popleft()
-    waiting = {
-        rank: min(a for a in own[0] if _counterpart(a) not in started) for rank, own in enumerate(batches) if own
-    }
+    waiting = {rank: min(a for a in own[0] if counterpart(a) not in started) for rank, own in enumerate(batches) if own}
     if waiting:
-        raise IllegalSchedule(_circle({rank: _counterpart(at) for rank, at in waiting.items()}, waiting, rank_of))
+        raise IllegalSchedule(_circle({rank: counterpart(at) for rank, at in waiting.items()}, waiting, rank_of))
 
 
-def _counterpart(action: Action) -> Action:
+def counterpart(action: Action) -> Action:
     """The receive of a send, the send of a receive."""
     stage, kind, microbatch = action
     peer = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)

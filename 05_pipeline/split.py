@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.collectives import broadcast_module
+from common.collectives import broadcast_module, leave_meta
 from common.did_you_mean import did_you_mean
 from common.errors import UserError
 from common.mesh import same_timeout
 from common.model import cross_entropy
+from common.state import local_of
 from course.model_parallel.by_hand_layers import TIED, count, cut, layers_of
 from course.pipeline import simulator
 
@@ -60,7 +61,7 @@ class OwnStages:
         """
         if self.tied is not None and self.tied.requires_grad:
             assert self.tied.grad is not None  # the backward pass is over
-            dist.all_reduce(local(self.tied.grad), group=self.embedding_group)
+            dist.all_reduce(local_of(self.tied.grad), group=self.embedding_group)
 
     @torch.no_grad()
     def evaluate(self, modules, pipeline, inputs, loss, context=contextlib.nullcontext) -> torch.Tensor:
@@ -113,8 +114,8 @@ def own_stages(
               over all of their ranks, before tensor parallelism cuts layers
     device:   by default the CPU
     context:  in which stages will compute, for measuring them
-    everyone: a process group, from whose rank 0 all weights are taken, layer by layer; so a rank that was given a model
-              without memory never has more of it than its stages and one layer
+    everyone: a process group, from whose rank 0 all weights are taken, one after the other; so a rank that was given a
+              model without memory never has more of it than its stages and one weight
 
     Collective where embedding and output layer share a weight and where time is measured. Raises UserError.
     """
@@ -140,41 +141,16 @@ def own_stages(
         embedding_group = made if first or last else None
         same_timeout(made)
     here = {number: stage for number, stage in enumerate(names) if rank_of[number] == pipeline.rank}
-    own, words = {name for stage in here.values() for name in stage}, None
-    for name in list(layers):
-        if everyone is not None:
-            move(layers[name], torch.device("cpu"))
-            if tied and name == "embedding":
-                words = layers[name].get_parameter("tokens.weight")
-            elif tied and name == "head":
-                layers[name].get_submodule("out").register_parameter("weight", words)
-            broadcast_module(layers[name], everyone)  # ranks may have been seeded differently
-        if name not in own:
-            model.set_submodule(name, nn.Identity())
-            del layers[name]
-    move(model, device)
+    own = [name for stage in here.values() for name in stage]
+    if everyone is not None:
+        leave_meta(model, torch.device("cpu"))
+        kept = {parameter for name in own for parameter in layers[name].parameters()}
+        broadcast_module(model, everyone, own=kept)
+    for name in set(layers) - set(own):
+        model.set_submodule(name, nn.Identity())
+    model.to(device)
     modules = {number: nn.Sequential(*(layers[name] for name in stage)) for number, stage in here.items()}
     return OwnStages(model, modules, names, rank_of, first, last, width, dtype, embedding_group)
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """To the device; from the meta device without values. What was one weight at two places stays one."""
-    if not any(parameter.is_meta for parameter in module.parameters()):
-        module.to(device)
-        return
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    module.to_empty(device=device)  # makes a weight of its own at each place
-    for first, *others in names.values():
-        for other in others:
-            owner, _, attribute = other.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, and any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def stages_of(
@@ -252,8 +228,7 @@ def measured(model, device, context=contextlib.nullcontext, rounds: int = 3) -> 
     tokens = torch.zeros(4, model.embedding.positions.num_embeddings, dtype=torch.long, device=device)
     seconds, x = [], tokens
     for name, layer in layers_of(model).items():
-        layer = copy.deepcopy(layer)
-        move(layer, device)
+        layer = copy.deepcopy(layer).to(device)
         best = float("inf")
         for _ in range(rounds):
             if x is not tokens:

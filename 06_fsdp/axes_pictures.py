@@ -1,4 +1,6 @@
-"""Pictures of meshes: where the members of a group are among all GPUs, and a step over three axes, phase by phase."""
+"""Meshes: which GPUs are in a group, what of a matrix is on which rank, and a step over three axes, phase by phase."""
+
+import itertools
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -6,34 +8,74 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
 
-AXIS_COLOURS = {"tensor": BLUE, "context": VERMILION, "pipeline": ORANGE, "data": GREEN, "expert": PURPLE}
+AXIS_COLOURS = {"tensor": BLUE, "context": VERMILION, "pipeline": ORANGE, "data": GREEN, "shard": GREEN}
 
 
-def spread(runs: dict[str, dict[str, list[int]]], node: int = 8) -> Figure:
-    """For each run and axis, which GPUs are in one group with GPU 0.
+def groups_of_first(mesh: dict[str, int]) -> dict[str, list[int]]:
+    """For each axis of a mesh (axis -> size, innermost first) the GPUs that are in one group with GPU 0."""
+    found, stride = {}, 1
+    for axis, size in mesh.items():
+        found[axis] = [stride * number for number in range(size)]
+        stride *= size
+    return found
 
-    runs: name -> axis -> numbers of the GPUs, 0 first
-    node: GPUs of a node; what lies inside one is shaded
-    """
-    rows = sum(len(axes) for axes in runs.values())
-    fig, every = plt.subplots(
-        len(runs), 1, figsize=(10, 0.55 * rows + 0.75 * len(runs)), sharex=True, squeeze=False,
-        height_ratios=[len(axes) for axes in runs.values()],
-    )  # fmt: skip
-    for ax, (name, axes) in zip(every[:, 0], runs.items(), strict=True):
-        ax.axvspan(0.7, node + 0.5, color="#e8e8e8", lw=0)
-        for row, (axis, members) in enumerate(axes.items()):
-            ax.plot([1 + member for member in members], [row] * len(members), "o", ms=6, color=AXIS_COLOURS[axis])
-        ax.set_title(name, loc="left", fontsize=13)
-        ax.set_yticks(range(len(axes)), [f"{axis} {len(members)}" for axis, members in axes.items()])
-        ax.set_ylim(len(axes) - 0.5, -0.5)
-        ax.set_xscale("log", base=2)
-        ax.tick_params(axis="y", length=0)
-    last = every[-1, 0]
-    ticks = [1, 8, 64, 512, 4096, 16384]
-    last.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    last.set_xlim(0.85, 20_000)
-    last.set_xlabel("number of the GPU, counted from 1 (grey: the node of the first one)")
+
+RANK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
+
+
+def owners(shape: tuple[int, int], held: list[list[list[float]]]) -> list[list[list[int]]]:
+    """Of a matrix whose elements are 0, 1, 2, ..., the ranks that hold each element. held: each rank's part of it."""
+    found: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
+    for rank, rows in enumerate(held):
+        for value in (int(value) for row in rows for value in row):
+            found[value // shape[1]][value % shape[1]].append(rank)
+    return found
+
+
+def matrices(panels: dict[str, list[list[list[int]]]]) -> Figure:
+    """For each title a matrix whose elements have the colours of the ranks that hold them, from `owners`; their numbers
+    stand in the middle of what they have."""
+    shapes = [(len(grid), len(grid[0])) for grid in panels.values()]
+    fig, axes = plt.subplots(1, len(panels), figsize=(10.5, 4.1), width_ratios=[columns for _, columns in shapes])
+    for ax, (title, grid), (rows, columns) in zip(axes, panels.items(), shapes, strict=True):
+        places: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        for row, column in itertools.product(range(rows), range(columns)):
+            here = grid[row][column]
+            for stripe, rank in enumerate(here):
+                left, width = column + stripe / len(here), 1 / len(here)
+                ax.add_patch(Rectangle((left, row), width, 1, color=RANK_COLOURS[rank], lw=0))
+            ax.add_patch(Rectangle((column, row), 1, 1, fill=False, ec="white", lw=1))
+            places.setdefault(tuple(here), []).append((column + 0.5, row + 0.5))
+        for ranks, spots in places.items():
+            x, y = (sum(values) / len(spots) for values in zip(*spots, strict=True))
+            ground = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.85}
+            label = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            ax.text(x, y, label, ha="center", va="center", size=9, bbox=ground)
+        ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[], aspect="equal")
+        ax.set_title(title, fontsize=11)
+        ax.spines[:].set_visible(False)
+    return fig
+
+
+def nodes(groups: dict[str, list[int]], gpus: int = 256, node: int = 8) -> Figure:
+    """All GPUs, a column for each node, with the members of some groups in the colour of their axis."""
+    fig, ax = plt.subplots(figsize=(10, 2.9))
+    for gpu in range(gpus):
+        axes = [axis for axis, members in groups.items() if gpu in members]
+        for stripe, axis in enumerate(axes or [""]):
+            height = 0.84 / max(1, len(axes))
+            corner = (gpu // node + 0.08, gpu % node + 0.08 + stripe * height)
+            colour = AXIS_COLOURS.get(axis, "#e6e6e6")
+            ax.add_patch(Rectangle(corner, 0.84, height, color=colour, lw=0))
+    ax.set(xlim=(0, gpus // node), ylim=(node, 0), ylabel="GPU in its node", xlabel="node")
+    ax.set_xticks(
+        [number + 0.5 for number in range(0, gpus // node, 4)], [str(number) for number in range(0, gpus // node, 4)]
+    )
+    ax.set_yticks([0.5, node - 0.5], ["0", str(node - 1)])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    handles = [Rectangle((0, 0), 1, 1, color=AXIS_COLOURS[axis]) for axis in groups]
+    fig.legend(handles, [f"group along {axis}" for axis in groups], loc="outside upper center", ncols=len(groups))
     return fig
 
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.constants import GIB
 from common.errors import UserError
 from common.mesh import make_mesh
 from common.ranks import environment
@@ -61,10 +62,10 @@ def predict(config, ranks: int, examples: int) -> dict[str, int]:
 
 def main(config) -> None:
     """The script's main, or the answer to --find-batch-size."""
-    if getattr(config.options, "find_batch_size", False):
-        find(config)
-    else:
+    if config.options.trains:
         distributed_training.main(config)
+    else:
+        find(config)
 
 
 def find(config) -> None:
@@ -74,7 +75,7 @@ def find(config) -> None:
         return
 
     def gib(examples: int) -> float:
-        return predict(config, ranks, examples)["Total"] / 2**30
+        return predict(config, ranks, examples)["Total"] / GIB
 
     fits, taken, budget = 0, 0.0, config.options.memory_budget
     too_many, too_much = 1, gib(1)

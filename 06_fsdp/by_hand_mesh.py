@@ -20,19 +20,20 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_together, global_norm, leave_meta, take_from_rank_0, weights_of_rank_0
+from common.collectives import all_reduce_together, broadcast_module, global_norm, leave_meta
 from common.errors import UserError
 from common.mesh import AXES, axis
-from common.model import VOCABULARY
 from common.recompute import recompute_blocks
 from common.state import chunk, whole
 from common.strategy import DTYPES, Strategy, require_gradients
-from course.fsdp.by_hand_zero1 import parts_of
+from course.fsdp.by_hand_zero1 import broadcast_buffers, parts_of
 from course.fsdp.by_hand_zero23 import ShardedReducer, UnitHooks, units_of
 from course.model_parallel.by_hand_ring_attention import apply_context_parallel, local_tokens, require_chunks
-from course.model_parallel.by_hand_tensor import apply_tensor_parallel, cross_entropy, cut_weight, require_multiples
+from course.model_parallel.by_hand_tensor import cross_entropy, cut_weight, parallelize_layers
+from course.model_parallel.division import require_divisible, require_tensor
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.executor import Executor
@@ -56,8 +57,7 @@ class MeshByHand(Strategy):
                 "--mesh: by hand, 'shard' and 'pipeline' do not go together, since a stage's units would be gathered "
                 "for every micro-batch; use 'data' in the place of 'shard', or leave --by-hand out"
             )
-        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
-        require_multiples(axes.get("tensor", 1), numbers)
+        require_tensor(config, axes.get("tensor", 1))
         if "context" in axes:
             require_chunks(config.context, axes["context"])
         if "pipeline" in axes:
@@ -74,13 +74,12 @@ class MeshByHand(Strategy):
         stages = self.plan_stages(model) if self.pipeline.size > 1 else None
         # From the inside out, all before anything is moved: what is within a layer, then which layers are here.
         names = {parameter: name for name, parameter in model.named_parameters()}
-        weights = weights_of_rank_0(model, self.everyone, self.own_weights(model, *stages) if stages else None)
-        if self.shard.size > 1:
-            weights = iter(())  # they come unit by unit
+        own = self.own_weights(model, *stages) if stages else names
+        require_divisible(model, self.tensor.size)
+        if self.shard.size == 1:  # else they come unit by unit
+            broadcast_module(model, self.everyone, own=own, cut=self.cut_part)
         if self.tensor.size > 1:
-            self.cut = apply_tensor_parallel(model, self.tensor, weights=weights)
-        for _ in weights:  # where nothing was cut
-            pass
+            parallelize_layers(model, self.tensor)
         if self.context.size > 1:
             apply_context_parallel(model, self.context)
         self.stages = self.hooks = None
@@ -92,8 +91,9 @@ class MeshByHand(Strategy):
         optimized = list(self.model.parameters())
         if self.shard.size > 1:
             # Each unit is taken and cut before it goes to the device. Then there is nobody left to take it from.
-            start, take = axis(self.mesh).group, partial(self.take_part, names)
+            start, take = axis(self.mesh).group, partial(self.take_unit, names)
             self.hooks = UnitHooks(units_of(self.model, self.shard, DTYPES[self.precision], self.device, start, take))
+            broadcast_buffers(self.model, self.everyone)
             self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
             self.reducer = ShardedReducer(self.model, self.flats, data_size=1)
             optimized = [flat.shard for flat in self.flats if flat.trained]
@@ -108,11 +108,15 @@ class MeshByHand(Strategy):
         names = split.stages_of(model, count, self.options.split_spec, self.everyone, self.device, self.autocast)
         return schedule, names
 
-    def take_part(self, names, parameter):
-        """Rank 0's values of a parameter, of which this rank keeps its part along "tensor"."""
-        take_from_rank_0(parameter, self.everyone)
+    def take_unit(self, names, parameters):
+        """Rank 0's values of the parameters of a unit, of each of which this rank keeps its part along "tensor"."""
+        unit = nn.ParameterList(parameters)
+        broadcast_module(unit, self.everyone, cut=lambda _, parameter: self.cut_part(names[parameter], parameter))
+
+    def cut_part(self, name, parameter):
+        """Keep this rank's part along "tensor"."""
         if self.tensor.size > 1:
-            self.cut |= cut_weight(names[parameter], parameter, self.tensor)
+            self.cut |= cut_weight(name, parameter, self.tensor)
 
     def own_weights(self, model, schedule, names):
         """The parameters of this rank's stages."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import global_norm, leave_meta
+from common.collectives import broadcast_together, global_norm, leave_meta
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
@@ -40,7 +40,7 @@ class FlatParameter:
         vector = torch.zeros(self.length + -self.length % axis.size, device=device)
         for parameter, view in zip(parameters, self.views(vector), strict=True):
             view.copy_(parameter.detach())
-        dist.broadcast(vector, group=start, group_src=0)  # ranks may have been seeded differently
+        broadcast_together([vector], start)  # ranks may have been seeded differently
         self.vector = vector.to(dtype)
         self.point_parameters_at(self.vector)
         self.part, own = self.own(self.vector), self.own(vector)
@@ -98,8 +98,7 @@ def flats_of(parameters, *args):
 
 def broadcast_buffers(model, group):
     """The buffers of the group's rank 0 on every rank."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, group=group, group_src=0)
+    broadcast_together(list(model.buffers()), group)
 
 
 def gather_updated(flats):

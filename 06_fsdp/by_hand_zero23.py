@@ -166,7 +166,7 @@ def units_of(model, axis, dtype=torch.float32, device="cpu", start=None, take=No
     Modules that share a weight share a unit: it has one gradient, complete when both have run, and one owner of each
     element. The parameters may be parts already, cut by tensor parallelism. Raises UserError for parameters that are in
     no child. `axis` and what follows is FlatParameter's; by default the axis' first rank has the values to start with.
-    `take` is called with each parameter of a unit before the unit is made.
+    `take` is called with the parameters of each unit before the unit is made.
     """
     parts = [
         part
@@ -186,8 +186,8 @@ def units_of(model, axis, dtype=torch.float32, device="cpu", start=None, take=No
         raise UserError("every parameter must be in one child of the model, or in children that share a unit")
     units = []
     for group in groups:
-        for parameter in group if take else ():
-            take(parameter)
+        if take:
+            take(list(group))
         units.append(Unit(list(group), axis, dtype, device, start or axis.group))
     return [(part, units[place]) for part, place in zip(parts, places, strict=True)]
 

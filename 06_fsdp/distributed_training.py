@@ -46,7 +46,7 @@ class FSDP(fsdp_setup.Sharded):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return fsdp_setup.average(loss, self.readers), grad_norm.full_tensor()
+        return fsdp_setup.average(loss, self.readers.group), grad_norm.full_tensor()
 
 
 def main(config):

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_module
 
-from common.collectives import change_tensors
+from common.collectives import broadcast_module
+from common.constants import GIB
 from common.errors import UserError
 from common.mesh import axis
 from common.model import Attention
@@ -20,7 +21,7 @@ from common.ranks import environment
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
 from course.fsdp import memory
-from course.fsdp.options import Budget
+from course.fsdp.options import Budget, Offload
 from course.model_parallel.torch_tensor import PLAN
 
 
@@ -53,21 +54,17 @@ class Sharded(Strategy):
         super().require(config, axes)
         require_memory_options(config, axes)
 
-    @classmethod
-    def trains(cls, config):
-        return super().trains(config) and not getattr(config.options, "find_batch_size", False)
-
     def __init__(self, setup):
         super().__init__(setup)
-        self.readers = axis(self.mesh, *self.data_axes).group  # ranks that read different slices
+        self.readers = axis(self.mesh, *self.data_axes)  # of ranks that read different slices
         both = "data" in self.mesh.mesh_dim_names  # replicated over the first axis, sharded over the second
-        self.offloads = getattr(self.options, "offload", False)
+        self.offloads = isinstance(self.options, Offload) and self.options.offload
         mesh = self.mesh["data", "shard"] if both else self.mesh["shard"]
         self.how = {"mesh": mesh, **policies(self.precision, self.offloads)}
 
     def prepare(self, unit: nn.Module) -> None:
         """Give a unit what fully_shard will shard: rank 0's weights, on every rank. Collective."""
-        materialise(unit, self.device, self.readers)
+        broadcast_module(unit, self.readers.group, self.device)
 
     def evaluate(self, inputs, targets):
         loss = super().evaluate(inputs, targets)
@@ -121,25 +118,6 @@ def units_of(model: nn.Module) -> dict[nn.Module, bool]:
     return {**{part: part is not parts[-1] for part in alone}, model: False}
 
 
-def materialise(unit: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
-    """The weights and buffers of the group's rank 0 on every rank, wherever in the unit nothing is sharded yet. Those
-    on the meta device get their memory here, so that a rank other than 0 never holds more than a unit that is not
-    sharded. Collective."""
-
-    def change(tensor):
-        if isinstance(tensor, DTensor):
-            return tensor
-        if tensor.is_meta:
-            there = torch.empty_like(tensor, device=device)
-            there = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
-        else:
-            tensor.data, there = tensor.data.to(device), tensor
-        dist.broadcast(there.detach(), group=group, group_src=0)
-        return there
-
-    change_tensors(unit, change)
-
-
 def cut_unit(model: nn.Module, unit: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the weights of a unit of a GPT over the ranks of a mesh of one dimension, as apply_tensor_parallel (chapter
     04) cuts those of a whole model: so that each unit can be sharded before the next one is moved to the device. What
@@ -170,9 +148,9 @@ def require_memory_options(config, axes: dict[str, int]) -> None:
     """Raise UserError for --offload, --find-batch-size and --memory-budget that exclude each other, or that this
     machine cannot have. `axes`: the sizes of the mesh."""
     options = config.options
-    if getattr(options, "offload", False):
+    if isinstance(options, Offload) and options.offload:
         require_host_memory(config, axes)
-    if not hasattr(options, "find_batch_size"):
+    if not isinstance(options, Budget):
         return
     if options.find_batch_size:
         if options.offload:
@@ -194,6 +172,6 @@ def require_host_memory(config, axes: dict[str, int]) -> None:
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"--offload: the shards of {local_size} rank(s), with gradients and optimizer, take {needed / 2**30:.1f} "
-            f"GiB of this node's memory, and {free / 2**30:.1f} are free; start more nodes, or make the model smaller"
+            f"--offload: the shards of {local_size} rank(s), with gradients and optimizer, take {needed / GIB:.1f} "
+            f"GiB of this node's memory, and {free / GIB:.1f} are free; start more nodes, or make the model smaller"
         )

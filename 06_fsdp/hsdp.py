@@ -4,6 +4,7 @@ import torch
 import torch.distributed.tensor.parallel as tp
 from torch.nn.utils import clip_grad_norm_
 
+from common.collectives import broadcast_module
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions
@@ -11,7 +12,7 @@ from common.strategy import require_gradients
 from course.fsdp import fsdp_setup
 from course.fsdp.distributed_training import FSDP
 from course.fsdp.options import Offload
-from course.model_parallel.by_hand_tensor import CutsWeights
+from course.model_parallel.division import require_tensor
 
 
 class HSDP(FSDP):
@@ -27,18 +28,19 @@ class TensorFSDP(FSDP):
     ranks along "shard" each of these parts is sharded."""
 
     preset = {"shard": 2, "tensor": -1}
+    tasks = ("text",)
     Options = RecomputeOptions
 
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        CutsWeights.require(config, axes)
+        require_tensor(config, axes["tensor"])
 
     def prepare(self, unit):
         """Rank 0's weights, of which a rank keeps a part."""
         # With the axis over all ranks that this makes, PyTorch sums the gradient's norm in one message instead of one
         # for each dimension, and a warning.
-        fsdp_setup.materialise(unit, torch.device("cpu"), axis(self.mesh, "shard", "tensor").group)
+        broadcast_module(unit, axis(self.mesh, "shard", "tensor").group, torch.device("cpu"))
         fsdp_setup.cut_unit(self.model, unit, self.mesh["tensor"])
 
     def step(self, micro_batches):
@@ -64,4 +66,4 @@ class SyncOnce(FSDP):
         grad_norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return fsdp_setup.average(loss, self.readers), grad_norm.full_tensor()
+        return fsdp_setup.average(loss, self.readers.group), grad_norm.full_tensor()

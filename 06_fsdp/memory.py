@@ -142,3 +142,41 @@ class MemoryTimeline(TorchDispatchMode):
     def peak(self) -> int:
         """The largest sum of all kinds, in bytes."""
         return max(sum(line.values()) for line in self.bytes)
+
+
+def over_a_step(strategy, micro_batches) -> tuple[list[dict[str, int]], int, int]:
+    """What `MemoryTimeline.bytes` gives of one step, and the numbers of the operators at which its first backward pass
+    and its optimizer's step begin."""
+    begins: dict[str, int] = {}
+    with MemoryTimeline(strategy) as timeline:
+
+        def note(what):
+            begins.setdefault(what, len(timeline.sizes))
+
+        hooks = [
+            strategy.model.register_forward_hook(lambda *_: note("backward")),
+            strategy.optimizer.register_step_pre_hook(lambda *_: note("step")),
+        ]
+        strategy.step(micro_batches)
+    for hook in hooks:
+        hook.remove()
+    return timeline.bytes, begins["backward"], begins["step"]
+
+
+class Peak(TorchDispatchMode):
+    """`with Peak() as peak: ...`: `peak.bytes` is the most that tensors made in the block took at any moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            place = storage(leaf) if isinstance(leaf, torch.Tensor) else None
+            if place is not None and place._cdata not in given and place._cdata not in self.alive:
+                self.alive[place._cdata] = place.nbytes()
+                weakref.finalize(place, self.alive.pop, place._cdata, None)
+        self.bytes = max(self.bytes, sum(self.alive.values()))
+        return result

@@ -4,6 +4,7 @@ What happens in which order comes from a real step. When it happens on GPUs is s
 that `draw_streams` draws.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import ipywidgets as widgets
@@ -34,8 +35,11 @@ def simulate(forward: list[float], gather: list[float], reduce: list[float], ahe
     * A unit computes when it has been gathered, and the one before it has computed. Its backward pass takes twice as
       long as its forward pass.
     * Messages are sent one at a time, in the order in which they were asked for.
-    * `ahead` units may be gathered in advance: when a unit is done and freed, the next gather is asked for. With 0,
-      nothing is gathered before the unit that needs it is the next to compute.
+    * With ahead=0, nothing is gathered before the unit that needs it is the next to compute.
+    * With ahead=1, as `fully_shard` does where Python is early enough: in the forward pass, the gather of unit k+1
+      waits until unit k-1 has been copied out of its message, and so begins to compute
+      (FSDPParamGroup.wait_for_unshard in torch 2.13); in the backward pass, unit k asks for unit k-1 when it has been
+      copied out itself (pre_backward). With more, each unit asks for so many after it.
     * The last unit stays gathered for the backward pass. A unit's gradients are sent when its backward pass is over.
     """
     count = len(forward)
@@ -49,7 +53,7 @@ def simulate(forward: list[float], gather: list[float], reduce: list[float], ahe
         spans.append(StreamSpan(kind, unit, start, network))
 
     def ask(number, now):
-        if number < len(order):
+        if number < len(order) and number not in gathered:
             if number != count:  # the first of the backward pass has never been freed
                 send("gather", order[number][0], now)
             gathered[number] = network if number != count else 0.0
@@ -57,12 +61,16 @@ def simulate(forward: list[float], gather: list[float], reduce: list[float], ahe
     for number in range(ahead + 1):
         ask(number, 0.0)
     for number, (unit, kind) in enumerate(order):
+        ask(number, compute)  # if nobody has asked before
         start = max(compute, gathered[number])
+        if kind == "forward" and ahead and number + ahead + 1 < count:
+            ask(number + ahead + 1, start)
+        for following in range(number + 1, number + ahead + 1 if kind == "backward" else 0):
+            ask(following, start)
         compute = start + forward[unit] * (2 if kind == "backward" else 1)
         spans.append(StreamSpan(kind, unit, start, compute))
         if kind == "backward":
             send("reduce", unit, compute)
-        ask(number + ahead + 1, compute)
     return spans
 
 
@@ -99,73 +107,52 @@ def draw_streams(panels: dict[str, list[StreamSpan]]):
         ax.text(1e3 * turn, -0.05, "backward pass ", ha="left", va="bottom", size=10)
         ax.set_yticks([0.5, 1.5], ["computes", "sends"])
         ax.set(ylim=(2, -0.45), xlim=(0, 1e3 * longest))
-        waits = f"{1e3 * length(spans):.1f} ms, of which the GPU does not compute {1e3 * exposed(spans):.1f} ms"
+        waits = f"{1e3 * length(spans):.1f} ms, GPU idle {1e3 * exposed(spans):.1f} ms"
         ax.set_title(f"{title}: {waits}", fontsize=12, loc="left")
     axes.flat[-1].set_xlabel("time (ms)")
     shown = {"forward": FORWARD, "backward": BACKWARD, "gather parameters": GATHER, "reduce-scatter gradients": REDUCE}
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
     handles.append(Rectangle((0, 0), 1, 1, fc="white", ec="#999999", hatch="////", lw=0))
-    fig.legend(handles, [*shown, "does not compute"], loc="outside upper center", ncols=5, fontsize=11)
+    fig.legend(handles, [*shown, "GPU idle"], loc="outside upper center", ncols=5, fontsize=11)
     return fig
 
 
-def draw_kept(kept: dict[str, dict[str, float]], whole: dict[str, float], ranks: int):
-    """What each rank keeps: for each title the bytes per parameter by kind, beside those of a rank that keeps all."""
-    colours = dict(zip(whole, (plotting.BLUE, plotting.ORANGE, plotting.GREEN), strict=True))
-    fig, axes = plt.subplots(1, len(kept), figsize=(10.5, 3.3), sharey=True)
-    for ax, (title, sizes) in zip(axes, kept.items(), strict=True):
-        left = 0.0
-        for kind, colour in colours.items():
-            for rank in range(ranks):
-                cut = whole[kind] / ranks if sizes[kind] < whole[kind] else 0  # each rank has another part
-                ax.add_patch(Rectangle((left, rank - 0.35), whole[kind], 0.7, fc="#eeeeee", ec="#999999", lw=0.8))
-                ax.add_patch(Rectangle((left + rank * cut, rank - 0.35), sizes[kind], 0.7, color=colour, lw=0))
-            left += whole[kind]
-        ax.set(xlim=(-0.3, left + 0.3), ylim=(ranks - 0.4, -0.6), xlabel="bytes per parameter", xticks=[])
-        ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-        ax.set_title(f"{title}: {sum(sizes.values()):g} bytes", fontsize=13)
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    fig.legend(handles, [f"{kind} ({whole[kind]:g} bytes)" for kind in colours], loc="outside upper center", ncols=3)
-    return fig
+COLOURS_OF_KINDS = {
+    "parameters": plotting.BLUE,
+    "optimizer": plotting.GREEN,
+    "gradients": plotting.ORANGE,
+    "buffers": plotting.PURPLE,
+    "activations": plotting.SKY,
+}
+PASSES = {"forward": 1.0, "backward": 2.0, "optimizer": 0.8}  # how wide each is drawn
 
 
-def draw_alive(curves: dict[str, list[float]], shard: float):
-    """For each title how many elements of gradients are alive, over P, as one gradient after another arrives."""
-    fig, ax = plt.subplots(figsize=(9, 3.2))
-    for (name, curve), colour in zip(curves.items(), (plotting.ORANGE, plotting.BLUE), strict=True):
-        ax.plot(range(1, len(curve) + 1), curve, color=colour)
-        ax.annotate(f"{name}, at most {max(curve):.2f}", (1, max(curve) + 0.03), color=colour)
-    ax.axhline(shard, color="#777777", lw=1.2, ls=":")
-    ax.annotate(f"the shard of all gradients, {shard:.2f}", (len(curve), shard - 0.12), ha="right", color="#777777")
-    ax.set(xlabel="gradients that have arrived", ylabel="elements alive / P", ylim=(0, 1.15))
-    return fig
-
-
-def count_gradients(trained) -> list[float]:
-    """To this list is added, each time a gradient arrives, how many elements of gradients the notebook's class holds,
-    whole ones and shards, over P."""
-    alive, numel = [], sum(flat.length for flat in trained.flats)
-
-    def count(_):
-        held = [tensor for flat in trained.flats for tensor in (flat.gradient, flat.shard.grad) if tensor is not None]
-        alive.append(sum(tensor.numel() for tensor in held) / numel)
-
-    for parameter in trained.model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
-    return alive
-
-
-def draw_by_ranks(ranks: list[int], curves: dict[str, list[float]], limit: float):
-    """GB on each rank by the number of ranks, labelled at the end, and the GB that a GPU has."""
-    fig, ax = plt.subplots(figsize=(9, 3.8))
-    for (name, sizes), colour in zip(curves.items(), plotting.PALETTE, strict=False):
-        ax.plot(ranks, sizes, color=colour)
-        ax.annotate(f"{name}, {sizes[-1]:.1f}", (ranks[-1] * 1.1, sizes[-1] - 2), color=colour, annotation_clip=False)
-    ax.axhline(limit, color="#666666", lw=1.2, ls="--")
-    ax.annotate(f"a GPU's {limit} GB", (ranks[-2], limit + 3), ha="right", fontsize=11, color="#666666")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="ranks", ylabel="GB on each rank", ylim=(0, None), xlim=(0.9, ranks[-1]))
-    ax.set_xticks(ranks, list(map(str, ranks)))
+def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):
+    """Memory over a step, one panel for each title, from `memory.over_a_step`, on the same two axes: each pass has the
+    same width in all of them, however many operators it takes."""
+    fig, axes = plt.subplots(1, len(panels), figsize=(11, 3.9), sharey=True, sharex=True)
+    top = 1.2 * max(sum(line.values()) for lines, *_ in panels.values() for line in lines) / 2**20
+    for ax, (title, (lines, *begins)) in zip(axes, panels.items(), strict=True):
+        borders, times, left = [0, *begins, len(lines)], [], 0.0
+        for (begin, end), (name, width) in zip(itertools.pairwise(borders), PASSES.items(), strict=True):
+            times += [left + width * number / (end - begin) for number in range(end - begin)]
+            ax.axvline(left, color="black", lw=1, ls=":")
+            ax.text(left + width / 2, 0.985 * top, name, ha="center", va="top", size=10)
+            left += width
+        below = [0.0] * len(lines)
+        for kind, colour in COLOURS_OF_KINDS.items():
+            above = [low + line[kind] / 2**20 for low, line in zip(below, lines, strict=True)]
+            ax.fill_between(times, below, above, color=colour, label=kind, lw=0, step="post")
+            below = above
+        highest = max(range(len(lines)), key=below.__getitem__)
+        ax.annotate(f"{below[highest]:.1f}", (times[highest], below[highest]), (4, 2), textcoords="offset points",
+                    weight="bold")  # fmt: skip
+        ax.annotate(f"{below[-1]:.1f}", (left, below[-1]), (-3, 3), textcoords="offset points", ha="right")
+        ax.set(xlim=(0, left), ylim=(0, top), xticks=[], title=title)
+    axes[0].set_ylabel("memory of a rank (MiB)")
+    handles, _ = axes[0].get_legend_handles_labels()
+    names = ["parameters", "optimizer state", "gradients", "messages, and what they have gathered", "activations"]
+    fig.legend(handles, names, loc="outside upper center", ncols=5, fontsize=11, columnspacing=1.2)
     return fig
 
 
@@ -270,14 +257,153 @@ def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
     return fig
 
 
-def draw_bars(panels: dict[str, dict[str, float]]):
-    """Panels side by side, each with the same bars, and their values."""
-    fig, axes = plt.subplots(1, len(panels), figsize=(10, 2.6), sharey=True)
-    for ax, (title, values), colour in zip(axes, panels.items(), (plotting.BLUE, plotting.ORANGE), strict=False):
-        bars = ax.barh(list(values), list(values.values()), color=colour)
-        ax.bar_label(bars, [f"{value:.0f}" for value in values.values()], padding=4)
-        ax.set(xlabel=title, xlim=(0, 1.15 * max(values.values())))
-    axes[0].invert_yaxis()
+def step_of_blocks(tokens: int, bandwidth: float, ahead: int, larger: int = 1) -> list[StreamSpan]:
+    """A simulated step of eight blocks of Llama 7B's size (202 million parameters) on GPUs that reach 500 TFLOP/s, with
+    bf16 parameters and float32 gradients, among so many ranks that (N-1)/N is 1.
+
+    tokens:    of each GPU
+    bandwidth: of the ring, GB/s
+    larger:    by how much every second block is larger for the network, as a mixture of experts is
+    """
+    block, seconds = 202e6, 1 / (bandwidth * 1e9)
+    sizes = [block, block * larger] * 4
+    gather, reduce = [2 * size * seconds for size in sizes], [4 * size * seconds for size in sizes]
+    return simulate([2 * block * tokens / 500e12] * 8, gather, reduce, ahead)
+
+
+# What the snapshot calls an allocation -> the line on which it is drawn.
+LANES = {
+    "unshard: all-gather buffer": "message of a gather",
+    "unshard: full parameter": "whole parameters",
+    "reduce-scatter: input": "whole gradients",
+}
+
+
+def snapshot_of_step(rows: list[dict], step: int) -> list[tuple[str, int, float, float]]:
+    """What a memory snapshot of a training with fully_shard says of one step, as (line, unit, start, end): how long
+    each unit's message, parameters and gradients were allocated. Units count from 1, in the order of the forward pass.
+    The clock is the row of the snapshot: its order is known, its times are those of a debugger.
+
+    rows: of the recording trace_memory_fsdp2_debug_3steps, which has 16 gathers and 8 reduce-scatters in each step
+    """
+    gathers = [number for number, row in enumerate(rows) if row["action"] == "alloc" and row["stream"] == "gather"]
+    begin, end = gathers[16 * step], [*gathers, len(rows)][16 * step + 16]
+    forward, backward = [*range(1, 9)], [*range(8, 0, -1)]
+    order = dict(zip(LANES.values(), (forward + backward, forward + backward, backward), strict=True))
+    spans: dict[str, list[list[int]]] = {line: [] for line in LANES.values()}  # [start, end, pieces that are alive]
+    alive = {}
+    for number, row in enumerate(rows[begin:end]):
+        line, key = LANES.get(row["what"]), (row["block"], row["stream"])
+        if row["action"] == "alloc" and line:
+            if line != "whole parameters" or not spans[line] or not spans[line][-1][2]:
+                spans[line].append([number, end - begin, 0])
+            spans[line][-1][2] += 1  # a unit has several parameters
+            alive[key] = spans[line][-1]
+        if row["action"] == "free" and key in alive:
+            span = alive.pop(key)
+            span[2] -= 1
+            span[1] = number
+    return [
+        (line, unit, start, end)
+        for line, units in order.items()
+        for unit, (start, end, _) in zip(units, spans[line], strict=True)
+    ]
+
+
+def draw_snapshot(events: list[tuple[str, int, float, float]]):
+    """Events of `snapshot_of_step` by plotting.timeline, each with the number of its unit; where two messages are there
+    at a time, the second is on a line of its own."""
+    turn = max(start for _, unit, start, _ in events if unit == 8 and start < max(end for *_, end in events) / 3) + 1
+    busy, placed = [0.0, 0.0], []
+    for line, unit, start, end in events:
+        if line == "message of a gather":
+            buffer = next(number for number, until in enumerate(busy) if until <= start)
+            busy[buffer] = end
+            line = ("message", "second message")[buffer]
+        placed.append((line, unit, start, end))
+    lines = ("message", "second message", *list(LANES.values())[1:])
+    placed.sort(key=lambda event: (lines.index(event[0]), event[2]))
+    passes = [
+        (line, "forward" if start <= turn else "backward", start / 1e3, end / 1e3) for line, _, start, end in placed
+    ]
+    fig = plotting.timeline(passes, colours={"forward": FORWARD, "backward": BACKWARD})
+    (ax,) = fig.axes
+    for line, unit, start, end in placed:
+        ax.text((start + end) / 2, lines.index(line), str(unit), ha="center", va="center", size=9, color="white")
+    ax.axvline(turn, color="black", lw=1, ls=":")
+    ax.set(xlabel="events of the allocator, in their order", xticks=[])
+    return fig
+
+
+# What the snapshot of the run that died calls an allocation -> the band in which it is drawn.
+BANDS = {
+    "parameters": ("sharded bf16 parameters",),
+    "gathered": ("unshard",),
+    "activations": ("forward", "batch"),
+    "logits and loss": ("loss",),
+}
+
+
+def snapshot_bands(rows: list[dict]) -> list[dict[str, int]]:
+    """After each event of the recording trace_memory_fsdp2_llama3_8b_4xa100_oom, the bytes by kind, as in BANDS; and
+    "asked for", the request that fails at the end. The logits, which the model's last layer makes, are of the loss."""
+    now = dict.fromkeys([*BANDS, "asked for"], 0)
+    now["parameters"] = rows[0]["allocated_bytes"]
+    alive, lines = {}, []
+    for row in rows:
+        band = next((band for band, words in BANDS.items() if row["what"].startswith(words)), "activations")
+        key = row["block"], row["stream"]
+        if row["action"] == "alloc":
+            if row["bytes"] == 8192 * 128_256 * 2 and band == "activations":
+                band = "logits and loss"
+            alive[key] = band, row["bytes"]
+            now[band] += row["bytes"]
+        if row["action"] == "free" and key in alive:
+            band, size = alive.pop(key)
+            now[band] -= size
+        if row["action"] == "oom":
+            now["asked for"] = row["bytes"]
+        lines.append(dict(now))
+    return lines
+
+
+def draw_out_of_memory(lines: list[dict[str, int]], limit: float):
+    """`snapshot_bands` as bands over the events of a snapshot, and the GiB that PyTorch can have."""
+    fig, ax = plt.subplots(figsize=(9.5, 4.2))
+    colours = [*list(COLOURS_OF_KINDS.values())[:1], plotting.PURPLE, plotting.SKY, plotting.VERMILION]
+    lines = [*lines, *[lines[-1]] * 40]  # what was asked for is seen, too
+    below = [0.0] * len(lines)
+    for kind, colour in zip(BANDS, colours, strict=True):
+        above = [low + line[kind] / 2**30 for low, line in zip(below, lines, strict=True)]
+        ax.fill_between(range(len(lines)), below, above, color=colour, lw=0, step="post", label=kind)
+        below = above
+    above = [low + line["asked for"] / 2**30 for low, line in zip(below, lines, strict=True)]
+    asked = [line["asked for"] > 0 for line in lines]
+    ax.fill_between(range(len(lines)), below, above, asked, fc="white", ec=plotting.VERMILION, hatch="////", lw=1,
+                    label="the request that failed")  # fmt: skip
+    ax.axhline(limit, color="black", lw=1.5, ls="--")
+    ax.annotate(f"{limit:.1f} GiB that PyTorch can have", (0, limit), (4, 4), textcoords="offset points")
+    ax.set(xlabel="events of the allocator, in their order", ylabel="GiB", xticks=[], xlim=(0, len(lines)),
+           ylim=(0, 1.12 * limit))  # fmt: skip
+    fig.legend(loc="outside upper center", ncols=5, fontsize=11, columnspacing=1.2)
+    return fig
+
+
+def draw_waiting(rows: list[dict], collective: str):
+    """For each rank the seconds in one kind of collective: the transfer, which is from the moment at which the last
+    rank has come, and waiting for it. rows: of the recording trace_fsdp_llama70b_8xmi300x."""
+    found = [row for row in rows if row["collective"] == collective]
+    transfer = sum(row["total_ms"] for row in found if row["scope"] == "all ranks") / 1e3
+    ranks = sorted({row["rank"] for row in found if row["scope"] == "rank"})
+    totals = [sum(row["total_ms"] for row in found if row["rank"] == rank) / 1e3 for rank in ranks]
+    fig, ax = plt.subplots(figsize=(9, 3.2))
+    ax.barh(ranks, transfer, color=GATHER, label="the transfer")
+    bars = ax.barh(ranks, [total - transfer for total in totals], left=transfer, fc="white", ec="#999999",
+                   hatch="////", label="waiting for the last rank")  # fmt: skip
+    ax.bar_label(bars, [f"{total:.1f} s" for total in totals], padding=4, size=11)
+    ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    ax.set(ylim=(max(ranks) + 0.6, -0.6), xlabel="seconds of two steps in this collective")
+    fig.legend(loc="outside upper center", ncols=2)
     return fig
 
 
@@ -299,8 +425,5 @@ class StreamLab(Sliders):
         return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
 
     def draw(self, tokens, bandwidth, ahead, larger):
-        block, seconds = 202e6, 1 / (bandwidth * 1e9)
-        sizes = [block, block * larger] * 4
-        gather, reduce = [2 * size * seconds for size in sizes], [4 * size * seconds for size in sizes]
-        spans = simulate([2 * block * tokens / 500e12] * 8, gather, reduce, ahead)
+        spans = step_of_blocks(tokens, bandwidth, ahead, larger)
         return draw_streams({f"{tokens:,} tokens per GPU, {bandwidth} GB/s, {ahead} ahead": spans})

@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from common.collectives import global_norm
+from common.collectives import broadcast_module, global_norm
 from common.mesh import AXES, axis, in_order, make_mesh
-from common.model import VOCABULARY, cross_entropy
+from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.state import local_of
 from common.strategy import Strategy, mean_loss
 from course.fsdp import fsdp_setup
-from course.model_parallel.by_hand_tensor import require_multiples
+from course.model_parallel.division import require_tensor
 from course.pipeline import options as pipeline_options
 from course.pipeline import simulator, split
 from course.pipeline.pipeline_hybrids import ReducedOnce, require_for_fsdp, shard_stage
@@ -58,8 +58,7 @@ class MeshParallel(Strategy):
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        numbers = {"--heads": config.heads, "--width": config.width, "the vocabulary of": VOCABULARY}
-        require_multiples(axes.get("tensor", 1), numbers)
+        require_tensor(config, axes.get("tensor", 1))
         if "pipeline" in axes:
             pipeline_options.require(config, axes)
             pipeline_options.require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
@@ -85,7 +84,7 @@ class MeshParallel(Strategy):
             recompute_blocks(model, self.options.recompute)
             self.model = model
             for unit, reshard in fsdp_setup.units_of(model).items():
-                fsdp_setup.materialise(unit, torch.device("cpu"), self.everyone)  # rank 0's weights
+                broadcast_module(unit, self.everyone, torch.device("cpu"))  # rank 0's weights
                 if self.tensor.size > 1:
                     fsdp_setup.cut_unit(model, unit, self.mesh["tensor"])
                 fully_shard(unit, reshard_after_forward=reshard, **how)

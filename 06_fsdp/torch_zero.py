@@ -7,12 +7,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from common.collectives import broadcast_module
 from common.mesh import axis
 from common.model import cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import Strategy
 from course.ddp.options import LastBackward
-from course.fsdp import fsdp_setup
 from course.fsdp.distributed_training import FSDP
 
 
@@ -31,7 +31,7 @@ class Zero1(Strategy):
         super().__init__(setup)
         self.group = axis(self.mesh, "shard").group
         self.model = model
-        fsdp_setup.materialise(model, self.device, self.group)  # rank 0's weights
+        broadcast_module(model, self.group, self.device)  # rank 0's weights
         recompute_blocks(model, self.options.recompute)
         self.last_backward = LastBackward(model)
         self.replica = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
@@ -59,7 +59,7 @@ class Zero1(Strategy):
         return loss / self.data_size, grad_norm
 
     def parts(self):
-        """Of what is trained, the parameters that this rank steps."""
+        """The parameters that this rank steps, among those that are trained."""
         own = {parameter for group in self.optimizer.optim.param_groups for parameter in group["params"]}
         return [part for part in super().parts() if part.owner is None or part.owner in own]
 

@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from common.collectives import broadcast_module
 from common.errors import UserError
 from common.mesh import axis
-from common.options import option
+from common.options import StrategyOptions, option
 from course.ddp.with_accelerate import DDPWithAccelerate
-from course.fsdp.fsdp_setup import materialise
 
 LAUNCHED = "ACCELERATE_USE_FSDP" in os.environ  # by `accelerate launch`, which hands its YAML over in variables
 
@@ -28,7 +28,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
     from_meta = True
 
     @dataclass
-    class Options:
+    class Options(StrategyOptions):
         offload: bool = option(False, "keep shards and optimizer in host memory")
 
     @classmethod
@@ -40,7 +40,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
     def __init__(self, model, make_optimizer, setup):
         # fully_shard cuts what each rank has: so all have to begin with rank 0's weights. (Accelerate's own way,
         # cpu_ram_efficient_loading, asks the model to tie its weights again, by a method that Transformers' have.)
-        materialise(model, torch.device("cpu"), axis(setup.mesh, "shard").group)
+        broadcast_module(model, axis(setup.mesh, "shard").group, torch.device("cpu"))
         super().__init__(model, make_optimizer, setup)
 
     def before_loading(self, first_batch):

@@ -33,13 +33,13 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
+from common.collectives import broadcast_module
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import option
+from common.options import StrategyOptions, option
 from common.state import Part, interval, whole
 from common.strategy import Strategy
-from course.fsdp.fsdp_setup import materialise
 
 
 class Zero3WithDeepSpeed(Strategy):
@@ -49,7 +49,7 @@ class Zero3WithDeepSpeed(Strategy):
     stage = 3
 
     @dataclass
-    class Options:
+    class Options(StrategyOptions):
         offload: bool = option(False, "keep the optimizer, and at stage 3 the parameters, in host memory")
         deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which win over those of the script")
 
@@ -81,7 +81,7 @@ class Zero3WithDeepSpeed(Strategy):
     def __init__(self, model, make_optimizer, setup):
         super().__init__(setup)
         # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
-        materialise(model, self.device, axis(self.mesh, "shard").group)
+        broadcast_module(model, axis(self.mesh, "shard").group, self.device)
         self.model = model
         self.names = {}  # parameter -> its names: what is tied has several
         for name, parameter in model.named_parameters(remove_duplicate=False):

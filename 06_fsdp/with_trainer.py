@@ -16,18 +16,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Subset, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from common.collectives import broadcast_module
 from common.data import global_batch
 from common.errors import UserError
 from common.learning_rate import learning_rate
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
-from common.options import NoOptions
+from common.options import StrategyOptions
 from common.ranks import process_group
 from common.run import Run
 from common.strategy import Strategy
 from common.task import check_batch, make_task
 from course.ddp.with_accelerate import Examples
-from course.fsdp.fsdp_setup import materialise
 from course.fsdp.with_accelerate import on_cpu
 
 
@@ -87,7 +87,7 @@ class FSDPWithTrainer(Strategy):
     """What the command line and the checkpoints know of this training; its loop is the Trainer's."""
 
     preset = {"shard": -1}
-    Options = NoOptions
+    Options = StrategyOptions
     from_meta = True
 
     @classmethod
@@ -107,7 +107,7 @@ def main(config):
         strategy = FSDPWithTrainer(config.setup(mesh))
         check_batch(config, strategy)
         strategy.model = model = task.make_model()
-        materialise(model, torch.device("cpu"), axis(mesh, "shard").group)
+        broadcast_module(model, axis(mesh, "shard").group, torch.device("cpu"))
         arguments = TrainingArguments(
             output_dir=str(config.run_dir),
             max_steps=config.steps,

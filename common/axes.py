@@ -22,7 +22,7 @@ def resolve(axes: dict[str, int], size: int) -> dict[str, int]:
         return {name: size // known if number == -1 else number for name, number in axes.items()}
     if known != size:
         raise UserError(
-            f"--mesh {text} is {known} rank(s), and {size} are started; start {known}, or make the product {size}"
+            f"--mesh {text} is {known} rank(s), and there are {size}; take {known}, or make the product {size}"
         )
     return dict(axes)
 

@@ -23,7 +23,11 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+from common import installed
+
+if __name__ == "__main__":
+    installed.at_start()  # first: without the packages, one line and not a traceback
+
 from common import ROOT
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
@@ -58,9 +62,7 @@ def for_a_class(chapter: str, seed: int | None = None) -> list[Exercise]:
     if not solutions.exists():
         print("note: without classroom/solutions.py the known inputs alone are tried", file=sys.stderr)
         return exercises
-    drawn = classroom(chapter, "fresh")
-    seed = secrets.randbits(32) if seed is None else seed
-    return fresh.with_fresh_cases(exercises, solutions, drawn.ARGUMENTS, drawn.CASES, seed)
+    return fresh.with_fresh_cases(exercises, solutions, secrets.randbits(32) if seed is None else seed)
 
 
 def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
@@ -132,8 +134,8 @@ def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | No
         for exercise in exercises:
             if exercise.name in right:
                 continue
-            (result,) = verdicts(chapter, file, exercise.name, progress=tell)
-            tell("")
+            (result,) = verdicts(chapter, file, exercise.name, progress=show_progress)
+            show_progress("")
             if result.status != "right":
                 break
             right.add(exercise.name)
@@ -157,7 +159,7 @@ def until_saved(file: Path, before: int) -> None:
         time.sleep(0.2)
 
 
-def tell(text: str) -> None:
+def show_progress(text: str) -> None:
     """A line of progress on a terminal, which the next one takes the place of."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
@@ -248,11 +250,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.watch:
             watch(chapter, file, only)
             return 0
-        results = verdicts(chapter, file, only, progress=tell)
+        results = verdicts(chapter, file, only, progress=show_progress)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 1
-    tell("")
+    show_progress("")
     print(table(results, minutes=minutes_of(chapter)))
     return 0 if all(result.status == "right" for result in results) else 1
 

@@ -139,7 +139,7 @@ class Saver:
         about = about | {"world_size": size, **strategy.global_state()}
         tensors, planner = {piece.key: piece.tensor for piece in pieces}, SavePieces(pieces, size)
         writer = Writer(folder, about)
-        with told(folder, "written"):
+        with disk_errors(folder, "written"):
             if self.group is None:
                 dcp.save(tensors, storage_writer=writer, planner=planner)
             else:  # the writer copies the tensors to the CPU before async_save returns
@@ -151,7 +151,7 @@ class Saver:
         """Until a checkpoint that is being written is in its place."""
         if self.under_way:
             (folder, future), self.under_way = self.under_way, None
-            with told(folder, "written"):
+            with disk_errors(folder, "written"):
                 future.result()
 
 
@@ -164,7 +164,7 @@ def load(folder: Path, strategy) -> dict:
     """
     about, _ = manifest.read(folder)
     reader = Reader(folder)
-    with told(folder, "read"):
+    with disk_errors(folder, "read"):
         saved = reader.read_metadata()
         pieces = pieces_to_load(strategy.parts(), strategy.optimizer_state(), saved)
         random = []
@@ -182,7 +182,7 @@ def whole_tensors(folder: Path, prefix: str = "model.") -> dict[str, torch.Tenso
     """The whole tensors of a checkpoint whose names begin with `prefix`, without it, on the CPU of this one process.
     Raises UserError."""
     reader = Reader(folder)
-    with told(folder, "read"), warnings.catch_warnings():
+    with disk_errors(folder, "read"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # nobody else is needed
         saved = reader.read_metadata().state_dict_metadata
         found = {
@@ -196,7 +196,7 @@ def whole_tensors(folder: Path, prefix: str = "model.") -> dict[str, torch.Tenso
 
 
 @contextlib.contextmanager
-def told(folder: Path, done: str):
+def disk_errors(folder: Path, done: str):
     """Failures, which DCP brings to all ranks, become one line."""
     try:
         yield
@@ -205,12 +205,12 @@ def told(folder: Path, done: str):
             shutil.rmtree(manifest.partial(folder), ignore_errors=True)
         rank, (reason, _) = min(error.failures.items())
         several = dist.is_initialized() and dist.get_world_size() > 1
-        raise in_one_line(reason, folder, done, f"rank {rank}: " if several else "") from error
+        raise disk_error(reason, folder, done, f"rank {rank}: " if several else "") from error
     except (OSError, pickle.UnpicklingError) as error:
-        raise in_one_line(error, folder, done, "") from error
+        raise disk_error(error, folder, done, "") from error
 
 
-def in_one_line(error: BaseException, folder: Path, done: str, who: str) -> BaseException:
+def disk_error(error: BaseException, folder: Path, done: str, who: str) -> BaseException:
     """A UserError for what the disk may do to us; other errors as they are."""
     if not isinstance(error, OSError | RuntimeError | pickle.UnpicklingError):
         return error

@@ -20,9 +20,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+from common import installed
 
-# isort: split
+if __name__ == "__main__":
+    installed.at_start()  # first: without the packages, one line and not a traceback
+
 import torch
 import torch.distributed as dist
 

@@ -3,17 +3,51 @@
 Each takes the group in which it talks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from common.state import is_dtensor
 
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of the group's rank 0: ranks may have been seeded differently."""
-    broadcast_together([*module.parameters(), *module.buffers()], group)
+
+def broadcast_module(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device | None = None,
+    own: Container[nn.Parameter] | None = None,
+    cut: Callable[[str, nn.Parameter], None] | None = None,
+) -> None:
+    """Give every rank the parameters and buffers of the group's rank 0: ranks may have been seeded differently.
+
+    device: where all of them will be, those on the meta device included; by default where they are (`leave_meta`).
+            DTensors, which have been cut already, stay as they are.
+    own:    the parameters that this rank keeps; the others have no memory afterwards
+    cut:    called with the name of each of its own parameters and the parameter, when it has its values: to leave this
+            rank's part in its `data`
+
+    With any of these, one parameter comes after the other: no rank ever has more than its own parts and one whole
+    parameter. Without, all come together in few messages. Collective.
+    """
+    if device is not None:
+        leave_meta(module, device)
+    one_by_one = device is not None or own is not None or cut is not None
+    parameters = [(name, p) for name, p in module.named_parameters() if not is_dtensor(p)]
+    buffers = [buffer for buffer in module.buffers() if not is_dtensor(buffer)]
+    for name, parameter in parameters:
+        if parameter.untyped_storage().nbytes() < parameter.nbytes:  # only a shape so far
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if device is not None:
+            parameter.data = parameter.data.to(device)
+        if one_by_one:
+            broadcast_together([parameter], group)
+        if own is not None and parameter not in own:
+            parameter.data = shape_only(parameter, parameter.device)
+        elif cut is not None:
+            cut(name, parameter)
+    broadcast_together(buffers if one_by_one else [parameter for _, parameter in parameters] + buffers, group)
 
 
 def broadcast_together(tensors: list[torch.Tensor], group: dist.ProcessGroup, most: int = 250 * 2**20) -> None:
@@ -28,37 +62,13 @@ def broadcast_together(tensors: list[torch.Tensor], group: dist.ProcessGroup, mo
                 parts.append([])
             parts[-1].append(tensor)
         for part in parts:
+            if len(part) == 1 and part[0].is_contiguous():
+                dist.broadcast(part[0], group=group, group_src=0)
+                continue
             flat = torch.cat([tensor.flatten() for tensor in part])
             dist.broadcast(flat, group=group, group_src=0)
             for tensor, value in zip(part, flat.split([tensor.numel() for tensor in part]), strict=True):
                 tensor.copy_(value.view_as(tensor))
-
-
-def weights_of_rank_0(model: nn.Module, group: dist.ProcessGroup, own=None) -> Iterator[tuple[str, nn.Parameter]]:
-    """broadcast_module one parameter at a time: (name, parameter) for each, when it has the values of the group's rank
-    0. Whoever cuts each of them at once, in place, never has more than its own parts and one whole parameter.
-
-    model: after `leave_meta`, where it came without memory
-    own:   the parameters that this rank keeps; the others are not given out, and have no memory afterwards
-
-    Collective, as long as the caller goes on to the end.
-    """
-    for name, parameter in model.named_parameters():
-        take_from_rank_0(parameter, group)
-        if own is None or parameter in own:
-            yield name, parameter
-        else:
-            parameter.data = shape_only(parameter, parameter.device)
-    for buffer in model.buffers():
-        dist.broadcast(buffer, group=group, group_src=0)
-
-
-def take_from_rank_0(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Give every rank the values of the group's rank 0, and memory for them where there is none (`leave_meta`)."""
-    if parameter.untyped_storage().nbytes() < parameter.nbytes:
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(parameter.detach(), group=group, group_src=0)
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> nn.Module:
@@ -67,6 +77,8 @@ def leave_meta(model: nn.Module, device: torch.device) -> nn.Module:
     """
 
     def change(tensor):
+        if is_dtensor(tensor):
+            return tensor
         if not isinstance(tensor, nn.Parameter):
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
         return nn.Parameter(shape_only(tensor, device), tensor.requires_grad) if tensor.is_meta else tensor

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from common.config import Config, check, shared
-from common.did_you_mean import did_you_mean, meant
+from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import UserError
 from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
 from common.options import flag
@@ -183,7 +183,7 @@ def axes_of(config: Config) -> dict[str, int]:
 
 
 def full_parser(table, name: str, Options) -> Parser:
-    """Of all options, those of strategy `name` included."""
+    """A parser of all options, those of strategy `name` included."""
     parser = Parser(
         usage="%(prog)s [OPTION ...]",
         description="Train a small model on one process or on many. README.md has examples.",
@@ -284,7 +284,7 @@ def refuse_unknown(table, word: str, strategy: str, implementation: str, Options
     foreign = not_its_own(table, name, strategy, implementation)
     if foreign:
         raise UserError(foreign)
-    nearest = meant(name, known)
+    nearest = nearest_option(name, known)
     hint = f"did you mean {flag(nearest)}?" if nearest else "--help lists the options"
     raise UserError(f"unknown option {word.split('=')[0]}; {hint}")
 
@@ -295,7 +295,7 @@ def refuse_key(table, where: str, key: str, spelled: str, strategy: str, impleme
     foreign = not_its_own(table, key, strategy, implementation)
     if foreign:
         raise UserError(f"{where}: {foreign}")
-    nearest = meant(key, known)
+    nearest = nearest_option(key, known)
     hint = f"; did you mean '{nearest.replace('_', '-')}'?" if nearest else "; --help lists the options"
     raise UserError(f"{where}: unknown key '{spelled}'{hint}")
 
@@ -309,10 +309,13 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:  # of brackets without end
         raise UserError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
+    for key in content:
+        if not isinstance(key, str):
+            raise UserError(f"--config {path}: {key!r} is no option; expected lines like 'batch-size: 32'")
     names = {str(key).replace("-", "_"): str(key) for key in content}
     values = {name: content[key] for name, key in names.items()}
     if isinstance(values.get("mesh"), dict):
@@ -347,9 +350,9 @@ def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
     identity = [name for name, item in known.items() if item.metadata["identity"] and name in kept]
     changed = [name for name in identity if name in values and values[name] != kept[name]]
     if changed:
-        told = ", ".join(f"{flag(name)} {values[name]} (it has {kept[name]})" for name in changed)
+        changes = ", ".join(f"{flag(name)} {values[name]} (it has {kept[name]})" for name in changed)
         raise UserError(
-            f"--resume: a resumed run keeps its settings, but got {told}; leave that out, or start a new run"
+            f"--resume: a resumed run keeps its settings, but got {changes}; leave that out, or start a new run"
         )
     if kept.get("lr_schedule") == "cosine" and values.get("steps", kept["steps"]) != kept["steps"]:
         falls = f"--resume: this run's learning rate falls until its step {kept['steps']}"

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from common.constants import PRECISIONS
 from common.errors import UserError
 from common.installed import missing
 from common.mesh import AXES
-from common.options import LATEST, NoOptions, flag, option
+from common.options import LATEST, StrategyOptions, flag, option
 from common.ranks import choose, environment
 from common.strategy import Setup, StrategyEntry
 
@@ -64,7 +65,7 @@ class Config:
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
     heads: int = option(4, "the GPT's attention heads; they divide the width", identity=True, at_least=1)
-    precision: str = option("fp32", "of the forward pass", ("fp32", "bf16", "fp16"))
+    precision: str = option("fp32", "of the forward pass", PRECISIONS)
     seed: int = option(0, "of the initial weights and of the order of the data", identity=True, at_least=0)
     optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)
     lr: float = option(2e-3, "learning rate, reached after a linear warm-up", identity=True)
@@ -85,7 +86,7 @@ class Config:
     batch_size: int = option(32, "examples in the GLOBAL batch of a step", identity=True, at_least=1)
     accumulation_steps: int = option(1, "backward passes per step on each rank", at_least=1)
 
-    options: Any = field(default_factory=NoOptions, metadata={})
+    options: Any = field(default_factory=StrategyOptions, metadata={})
     axes: dict = field(default_factory=lambda: {"data": 1}, metadata={})
     entry: StrategyEntry = field(default=None, metadata={})  # type: ignore[assignment]  # whoever starts a run has it
 
@@ -95,9 +96,14 @@ class Config:
         return self.entry.implementation(self.implementation)
 
     @property
+    def trains(self) -> bool:
+        """Whether this run trains, and so needs a folder of its own."""
+        return self.options.trains and not self.dry_run
+
+    @property
     def main(self):
         """The function that trains: of the strategy's chapter, or of an engine that has a loop of its own."""
-        return getattr(self.strategy_class, "main", self.entry.main)
+        return self.strategy_class.main or self.entry.main
 
     def setup(self, mesh: DeviceMesh) -> Setup:
         """What the strategy is built with, on the ranks of a mesh."""

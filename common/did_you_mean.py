@@ -25,11 +25,14 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 
     `cutoff` is the least similarity, from 0 to 1, as difflib.get_close_matches has it.
     """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1, cutoff) or difflib.get_close_matches(
+        name.lower(), known, 1, cutoff
+    )
     return f"did you mean '{near[0]}'?" if near else otherwise
 
 
-def meant(name: str, known: Iterable[str]) -> str | None:
+def nearest_option(name: str, known: Iterable[str]) -> str | None:
     """The option that an unknown name most likely means: by what other programs call it, or by its letters."""
     known = list(known)
     elsewhere = [option for option, names in ELSEWHERE.items() if name.lower() in names and option in known]

@@ -10,7 +10,11 @@ is named by its folder, or by the name of a folder under runs/.
 import argparse
 import sys
 
-import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+from common import installed
+
+if __name__ == "__main__":
+    installed.at_start()  # first: without the packages, one line and not a traceback
+
 from common.checkpoint import whole_tensors
 from common.errors import UserError, one_line_errors
 from common.model import GPT

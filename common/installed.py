@@ -1,7 +1,6 @@
-"""Importing this ends a program whose Python lacks the course's packages, in one line that says what to do.
+"""Whether this Python has the course's packages: a program that lacks them ends in one line that says what to do.
 
-So it is the first import of what is started. It uses nothing but the standard library. Ctrl-C while the other packages
-are imported, which takes seconds, ends the program in one line as well.
+This file uses nothing but the standard library, so that a program can ask before it imports anything else.
 """
 
 import importlib.util
@@ -28,7 +27,7 @@ def missing(packages: tuple[str, ...] = PACKAGES) -> str | None:
     return f"{sys.executable} has no package {name}; {advice}"
 
 
-def in_one_line(kind: type, error: BaseException, trace) -> None:
+def on_interrupt(kind: type, error: BaseException, trace) -> None:
     """What Python calls before it ends by an exception: Ctrl-C during an import is no news of that module."""
     importing = sum(frame.f_code.co_name == "<module>" for frame, _ in traceback.walk_tb(trace)) > 1
     if kind is KeyboardInterrupt and importing:
@@ -37,7 +36,12 @@ def in_one_line(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = in_one_line
-if problem := missing():
-    print(f"error: {problem}", file=sys.stderr, flush=True)
-    sys.exit(2)
+def at_start() -> None:
+    """What a program calls before it imports anything else: it ends here, in one line, where a package is missing.
+
+    From here on, Ctrl-C while the other packages are imported, which takes seconds, ends it in one line as well.
+    """
+    sys.excepthook = on_interrupt
+    if problem := missing():
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -36,8 +36,8 @@ class Keeper:
         if config.resume and not self.directory.restarted and self.done >= config.steps:
             done = f"--resume: {self.path} has its {self.done} steps behind it, so there is nothing to do"
             raise UserError(f"{done}; ask for more with --steps {2 * self.done}")
-        if self.directory.goes_on:
-            self.directory.forget_after(self.done)
+        if self.directory.resumes:
+            self.directory.drop_after(self.done)
         if config.tensorboard:
             self.directory.write_board(self.done)
         self.saved = self.path / manifest.name_of(self.done)  # the newest
@@ -72,7 +72,7 @@ class Keeper:
         self.directory.keep_newest()
         self.directory.finish()
 
-    def how_to_go_on(self) -> str:
+    def how_to_resume(self) -> str:
         """What to do after this run has ended before its time."""
         resume, again = f"go on with --resume --run-dir {self.path}", "start again"
         if not self.path.exists():  # rank 0 makes it, and this may be another node
@@ -88,7 +88,7 @@ class Keeper:
             wrong = next(filter(None, found), None)
             if wrong is None:
                 return self._take_up(folder, task)
-            if self.directory.insists:
+            if self.directory.is_named:
                 raise UserError(f"--resume: {wrong}; --resume alone takes the newest checkpoint that is whole")
             if self.directory.writes:
                 print_line(f"{wrong}; trying the checkpoint before it")

@@ -6,8 +6,8 @@ FLOOR = 0.1  # of the full rate, at the end of the cosine, as GPT-3 has it (Brow
 
 
 def learning_rate(config, step: int) -> float:
-    """Of step `step`, counted from 0: a function of the settings and of the step alone, so that a resumed run goes on
-    with what it would have had.
+    """The rate of step `step`, counted from 0: a function of the settings and of the step alone, so that a resumed run
+    goes on with what it would have had.
 
     The rate grows in equal parts over the first `warmup_steps`. After that it is `lr`; or, with the schedule "cosine",
     it falls along half a cosine to FLOOR of `lr` in the last of `steps` (Loshchilov & Hutter 2017, equation 5).

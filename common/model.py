@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCABULARY = 256  # a token is a byte
+from common.constants import VOCABULARY
 
 
 class GPT(nn.Module):

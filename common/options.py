@@ -19,8 +19,16 @@ def option(default, help: str, choices: tuple = (), identity: bool = False, at_l
 
 
 @dataclass
-class NoOptions:
-    """The options of a strategy that has none of its own."""
+class StrategyOptions:
+    """The options that a strategy has of its own: the fields of a subclass, each made by `option`."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether a run with these options trains, and so needs a folder of its own."""
+        return True
+
+    def require(self, config) -> None:
+        """Raise UserError for values that cannot work with the run's other settings."""
 
 
 def flag(name: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from common.constants import GIB
 from common.meter import peak_memory
 
 MOST, ALL = 1000, 16_000  # collectives of which a rank reports, the newest ones; and all ranks together (20 or more)
@@ -92,7 +93,7 @@ class PerRank:
         self.begin()
         if not main_rank:
             return [], []
-        found = {**straggler(everybody), **hoarders(everybody)}
+        found = {**straggler(everybody), **memory_outliers(everybody)}
         warnings = [text for who, text in found.items() if who not in self.warned]
         self.warned |= {*found}
         return [row(report) for report in everybody], warnings
@@ -201,14 +202,14 @@ def straggler(reports: list[Report]) -> dict[tuple, str]:
     }
 
 
-def hoarders(reports: list[Report]) -> dict[tuple, str]:
+def memory_outliers(reports: list[Report]) -> dict[tuple, str]:
     """Ranks with much more memory than half of the others."""
     found = {}
     usual = medians_of_others([report.memory_bytes for report in reports])
     for rank, (report, others) in enumerate(zip(reports, usual, strict=True)):
         if report.memory_bytes > MEMORY * others + 2**28:
             found["memory", rank] = (
-                f"warning: rank {rank} on {report.host} has held {report.memory_bytes / 2**30:.1f} GiB, and the others "
-                f"{others / 2**30:.1f} GiB"
+                f"warning: rank {rank} on {report.host} has held {report.memory_bytes / GIB:.1f} GiB, and the others "
+                f"{others / GIB:.1f} GiB"
             )
     return found

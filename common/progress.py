@@ -18,7 +18,8 @@ class Progress:
     def __init__(self, done: int, steps: int):
         self.done, self.steps = done, steps
         self.stop_asked = False
-        self.vote: tuple[torch.Tensor, dist.Work] | None = None  # that of the last step, under way
+        self.votes = torch.zeros((), dtype=torch.int64)  # of the ranks, on the CPU
+        self.vote: dist.Work | None = None  # that of the last step, under way
         self.handlers: dict = {}  # what handled the signals before `listen`
 
     @property
@@ -40,17 +41,17 @@ class Progress:
         if dist.get_world_size() == 1:
             return self.stop_asked
         asked = self.last_vote()
-        votes = torch.tensor(int(self.stop_asked))
-        self.vote = votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        self.votes.fill_(self.stop_asked)
+        self.vote = dist.all_reduce(self.votes, op=dist.ReduceOp.MAX, async_op=True)
         return asked
 
     def last_vote(self) -> bool:
         """What came of the vote that is under way; False if there is none."""
         if self.vote is None:
             return False
-        (votes, work), self.vote = self.vote, None
+        work, self.vote = self.vote, None
         work.wait()
-        return bool(votes)
+        return bool(self.votes.item())
 
     def close(self) -> None:
         """Signals do again what they did before."""

@@ -40,8 +40,8 @@ class Ranks:
 
     @classmethod
     def here(cls) -> "Ranks":
-        """Of the current process group, on one node: on the CPU, which is what `launch` starts, or where the group has
-        NCCL on this process's GPU."""
+        """The ranks of the current process group, on one node: on the CPU, which is what `launch` starts, or where the
+        group has NCCL on this process's GPU."""
         gpu = "nccl" in dist.get_backend_config()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         return cls(dist.get_rank(), dist.get_world_size(), dist.get_rank(), device)

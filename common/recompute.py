@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from common.constants import RECOMPUTE
 from common.errors import UserError
-from common.options import option
+from common.options import StrategyOptions, option
 
-RECOMPUTE = ("none", "selective", "full")
 aten = torch.ops.aten
 # Results of matrix products are expensive to compute, and are kept; all else is computed again. That includes the
 # copies of their inputs that autocast makes in bf16, which are cheap.
@@ -19,7 +19,7 @@ KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 
 @dataclass
-class RecomputeOptions:
+class RecomputeOptions(StrategyOptions):
     """The option of every strategy that calls recompute_blocks."""
 
     recompute: str = option("none", "what the GPT's blocks compute again for the backward pass", RECOMPUTE)

@@ -98,7 +98,7 @@ class Run:
         self.progress.close()
         explained = explanation(error, self.config.timeout)
         if explained:
-            raise UserError(f"{explained}; then {self.keeper.how_to_go_on()}") from None
+            raise UserError(f"{explained}; then {self.keeper.how_to_resume()}") from None
         if error is None:
             self._end()
 

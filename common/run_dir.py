@@ -38,10 +38,10 @@ LINE = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would m
 class RunDirectory:
     """The folder of a run, as rank 0 has it, which alone writes to it.
 
-    goes_on:     a run that was begun in this folder goes on
+    resumes:     a run that was begun in this folder goes on
     restarted:   because torchrun has started its ranks again
     checkpoints: those that it may go on from, the best first
-    insists:     the user named the one
+    is_named:    whether the user named the one
     """
 
     writes = True
@@ -54,10 +54,10 @@ class RunDirectory:
         self.board: SummaryWriter | None = None
         newest_first = manifest.checkpoints(self.path)[::-1]
         self.restarted = restarts(self.path) and bool(newest_first)
-        self.goes_on = self.restarted or resumes_in_place(config.resume, self.path)
-        self.insists = not self.restarted and config.resume not in ("", LATEST)
-        self.checkpoints = [named(config.resume, self.path)] if self.insists else newest_first if self.goes_on else []
-        with self.told():
+        self.resumes = self.restarted or resumes_in_place(config.resume, self.path)
+        self.is_named = not self.restarted and config.resume not in ("", LATEST)
+        self.checkpoints = [named(config.resume, self.path)] if self.is_named else newest_first if self.resumes else []
+        with self.disk_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = Lock(self.path)
             for left in manifest.unfinished(self.path):
@@ -75,10 +75,10 @@ class RunDirectory:
             }
             self._replace("config.json", lambda path: path.write_text(json.dumps(facts, indent=2) + "\n"))
             # A run that begins anew in its folder has died before its first checkpoint.
-            self.metrics = open(self.path / "metrics.jsonl", "a" if self.goes_on else "w")
+            self.metrics = open(self.path / "metrics.jsonl", "a" if self.resumes else "w")
 
     @contextlib.contextmanager
-    def told(self):
+    def disk_errors(self):
         """Failures of the disk become one line."""
         try:
             yield
@@ -101,7 +101,7 @@ class RunDirectory:
             raise
 
     def log(self, record: dict) -> None:
-        with self.told():
+        with self.disk_errors():
             self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
             for name, value in record.items():
@@ -112,7 +112,7 @@ class RunDirectory:
         """Write metrics for TensorBoard, too, from here on; what it has of steps after `done` it will not show."""
         from torch.utils.tensorboard import SummaryWriter  # whoever does not ask for it need not have it
 
-        with self.told():
+        with self.disk_errors():
             self.board = SummaryWriter(self.path / "tensorboard", purge_step=done + 1)
 
     def records(self) -> list[dict]:
@@ -120,13 +120,13 @@ class RunDirectory:
         lines = (self.path / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def forget_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """Drop metrics and checkpoints of steps after `step`, which a resumed run is about to do again."""
         kept = []
         for line in (self.path / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):  # a last line cut off by a full disk
                 kept += [line] if json.loads(line)["step"] <= step else []
-        with self.told():
+        with self.disk_errors():
             self.metrics.close()
             self._replace("metrics.jsonl", lambda path: path.write_text("".join(line + "\n" for line in kept)))
             self.metrics = open(self.path / "metrics.jsonl", "a")
@@ -136,18 +136,18 @@ class RunDirectory:
 
     def sync_metrics(self) -> None:
         """Before a checkpoint is written: whoever goes on from it wants the metrics before it."""
-        with self.told():
+        with self.disk_errors():
             os.fsync(self.metrics.fileno())
 
     def keep_newest(self) -> None:
         """Remove all but the newest checkpoints."""
-        with self.told():
+        with self.disk_errors():
             for old in manifest.checkpoints(self.path)[: -self.keep]:
                 manifest.remove(old)
 
     def finish(self) -> None:
         """Close the metrics and draw the loss curve."""
-        with self.told():
+        with self.disk_errors():
             self.metrics.close()
             if self.board:
                 self.board.close()
@@ -162,16 +162,16 @@ class OtherRank:
     """The folder of a run as ranks other than 0 have it: they know what rank 0 does, and write nothing."""
 
     path: Path
-    goes_on: bool
+    resumes: bool
     restarted: bool
     checkpoints: list[Path]
-    insists: bool
+    is_named: bool
 
     writes = False
 
     def log(self, record: dict) -> None: ...
     def write_board(self, done: int) -> None: ...
-    def forget_after(self, step: int) -> None: ...
+    def drop_after(self, step: int) -> None: ...
     def sync_metrics(self) -> None: ...
     def keep_newest(self) -> None: ...
     def finish(self) -> None: ...
@@ -284,9 +284,9 @@ def claim(config) -> None:
 
 def require_writable(folder: Path, resume: str) -> None:
     """Raise UserError unless a run can be written to `folder`, which is made if it is not there."""
-    if (folder / "metrics.jsonl").exists() and not resumes_in_place(resume, folder) and not restarts(folder):
-        raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
     try:
+        if (folder / "metrics.jsonl").exists() and not resumes_in_place(resume, folder) and not restarts(folder):
+            raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         Lock(folder).release()

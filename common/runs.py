@@ -18,14 +18,17 @@ import statistics
 import sys
 from pathlib import Path
 
-import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
+from common import installed
 
-# isort: split
+if __name__ == "__main__":
+    installed.at_start()  # first: without the packages, one line and not a traceback
+
 import torch
 
 from common import manifest
 from common.errors import UserError, one_line_errors
 from common.installed import missing
+from common.text_table import aligned
 
 METRICS = ("loss", "grad_norm")
 
@@ -204,12 +207,10 @@ def shown(value) -> str:
 
 def table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, *([shown(row.get(key)) for key in columns] for row in rows)]
-    widths = [max(len(line[number]) for line in lines) for number in range(len(columns))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(aligned([columns, *([shown(row.get(key)) for key in columns] for row in rows)]))
 
 
-def told(result: dict) -> str:
+def comparison_text(result: dict) -> str:
     """A comparison in words."""
     a, b = result["runs"]
     lines = [f"{a} and {b}: {result['steps_compared']} steps"]
@@ -258,6 +259,8 @@ def main(argv: list[str] | None = None) -> None:
         names = sorted(str(path.parent) for path in Path("runs").glob("*/config.json"))
     else:
         names = asked.runs
+    if asked.command == "compare" and not asked.tolerance >= 0:  # nor nan
+        raise UserError(f"--tolerance must be 0 or more, not {asked.tolerance:g}")
     runs = [History(name) for name in names]
     found: list[dict] | dict
     if asked.command in ("list", "summary"):
@@ -273,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         if len(runs) < 2:
             raise UserError("compare needs two runs or more")
         found = rows = [compare(runs[0], other, asked.tolerance) for other in runs[1:]]
-        text = "\n".join(map(told, rows))
+        text = "\n".join(map(comparison_text, rows))
     else:
         found = export(runs[0], asked.step, asked.safetensors, asked.out)
         text = f"{found['file']}: {found['tensors']} tensors, {found['numbers']:,} numbers, of {found['checkpoint']}"

@@ -64,7 +64,7 @@ def chunk(tensor: torch.Tensor, dim: int, axis: "Axis") -> Where:
 
 
 def interval(where: Where, start: int, stop: int) -> Where:
-    """Of these elements, counted from 0, those from `start` to `stop`."""
+    """The elements of `where` from number `start` to `stop`, counted from 0."""
     return Where(where.shape, where.offset, where.size, where.start + start, where.start + stop)
 
 

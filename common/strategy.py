@@ -19,7 +19,7 @@ from common import mesh as meshes
 from common import state as states
 from common.errors import UserError
 from common.model import GPT, cross_entropy
-from common.options import NoOptions
+from common.options import StrategyOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,8 +51,9 @@ class Strategy:
     tasks:       what --task may be
     model_class: what it trains, of text
     from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
-    Options:     a dataclass of its own options, made with common.options.option; its `require(config)`, if it has one,
-                 raises UserError for values that cannot work with the run's other settings
+    Options:     a subclass of common.options.StrategyOptions, with its own options
+    main:        a function of the run's configuration that trains, in the place of the chapter's
+    uncounted:   what a dry run, which computes without numbers, cannot count: a sentence
     """
 
     preset: dict[str, int] = {"data": -1}
@@ -61,14 +62,17 @@ class Strategy:
     tasks: tuple[str, ...] = ("text", "images")
     model_class = GPT
     from_meta = False
-    Options: type = NoOptions
+    Options: type[StrategyOptions] = StrategyOptions
+    main: Callable | None = None
+    uncounted = ""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def __init__(self, setup: Setup):
         self.mesh, self.device = setup.mesh, meshes.device_of(setup.mesh)
-        self.options, self.precision, self.max_norm = setup.options or self.Options(), setup.precision, setup.max_norm
+        self.options: Any = setup.options or self.Options()  # of the strategy's own class
+        self.precision, self.max_norm = setup.precision, setup.max_norm
         along = meshes.axis(self.mesh, *self.data_axes)
         self.data_rank, self.data_size = along.rank, along.size  # which of how many equal slices of a batch it reads
         self.scaler = self.make_scaler()
@@ -93,13 +97,7 @@ class Strategy:
         """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
         if config.task not in cls.tasks:
             raise UserError(f"--task {config.task}: strategy '{config.strategy}' divides a GPT; use --task text")
-        if hasattr(config.options, "require"):
-            config.options.require(config)
-
-    @classmethod
-    def trains(cls, config) -> bool:
-        """Whether a run with these settings trains, and so needs a folder of its own."""
-        return not config.dry_run
+        config.options.require(config)
 
     @classmethod
     def make_model(cls, config) -> nn.Module:

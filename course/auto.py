@@ -49,7 +49,10 @@ def choose(argv: list[str]) -> list[str]:
         except UserError:
             continue
         if rank == 0:
-            print(says(config, one, place, MEASURED if measured else f"the planner's {cluster.gpu.name}"), flush=True)
+            print(
+                summary(config, one, place, MEASURED if measured else f"the planner's {cluster.gpu.name}"),
+                flush=True,
+            )
         return line
     raise UserError(f"--strategy auto: the course has none of the {len(best)} fastest layouts; name a --strategy")
 
@@ -80,7 +83,7 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
     return replace(found, gpu=replace(found.gpu, memory=min(found.gpu.memory, memory))), False
 
 
-def says(config: Config, one: Choice, place: int, source: str) -> str:
+def summary(config: Config, one: Choice, place: int, source: str) -> str:
     """The line that is printed."""
     found, layout = one.estimate, one.estimate.layout
     mesh = ",".join(f"{axis}={size}" for axis, size in config.axes.items())

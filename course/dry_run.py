@@ -22,13 +22,15 @@ from common.lab.ledger import Ledger
 from common.ranks import environment
 from common.strategy import Setup
 from common.task import Task, check_batch, make_task
+from common.text_table import aligned
+from course.pipeline.options import PipelineOptions
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 MOST = 16  # ranks that are looked at; of more, the first and the last ones
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Forecast:
     """What one rank would do.
 
     place:   its coordinates in the mesh
@@ -49,13 +51,13 @@ class Foreseen:
     sent: dict[str, float]
 
 
-def foresee(config: Config, ranks) -> dict[int, Foreseen]:
+def forecast(config: Config, ranks) -> dict[int, Forecast]:
     """What these ranks of the mesh would do. Raises UserError for data or a batch that cannot work."""
     task, found = make_task(config), {}
     for rank in ranks:
         # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=be, args=(config, task, rank, sender))  # type: ignore[attr-defined]  # typeshed: of subclasses
+        process = CONTEXT.Process(target=send_forecast, args=(config, task, rank, sender))  # type: ignore[attr-defined]  # typeshed: of subclasses
         with ready_to_fork():
             process.start()
         sender.close()
@@ -69,18 +71,19 @@ def foresee(config: Config, ranks) -> dict[int, Foreseen]:
     return found
 
 
-def be(config: Config, task: Task, rank: int, sender) -> None:
+def send_forecast(config: Config, task: Task, rank: int, sender) -> None:
     """Be a rank of the mesh, and send what it would do."""
     warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
     try:
-        sender.send(as_rank(config, task, rank))
+        sender.send(forecast_of(config, task, rank))
     except UserError as error:
         sender.send(error)
 
 
-def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
+def forecast_of(config: Config, task: Task, rank: int) -> Forecast:
     size = math.prod(config.axes.values())
-    micro_batches = config.accumulation_steps * getattr(config.options, "microbatches", 1)
+    in_a_pipeline = config.options.microbatches if isinstance(config.options, PipelineOptions) else 1
+    micro_batches = config.accumulation_steps * in_a_pipeline
     readers = math.prod(number for name, number in config.axes.items() if name in config.strategy_class.data_axes)
     shapes = [(tensor.shape[1:], tensor.dtype) for tensor in task.dataset.batch(torch.zeros(1, dtype=torch.long))]
     message = (max(1, config.batch_size // readers // micro_batches), config.context, config.width)
@@ -96,7 +99,7 @@ def as_rank(config: Config, task: Task, rank: int) -> Foreseen:
                 inputs, targets = (torch.zeros((each, *s), dtype=t, device="gpu") for s, t in shapes)
                 strategy.step([(inputs, targets)] * config.accumulation_steps)
         parts = strategy.parts()
-        return Foreseen(
+        return Forecast(
             dict(zip(config.axes, coordinates(config.axes, rank), strict=True)),
             (strategy.data_rank * examples, (strategy.data_rank + 1) * examples),
             {part.name: described(part.where) for part in parts},
@@ -143,7 +146,7 @@ def dry_run(config: Config) -> None:
     if environment()[0] > 0:
         return
     size = math.prod(config.axes.values())
-    found = foresee(config, range(size) if size <= MOST else [*range(MOST - 1), size - 1])
+    found = forecast(config, range(size) if size <= MOST else [*range(MOST - 1), size - 1])
     mesh = ",".join(f"{name}={number}" for name, number in config.axes.items())
     print(f"{config.strategy} ({config.implementation}) on {size} rank(s), mesh {mesh}; a dry run: nothing is trained")
     unit = f"{config.batch_size} examples"
@@ -157,11 +160,11 @@ def dry_run(config: Config) -> None:
     print("Bytes are those of tensors on a rank's device; what PyTorch and its kernels take is not among them.")
     if config.precision != "fp32":
         print(f"They are counted as in fp32: what --precision {config.precision} saves is not seen.")
-    if hasattr(config.options, "experts"):
-        print("Without numbers the router sends no token to any expert: what experts receive is not counted.")
+    if config.strategy_class.uncounted:
+        print(config.strategy_class.uncounted)
 
 
-def rows(found: dict[int, Foreseen]) -> list[str]:
+def rows(found: dict[int, Forecast]) -> list[str]:
     """A line for each rank."""
     axes = list(found[0].place)
     head = ["rank", *axes, "reads examples", "numbers held", "between steps", "at most", "sends in a step"]
@@ -172,8 +175,7 @@ def rows(found: dict[int, Foreseen]) -> list[str]:
         sent = ", ".join(f"{name} {size_of(number)}" for name, number in seen.sent.items()) or "nothing"
         numbers = [f"{seen.numbers:,}", size_of(seen.state), size_of(seen.peak)]
         lines.append([str(rank), *place, f"{first} to {end - 1}", *numbers, sent])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return aligned(lines)
 
 
 def size_of(number: float) -> str:
@@ -181,7 +183,7 @@ def size_of(number: float) -> str:
     return f"{number / 2**20:,.1f} MiB" if number >= 2**20 else f"{number / 2**10:,.1f} KiB"
 
 
-def holdings(found: dict[int, Foreseen]) -> list[str]:
+def holdings(found: dict[int, Forecast]) -> list[str]:
     """What the ranks hold, once for those that hold the same; of blocks that are alike, once for all."""
     groups: dict[tuple, list[int]] = {}
     for rank, seen in found.items():

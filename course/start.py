@@ -1,11 +1,8 @@
 """How a script starts: read the command line, then call the main function of the strategy's chapter."""
 
-import common.installed  # noqa: F401  first: without the packages, one line and not a traceback
-from common.command_line import parse
+from common import installed
 from common.errors import UserError, one_line_errors
-from common.run_dir import claim
 from course import name_what_was_started
-from course.strategies import BY_AXES, STRATEGIES
 
 
 def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
@@ -14,6 +11,11 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
 
     Errors of use become one line.
     """
+    installed.at_start()
+    from common.command_line import parse  # below the check: these import torch
+    from common.run_dir import claim
+    from course.strategies import BY_AXES, STRATEGIES
+
     name_what_was_started()
     with one_line_errors():
         config = parse(STRATEGIES, strategy, by_axes=BY_AXES, default_implementation=implementation, auto=pick)
@@ -23,7 +25,7 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
                 f"--strategy {config.strategy} lives in {config.entry.chapter}/: start it there, or from the "
                 f"repository's root"
             )
-        if config.strategy_class.trains(config):
+        if config.trains:
             claim(config)
         if config.dry_run:
             from course.dry_run import dry_run  # it pretends that there are devices: nothing that trains needs it

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.axes import parse_axes, resolve
+from common.constants import GIB
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from planner import constants, hardware, models
@@ -175,7 +176,7 @@ def precision_of(args: argparse.Namespace) -> str:
 
 
 def named(args: argparse.Namespace) -> Estimate:
-    """Of the layout that the options name."""
+    """The estimate of the layout that the options name."""
     model, gpus = model_of(args), cluster_of(args)
     mesh = resolve(parse_axes(args.mesh), gpus.gpus) if args.mesh else {"data": gpus.gpus}
     stage = args.zero_stage if args.zero_stage is not None else 3 if mesh.get("shard", 1) > 1 else 0
@@ -210,6 +211,9 @@ def planned(args: argparse.Namespace, count: int, tool: str | None = None) -> li
         except UserError:
             return False
 
+    for name in ("batch_size", "sequence"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     return plan(
         model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
         count, constants.load(args.constants), *([expressed] if tool else []),
@@ -312,7 +316,7 @@ def run_hardware(args: argparse.Namespace) -> None:
         return
     for gpu in hardware.GPUS.values():
         print(
-            f"{gpu.name:12} {gpu.peak / 1e12:7,.1f} TFLOP/s  {gpu.memory / 2**30:6.1f} GiB  {gpu.hbm / 1e12:5.2f} TB/s "
+            f"{gpu.name:12} {gpu.peak / 1e12:7,.1f} TFLOP/s  {gpu.memory / GIB:6.1f} GiB  {gpu.hbm / 1e12:5.2f} TB/s "
             f"{gpu.link / 1e9:5,.0f} GB/s to {gpu.gpus_per_node} in a node   {gpu.source}"
         )
     for name, one in hardware.NETWORKS.items():

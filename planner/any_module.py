@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from common.constants import GIB
 from common.errors import UserError
 from course.fsdp.formulas import formula
 from planner import memory
@@ -158,11 +159,11 @@ def report(make: Callable, gpu: GPU, gpus: int, precision: str, constants: Const
 
 def table(said: dict) -> str:
     lines = [
-        f"{said['parameters']:,} parameters; a micro-batch keeps {said['kept'] / 2**30:,.3f} GiB for its backward pass",
+        f"{said['parameters']:,} parameters; a micro-batch keeps {said['kept'] / GIB:,.3f} GiB for its backward pass",
         f"and takes {said['flops'] / 1e12:,.3f} TFLOP, at least {said['seconds_of_products'] * 1000:,.2f} ms",
         f"{'':6} {'GiB':>9}  fits   of which",
     ]
     for name, found in said["stages"].items():
-        parts = ", ".join(f"{part} {size / 2**30:,.2f}" for part, size in found["parts"].items() if size)
-        lines.append(f"{name:6} {found['bytes'] / 2**30:9,.2f}  {found['fits']:5}  {parts}")
+        parts = ", ".join(f"{part} {size / GIB:,.2f}" for part, size in found["parts"].items() if size)
+        lines.append(f"{name:6} {found['bytes'] / GIB:9,.2f}  {found['fits']:5}  {parts}")
     return "\n".join(lines)

@@ -1,12 +1,12 @@
 """A layout as options of this course's distributed_training.py, for those layouts that one of its strategies has."""
 
+from common.constants import VOCABULARY
 from common.errors import UserError
 from planner.layout import Layout
 from planner.models import Model
 
 PRECISION = {"float32": "fp32", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 RECOMPUTE = {"none": "none", "selective": "selective", "products": "selective", "full": "full"}
-VOCABULARY = 256  # of common/model.py, which imports torch
 
 
 def settings(model: Model, layout: Layout) -> dict:
@@ -66,11 +66,11 @@ def shape(model: Model, layout: Layout) -> dict:
 
 def differences(model: Model) -> list[str]:
     """In what a model is unlike the course's GPT of the same depth and width."""
-    says = {
+    unlike = {
         f"a vocabulary of {model.vocabulary:,}, where the course's has {VOCABULARY}": model.vocabulary != VOCABULARY,
         "an MLP of three matrices": model.mlp != "gelu",
         f"an MLP {model.hidden:,} wide": not model.experts and model.hidden != 4 * model.width,
         f"{model.kv_heads} heads of keys and values": model.kv_heads not in (None, model.heads),
         "other positions": model.positions == 0,
     }
-    return [what for what, is_so in says.items() if is_so]
+    return [what for what, is_so in unlike.items() if is_so]

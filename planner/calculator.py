@@ -1,5 +1,5 @@
-"""Pictures of memory over a step, and the calculator of "Fitting it in": what the planner says of one layout as bars,
-with sliders."""
+"""Pictures of memory over a step, and the calculator of "Where the memory is": what the planner says of one layout as
+bars, with sliders."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +7,12 @@ from typing import Any
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
 
+from common.constants import GIB
 from common.errors import UserError
 from common.lab import plotting
 from common.lab.sliders import Sliders
 from planner import hardware, models, time
-from planner.estimate import GIB, Estimate, estimate
+from planner.estimate import Estimate, estimate
 from planner.layout import RECOMPUTE, make_layout
 
 # The planner's parts of memory, in six groups that a bar can show.
@@ -135,34 +136,3 @@ class Calculator(Sliders):
             f"step {found.seconds:.2f} s, of which {step.exposed:.2f} s exposed communication; MFU {found.mfu:.0%}"
         )
         return draw({f"{model}\n{gpus} GPU{'s' * (gpus > 1)}": found})
-
-
-def draw_steps(panels: dict[str, tuple[list[dict[str, int]], int]]):
-    """Memory over a step, by kind: one panel for each title, with equal axes and the phases marked.
-
-    panels: title -> (lines of MemoryTimeline.bytes, the operator at which the backward pass begins). The optimizer's
-            step is cut short: nothing comes or goes in it
-    """
-    fig, axes = plt.subplots(1, len(panels), figsize=(11, 4.0), sharey=True, squeeze=False)
-    kinds = list(next(iter(panels.values()))[0][0])
-    names = {kind: "gathered units" if kind == "buffers" else kind for kind in kinds}
-    top = 1.25 * max(sum(line.values()) for lines, _ in panels.values() for line in lines) / 2**20
-    for ax, (title, (lines, backward)) in zip(axes.flat, panels.items(), strict=True):
-        over = 1 + max(k for k, line in enumerate(lines) if line["buffers"] > 2**14)  # the last unit's gradient is cut
-        lines = lines[: int(1.25 * over)]
-        for kind in kinds:
-            below = [sum(line[k] for k in kinds[: kinds.index(kind)]) / 2**20 for line in lines]
-            above = [low + line[kind] / 2**20 for low, line in zip(below, lines, strict=True)]
-            ax.fill_between(range(len(lines)), below, above, color=COLOURS[names[kind]], label=names[kind], lw=0,
-                            step="post")  # fmt: skip
-        phases = {"forward": (0, backward), "backward": (backward, over), "step": (over, len(lines))}
-        for name, (begin, end) in phases.items():
-            ax.axvline(begin, color="black", lw=1, ls=":")
-            ax.text((begin + end) / 2, 0.98 * top, name, ha="center", va="top", size=11)
-        peak = max(range(len(lines)), key=lambda k: sum(lines[k].values()))
-        height = sum(lines[peak].values()) / 2**20
-        ax.annotate(f"{height:.1f} MiB", (peak, height), (3, 4), textcoords="offset points", size=11)
-        ax.set(xlim=(0, len(lines)), ylim=(0, top), xlabel="operators of a step", title=title)
-    axes[0, 0].set_ylabel("memory (MiB)")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=12)
-    return fig

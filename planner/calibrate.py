@@ -176,6 +176,8 @@ def calibrate(path: Path | str, ranks: int) -> str:
     """Measure, and write a file for `--constants`; the text says what was found. Raises UserError."""
     if ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {ranks}")
+    if ranks > 16 * (os.cpu_count() or 1):
+        raise UserError(f"--ranks {ranks} are more than 16 for each of {os.cpu_count()} cores; take fewer")
     found = measure(ranks)
     constants: dict[str, Any] = {
         "matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": found["kernel"], "alpha_link": found["alpha_link"],

@@ -11,10 +11,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from common.constants import GIB
 from common.lab import plotting
 from planner import hardware, models, search
 from planner.constants import Constants, load
-from planner.estimate import GIB, estimate
+from planner.estimate import estimate
 from planner.hardware import Cluster
 from planner.layout import Layout
 from planner.models import Model

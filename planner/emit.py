@@ -9,9 +9,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.constants import GIB
 from common.errors import UserError
 from planner import as_course
-from planner.estimate import GIB, Estimate
+from planner.estimate import Estimate
 from planner.hardware import Cluster
 from planner.layout import Layout
 
@@ -28,7 +29,8 @@ class Emitted:
 
 
 def emit(found: Estimate, tool: str) -> Emitted:
-    """Of a layout that was estimated. tool: one of FORMATS. Raises UserError for what it cannot express."""
+    """The configuration of `tool`, one of FORMATS, for a layout that was estimated. Raises UserError for what it cannot
+    express."""
     if found.fits == "no":
         raise UserError(
             f"the layout needs {found.memory.expected / GIB:.1f} GiB per GPU, of {found.cluster.gpu.memory / GIB:.1f}; "
@@ -54,7 +56,7 @@ def predicted(found: Estimate) -> str:
 
 
 def sizes(layout: Layout) -> dict[str, int]:
-    """Of the axes that are larger than one."""
+    """The sizes of the axes that are larger than one."""
     return {axis: size for axis, size in layout.mesh if size > 1}
 
 

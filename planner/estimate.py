@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from common.constants import GIB
 from common.errors import UserError
 from planner import memory, scope, time
 from planner.constants import Constants, load
 from planner.hardware import Cluster
 from planner.layout import Layout
 from planner.models import Model
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

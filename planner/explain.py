@@ -1,6 +1,7 @@
 """Each number of an estimate as a formula, with the values put in, and where it comes from."""
 
-from planner.estimate import GIB, Estimate
+from common.constants import GIB
+from planner.estimate import Estimate
 from planner.memory import layer_memory
 from planner.stages import held, shares
 
@@ -19,7 +20,7 @@ def lines(found: Estimate) -> list[str]:
         f"memory          largest on rank {found.memory.rank} of the pipeline, with {layers} layers"
         f"{' and ' + own if own else ''}, in the phase '{found.memory.phase}':",
     ]
-    says = {
+    sources = {
         "parameters": f"recipe '{layout.recipe}', stage {layout.zero_stage} over {layout.shards} ranks: chapter 06's "
         "formula (Rajbhandari et al. 2020, section 5)",
         "gradients": "the same formula",
@@ -35,7 +36,7 @@ def lines(found: Estimate) -> list[str]:
         "what was kept",
     }
     for name, size in found.memory.parts.items():
-        out.append(f"  {size / GIB:9.2f} GiB  {name}{': ' + says[name] if name in says else ''}")
+        out.append(f"  {size / GIB:9.2f} GiB  {name}{': ' + sources[name] if name in sources else ''}")
     out += [
         f"  {found.memory.needed / GIB:9.2f} GiB  needed; x {c.allocator:.2f} ({c.allocator_low:.2f} to "
         f"{c.allocator_high:.2f}) for the allocator = {found.memory.expected / GIB:.2f} GiB ({c.source})",

@@ -7,7 +7,7 @@ Each line says on which published runs it rests (planner/published). `Layout.fra
 from dataclasses import dataclass
 from typing import Protocol
 
-GIB = 2**30
+from common.constants import GIB
 
 
 class Named(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import gpus as table
+from common.constants import GIB
 from common.errors import UserError
 from planner.names import lookup
 
@@ -51,9 +52,6 @@ class GPU:
     def processor(self) -> bool:
         """A CPU: it launches no kernels, and has no memory of its own."""
         return self.name == "cpu" or self.cores > 0
-
-
-GIB = 2**30
 
 
 def _gpu(row: dict[str, str]) -> GPU:

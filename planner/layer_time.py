@@ -55,7 +55,7 @@ def work(
     model: Model, gpu: GPU, tokens: float, sequence: int, tensor: int, cut: bool, flash: bool, dropout: bool,
     fused: bool, precision: str, experts: int, context_factor: float, fast: float, moe: bool, constants: Constants,
 ) -> Work:  # fmt: skip
-    """Of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`."""
+    """The work of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`."""
     h, itemsize = model.width, PRECISIONS[precision][0]
 
     def timed(k, n, m=tokens, count=1):

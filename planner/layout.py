@@ -117,7 +117,7 @@ class Layout:
 
     @cached_property
     def tokens(self) -> float:
-        """Of a micro-batch, on one rank along "context"."""
+        """Tokens of a micro-batch on one rank along "context"."""
         return self.micro_batch * self.sequence / self.context
 
     @cached_property

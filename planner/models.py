@@ -91,25 +91,25 @@ class Model:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of all layers; the shared ones are not among them."""
+        """Parameters of all experts of all layers, without the shared ones."""
         return self.moe_layers * self.experts * self.matrices * self.width * self.expert_width
 
     @property
     def mlp_parameters(self) -> float:
-        """Of a layer's MLP that every token uses, on average: shared experts and routers in a mixture."""
+        """Parameters of a layer's MLP that every token uses, on average: shared experts and routers in a mixture."""
         moe = self.width * (self.experts + self.matrices * self.shared_experts * self.expert_width)
         dense = self.layers - self.moe_layers
         return (dense * self.matrices * self.width * self.hidden + self.moe_layers * moe) / self.layers
 
     @property
     def uncut_parameters(self) -> int:
-        """Of a layer: norms and biases of outputs, which tensor parallelism leaves whole."""
+        """Parameters of a layer that tensor parallelism leaves whole: norms and biases of outputs."""
         norms = 2 * self.width * (2 if self.bias != "none" else 1)
         return norms + (2 * self.width if self.bias != "none" else 0)
 
     @property
     def layer_parameters(self) -> float:
-        """Of a layer, on average, without its experts."""
+        """Parameters of a layer, on average, without its experts."""
         biases = 0
         if self.bias != "none":
             biases = self.hidden * (self.matrices - 1) + (self.query + 2 * self.key if self.bias == "all" else 0)
@@ -127,7 +127,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Of those, what one token uses."""
+        """The parameters that one token uses."""
         unused = self.moe_layers * (self.experts - self.top_k) * self.matrices * self.width * self.expert_width
         return self.parameters - unused
 

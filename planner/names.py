@@ -13,5 +13,7 @@ def lookup(name: str, table: dict[str, Entry], what: str, aliases: dict[str, str
     aliases = aliases or {}
     if name in table or name in aliases:
         return table[aliases.get(name, name)]
-    hint = did_you_mean(name, [*table, *aliases], otherwise=f"there are {', '.join(table)}", cutoff=0.4)
-    raise UserError(f"unknown {what} '{name}'; {hint}")
+    there = f"there are {', '.join(table)}"
+    hint = did_you_mean(name, [*table, *aliases], cutoff=0.4)
+    few = len(table) < 10 or not hint  # a long list hides the hint
+    raise UserError(f"unknown {what} '{name}'; {' '.join([hint] * bool(hint) + [there] * few)}")

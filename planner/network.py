@@ -35,7 +35,7 @@ class Group:
         return self.local * self.nodes
 
     def seconds(self, operation: str, payload: float) -> float:
-        """Of one collective over a full payload (bytes, as in wire_bytes).
+        """How long one collective takes over a full payload (bytes, as in wire_bytes).
 
         In a node, a ring: a message's latency for each of its steps. Over several nodes rings pass through all ranks,
         and each ring leaves the node by another adapter: so it is as fast as links, or as the adapters of the group's
@@ -76,7 +76,7 @@ def group(cluster: Cluster, layout: Layout, constants: Constants, *axes: str) ->
 
 
 def neighbour_seconds(cluster: Cluster, layout: Layout, constants: Constants, payload: float) -> float:
-    """Of one message to the next stage."""
+    """How long one message to the next stage takes."""
     inner = math.prod(layout.size(axis) for axis in AXES[1:])
     if inner < cluster.gpus_per_node:
         return collective_seconds("send", payload, 2, constants.alpha_link, cluster.gpu.link * constants.link)

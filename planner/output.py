@@ -1,6 +1,7 @@
 """Estimates as text for a terminal."""
 
-from planner.estimate import GIB, Estimate
+from common.constants import GIB
+from planner.estimate import Estimate
 from planner.explain import lines
 
 

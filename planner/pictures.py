@@ -46,43 +46,6 @@ def draw_exposed(curves: dict[str, list[tuple[int, float]]], turns: dict[str, fl
     return fig
 
 
-CORNERS = {0: (0, 1), 1: (1, 1), 2: (0, 0), 3: (1, 0)}
-
-
-def draw_links(layouts: dict[str, dict[tuple[int, ...], int]]):
-    """Bytes that each rank of a 2 x 2 mesh sends along its links: title -> group -> bytes of a rank in that group.
-
-    A ring over all four ranks uses links inside of rows and across. Green links are inside of a row, red ones across,
-    whichever group they belong to.
-    """
-    fig, axes = plt.subplots(1, len(layouts), figsize=(9.5, 3.7))
-    most = max(size for sent in layouts.values() for size in sent.values())  # one scale for all panels
-    for ax, (title, sent) in zip(axes, layouts.items(), strict=True):
-        links: dict[tuple[int, ...], int] = {}  # (from, to) -> bytes
-        for group, size in sent.items():
-            ring = [0, 1, 3, 2] if len(group) == 4 else list(group)
-            for first, second in zip(ring, ring[1:] + ring[:1], strict=True):
-                key = tuple(sorted((first, second)))
-                links[key] = max(links.get(key, 0), size)
-        for (first, second), size in links.items():
-            inside = (first, second) in ((0, 1), (2, 3))
-            colour = plotting.GREEN if inside else plotting.VERMILION
-            points = zip(CORNERS[first], CORNERS[second], strict=True)
-            ax.plot(*points, color=colour, lw=2 + 10 * size / most, zorder=1)
-            middle = [sum(CORNERS[rank][d] for rank in (first, second)) / 2 for d in (0, 1)]
-            ground = {"fc": "white", "ec": "none", "pad": 2}
-            ax.text(*middle, f"{size / 1e6:.2f} MB", ha="center", va="center", bbox=ground)
-        for rank, place in CORNERS.items():
-            ax.text(*place, rank, ha="center", va="center", size=16, bbox={"boxstyle": "circle,pad=0.4", "fc": "white"})
-        for y, node in ((1.3, "node 0"), (-0.3, "node 1")):
-            ax.text(0.5, y, node, ha="center", va="center", size=11)
-        ax.set(xlim=(-0.35, 1.35), ylim=(-0.42, 1.42), title=title)
-        ax.axis("off")
-    lines = [plt.Line2D([], [], color=colour, lw=6) for colour in (plotting.GREEN, plotting.VERMILION)]
-    fig.legend(lines, ["link inside a node", "link between nodes"], loc="outside lower center", ncols=2)
-    return fig
-
-
 def draw_scores(lines: list[Line]):
     """Predicted over measured, for each published run: a column for each source."""
     fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), width_ratios=[7, 3], sharey=True)

@@ -1,6 +1,7 @@
 """A picture of a plan: memory and time of each layout, by what they go into."""
 
-from planner.estimate import GIB, Estimate
+from common.constants import GIB
+from planner.estimate import Estimate
 
 
 def picture(found: list[Estimate], path: str) -> None:

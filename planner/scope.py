@@ -19,7 +19,7 @@ def recommended(expected: float, high: float, limit: float) -> bool:
 def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
     """In what the layout is unlike all that the planner was compared with (planner/published); none: in scope."""
     between = cluster.node_network / cluster.gpus_per_node
-    says = {
+    unlike = {
         f"GPU {cluster.gpu.name}": cluster.gpu.name not in SEEN,
         "tensor parallelism across nodes": layout.tensor > cluster.gpus_per_node,
         "several nodes over less than 5 GB/s per GPU": cluster.nodes > 1 and between < 5e9,
@@ -34,4 +34,4 @@ def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
         "mixtures of experts on H100 or in 16 bit": bool(model.experts)
         and (layout.precision != "fp8-mixed" or cluster.gpu.name not in ("b200", "gb200-nvl72")),
     }
-    return [what for what, is_so in says.items() if is_so]
+    return [what for what, is_so in unlike.items() if is_so]

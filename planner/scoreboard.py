@@ -8,10 +8,11 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from common.constants import GIB
 from planner import constants as constants_
 from planner import fit, scope
 from planner.constants import Constants
-from planner.estimate import GIB, estimate
+from planner.estimate import estimate
 from planner.published import Run, runs
 
 MOST = 150  # runs of a source that are predicted, evenly spread over its table, unless all are asked for
@@ -80,7 +81,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def summary(errors: list[float]) -> dict[str, float]:
-    """Of relative errors: mean, median and 90th percentile of their sizes, bias, and how many."""
+    """Mean, median and 90th percentile of the sizes of relative errors, their bias, and how many there are."""
     sizes = [abs(error) for error in errors]
     return {"runs": len(errors), "mean": mean(sizes), "median": median(sizes) if sizes else float("nan"),
             "p90": percentile(sizes, 0.9), "bias": mean(errors)}  # fmt: skip

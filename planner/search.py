@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from common.constants import GIB, RECOMPUTE
 from common.errors import UserError
 from planner import memory, scope, time
 from planner.constants import Constants, load
-from planner.estimate import GIB, Estimate, estimate, limited
+from planner.estimate import Estimate, estimate, limited
 from planner.hardware import Cluster
 from planner.layout import Layout, cut_by_tensor
 from planner.models import Model
 
 LONGEST_PIPELINE = 64  # stages in all, of a pipeline that is looked at
-RECOMPUTE = ("none", "selective", "full")  # less memory and more time from one to the next
 KEPT_TOKENS = 2048  # at least so many of a sequence stay on a rank along "context"
 
 

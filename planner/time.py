@@ -271,7 +271,7 @@ def state_seconds(
     cluster: Cluster, layout: Layout, constants: Constants, axes: tuple[str, ...], operation: str, dense: float,
     experts: float = 0.0,
 ) -> float:  # fmt: skip
-    """Of one collective along these axes over bytes of what all ranks use, and of experts, in messages of a bucket.
+    """Seconds of one collective along these axes over bytes of what all ranks use, and of experts, bucket by bucket.
     Along "expert", ranks have different experts: what is theirs is a message of its own then, to fewer ranks."""
     everybody = group(cluster, layout, constants, *axes)
 

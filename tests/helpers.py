@@ -59,7 +59,7 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
     distributed = ["--distributed"] if size > 1 else []
     with launcher(rank, size):
         config = parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
-        if config.strategy_class.trains(config):
+        if config.trains:
             claim(config)
         return config
 

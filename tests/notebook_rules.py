@@ -17,6 +17,7 @@ from tools.facts import reading_minutes
 # What pages still owe, to be paid when they are rewritten. Entries become fewer, and none is added: a page that has
 # paid must leave the list.
 UNCOMPARED = {}  # cells, each with its reason
+MOST_MINUTES = 40
 
 
 def code(notebook):
@@ -152,8 +153,9 @@ def alt_text_is_that_of_the_source(notebook, path):
         stored = list(stored_alts(cell))
         inline, defined = alt_patterns(cell.source)
         helpers |= defined
-        called = [pattern for function, patterns in helpers.items() if f"{function}(" in cell.source
-                  for pattern in patterns]  # fmt: skip
+        called = [
+            pattern for function, patterns in helpers.items() if f"{function}(" in cell.source for pattern in patterns
+        ]
         for alt in stored:
             if len(alt.split()) >= 5 and not any(re.fullmatch(pattern, alt, re.DOTALL) for pattern in inline + called):
                 yield f"{name(cell)} stores the alt text {alt[:80]!r}, which is not that of its source: run it again"
@@ -206,13 +208,13 @@ def keeps_cells_short(notebook, path):
 
 
 def promises_its_time(notebook, path):
-    """`make facts` writes how many minutes; over 90 is two pages. A page of the library has none."""
+    """`make facts` writes how many minutes; over 40 is two pages, or has parts that belong into the library."""
     if is_of_the_library(notebook):
         return
     if not re.search(r"^\*\*Time:\*\* \d+ minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE):
         yield 'the first cell has no line "**Time:** N minutes. **You need:** ..."; `make facts` writes the number'
-    if reading_minutes(notebook) > 90:
-        yield f"reading it takes {reading_minutes(notebook):.0f} minutes; over 90 is two pages"
+    if reading_minutes(notebook) > MOST_MINUTES:
+        yield f"reading it takes {reading_minutes(notebook):.0f} minutes; over {MOST_MINUTES} is two pages"
 
 
 def explains_between_code(notebook, path):

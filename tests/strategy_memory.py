@@ -86,10 +86,11 @@ def ddp_pytorch(s: Sizes) -> Said:
 
 
 def replicas(s: Sizes, by_hand: bool) -> Said:
-    """On the first device, at the end of a backward pass: the gradient of its own replica, and the sums, which are then
-    added to the gradients. By hand, all copies of one parameter's arrive together; else one after the other."""
-    step = {"parameters": s.whole, "averages": 2 * s.whole, "gradients": s.whole}
-    more = {"a replica's": s.whole, "sums": s.whole, "arriving": s.largest * (s.size if by_hand else 1)}
+    """On the first device, at the end of a backward pass: the sums, which are then added to the gradients. By hand, a
+    gradient that arrives lies beside the sum that it is added to; PyTorch's first device has a replica of its own as
+    well, with a gradient of its own."""
+    step = {"parameters": s.whole, "averages": 2 * s.whole, "gradients": s.whole, "sums": s.whole}
+    more = {"arriving, and its sum": 2 * s.largest} if by_hand else {"a replica's": s.whole, "arriving": s.largest}
     return [{"parameters": s.whole}], [step | more]
 
 

@@ -1,41 +1,36 @@
 """What the shared loop costs, and how the strategies by hand compare with PyTorch's.
 
-    python tools/bench.py
+    make bench                         prints each figure, its interval, and what it was at the last release
+    python tools/bench.py --release    writes them to tools/bench.csv as well, as those of a release
 
-1. Milliseconds per step that the scripts' loop (data order, metrics, progress bar, agreement on Ctrl-C) adds to a bare
-   loop with the same model, batch and DistributedDataParallel. See below for what they buy.
+1. Milliseconds per step that the scripts' loop (data order, metrics, progress bar, agreement on Ctrl-C) adds: to the
+   steps of the same strategy in a loop that does nothing else, and to a bare loop with the same model, batch and
+   DistributedDataParallel, which besides does not average the loss over the ranks, look whether each gradient is there,
+   or choose precision and scaling. These belong to the strategy's step, which is the lesson. (The loop's own part was
+   0.56 ms of a step on rank 0 of two on a busy machine, medians of 130 steps: 0.20 to read the step's examples, about
+   ten small tensor operations; 0.19 for the line of metrics, which a crash cannot lose, and the progress bar; 0.17 for
+   the vote on stopping. The lowest tenths of the three add up to 0.43.)
 2. Steps per second of a strategy by hand against PyTorch's, same model and batches: DDP at the default batch and at
    batch 8, tensor parallelism, FSDP, and pipelines under each schedule that both have.
 3. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured
    is within 5% of it, on a machine that does nothing else.
-4. Seconds from the command to the first step on two ranks, beside those of a program that only imports torch.
+4. Seconds from the command to the end of the first step on two ranks, against those of a program that takes one step
+   of DistributedDataParallel and does nothing else. (A program that only joins a group is no measure: in torch 2.13
+   whoever makes an optimizer imports torch._dynamo, by `torch._disable_dynamo` around Optimizer.add_param_group, and
+   DistributedDataParallel's constructor asks it for its mode: 1.3 s on a quiet machine. By processor time of one
+   process and a tiny model the two cannot be told apart, 2.8 s each in the median of three.)
 
-Contenders take turns step by step, or round by round, in one run on the same two ranks. The figure is a ratio or a
-difference, and its spread over the rounds; a single time would say more about the machine than about the code.
-
-What the scripts' loop does and a bare one does not, in microseconds of the main thread's processor time: with warm
-caches, where each is called again and again, and in the loop, after a step of four layers has filled the caches with
-something else (medians of 70 steps on a busy machine; both loops took turns):
-
-    what                                                             warm  in the loop
-    reads the step's own examples; the bare loop has one batch         17          170
-    averages the loss over the ranks; sees whether each gradient
-        is there; precision and scaling can be chosen                  54  200 to 350
-    writes a line of metrics.jsonl, which a crash cannot lose,
-        and moves the progress bar (on rank 0)                          8          180
-    all ranks agree on whether somebody was asked to stop              30          130
-
-One launch; in a busier one the second was 550 to 700. What a line takes in the loop beyond its warm figure is probably
-caches, which shorter code would miss too; it was not counted. By the clock a step of 140 ms takes 1.0 to 1.4 ms longer
-(400 pairs of steps on a quiet machine): 0.3 for the loss's average, 0.2 to see whether each gradient is there, 0.1 to
-0.2 for precision and scaling, 0.5 for the line of metrics and the vote; the data cannot be told from nothing. A message
-costs more by the clock than the main thread computes: gloo's threads want one of the two cores. To vote or to write at
-every tenth step only would take less; but SIGTERM leaves 30 seconds, and steps may take several.
+Contenders take turns step by step, or round by round, in one run on the same two ranks. The figure is the median of
+ratios or differences over the rounds; its interval has the middle nine tenths of 2,000 medians of as many rounds drawn
+with replacement. A single time would say more about the machine than about the code.
 """
 
+import argparse
+import csv
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -61,33 +56,43 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zb", "zb
 # Seconds of forward, backward for input, backward for weight of a sleeping rank's stages: so long that the part of a
 # millisecond that a message and waking up cost on two cores is little even beside the smallest bubbles.
 SLEEP = (0.4, 0.4, 0.4)
+RELEASED = ROOT / "tools" / "bench.csv"  # each figure at the last release: name, median, low, high
 
 
-def loops(config) -> list[tuple[float, float]]:
-    """For each round the seconds per step of the scripts' loop and of the bare one, which take turns step by step."""
+def loops(config) -> list[tuple[float, ...]]:
+    """For each round the seconds per step of the scripts' loop, of the strategy's steps alone, and of the bare loop,
+    which take turns step by step."""
     task = make_task(config)
     mesh = make_mesh(config.axes)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
-    bare = bare_loop(config, task)
-    rounds = []
-    pair: tuple[list[float], list[float]] = ([], [])
-    with Run(config, strategy, task) as run:
+    strategies = [config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh)) for _ in range(2)]
+    with Run(config, strategies[0], task) as run:
         batches, steps = run.batches(), run.steps()
+        alone, batch = strategies[1], task.micro_batches(0, strategies[1])
+        numbers = itertools.count()
+
+        def in_the_loop():
+            number = next(numbers)
+            strategies[0].set_learning_rate(run.learning_rate(number))
+            run.log(number, *strategies[0].step(next(batches)))
+            next(steps, None)
+
         next(steps)
-        for number in range(ROUNDS * STEPS):
-            for which in (0, 1) if number % 2 else (1, 0):  # who goes first has its data in no cache
+        return take_turns([in_the_loop, lambda: alone.step(batch)[0].item(), bare_loop(config, task)])
+
+
+def take_turns(contenders) -> list[tuple[float, ...]]:
+    """For each of ROUNDS rounds the seconds that each contender takes, the median of STEPS calls but the first."""
+    rounds = []
+    for _ in range(ROUNDS):
+        times: list[list[float]] = [[] for _ in contenders]
+        for step in range(STEPS):
+            turn = list(zip(contenders, times, strict=True))
+            for contender, seconds in turn if step % 2 else turn[::-1]:  # who goes first has its data in no cache
                 dist.barrier()
                 begin = time.perf_counter()
-                if which:
-                    bare()
-                else:
-                    strategy.set_learning_rate(run.learning_rate(number))
-                    run.log(number, *strategy.step(next(batches)))
-                    next(steps, None)
-                pair[which].append(time.perf_counter() - begin)
-            if len(pair[0]) == STEPS:
-                rounds.append((statistics.median(pair[0][SKIPPED:]), statistics.median(pair[1][SKIPPED:])))
-                pair = ([], [])
+                contender()
+                seconds.append(time.perf_counter() - begin)
+        rounds.append(tuple(statistics.median(seconds[SKIPPED:]) for seconds in times))
     return rounds
 
 
@@ -109,90 +114,120 @@ def bare_loop(config, task):
     return step
 
 
-def by_hand_and_torch(configs) -> list[tuple[float, float]]:
-    """For each round the steps per second of a strategy by hand and of PyTorch's, which take turns step by step."""
+def by_hand_and_torch(configs) -> list[tuple[float, ...]]:
+    """For each round the seconds per step of a strategy by hand and of PyTorch's, which take turns step by step."""
     task = make_task(configs[0])
     mesh = make_mesh(configs[0].axes)
     pair = [c.strategy_class(task.make_model(), task.make_optimizer, c.setup(mesh)) for c in configs]
-    rounds = []
-    for _ in range(ROUNDS):
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for step in range(STEPS):
-            turn = list(zip(pair, seconds, strict=True))
-            for trained, times in turn if step % 2 else turn[::-1]:
-                batches = task.micro_batches(step, trained)
-                dist.barrier()
-                begin = time.perf_counter()
-                trained.step(batches)[0].item()
-                times.append(time.perf_counter() - begin)
-        rounds.append((1 / statistics.median(seconds[0][SKIPPED:]), 1 / statistics.median(seconds[1][SKIPPED:])))
-    return rounds
+    batches = [task.micro_batches(0, strategy) for strategy in pair]
+    return take_turns(
+        [
+            lambda strategy=strategy, batch=batch: strategy.step(batch)[0].item()
+            for strategy, batch in zip(pair, batches, strict=True)
+        ]
+    )
 
 
-def bubbles() -> None:
+class Figures:
+    """Figures as they are found, each beside that of the last release, and all of them for the next one."""
+
+    def __init__(self):
+        self.found: list[tuple[str, float, float, float]] = []
+        self.released: dict[str, str] = {}
+        if RELEASED.exists():
+            with open(RELEASED, newline="") as file:
+                for row in csv.DictReader(file):
+                    self.released[row["name"]] = f"{row['median']} ({row['low']} to {row['high']})"
+        print(f"{'':64}{'now':>8}  {'interval':18}{'at the last release':24}aim")
+
+    def add(self, name: str, values: list[float], aim: str) -> None:
+        middle, (low, high) = statistics.median(values), interval(values)
+        self.found.append((name, middle, low, high))
+        spread = f"({low:.3f} to {high:.3f})"
+        print(f"{name:64}{middle:8.3f}  {spread:18}{self.released.get(name, '-'):24}{aim}", flush=True)
+
+    def release(self) -> None:
+        with open(RELEASED, "w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["name", "median", "low", "high"])
+            rows.writerows([name, *(f"{number:.3f}" for number in numbers)] for name, *numbers in self.found)
+
+
+def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
+    """The middle nine tenths of the medians of as many values, drawn with replacement."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
+    return medians[draws // 20], medians[-draws // 20 - 1]
+
+
+def bubbles(figures: Figures) -> None:
     from course.pipeline import sleeping
 
-    print(f"{'bubble of sleeping stages':30}{'measured':>10}{'simulated':>10}{'ratio':>8}   (aim: 0.95 to 1.05)")
     for ranks, name in itertools.product((4, 8), sleeping.schedules.SCHEDULES):
         microbatches = 2 * ranks
         events = launch(sleeping.run, ranks, (name, microbatches, SLEEP), timeout=600)
         measured, simulated = sleeping.bubbles(events, name, microbatches, SLEEP)
-        print(f"{f'{name}, {ranks} ranks':30}{measured:10.4f}{simulated:10.4f}{measured / simulated:8.3f}")
+        figures.add(f"bubble against the simulator's: {name}, {ranks} ranks", [measured / simulated], "0.95 to 1.05")
 
 
-def report(name: str, rounds: list[tuple[float, float]], aim: str) -> None:
-    ratios = sorted(first / second for first, second in rounds)
-    numbers = f"{statistics.median(ratios):8.3f}  ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-    print(f"{name:60}{numbers}   (aim: {aim})", flush=True)
+ONE_STEP = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 8)).sum().backward()
+optimizer.step()
+print(f"{time.time()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
 
 
-def start_up(rounds: int = 3) -> None:
-    """From the command to the end of the first step, and of a program that imports torch and joins a group."""
-    bare = (
-        "import time, torch, torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); "
-        "print(f'{time.time()}\\n', end='', flush=True); dist.destroy_process_group()"
-    )
+def start_up(rounds: int = 5) -> list[tuple[float, float]]:
+    """For each round the seconds from the command to the end of the first step: of the course's DDP script, and of a
+    program that does nothing else. They take turns."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for name in ("a program that imports torch and joins a group", "the course's DDP script, to its first step"):
-        seconds = []
-        for _ in range(rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                begin = time.time()
-                if name.startswith("a program"):
-                    file = Path(folder, "bare.py")
-                    file.write_text(bare)
-                    done = subprocess.run([*launcher, str(file)], capture_output=True, text=True, env=environment)
-                    seconds.append(max(map(float, done.stdout.split())) - begin)
-                else:
-                    options = ["--distributed", "--steps=1", "--checkpoint-every=0", f"--run-dir={folder}/run"]
-                    script = str(ROOT / "distributed_training.py")
-                    subprocess.run([*launcher, script, *options], capture_output=True, env=environment, check=True)
-                    written = Path(folder, "run", "metrics.jsonl")
-                    json.loads(written.read_text())
-                    seconds.append(written.stat().st_mtime - begin)
-        print(f"{name:60}{statistics.median(seconds):8.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})", flush=True)
+    found = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "bare.py")
+            file.write_text(ONE_STEP)
+            begin = time.time()
+            done = subprocess.run([*launcher, str(file)], capture_output=True, text=True, env=environment, check=True)
+            bare = max(map(float, done.stdout.split())) - begin
+            options = ["--distributed", "--steps=1", "--checkpoint-every=0", f"--run-dir={folder}/run"]
+            begin = time.time()
+            script = [*launcher, str(ROOT / "distributed_training.py"), *options]
+            subprocess.run(script, capture_output=True, env=environment, check=True)
+            written = Path(folder, "run", "metrics.jsonl")
+            json.loads(written.read_text())
+            found.append((written.stat().st_mtime - begin, bare))
+    return found
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", action="store_true", help="write the figures to tools/bench.csv")
+    release = parser.parse_args(argv).release
     print(f"{ROUNDS} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
-    start_up()
+    figures = Figures()
+    figures.add("seconds to the first step / a bare step of DDP", [ours / bare for ours, bare in start_up()], "<= 1.2")
     with tempfile.TemporaryDirectory() as folder:
-        steps = ROUNDS * STEPS
         line = "--strategy ddp --checkpoint-every 0 --log-every 1000"
-        config = configure(line, 2, steps=steps, run_dir=f"{folder}/run")
+        config = configure(line, 2, steps=ROUNDS * STEPS, run_dir=f"{folder}/run")
         rounds = launch(loops, 2, (config,), timeout=900)[0]
-        more = sorted(1000 * (shared - bare) for shared, bare in rounds)
-        name = "the scripts' loop, milliseconds a step above a bare loop"
-        print(f"{name:60}{statistics.median(more):8.2f}  ({more[0]:.2f} to {more[-1]:.2f})   (aim: <= 0.5)", flush=True)
-        report("the scripts' loop against a bare one (speed)", [(b, s) for s, b in rounds], ">= 0.97")
+        above = [1000 * (loop - alone) for loop, alone, _ in rounds]
+        figures.add("the scripts' loop: ms a step above the strategy's steps", above, "<= 0.3")
+        above = [1000 * (loop - bare) for loop, _, bare in rounds]
+        figures.add("the scripts' loop: ms a step above a bare loop", above, "<= 0.5")
+        figures.add("speed of the scripts' loop / of a bare one", [b / loop for loop, _, b in rounds], ">= 0.97")
         lines = {
-            "ddp by hand against DistributedDataParallel": "--strategy ddp",
-            "the same at batch 8": "--strategy ddp --batch-size 8",
-            "tensor by hand against DTensor": "--strategy tensor",
-            "fsdp by hand against fully_shard": "--strategy fsdp",
+            "ddp by hand / DistributedDataParallel": "--strategy ddp",
+            "ddp by hand / DistributedDataParallel, batch 8": "--strategy ddp --batch-size 8",
+            "tensor by hand / DTensor": "--strategy tensor",
+            "fsdp by hand / fully_shard": "--strategy fsdp",
         } | {
-            f"pipeline by hand against PyTorch's: {name}": f"--strategy pipeline --schedule {name} --microbatches 8"
+            f"pipeline by hand / PyTorch's: {name}": f"--strategy pipeline --schedule {name} --microbatches 8"
             for name in SCHEDULES
         }
         for number, (name, line) in enumerate(lines.items()):
@@ -200,8 +235,11 @@ def main():
                 configure(line, 2, implementation=kind, run_dir=f"{folder}/{number}-{kind}")
                 for kind in ("by-hand", "pytorch")
             ]
-            report(name, launch(by_hand_and_torch, 2, (configs,), timeout=900)[0], ">= 1")
-    bubbles()
+            seconds = launch(by_hand_and_torch, 2, (configs,), timeout=900)[0]
+            figures.add(f"speed of {name}", [torchs / by_hand for by_hand, torchs in seconds], ">= 1")
+    bubbles(figures)
+    if release:
+        figures.release()
 
 
 if __name__ == "__main__":

@@ -87,8 +87,10 @@ def order_of_axes(folder: Path) -> None:
     """Data between the hosts and tensor inside, and the other way round: the same losses, other times."""
     subprocess.run(
         [sys.executable, "distributed_training.py", *SIZE, "--steps=6", f"--run-dir={folder}/alone"],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     alone, _ = read(folder / "alone")
     seconds = {}
     with Link(latency=0.01, bandwidth=20e6) as link:

@@ -178,7 +178,7 @@ def wait(condition, seconds: float, why) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Of a daemon, and of what it has started."""
+    """End a daemon and what it has started."""
     try:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()

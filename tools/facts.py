@@ -73,7 +73,7 @@ def reading_minutes(notebook) -> float:
 
 @functools.cache
 def minutes(path: str) -> float:
-    """Of a page that is read from beginning to end, and so promises its time; a page to look things up in has none."""
+    """The minutes of a page that is read from beginning to end; a page to look things up in promises none."""
     notebook = nbformat.read(ROOT / path, 4)
     return reading_minutes(notebook) if MINUTES.search(notebook.cells[0].source) else 0.0
 
@@ -115,24 +115,41 @@ def chapters(old: str, rest: str) -> str:
     return table(titles, lines)
 
 
-def notebooks(old: str, rest: str) -> str:
+def listed_pages(old: str, paths: list[str], timed: bool) -> list[list[str]]:
+    """A line for each page: chapter, link, the words that somebody wrote on it, and minutes where it has some."""
     lines = []
-    for path in NOTEBOOKS:
+    for path in paths:
         heading = nbformat.read(ROOT / path, 4).cells[0].source.partition("\n")[0].removeprefix("# ")
-        about = written(old, "what it is about", "notebook", f"]({path})")
-        lines.append([path[:2], f"[{heading}]({path})", about, str(to_fives(minutes(path)) or "")])
-    return table(["chapter", "notebook", "what it is about", "minutes"], lines)
+        about = written(old, "what it is about", "page", f"]({path})")
+        lines.append([path[:2], f"[{heading}]({path})", about, *([str(to_fives(minutes(path)))] if timed else [])])
+    return lines
+
+
+def trail(old: str, rest: str) -> str:
+    """The pages that are read from beginning to end."""
+    titles = ["chapter", "page", "what it is about", "minutes"]
+    return table(titles, listed_pages(old, [path for path in NOTEBOOKS if minutes(path)], True))
+
+
+def library(old: str, rest: str) -> str:
+    """The pages to look things up in."""
+    titles = ["chapter", "page", "what it is about"]
+    return table(titles, listed_pages(old, [path for path in NOTEBOOKS if not minutes(path)], False))
+
+
+def trail_hours(old: str, rest: str) -> str:
+    return f"{sum(map(minutes, NOTEBOOKS)) / 60:.0f}"
 
 
 def path_hours(old: str, rest: str) -> str:
-    """Of reading the pages and chapters that the rest of a list's item names."""
+    """The hours of reading the pages and chapters that the rest of a list's item names."""
     named = re.split(r"\n\n|\n\* ", rest)[0]
     listed = [path for path in NOTEBOOKS if f"]({path})" in named or re.search(rf"chapter {path[:2]}\b", named)]
     return f"{sum(map(minutes, listed)) / 60:.0f}"
 
 
 def week_hours(old: str, rest: str) -> str:
-    """Of reading and exercises, in a course of as many weeks as the table for instructors has."""
+    """The hours of a week, reading and exercises, in a course of as many weeks as the table for instructors has."""
     weeks = re.findall(r"^\| \d+ \| \[", (ROOT / "docs/instructors.md").read_text(), re.MULTILINE)
     return f"{sum(reading_of(chapter) + work_of(chapter) for chapter in CHAPTERS) / 60 / len(weeks):.0f}"
 
@@ -292,8 +309,8 @@ def commands(old: str, rest: str) -> str:
 FACTS: dict[str, Callable[[str, str], str]] = {
     made.__name__.replace("_", " "): made
     for made in (
-        chapters, notebooks, path_hours, week_hours, weeks, exercises, strategies, engines, options, own_options,
-        configs, commands, seconds_of_a_collective, slow_rank, slow_link,
+        chapters, trail, library, trail_hours, path_hours, week_hours, weeks, exercises, strategies, engines, options,
+        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link,
     )
 }  # fmt: skip
 

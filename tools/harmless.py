@@ -123,8 +123,10 @@ def as_loop(file: str) -> Change:
                 continue
             indent, more = " " * node.col_offset, "    "
             tests = [ast.unparse(test) for test in generator.ifs]
-            loop = [f"{indent}{target.id} = []\n", f"{indent}for {ast.unparse(generator.target)} in "
-                    f"{ast.unparse(generator.iter)}:\n"]  # fmt: skip
+            loop = [
+                f"{indent}{target.id} = []\n",
+                f"{indent}for {ast.unparse(generator.target)} in {ast.unparse(generator.iter)}:\n",
+            ]
             if tests:
                 loop, more = [*loop, f"{indent}    if {' and '.join(f'({test})' for test in tests)}:\n"], "        "
             loop.append(f"{indent}{more}{target.id}.append({ast.unparse(value.elt)})\n")
@@ -174,21 +176,21 @@ CHANGES = [
     reword("line of output", "common/doctor.py", "to fix", "to be fixed"),
     reword("line of output", "course/dry_run.py", "a dry run: nothing is trained", "nothing is trained: a dry run"),
     reword("line of output", "common/grading/feedback.py", "next: ", "go on with: "),
-    reword("label", "01_intro/overview.py", "memory (GB)", "GPU memory (GB)"),
-    reword("label", "06_fsdp/calculator.py", "one step (seconds)", "seconds of one step (s)"),
-    reword("label", "06_fsdp/calculator.py", "hidden communication", "communication that is hidden"),
+    reword("label", "01_intro/overview.py", "node rank", "node number"),
+    reword("label", "planner/calculator.py", "one step (seconds)", "seconds of one step (s)"),
+    reword("label", "planner/calculator.py", "hidden communication", "communication that is hidden"),
     rename_private("common/ranks.py"),
     rename_private("common/grading/engine.py"),
     rename_local("common/learning_rate.py"),
     rename_local("common/pieces.py"),
     rename_local("planner/search.py"),
-    reorder("05_pipeline/simulator.py"),
+    reorder("05_pipeline/schedules.py"),
     as_loop("03_ddp/loading.py"),
     as_loop("common/per_rank.py"),
     as_set("common/lab/ledger.py"),
     one_more_line("common/gpus.csv", "l4", "l4x"),
     one_more_line("planner/models.csv", "gpt2-xl", "gpt2-xxl"),
-]  # fmt: skip
+]
 TABLES = {
     "common/gpus.csv": ["tests/planner/test_planner_fit.py", "tests/planner/test_planner_options.py",
                         "tests/planner/test_planner_commands.py", "tests/planner/test_auto.py"],

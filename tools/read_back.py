@@ -76,7 +76,7 @@ def accelerate(folder: Path) -> None:
 
 
 class Ranks:
-    """Of a training that is not there."""
+    """The ranks of a training that is not there."""
 
     def __init__(self, readers: int):
         self.readers = readers

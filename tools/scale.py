@@ -74,8 +74,9 @@ def of_one_rank(folder: str) -> dict[str, tuple[float, int]]:
     """What this rank pays for each part: (seconds of its main thread, bytes)."""
     size, found = dist.get_world_size(), {}
     line = "--layers 1 --width 16 --heads 2 --context 8 --checkpoint-every 0 --log-every 1000000 --by-hand"
-    config = configure(line, size, dist.get_rank(), strategy="ddp", steps=STEPS, batch_size=size,
-                       run_dir=f"{folder}/run")  # fmt: skip
+    config = configure(
+        line, size, dist.get_rank(), strategy="ddp", steps=STEPS, batch_size=size, run_dir=f"{folder}/run"
+    )
     with Cost() as cost:
         mesh = make_mesh({"data": size // 2, "tensor": 2})
         axis(mesh, "data"), axis(mesh, "tensor")
@@ -129,7 +130,7 @@ def pretended(size: int) -> dict[str, tuple[float, int]]:
     launches = {(step, ("0", "world"), step): 0.01 * step for step in range(most)}
     reports = [Report(f"host-{rank // 8}", 2**30, 0.5, 0.1, 0.01, launches) for rank in range(size)]
     with Cost() as cost:
-        per_rank.straggler(reports), per_rank.hoarders(reports)
+        per_rank.straggler(reports), per_rank.memory_outliers(reports)
     found["who is late, and who holds too much, from all reports"] = cost.seconds, size * most
     plans: list[SavePlan] = []
     for rank in range(size):  # two rows of each of four tensors on each rank

@@ -56,9 +56,11 @@ class Link:
                 self.ends.append(tun(device))
                 ip("link", "set", device, "netns", space)
                 for command in (
-                    f"link set {device} name {DEVICE}", f"addr add {address}/24 dev {DEVICE}",
-                    f"link set {DEVICE} mtu 9000 up", "link set lo up",
-                ):  # fmt: skip
+                    f"link set {device} name {DEVICE}",
+                    f"addr add {address}/24 dev {DEVICE}",
+                    f"link set {DEVICE} mtu 9000 up",
+                    "link set lo up",
+                ):
                     ip("-n", space, *command.split())
         except BaseException:
             self.__exit__()

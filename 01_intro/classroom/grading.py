@@ -202,6 +202,20 @@ def halving_doubling_all_reduce(size):
         yield ExerciseCase(what, [(x,) for x in inputs], [total] * size, halving_doubling(elements, dtype.itemsize))
 
 
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+def draw_ring_bytes(random):
+    size = random.randint(2, 9)
+    return random.randrange(size), size, random.randint(1, 5000), random.choice([1, 2, 4, 8])
+
+
+def draw_all_reduce_seconds(random):
+    algorithm = random.choice(["ring", "tree", "halving-doubling"])
+    size = 2 ** random.randint(1, 5) if algorithm == "halving-doubling" else random.randint(2, 12)
+    return algorithm, size, 10.0 * random.randint(1, 500), random.choice([0.5, 1.0, 3.0]), random.choice([4.0, 20.0])
+
+
 EXERCISES = [
     Exercise(
         name="ring_shift",
@@ -224,6 +238,7 @@ EXERCISES = [
         points=2,
         difficulty="●●●○○",
         check=ring_bytes,
+        draw=draw_ring_bytes,
         hint="In each of the two phases a rank sends every chunk but one. Which one does it keep to itself in the "
         "reduce-scatter, and which one does its right neighbour already have in the all-gather?",
     ),
@@ -232,6 +247,7 @@ EXERCISES = [
         points=2,
         difficulty="●●○○○",
         check=all_reduce_seconds,
+        draw=draw_all_reduce_seconds,
         hint="Write down the messages that one rank sends after one another: how many, and of how many bytes each? "
         "Add latency + bytes / bandwidth for each. In halving-doubling the sizes are n/2, n/4, ..., and back again.",
     ),

@@ -17,26 +17,12 @@ BUGS = Bugs(
     __file__,
     {
         "first_replica_only": bug(
-            inside="add_up",
-            right="for gradient in gradients if",
-            wrong="for gradient in gradients[:1] if",
+            inside="replicate",
+            right="tensor.to(device, copy=True) if place",
+            wrong="tensor.detach().to(device, copy=True) if place",
             refused_by="grad_norm",
-            why="Only the first replica's gradient comes back: all devices compute, and one of them counts.",
-        ),
-        "overwritten": bug(
-            inside="add_up",
-            right="functools.reduce(operator.add, there)",
-            wrong="there[-1]",
-            refused_by="grad_norm",
-            why="Each replica's gradient is written over that of the one before, where it should be added.",
-        ),
-        "averaged": bug(
-            inside="add_up",
-            right="functools.reduce(operator.add, there)",
-            wrong="functools.reduce(operator.add, there) / len(there)",
-            refused_by="grad_norm",
-            why="The gradients are averaged, as DistributedDataParallel does. But its ranks have a loss of their own "
-            "slice each; here there is one loss over all outputs, and its mean has divided already.",
+            why="The copies are cut off from the parameters that they were copied from. Only the first replica's "
+            "gradient comes back: all devices compute, and one of them counts.",
         ),
         "plain_deepcopy": bug(
             inside="replicate",
@@ -79,8 +65,8 @@ BUGS = Bugs(
         ),
         "same_slice": bug(
             inside="parallel_apply",
-            right="pool.map(apply, replicas, slices, streams)",
-            wrong="pool.map(apply, replicas, slices[:1] * len(replicas), streams)",
+            right="zip(pools, replicas, slices, streams, strict=False)",
+            wrong="zip(pools, replicas, slices[:1] * len(replicas), streams, strict=False)",
             refused_by="loss",
             why="Every replica computes the first slice.",
         ),

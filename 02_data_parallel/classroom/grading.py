@@ -166,12 +166,41 @@ def best_devices(size):
         yield alike(size, f"best_devices{arguments}", arguments, expected)
 
 
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+def draw_slice_sizes(random):
+    return random.randint(1, 200), random.randint(2, 9)
+
+
+def draw_mean_of_slices(random):
+    counts = [random.randint(1, 9) for _ in range(random.randint(2, 5))]
+    return [random.randint(1, 40) / 8 for _ in counts] + [None], counts + [0]
+
+
+def draw_bytes_held(random):
+    devices = random.randint(2, 8)
+    return random.choice([0, devices - 1]), devices, *(random.randint(1, 10_000) for _ in range(3))
+
+
+def draw_bytes_copied(random):
+    devices = random.randint(2, 8)
+    trainable, frozen = random.randint(1, 10_000), random.randint(1, 10_000)
+    return devices, trainable, frozen, devices * random.randint(1, 900), devices * random.randint(1, 900)
+
+
+def draw_best_devices(random):
+    """Nowhere are two equal: 2 k + 1 work is not n times n' starts."""
+    return random.randint(10, 500), 2.0, random.choice([7.0, 23.0, 51.0, 103.0, 399.0]), random.randint(3, 16)
+
+
 EXERCISES = [
     Exercise(
         name="slice_sizes",
         points=1,
         difficulty="●○○○○",
         check=slice_sizes,
+        draw=draw_slice_sizes,
         hint="All slices but the last have the same length, the batch divided by the devices and rounded up. Nine "
         "examples on four devices are three slices.",
     ),
@@ -180,6 +209,7 @@ EXERCISES = [
         points=1,
         difficulty="●○○○○",
         check=mean_of_slices,
+        draw=draw_mean_of_slices,
         hint="Turn each mean back into a sum: the mean times the number of its examples. Leave out what has none.",
     ),
     Exercise(
@@ -218,7 +248,8 @@ EXERCISES = [
         points=2,
         difficulty="●●○○○",
         check=bytes_held,
-        hint="Device 0 has the parameters once, not twice: its replica shares them. Make the table of section 5 for "
+        draw=draw_bytes_held,
+        hint="Device 0 has the parameters once, not twice: its replica shares them. Count move by move, up to "
         "the moment after the loss.",
     ),
     Exercise(
@@ -226,6 +257,7 @@ EXERCISES = [
         points=2,
         difficulty="●●●○○",
         check=bytes_copied,
+        draw=draw_bytes_copied,
         hint="Five things travel: parameters out, gradients back, inputs out, outputs back, and one more on the way "
         "back. Of what belongs to the batch, device 0's own share stays at home.",
     ),
@@ -234,6 +266,7 @@ EXERCISES = [
         points=2,
         difficulty="●●○○○",
         check=best_devices,
+        draw=draw_best_devices,
         hint="The interpreter starts devices * operations operations; a device computes all operations, each of them "
         "on its slice. Take the larger of the two times for each number of devices, then the number with the least.",
     ),

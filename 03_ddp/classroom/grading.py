@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch.utils.data import DistributedSampler
 
-from common.grading.engine import Exercise, ExerciseCase
+from common.grading.engine import ExerciseCase, exercise
 from common.grading.patterns import calculated, collectives, numbered, sends_at_most
 from common.lab.ledger import wire_bytes
 
@@ -244,71 +244,167 @@ def overlapped_seconds(size):
     )
 
 
-# exercise -> points, how many of five dots its difficulty has, and the hint
-ROWS = {
-    average_gradients: (
-        1, 1, "torch.cat of all tensors, each as reshape(-1), is the flat tensor. split cuts it again, and view_as "
-        "gives each piece its shape back. Who divides, and by what?",
-    ),
-    accumulated_gradient: (
-        1, 1, "Gradients add up locally, at no cost. The mean over the batch is the mean over all micro-batches of all "
-        "ranks: how many are those?",
-    ),
-    learning_rate: (
-        1, 1, "Two rates: the one at step 0 and the scaled one. Go from the first to the second by the fraction "
-        "step / warmup, never further, and mind a warm-up of no steps.",
-    ),
-    assign_buckets: (
-        2, 2, "Go through reversed(range(len(sizes))). Ask whether the bucket is full before you add to it: then there "
-        "is never an empty one at the end, and a parameter may carry a bucket past its cap.",
-    ),
-    launch_order: (
-        2, 2, "Keep the number of the next bucket to launch, and the set of gradients that are there. After each "
-        "gradient launch while, not if, that next bucket is complete.",
-    ),
-    clipped_gradients: (
-        2, 2, "The mean of clipped gradients is not the clipped mean: average first. After that every rank has the "
-        "whole gradient and can take its norm without a message.",
-    ),
-    bf16_average: (
-        2, 2, "float16 has half the bytes too, but ends at 65504. A sum of large values overflows where the sum of "
-        "their shares does not. The result travels as bfloat16 and is returned as float32.",
-    ),
-    average_with_unused: (
-        3, 3, "A rank without a gradient must still take part, or its peers add up tensors that do not belong "
-        "together. Add up the bitmaps: an element of 0 says that no rank has that gradient.",
-    ),
-    first_difference: (
-        3, 3, "Python's zlib.crc32 makes a number out of bytes (tensor.numpy().tobytes()), and shape and type can "
-        "be put into it as text. Gather everybody's numbers, so that every rank compares the same.",
-    ),
-    sampler_indices: (
-        2, 2, "Make the list as long as the next multiple of world first (how often must it be repeated?), then take "
-        "every world-th place of it, from place rank on.",
-    ),
-    exact_accuracy: (
-        2, 2, "Place k of rank r is place k * world + r of the list that was dealt out. Which places are repetitions? "
-        "Accuracies of ranks are not to be averaged; numbers of right answers can be added.",
-    ),
-    examples_of_step: (
-        3, 3, "Give every place in the endless list a number: this rank's part begins at step * batch + rank * "
-        "(batch // world). Place p is place p % size of epoch p // size.",
-    ),
-    uneven_steps: (
-        4, 4, "A rank that has run out still takes part, with zeros. Let one more element travel with each gradient: 1 "
-        "from a rank that has one, 0 from the others. What does its sum tell, and what if it is 0?",
-    ),
-    speedup_and_efficiency: (
-        1, 1, "Count examples per second on both sides. In weak scaling a step of 4 ranks has 4 times as "
-        "many examples.",
-    ),
-    overlapped_seconds: (
-        2, 2, "Keep two clocks: when the computation of this bucket ends, and when the network is free. An all-reduce "
-        "starts at the later of the two.",
-    ),
-}  # fmt: skip
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+def draw_learning_rate(random):
+    return random.randint(0, 12), random.randint(1, 40) / 64, 256, 256 * random.randint(2, 32), random.randint(4, 10)
+
+
+def draw_assign_buckets(random):
+    sizes = [4 * random.randint(1, 20) for _ in range(random.randint(3, 9))]
+    return sizes, random.choice([4, 16, 40]), random.choice([40, 64, 100])
+
+
+def draw_launch_order(random):
+    left, buckets = list(range(random.randint(4, 9)))[::-1], []
+    while left:
+        size = random.randint(1, 3)
+        buckets.append(left[:size])
+        left = left[size:]
+    ready = [parameter for bucket in buckets for parameter in bucket]
+    random.shuffle(ready)
+    return buckets, ready
+
+
+def draw_sampler_indices(random):
+    world = random.randint(2, 6)
+    return random.randint(5, 40), random.randint(0, 9), random.randint(0, 99), random.randrange(world), world
+
+
+def draw_examples_of_step(random):
+    world = random.randint(2, 5)
+    step, batch = random.randint(1, 9), world * random.randint(1, 6)
+    return step, batch, random.randint(8, 30), random.randint(0, 99), random.randrange(world), world
+
+
+def draw_speedup_and_efficiency(random):
+    kind = random.choice(["strong", "weak"])
+    return kind, random.randint(2, 64), random.randint(8, 80) / 8, random.randint(8, 80) / 8
+
+
+def draw_overlapped_seconds(random):
+    buckets = random.randint(2, 6)
+    compute, communicate = ([random.randint(1, 16) / 2 for _ in range(buckets)] for _ in range(2))
+    return compute, communicate
+
+
+def draw_exact_accuracy(random, size):
+    right = {number for number in range(40) if random.random() < 0.5}
+    yield from exact_accuracy(size, [random.randint(11, 40)], right.__contains__)
+
 
 EXERCISES = [
-    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
-    for check, (points, dots, hint) in ROWS.items()
+    exercise(
+        average_gradients,
+        points=1,
+        dots=1,
+        hint="torch.cat of all tensors, each as reshape(-1), is the flat tensor. split cuts it again, and view_as "
+        "gives each piece its shape back. Who divides, and by what?",
+    ),
+    exercise(
+        accumulated_gradient,
+        points=1,
+        dots=1,
+        hint="Gradients add up locally, at no cost. The mean over the batch is the mean over all micro-batches of all "
+        "ranks: how many are those?",
+    ),
+    exercise(
+        learning_rate,
+        points=1,
+        dots=1,
+        hint="Two rates: the one at step 0 and the scaled one. Go from the first to the second by the fraction "
+        "step / warmup, never further, and mind a warm-up of no steps.",
+        draw=draw_learning_rate,
+    ),
+    exercise(
+        assign_buckets,
+        points=2,
+        dots=2,
+        hint="Go through reversed(range(len(sizes))). Ask whether the bucket is full before you add to it: then there "
+        "is never an empty one at the end, and a parameter may carry a bucket past its cap.",
+        draw=draw_assign_buckets,
+    ),
+    exercise(
+        launch_order,
+        points=2,
+        dots=2,
+        hint="Keep the number of the next bucket to launch, and the set of gradients that are there. After each "
+        "gradient launch while, not if, that next bucket is complete.",
+        draw=draw_launch_order,
+    ),
+    exercise(
+        clipped_gradients,
+        points=2,
+        dots=2,
+        hint="The mean of clipped gradients is not the clipped mean: average first. After that every rank has the "
+        "whole gradient and can take its norm without a message.",
+    ),
+    exercise(
+        bf16_average,
+        points=2,
+        dots=2,
+        hint="float16 has half the bytes too, but ends at 65504. A sum of large values overflows where the sum of "
+        "their shares does not. The result travels as bfloat16 and is returned as float32.",
+    ),
+    exercise(
+        average_with_unused,
+        points=3,
+        dots=3,
+        hint="A rank without a gradient must still take part, or its peers add up tensors that do not belong "
+        "together. Add up the bitmaps: an element of 0 says that no rank has that gradient.",
+    ),
+    exercise(
+        first_difference,
+        points=3,
+        dots=3,
+        hint="Python's zlib.crc32 makes a number out of bytes (tensor.numpy().tobytes()), and shape and type can "
+        "be put into it as text. Gather everybody's numbers, so that every rank compares the same.",
+    ),
+    exercise(
+        sampler_indices,
+        points=2,
+        dots=2,
+        hint="Make the list as long as the next multiple of world first (how often must it be repeated?), then take "
+        "every world-th place of it, from place rank on.",
+        draw=draw_sampler_indices,
+    ),
+    exercise(
+        exact_accuracy,
+        points=2,
+        dots=2,
+        hint="Place k of rank r is place k * world + r of the list that was dealt out. Which places are repetitions? "
+        "Accuracies of ranks are not to be averaged; numbers of right answers can be added.",
+        draw_cases=draw_exact_accuracy,
+    ),
+    exercise(
+        examples_of_step,
+        points=3,
+        dots=3,
+        hint="Give every place in the endless list a number: this rank's part begins at step * batch + rank * "
+        "(batch // world). Place p is place p % size of epoch p // size.",
+        draw=draw_examples_of_step,
+    ),
+    exercise(
+        uneven_steps,
+        points=4,
+        dots=4,
+        hint="A rank that has run out still takes part, with zeros. Let one more element travel with each gradient: 1 "
+        "from a rank that has one, 0 from the others. What does its sum tell, and what if it is 0?",
+    ),
+    exercise(
+        speedup_and_efficiency,
+        points=1,
+        dots=1,
+        hint="Count examples per second on both sides. In weak scaling a step of 4 ranks has 4 times as many examples.",
+        draw=draw_speedup_and_efficiency,
+    ),
+    exercise(
+        overlapped_seconds,
+        points=2,
+        dots=2,
+        hint="Keep two clocks: when the computation of this bucket ends, and when the network is free. An all-reduce "
+        "starts at the later of the two.",
+        draw=draw_overlapped_seconds,
+    ),
 ]

@@ -4,7 +4,7 @@ says: rank 1: ValueError: bad record 17...During handling of the above exception
       rank: Timed out waiting 3000ms for
 see:  The error of rank 1 appears when the timeout is over: it waits in the barrier, for a rank that waits for it.
 find: The stack of rank 1 stands in a `finally`; the true error is above `During handling of the above exception`.
-mend: Nothing collective in `finally` or `except`, only what concerns this rank: a rank that failed exits, and torchrun
+fix:  Nothing collective in `finally` or `except`, only what concerns this rank: a rank that failed exits, and torchrun
       ends the others.
 then: rank 0: closing files | rank 1: closing files...ValueError: bad record 17
 """

@@ -3,7 +3,7 @@
 says: rank 0: gradient [1.0, 1.0], expected [2.0, 2.0] | rank 1: gradient [3.0, 3.0], expected [2.0, 2.0]
 see:  No message: DDP prepares its averaging in its own forward pass, which is not called.
 find: Compare a fingerprint of the weights over ranks after the first step.
-mend: Train through the DDP object; `.module` is for saving and for evaluation.
+fix:  Train through the DDP object; `.module` is for saving and for evaluation.
 then: rank 0: gradient [2.0, 2.0], expected | rank 1: gradient [2.0, 2.0], expected
 """
 

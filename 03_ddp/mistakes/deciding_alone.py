@@ -3,7 +3,7 @@
 says: rank 0: did steps 2 to 3 | some rank: Timed out waiting 3000ms for
 see:  The ranks go on from different steps. It ends in a hang when the first is through, long after the cause.
 find: Print the first step on every rank. The flight recorder shows different numbers of calls.
-mend: Let rank 0 look, broadcast what it found, and fail if a rank then lacks the file.
+fix:  Let rank 0 look, broadcast what it found, and fail if a rank then lacks the file.
 then: rank 0: did steps 2 to 3 | rank 1: did steps 2 to 3
 """
 

@@ -4,7 +4,7 @@ says: some rank: Timed out waiting 3000ms for
 see:  A model with buffers hangs in the first evaluation, or rank 0's broadcast of buffers meets another collective of
       rank 1.
 find: The stacks: rank 0 is in the forward pass of the evaluation, rank 1 in the next step of training.
-mend: Call the model itself where only one rank evaluates: DDP's forward pass broadcasts buffers.
+fix:  Call the model itself where only one rank evaluates: DDP's forward pass broadcasts buffers.
 then: rank 0: trained on
 """
 

@@ -5,7 +5,7 @@ says: rank 0: Timed out after 4 seconds waiting for clients. 1/2 clients joined.
 see:  Like a wrong address, but slower: nothing refuses the connection, so it is tried until the timeout.
 find: `nc -vz HOST PORT` waits, where a wrong port says `refused` at once. Try a second port too: gloo and NCCL open
       others.
-mend: Open the ports between the nodes, all of them: the store's, and the random ones of the ranks.
+fix:  Open the ports between the nodes, all of them: the store's, and the random ones of the ranks.
 then: rank 0: is there | rank 1: is there
 """
 

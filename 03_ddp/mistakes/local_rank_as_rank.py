@@ -3,7 +3,7 @@
 says: rank 0: 4 of 8 examples are read
 see:  No message: both nodes read the same examples, and as many are never read.
 find: Gather the indices of a step over all ranks once, and count different ones.
-mend: LOCAL_RANK picks the GPU and nothing else; for everything else there is get_rank().
+fix:  LOCAL_RANK picks the GPU and nothing else; for everything else there is get_rank().
 then: rank 0: 8 of 8 examples are read
 """
 

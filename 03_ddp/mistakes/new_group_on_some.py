@@ -4,7 +4,7 @@ says: some rank: wait timeout after 3000ms
 see:  The next group hangs, whose line is right: groups get their names by counting. (Without a timeout of their own,
       groups wait for the backend's default: half an hour, 10 minutes with NCCL.)
 find: The stacks: some ranks are in a new_group or in the first collective of another group.
-mend: All ranks make all groups, in one order; or use init_device_mesh, which does.
+fix:  All ranks make all groups, in one order; or use init_device_mesh, which does.
 then: rank 0: the sum is 2 | rank 1: the sum is 2
 """
 

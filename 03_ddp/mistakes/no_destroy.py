@@ -4,7 +4,7 @@ says: rank 0: the sum of 1 rank is 1...trying to initialize the default process 
 see:  The second start in the same process fails. At the end of a program, NCCL warns that resources may leak, and
       gloo's threads can abort Python.
 find: The message.
-mend: End with destroy_process_group(), on the way out of a successful run; after an exception just exit.
+fix:  End with destroy_process_group(), on the way out of a successful run; after an exception just exit.
 then: rank 0: the sum of 1 rank is 1...the sum of 1 rank is 1
 """
 

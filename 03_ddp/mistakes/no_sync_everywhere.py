@@ -3,7 +3,7 @@
 says: rank 0: gradient [4.0, 6.0, 8.0, 10.0], expected [5.0, 7.0, 9.0, 11.0]
 see:  No message: nothing is averaged, and the copies of the model drift apart.
 find: Compare a fingerprint of the weights over ranks; in a profile there is no all-reduce.
-mend: The last micro-batch, with its forward pass, is outside of no_sync.
+fix:  The last micro-batch, with its forward pass, is outside of no_sync.
 then: rank 0: gradient [5.0, 7.0, 9.0, 11.0], expected [5.0, 7.0, 9.0, 11.0]
 """
 

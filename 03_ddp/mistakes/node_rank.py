@@ -3,7 +3,7 @@
 says: some rank: EADDRINUSE | some rank: Timed out after 4 seconds waiting for clients. 1/2 clients joined.
 see:  On one machine the second rank 0 finds the port in use; on two, each waits for the other, and counts one client.
 find: Print RANK and the host name on every process.
-mend: --node_rank=0 on one node only. With --rdzv_backend=c10d nobody has to number the nodes.
+fix:  --node_rank=0 on one node only. With --rdzv_backend=c10d nobody has to number the nodes.
 then: rank 0: rank 0 is there | rank 1: rank 1 is there
 """
 

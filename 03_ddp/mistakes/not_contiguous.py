@@ -3,7 +3,7 @@
 says: rank 0: input tensor has to be contiguous
 see:  The sender is told, and the receiver waits. (On NCCL nobody is told: the memory is sent as it lies.)
 find: The message and its line.
-mend: Call contiguous() first, and copy back afterwards where the original should change.
+fix:  Call contiguous() first, and copy back afterwards where the original should change.
 then: rank 1: received [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
 """
 

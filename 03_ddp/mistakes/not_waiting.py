@@ -3,7 +3,7 @@
 says: rank 0: reads 1, expected 2
 see:  No message: a rank reads its own number, or a sum that is half done. It depends on who is late.
 find: Search for `async_op=True`, and follow each handle to its wait().
-mend: Call wait() before the tensor is read or written; on NCCL it orders the streams.
+fix:  Call wait() before the tensor is read or written; on NCCL it orders the streams.
 then: rank 0: reads 2, expected 2
 """
 

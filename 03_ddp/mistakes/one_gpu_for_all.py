@@ -3,7 +3,7 @@
 says: rank 0: ranks 0 and 1 share cuda:0
 see:  NCCL says `Duplicate GPU detected`. Without NCCL it works, at half the speed and with twice the memory on GPU 0.
 find: `nvidia-smi` lists two processes on GPU 0, and none on the others.
-mend: torch.cuda.set_device(LOCAL_RANK) before init_process_group, and device_id= in it.
+fix:  torch.cuda.set_device(LOCAL_RANK) before init_process_group, and device_id= in it.
 then: rank 0: every rank has a GPU of its own
 """
 

@@ -3,7 +3,7 @@
 says: some rank: Timed out waiting 3000ms for
 see:  Rank 0 waits in its all-reduce, rank 1 already in the barrier behind it, until the timeout ends both.
 find: The stacks (py-spy) show two ranks in two different lines; monitored_barrier and DETAIL say so as well.
-mend: Call collectives on all ranks, and put only the printing under `if rank == 0`.
+fix:  Call collectives on all ranks, and put only the printing under `if rank == 0`.
 then: rank 0: mean loss 2.5
 """
 

@@ -3,7 +3,7 @@
 says: rank 1: Connection ... by peer
 see:  One rank fails, the other prints numbers that are wrong or fails a little later.
 find: TORCH_DISTRIBUTED_DEBUG=DETAIL names both shapes before anything is sent.
-mend: Agree on a length first, for instance by an all-reduce with MAX, and pad.
+fix:  Agree on a length first, for instance by an all-reduce with MAX, and pad.
 then: rank 0: sum [2.0, 2.0, 1.0, 1.0] | rank 1: sum [2.0, 2.0, 1.0, 1.0]
 """
 

@@ -3,7 +3,7 @@
 says: rank 1: params[0] in this process with sizes [4, 8] appears not to match sizes of the same param in process 0.
 see:  DDP's constructor compares shapes: one rank is told the parameter, the other only that a connection is closed.
 find: Read the messages of all ranks: only one of them is the cause.
-mend: Sizes come from a setting or a file that is equal everywhere, not from a rank's own data.
+fix:  Sizes come from a setting or a file that is equal everywhere, not from a rank's own data.
 then: rank 0: has 4 rows | rank 1: has 4 rows
 """
 

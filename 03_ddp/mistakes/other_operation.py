@@ -4,7 +4,7 @@ says: rank 0: [2.0, 4.0, 3.0, 4.0]; expected [2.0, 4.0, 6.0, 8.0]
 see:  No message: each rank reduces a half of the elements with its own operation, so half is a sum and half a
       maximum.
 find: DETAIL does not compare operations; `--check-collectives` does.
-mend: No branch by rank around arguments of a collective.
+fix:  No branch by rank around arguments of a collective.
 then: rank 0: [2.0, 4.0, 6.0, 8.0]; expected [2.0, 4.0, 6.0, 8.0]
 """
 

@@ -3,7 +3,7 @@
 says: rank 0: [2.0, 6.0, 5.0, 9.0, 8.0, 12.0]
 see:  No message: elements are added in the order in which they lie in memory, so 2 is added to 4.
 find: TORCH_DISTRIBUTED_DEBUG=DETAIL names both shapes.
-mend: Same shape, same layout, on all ranks.
+fix:  Same shape, same layout, on all ranks.
 then: rank 0: [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
 """
 

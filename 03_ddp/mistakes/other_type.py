@@ -3,7 +3,7 @@
 says: rank 0: [1065353217, 1073741826] | rank 1: [1.0000001192092896, 2.000000476837158]
 see:  No message: the bits of a float32 are added to those of an int32.
 find: TORCH_DISTRIBUTED_DEBUG=DETAIL names both types.
-mend: Give the type where the tensor is made: `torch.tensor(count, dtype=torch.float32)`.
+fix:  Give the type where the tensor is made: `torch.tensor(count, dtype=torch.float32)`.
 then: rank 0: [2, 4] | rank 1: [2, 4]
 """
 

@@ -4,7 +4,7 @@ says: rank 0: The server socket has failed to listen on any local network addres
       socket has timed out after 3000ms while trying to connect to
 see:  Rank 0 ends at once. The others connect to the wrong program, and fail later with another message.
 find: Read rank 0's message first. `ss -ltnp` shows who has the port.
-mend: Another --master_port; on one node none at all, or --standalone: torchrun then takes a free one.
+fix:  Another --master_port; on one node none at all, or --standalone: torchrun then takes a free one.
 then: rank 0: is there | rank 1: is there
 """
 

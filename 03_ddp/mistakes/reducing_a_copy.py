@@ -3,7 +3,7 @@
 says: rank 0: [3, 4], expected [6, 8]
 see:  No message: the sum is in a temporary tensor, and the one that is used has this rank's numbers.
 find: Compare a sum with what you expect, on two ranks, once.
-mend: Collectives write into the tensor that they get: give them the tensor itself, not `.float()`, `.cpu()` or `x *
+fix:  Collectives write into the tensor that they get: give them the tensor itself, not `.float()`, `.cpu()` or `x *
       1` of it.
 then: rank 0: [6, 8], expected [6, 8]
 """

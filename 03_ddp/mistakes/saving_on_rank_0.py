@@ -4,7 +4,7 @@ says: some rank: Timed out waiting 3000ms for
 see:  Training runs well, and stops at the first checkpoint. Rank 0 gathers the shards of the others, who do not send
       them.
 find: The stack of rank 0 ends in an all-gather below the line that makes the state dict.
-mend: Make the state dict on all ranks, and let rank 0 alone write it; or let all ranks write pieces with
+fix:  Make the state dict on all ranks, and let rank 0 alone write it; or let all ranks write pieces with
       torch.distributed.checkpoint.
 then: rank 0: saving 2 tensors
 """

@@ -3,7 +3,7 @@
 says: rank 0: 1 different orders in 3 epochs
 see:  No message: the model sees the same batches in every epoch, and learns a little worse.
 find: Print the first indices of each epoch.
-mend: sampler.set_epoch(epoch) before each epoch.
+fix:  sampler.set_epoch(epoch) before each epoch.
 then: rank 0: 3 different orders in 3 epochs
 """
 

@@ -3,7 +3,7 @@
 says: rank 1: is done | some rank: Timed out waiting 3000ms for
 see:  One NaN on one rank, much later a hang: that rank is one all-reduce behind from then on.
 find: The flight recorder: the ranks have different numbers of calls, so one has skipped some. Log the step.
-mend: Let all ranks skip the step together: all-reduce the loss, which is NaN on all ranks if it is on one.
+fix:  Let all ranks skip the step together: all-reduce the loss, which is NaN on all ranks if it is on one.
 then: rank 0: is done | rank 1: is done
 """
 

@@ -3,7 +3,7 @@
 says: some rank: Timed out waiting 3000ms for | rank 1: stopped after step 2
 see:  One rank leaves the loop a step before the others, which wait for it in the next all-reduce.
 find: Print the step before the barrier; the flight recorder shows that one rank has made fewer calls.
-mend: Decide from numbers that are equal on all ranks: all-reduce or broadcast first, then `if`.
+fix:  Decide from numbers that are equal on all ranks: all-reduce or broadcast first, then `if`.
 then: rank 0: stopped after step 2 | rank 1: stopped after step 2
 """
 
@@ -18,7 +18,7 @@ for step in range(4):
     loss = torch.tensor(3.0 - step - 0.5 * dist.get_rank())
     mean = loss.clone()
     dist.all_reduce(mean)
-    # right: if mean < 2 * 1:
+    # right: if mean / 2 < 1:
     if loss < 1:  # wrong
         break
 print(f"rank {dist.get_rank()} stopped after step {step}")

@@ -3,7 +3,7 @@
 says: some rank: Timed out waiting 3000ms for send operation
 see:  Both ranks wait in `send` until the timeout; with NCCL small messages may even pass, and larger ones hang.
 find: The stacks: both ranks stand in the same line, which is a send.
-mend: Start one of the two with isend, or both in one batch_isend_irecv.
+fix:  Start one of the two with isend, or both in one batch_isend_irecv.
 then: rank 0: received 1 | rank 1: received 0
 """
 

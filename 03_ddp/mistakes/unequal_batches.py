@@ -3,7 +3,7 @@
 says: rank 0: took 3 steps | some rank: Timed out waiting 3000ms for
 see:  Rank 0 finishes its epoch, rank 1 waits for it in the all-reduce of one more backward pass.
 find: The stacks: one rank is behind the loop, the other in `backward`. Print the number of batches of each rank.
-mend: Give all ranks equally many batches (DistributedSampler, drop_last), or train in `Join`, which joins in for
+fix:  Give all ranks equally many batches (DistributedSampler, drop_last), or train in `Join`, which joins in for
       those that are through.
 then: rank 0: took 3 steps | rank 1: took 4 steps
 """

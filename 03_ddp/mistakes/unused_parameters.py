@@ -5,7 +5,7 @@ says: rank 0: Expected to have finished reduction in the prior iteration before 
 see:  The first step passes, the second one raises on all ranks.
 find: TORCH_DISTRIBUTED_DEBUG=INFO names the parameters. So does DETAIL, but not with gloo, where it crashes in DDP's
       constructor.
-mend: Use every parameter, or remove it; find_unused_parameters=True where it differs from step to step.
+fix:  Use every parameter, or remove it; find_unused_parameters=True where it differs from step to step.
 then: rank 0: did two steps
 """
 

@@ -4,7 +4,7 @@ says: rank 0: Can't pickle <function <lambda> at
 see:  With spawn (macOS, Windows, or because CUDA is in use) all that a worker needs is pickled, and a lambda cannot
       be.
 find: Set num_workers=0: then the true message appears in the main process.
-mend: Functions at the top of a module, the program under `if __name__ == '__main__'`, no open files in the dataset.
+fix:  Functions at the top of a module, the program under `if __name__ == '__main__'`, no open files in the dataset.
 then: rank 0: reads [[0, 1], [0, 1]]
 """
 

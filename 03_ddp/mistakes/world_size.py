@@ -3,7 +3,7 @@
 says: rank 0: Timed out after 4 seconds waiting for clients. 2/3 clients joined.
 see:  All ranks wait for one that nobody has started; then the message counts who is there.
 find: The message. Is the sum of all nodes' processes the world size?
-mend: Start with torchrun, which counts; if you set the variables yourself, count processes and not nodes.
+fix:  Start with torchrun, which counts; if you set the variables yourself, count processes and not nodes.
 then: rank 0: 0 of 2 is there | rank 1: 1 of 2 is there
 """
 

@@ -4,7 +4,7 @@ says: rank 0: Timed out after 4 seconds waiting for clients. 1/2 clients joined.
       out after 3000ms while trying to connect to (192.0.2.1,
 see:  The rank with the wrong address cannot connect; rank 0 waits for it until the timeout.
 find: `getent hosts NAME` and `nc -vz HOST PORT` on the node that cannot connect.
-mend: The address of the node of rank 0, as the others see it: not localhost, and not 127.0.1.1.
+fix:  The address of the node of rank 0, as the others see it: not localhost, and not 127.0.1.1.
 then: rank 0: is there | rank 1: is there
 """
 

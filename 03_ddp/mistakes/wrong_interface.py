@@ -3,7 +3,7 @@
 says: some rank: Unable to find address for: eth77
 see:  An error in init_process_group that names the interface. With NCCL, look for NCCL_SOCKET_IFNAME.
 find: `ip -brief address` lists the interfaces of a node.
-mend: Name one that all nodes have, or unset the variable.
+fix:  Name one that all nodes have, or unset the variable.
 then: rank 0: is there | rank 1: is there
 """
 

@@ -69,8 +69,8 @@ BUGS = Bugs(
             why="Both sides of the boundary receive: a gradient is waited for where one should be sent.",
         ),
         "own_weights": layers(
-            right="weights_of_rank_0(model, self.group, own)",
-            wrong="()",
+            right="broadcast_module(model, self.group, own=own)",
+            wrong="pass",
             inside="__init__",
             refused_by="loss",
             why="Each rank keeps the layers of a model that it made with its own seed. It trains, but it is a model "
@@ -162,8 +162,8 @@ BUGS = Bugs(
             "part of it, so the number looks right, and clipping begins a little too early.",
         ),
         "own_columns_of_own_weights": tensor(
-            right="weights_of_rank_0(model, self.group)",
-            wrong="None",
+            right="self.sequence, self.group)",
+            wrong="self.sequence)",
             inside="__init__",
             refused_by="loss",
             why="Ranks seeded differently cut their parts out of different models.",
@@ -182,7 +182,7 @@ BUGS = Bugs(
             inside="step",
             refused_by="grad_norm",
             why="Each rank's norms and biases have seen its part of the sequence only. Each rank updates them by that, "
-            "and what should be one LayerNorm becomes another on each rank. The loss falls all the same.",
+            "and the copies of one LayerNorm drift apart. The loss falls all the same.",
         ),
         "everybody_begins_at_0": sequence(
             right="own(x, 0, axis)",
@@ -253,7 +253,7 @@ BUGS = Bugs(
             wrong="torch.arange(len(args[0]))",
             inside="apply_context_parallel",
             refused_by="loss",
-            why="Each rank counts its tokens from 0: attention is right, and every token is told that it stands at the "
+            why="Each rank counts its tokens from 0: attention is right, and every token gets a position at the "
             "beginning of the sequence.",
         ),
         "targets_in_plain_order": context(

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from common.grading.engine import Exercise, ExerciseCase, Wrong
+from common.grading.engine import ExerciseCase, Wrong, exercise
 from common.grading.patterns import (
     calculated,
     calls_in_words,
@@ -319,82 +319,159 @@ def load_balancing_loss(size):
         yield ExerciseCase(what, [(part,) for part in parts], [loss] * size, pattern)
 
 
-# exercise -> points, how many of five dots its difficulty has, and the hint
-ROWS = {
-    balanced_cut: (
-        2, 2, "Turn the question round: with a limit on every rank's cost, filling rank after rank as full as it goes "
-        "needs the fewest ranks. Which is the smallest limit that will do? Or try all cuts: there are few.",
-    ),
-    split_step: (
-        3, 3, "Receive x, then call requires_grad_() on it, so that it is a leaf that gets a gradient. On the way back "
-        "torch.autograd.grad(outputs, [weight, x], grad_outputs=...) continues with the gradient that arrived.",
-    ),
-    tied_gradient: (
-        2, 2, "Two ranks that both send first wait for each other as soon as the message is large. dist.isend "
-        "returns at once; wait for it after the receive.",
-    ),
-    naive_utilisation: (
-        1, 1, "At every moment at most one rank computes, so the seconds of all add up. N ranks have N - 1 "
-        "boundaries, each of which is crossed twice.",
-    ),
-    parallel_mlp: (
-        2, 2, "Columns of up make whole hidden features, so relu needs nobody else. Rows of down make a summand of the "
-        "output. Which of the two biases would be summed as well?",
-    ),
-    parallel_mlp_backward: (
-        3, 3, "Forward: x is copied to all ranks, and the outputs are summed. Backward, a sum copies the gradient to "
-        "its summands, and a copy sums the gradients of its copies.",
-    ),
-    parallel_embedding: (
-        2, 2, "Subtract the first row that this rank has from the tokens. Look up those that then lie inside the part "
-        "(and anything for the others), and set the rows of the others to zero before the sum.",
-    ),
-    parallel_cross_entropy: (
-        3, 3, "log(sum of exp(logit)) - logit of the target. Three numbers for each token cross the ranks: the largest "
-        "logit, the sum of exp(logit - largest), and the logit of the target, for which all ranks but one give 0.",
-    ),
-    gradient_norm: (
-        2, 2, "Squares add up, norms don't. The squares of sharded gradients go into the all-reduce; those of "
-        "replicated ones, which each rank has already, are added after it.",
-    ),
-    sequence_parallel_mlp: (
-        2, 2, "An all-reduce is a reduce-scatter and an all-gather. Here they stand apart: gather the tokens before "
-        "up, and of the sum after down keep this rank's tokens only.",
-    ),
-    parallel_dropout: (
-        2, 2, "Draw the mask of the whole activations on every rank, of N times the length along the dimension that is "
-        "cut, then take this rank's part of it.",
-    ),
-    combine_blocks: (
-        2, 2, "torch.logaddexp gives the new log-sum-exp without overflow. exp(lse1 - lse) is the share of block 1 in "
-        "the weights; both shares add up to 1.",
-    ),
-    ring_attention: (
-        4, 4, "Every turn: attention and log-sum-exp over the keys that are here, combined with what was before as in "
-        "combine_blocks; then pass keys and values on (isend, recv, wait), but not after the last turn.",
-    ),
-    ring_pairs: (
-        2, 2, "In turn t rank r has the keys of rank (r - t) % size. Count with two loops over positions. The slowest "
-        "rank of one turn need not be that of the next: max inside the sum.",
-    ),
-    sequence_to_heads: (
-        2, 2, "Part p of what is sent must be rank p's heads of all tokens here: x.chunk(N, dim=1), stacked, is "
-        "contiguous. Part p of what arrives has the tokens of rank p.",
-    ),
-    apply_capacity: (
-        2, 2, "probabilities.topk(k).indices has a token's choices from left to right. The outer loop is over tokens.",
-    ),
-    dispatch_and_combine: (
-        4, 4, "experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "
-        "all_to_all_single takes both lists of lengths. Swap them for the way back, and undo the sorting at the end.",
-    ),
-    load_balancing_loss: (
-        3, 3, "f and P are means over the tokens of all ranks. Find both first, with one all-reduce of counts and "
-        "sums, and multiply after that. The sum of the counts tells how many tokens there are.",
-    ),
-}  # fmt: skip
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+def draw_balanced_cut(random):
+    """One cut is best."""
+    while True:
+        costs, parts = [random.randint(1, 60) for _ in range(random.randint(5, 9))], random.randint(2, 4)
+        cuts = ((0, *cut, len(costs)) for cut in itertools.combinations(range(1, len(costs)), parts - 1))
+        largest = sorted(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+        if largest[0] < largest[1]:
+            return costs, parts
+
+
+def draw_naive_utilisation(random):
+    ranks = random.randint(2, 6)
+    forward, backward = ([random.randint(1, 16) / 4 for _ in range(ranks)] for _ in range(2))
+    return forward, backward, random.choice([0.0, 0.25, 0.5, 2.0])
+
+
+def draw_ring_pairs(random):
+    ranks, each = random.randint(2, 5), random.randint(2, 6)
+    positions = list(range(ranks * each))
+    random.shuffle(positions)
+    return ([positions[each * rank : each * (rank + 1)] for rank in range(ranks)],)
+
 
 EXERCISES = [
-    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
-    for check, (points, dots, hint) in ROWS.items()
+    exercise(
+        balanced_cut,
+        points=2,
+        dots=2,
+        hint="Turn the question round: with a limit on every rank's cost, filling rank after rank as full as it goes "
+        "needs the fewest ranks. Which is the smallest limit that will do? Or try all cuts: there are few.",
+        draw=draw_balanced_cut,
+    ),
+    exercise(
+        split_step,
+        points=3,
+        dots=3,
+        hint="Receive x, then call requires_grad_() on it, so that it is a leaf that gets a gradient. On the way back "
+        "torch.autograd.grad(outputs, [weight, x], grad_outputs=...) continues with the gradient that arrived.",
+    ),
+    exercise(
+        tied_gradient,
+        points=2,
+        dots=2,
+        hint="Two ranks that both send first wait for each other as soon as the message is large. dist.isend "
+        "returns at once; wait for it after the receive.",
+    ),
+    exercise(
+        naive_utilisation,
+        points=1,
+        dots=1,
+        hint="At every moment at most one rank computes, so the seconds of all add up. N ranks have N - 1 "
+        "boundaries, each of which is crossed twice.",
+        draw=draw_naive_utilisation,
+    ),
+    exercise(
+        parallel_mlp,
+        points=2,
+        dots=2,
+        hint="Columns of up make whole hidden features, so relu needs nobody else. Rows of down make a summand of the "
+        "output. Which of the two biases would be summed as well?",
+    ),
+    exercise(
+        parallel_mlp_backward,
+        points=3,
+        dots=3,
+        hint="Forward: x is copied to all ranks, and the outputs are summed. Backward, a sum copies the gradient to "
+        "its summands, and a copy sums the gradients of its copies.",
+    ),
+    exercise(
+        parallel_embedding,
+        points=2,
+        dots=2,
+        hint="Subtract the first row that this rank has from the tokens. Look up those that then lie inside the part "
+        "(and anything for the others), and set the rows of the others to zero before the sum.",
+    ),
+    exercise(
+        parallel_cross_entropy,
+        points=3,
+        dots=3,
+        hint="log(sum of exp(logit)) - logit of the target. Three numbers for each token cross the ranks: the largest "
+        "logit, the sum of exp(logit - largest), and the logit of the target, for which all ranks but one give 0.",
+    ),
+    exercise(
+        gradient_norm,
+        points=2,
+        dots=2,
+        hint="Squares add up, norms don't. The squares of sharded gradients go into the all-reduce; those of "
+        "replicated ones, which each rank has already, are added after it.",
+    ),
+    exercise(
+        sequence_parallel_mlp,
+        points=2,
+        dots=2,
+        hint="An all-reduce is a reduce-scatter and an all-gather. Here they stand apart: gather the tokens before "
+        "up, and of the sum after down keep this rank's tokens only.",
+    ),
+    exercise(
+        parallel_dropout,
+        points=2,
+        dots=2,
+        hint="Draw the mask of the whole activations on every rank, of N times the length along the dimension that is "
+        "cut, then take this rank's part of it.",
+    ),
+    exercise(
+        combine_blocks,
+        points=2,
+        dots=2,
+        hint="torch.logaddexp gives the new log-sum-exp without overflow. exp(lse1 - lse) is the share of block 1 in "
+        "the weights; both shares add up to 1.",
+    ),
+    exercise(
+        ring_attention,
+        points=4,
+        dots=4,
+        hint="Every turn: attention and log-sum-exp over the keys that are here, combined with what was before as in "
+        "combine_blocks; then pass keys and values on (isend, recv, wait), but not after the last turn.",
+    ),
+    exercise(
+        ring_pairs,
+        points=2,
+        dots=2,
+        hint="In turn t rank r has the keys of rank (r - t) % size. Count with two loops over positions. The slowest "
+        "rank of one turn need not be that of the next: max inside the sum.",
+        draw=draw_ring_pairs,
+    ),
+    exercise(
+        sequence_to_heads,
+        points=2,
+        dots=2,
+        hint="Part p of what is sent must be rank p's heads of all tokens here: x.chunk(N, dim=1), stacked, is "
+        "contiguous. Part p of what arrives has the tokens of rank p.",
+    ),
+    exercise(
+        apply_capacity,
+        points=2,
+        dots=2,
+        hint="probabilities.topk(k).indices has a token's choices from left to right. The outer loop is over tokens.",
+    ),
+    exercise(
+        dispatch_and_combine,
+        points=4,
+        dots=4,
+        hint="experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "
+        "all_to_all_single takes both lists of lengths. Swap them for the way back, and undo the sorting at the end.",
+    ),
+    exercise(
+        load_balancing_loss,
+        points=3,
+        dots=3,
+        hint="f and P are means over the tokens of all ranks. Find both first, with one all-reduce of counts and "
+        "sums, and multiply after that. The sum of the counts tells how many tokens there are.",
+    ),
 ]

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 import torch
 
 from common.errors import UserError
-from common.grading.engine import Drawing, Exercise, ExerciseCase, Wrong
+from common.grading.engine import Drawing, ExerciseCase, Wrong, exercise
 from common.grading.patterns import calculated, exactly, nothing_sent
 from common.lab import plotting
 from course.pipeline import schedules, simulator
@@ -161,6 +161,32 @@ def pipeline_step(size):
         yield ExerciseCase(what, arguments, list(gradients), exactly(messages, any_order=True))
 
 
+def repaired_step(size):
+    for microbatches, each, features in ((1, 3, 2), (4, 2, 3), (3, 1, 2)):
+        batch = microbatches * each
+        widths = [features + rank % 2 for rank in range(size + 1)]
+        weights = [normal(rank, n, m).requires_grad_() for rank, (n, m) in enumerate(pairwise(widths))]
+        biases = [normal(30 + rank, m).requires_grad_() for rank, m in enumerate(widths[1:])]
+        inputs, targets = normal(11, batch, widths[0]), normal(12, batch, widths[-1])
+        x = inputs
+        for weight, bias in zip(weights, biases, strict=True):
+            x = torch.tanh(x @ weight + bias)
+        loss = (x - targets).square().mean()
+        of_weights, of_biases = (torch.autograd.grad(loss, many, retain_graph=True) for many in (weights, biases))
+        arguments = [
+            (weight.detach(), bias.detach(), inputs if rank == 0 else None, targets if rank == size - 1 else None,
+             batch, microbatches) for rank, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+        ]  # fmt: skip
+        messages = [
+            [(rank + 1, 8 * each * widths[rank + 1])] * (microbatches * (rank < size - 1))
+            + [(rank - 1, 8 * each * widths[rank])] * (microbatches * (rank > 0))
+            for rank in range(size)
+        ]
+        expected = [list(pair) for pair in zip(of_weights, of_biases, strict=True)]
+        what = f"batch {batch}, {microbatches} micro-batch{'es' * (microbatches > 1)}"
+        yield ExerciseCase(what, arguments, expected, exactly(messages, any_order=True))
+
+
 # --- notebook 02: the schedule lab ----------------------------------------------------------------------------
 
 
@@ -304,21 +330,51 @@ def blocks_per_stage(size, shapes=((1, 2, 7, 12, 4), (0, 3, 0, 8, 4), (9, 2, 5, 
     yield from judged(size, "blocks_per_stage", rows)
 
 
-def quickest_microbatches(size):
-    """All divisors tried: in the first row 1, 2, 4, ..., 32 micro-batches take 1480, 1050, 910, 990, 1330, 2100 us."""
+ON_CLUSTERS = (  # batch, ranks, overhead, example, message, limit
+    (32, 4, 50, (10, 10, 10), 0, 32),
+    (32, 4, 50, (10, 10, 10), 0, 4),
+    (32, 4, 5, (10, 10, 10), 40, 32),
+    (24, 4, 9, (8, 57, 1), 2, 8),
+    (48, 3, 200, (4, 4, 4), 2, 12),
+)
+
+
+def choices(batch, ranks, overhead, example, message, limit) -> dict[tuple[str, int], Fraction]:
+    """(schedule, micro-batches) -> how long a step takes, of all that keep to the limit."""
+    found = {}
+    for name in schedules.SCHEDULES:
+        for m in (m for m in range(1, batch + 1) if batch % m == 0):
+            try:
+                schedule = schedules.build(name, ranks, m)
+            except UserError:
+                continue
+            stages, n = len(simulator.placement(schedule)) // ranks, batch // m
+            times = Times(*[Fraction(overhead + n * each, stages) for each in example], communication=n * message)
+            timeline = simulate(schedule, times)
+            if max(timeline.peaks) * n <= limit * stages:
+                found[name, m] = timeline.makespan
+    return found
+
+
+def schedule_and_microbatches(size, clusters=ON_CLUSTERS):
+    """All schedules and all divisors, simulated."""
     rows = []
-    for batch, ranks, overhead, example, limit in (
-        (32, 4, 50, 10, 32), (32, 4, 50, 10, 12), (64, 2, 5, 3, 64), (12, 4, 1, 100, 12), (12, 4, 1000, 1, 12),
-    ):  # fmt: skip
-        steps = {
-            m: (m + ranks - 1) * (overhead + batch // m * example)
-            for m in range(1, batch + 1)
-            if batch % m == 0 and min(ranks, m) * batch // m <= limit
-        }
-        best = min(steps, key=steps.get)
-        assert list(steps.values()).count(steps[best]) == 1
-        rows.append((batch, ranks, overhead, example, limit, best))
-    yield from calculated(size, "quickest_microbatches", rows)
+    for cluster in clusters:
+        steps = choices(*cluster)
+        best = min(steps.values())
+
+        def judge(value, steps=steps, best=best, batch=cluster[0]):
+            choice = tuple(value) if isinstance(value, list) else value
+            known = isinstance(choice, tuple) and len(choice) == 2 and choice[0] in schedules.SCHEDULES
+            if not known or choice[1] not in range(1, batch + 1) or batch % choice[1]:
+                raise Wrong(f"a schedule's name and a divisor of {batch}", str(value)[:60])
+            if choice not in steps:
+                raise Wrong("a schedule that takes these numbers and keeps to the limit", str(choice))
+            if steps[choice] > best:
+                raise Wrong(f"a step of {float(best):g} microseconds", f"{choice}: {float(steps[choice]):g}")
+
+        rows.append((*cluster, judge))
+    yield from judged(size, "schedule_and_microbatches", rows)
 
 
 def loss_factors(size):
@@ -333,64 +389,188 @@ def loss_factors(size):
     yield from calculated(size, "loss_factors", rows)
 
 
-# exercise -> points, how many of five dots its difficulty has, and the hint
-ROWS = {
-    microbatches_for: (
-        1, 1, "Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
-    ),
-    one_forward_one_backward: (
-        2, 2, "How many micro-batches can rank r start before the first gradient is back, if each message on the way "
-        "takes as long as a forward? Then one forward, one backward, until forwards run out.",
-    ),
-    short_of_memory: (
-        3, 3, "Don't write the order down: play it. At each unit of time let every rank do a backward if its input is "
-        "there, else a forward if its input is there and it stores less than the limit, and note what it did.",
-    ),
-    neighbours: (
-        2, 2, "A blocking send of a large message returns only when it is received. dist.isend returns at once: start "
-        "the sends, receive, then wait; or hand all to dist.batch_isend_irecv.",
-    ),
-    pipeline_step: (
-        3, 3, "Keep inputs and outputs of all micro-batches in lists. The mean over the batch is the mean over the "
-        "micro-batches of their means: where is it divided?",
-    ),
-    peak_megabytes: (
-        1, 1, "Go through the actions with a running sum. Which of B, I and W ends what a forward began?",
-    ),
-    makespan: (
-        3, 3, "Keep when each action ended. Go round the ranks and do what can be done, as long as something can; if "
-        "actions are left then, they wait for each other.",
-    ),
-    interleave: (
-        2, 2, "How far must a rank be ahead of its backwards if messages take no time? Compare 1F1B's warm-up with the "
-        "one of the notebook's interleaved schedule.",
-    ),
-    place_weight_gradients: (
-        3, 3, "Let each W wait for a few more of the rank's I: on the last rank, which 1F1B lets store one activation "
-        "only, the longest. What waits then fills the end.",
-    ),
-    mend: (
-        2, 2, "There are not many pairs of neighbours. simulator.simulate raises IllegalSchedule where a schedule is "
-        "none; schedules.parse reads text.",
-    ),
-    split_backward: (
-        3, 3, "torch.autograd.grad gives gradients of tensors inside the graph, too: ask it for those of x and of each "
-        "`input @ weight`, all at once. It computes no others.",
-    ),
-    blocks_per_stage: (
-        2, 2, "Think of embedding and head as blocks that are there already. Then give block after block to the stage "
-        "that would be the quickest with it.",
-    ),
-    quickest_microbatches: (
-        2, 2, "A step takes (m + p - 1) times as long as one micro-batch. Rank 0 stores min(m, p) of them. Try all "
-        "divisors of the batch.",
-    ),
-    loss_factors: (
-        2, 2, "What share of all tokens, of all replicas, has the micro-batch? And what does DDP do to the sum?",
-    ),
-}  # fmt: skip
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+def draw_microbatches_for(random):
+    return random.randint(2, 16), random.randint(1, 4), random.randint(3, 40)
+
+
+def draw_peak_megabytes(random):
+    ranks = random.randint(2, 4)
+    schedule = schedules.build(random.choice(["1f1b", "zb-h1", "gpipe"]), ranks, random.randint(ranks, 8))
+    actions = text_of(schedule)[random.randrange(ranks)]
+    return actions, {stage: random.randint(1, 20) for stage in range(ranks)}
+
+
+def draw_makespan(random):
+    ranks = random.randint(2, 4)
+    schedule = schedules.build(random.choice(["1f1b", "gpipe"]), ranks, random.randint(ranks, 8))
+    return text_of(schedule), random.randint(1, 5), random.randint(1, 9), random.randint(0, 4)
+
+
+def draw_loss_factors(random):
+    replicas, microbatches = random.randint(1, 4), random.randint(1, 4)
+    return ([[random.randint(1, 30) for _ in range(microbatches)] for _ in range(replicas)],)
+
+
+def draw_one_forward_one_backward(random, size):
+    yield from one_forward_one_backward(size, [(random.randint(2, 6), random.randint(3, 10))])
+
+
+def draw_short_of_memory(random, size):
+    from course.pipeline.classroom import solutions  # an instructor can leave it out
+
+    ranks, microbatches = random.randint(3, 5), random.randint(5, 9)
+    limit = random.randint(1, ranks - 1)
+    best = read(solutions.short_of_memory(ranks, microbatches, limit), ranks)
+    span = simulator.simulate(best, UNIT).makespan
+    yield from short_of_memory(size, [(ranks, microbatches, limit, span)])
+
+
+def draw_interleave(random, size):
+    ranks = random.randint(2, 5)
+    yield from interleave(size, [(ranks, ranks * random.randint(1, 3), random.randint(2, 4))])
+
+
+def draw_place_weight_gradients(random, size):
+    ranks = random.randint(2, 5)
+    yield from place_weight_gradients(size, [(ranks, random.randint(ranks, 9))])
+
+
+def draw_mend(random, size):
+    """A backward before its forward, on the last rank; and one so early on the first that ranks wait for each other,
+    which takes fewer micro-batches than ranks: with more, other ranks need not wait for rank 0's next forward."""
+    ranks, few, microbatches = random.randint(3, 5), random.choice([3, 5, 6]), random.randint(5, 8)
+    late = ("1f1b", ranks, microbatches, ranks - 1, 2 * random.randrange(microbatches))
+    yield from mend(size, [late, ("1f1b", few, few - 1, 0, few - 2)])
+
+
+def draw_blocks_per_stage(random, size):
+    costs = random.randint(0, 9), random.randint(1, 5), random.randint(3, 30)
+    yield from blocks_per_stage(size, [(*costs, random.randint(8, 12), random.randint(3, 4))])
+
+
+def draw_schedule_and_microbatches(random, size):
+    batch, ranks = random.choice([24, 32, 48]), random.randint(2, 5)
+    example = tuple(random.randint(1, 20) for _ in range(3))
+    cluster = batch, ranks, random.randint(1, 100), example, random.randint(0, 10), random.choice([6, 12, 48])
+    yield from schedule_and_microbatches(size, [cluster])
+
 
 EXERCISES = [
-    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
-    for check, (points, dots, hint) in ROWS.items()
+    exercise(
+        microbatches_for,
+        points=1,
+        dots=1,
+        hint="Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
+        draw=draw_microbatches_for,
+    ),
+    exercise(
+        one_forward_one_backward,
+        points=2,
+        dots=2,
+        hint="How many micro-batches can rank r start before the first gradient is back, if each message on the way "
+        "takes as long as a forward? Then one forward, one backward, until forwards run out.",
+        draw_cases=draw_one_forward_one_backward,
+    ),
+    exercise(
+        short_of_memory,
+        points=3,
+        dots=3,
+        hint="Don't write the order down: play it. At each unit of time let every rank do a backward if its input is "
+        "there, else a forward if its input is there and it stores less than the limit, and note what it did.",
+        draw_cases=draw_short_of_memory,
+    ),
+    exercise(
+        neighbours,
+        points=2,
+        dots=2,
+        hint="A blocking send of a large message returns only when it is received. dist.isend returns at once: start "
+        "the sends, receive, then wait; or hand all to dist.batch_isend_irecv.",
+    ),
+    exercise(
+        pipeline_step,
+        points=3,
+        dots=3,
+        hint="Keep inputs and outputs of all micro-batches in lists. The mean over the batch is the mean over the "
+        "micro-batches of their means: where is it divided?",
+    ),
+    exercise(
+        repaired_step,
+        points=3,
+        dots=3,
+        hint="What do the gradients of a weight need that those of a bias, or of an input, do not? Where is it kept "
+        "between forward and backward, and what else is written there?",
+    ),
+    exercise(
+        peak_megabytes,
+        points=1,
+        dots=1,
+        hint="Go through the actions with a running sum. Which of B, I and W ends what a forward began?",
+        draw=draw_peak_megabytes,
+    ),
+    exercise(
+        makespan,
+        points=3,
+        dots=3,
+        hint="Keep when each action ended. Go round the ranks and do what can be done, as long as something can; if "
+        "actions are left then, they wait for each other.",
+        draw=draw_makespan,
+    ),
+    exercise(
+        interleave,
+        points=2,
+        dots=2,
+        hint="How far must a rank be ahead of its backwards if messages take no time? Compare 1F1B's warm-up with the "
+        "one of the notebook's interleaved schedule.",
+        draw_cases=draw_interleave,
+    ),
+    exercise(
+        place_weight_gradients,
+        points=3,
+        dots=3,
+        hint="Let each W wait for a few more of the rank's I: on the last rank, which 1F1B lets store one activation "
+        "only, the longest. What waits then fills the end.",
+        draw_cases=draw_place_weight_gradients,
+    ),
+    exercise(
+        mend,
+        points=2,
+        dots=2,
+        hint="There are not many pairs of neighbours. simulator.simulate raises IllegalSchedule where a schedule is "
+        "none; schedules.parse reads text.",
+        draw_cases=draw_mend,
+    ),
+    exercise(
+        split_backward,
+        points=3,
+        dots=3,
+        hint="torch.autograd.grad gives gradients of tensors inside the graph, too: ask it for those of x and of each "
+        "`input @ weight`, all at once. It computes no others.",
+    ),
+    exercise(
+        blocks_per_stage,
+        points=2,
+        dots=2,
+        hint="Think of embedding and head as blocks that are there already. Then give block after block to the stage "
+        "that would be the quickest with it.",
+        draw_cases=draw_blocks_per_stage,
+    ),
+    exercise(
+        schedule_and_microbatches,
+        points=3,
+        dots=3,
+        hint="No formula tells: simulate them all. schedules.build makes a schedule and raises UserError for numbers "
+        "that it refuses; simulator.placement tells on which rank each stage is, simulator.simulate how long it takes "
+        "(makespan) and what is stored (peaks).",
+        draw_cases=draw_schedule_and_microbatches,
+    ),
+    exercise(
+        loss_factors,
+        points=2,
+        dots=2,
+        hint="What share of all tokens, of all replicas, has the micro-batch? And what does DDP do to the sum?",
+        draw=draw_loss_factors,
+    ),
 ]

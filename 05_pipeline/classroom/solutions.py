@@ -6,11 +6,13 @@ an instructor can leave it out.
 """
 
 from collections import defaultdict
+from fractions import Fraction
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from course.pipeline import schedules, simulator
 
 # --- microbatches_for -----------------------------------------------------------------------------------------
@@ -364,6 +366,55 @@ def step_that_waits_for_gradients_at_once(weight, inputs, targets, batch, microb
                 dist.send(torch.zeros_like(x), rank - 1)
         return torch.zeros_like(weight)
     return pipeline_step(weight, inputs, targets, batch, microbatches)
+
+
+# --- repaired_step --------------------------------------------------------------------------------------------
+
+
+def repaired_step(weight, bias, inputs, targets, batch, microbatches, fresh=True, mean=True, gradient_fresh=False):
+    """A buffer for each micro-batch: autograd needs what was received until the backward pass. The arguments after
+    `microbatches` are for the wrong answers below."""
+    rank, last, each = dist.get_rank(), dist.get_world_size() - 1, batch // microbatches
+    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    activations, gradient = weight.new_empty(each, len(weight)), weight.new_empty(each, len(bias))
+    stored = []
+    for m in range(microbatches):
+        if rank == 0:
+            x = inputs[m * each : (m + 1) * each]
+        else:
+            dist.recv(activations, rank - 1)
+            x = (activations.clone() if fresh else activations.detach()).requires_grad_()
+        y = torch.tanh(x @ weight + bias)
+        if rank == last:
+            y = (y - targets[m * each : (m + 1) * each]).square().mean() / (microbatches if mean else 1)
+        else:
+            dist.send(y.detach(), rank + 1)
+        stored.append((x, y))
+    for x, y in stored:
+        if gradient_fresh:
+            gradient = gradient.clone()
+        if rank < last:
+            dist.recv(gradient, rank + 1)
+        y.backward(gradient if rank < last else None)
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
+    return weight.grad, bias.grad
+
+
+def repaired_nothing(*arguments):
+    return repaired_step(*arguments, fresh=False)
+
+
+def repaired_the_other_buffer(*arguments):
+    return repaired_step(*arguments, fresh=False, gradient_fresh=True)
+
+
+def repaired_and_no_longer_a_mean(*arguments):
+    return repaired_step(*arguments, mean=False)
+
+
+def repaired_with_one_micro_batch(weight, bias, inputs, targets, batch, microbatches):
+    return repaired_step(weight, bias, inputs, targets, batch, 1)
 
 
 # --- peak_megabytes -------------------------------------------------------------------------------------------
@@ -744,40 +795,52 @@ def blocks_before_the_share_is_passed(embedding, block, head, blocks, stages):
     return [*counts, blocks - sum(counts)]
 
 
-# --- quickest_microbatches ------------------------------------------------------------------------------------
+# --- schedule_and_microbatches --------------------------------------------------------------------------------
 
 
-def quickest_microbatches(batch, ranks, overhead, example, limit, waits=True, stored=min):
-    def seconds(m):
-        return (m + (ranks - 1) * waits) * (overhead + batch // m * example)
-
-    fitting = [m for m in range(1, batch + 1) if batch % m == 0 and stored(ranks, m) * (batch // m) <= limit]
-    return min(fitting, key=seconds)
-
-
-def quickest_without_a_bubble(batch, ranks, overhead, example, limit):
-    return quickest_microbatches(batch, ranks, overhead, example, limit, waits=False)
-
-
-def quickest_without_overhead(batch, ranks, overhead, example, limit):
-    return quickest_microbatches(batch, ranks, 0, example, limit)
-
-
-def quickest_whatever_it_stores(batch, ranks, overhead, example, limit):
-    return quickest_microbatches(batch, ranks, overhead, example, batch)
-
-
-def quickest_with_one_stored(batch, ranks, overhead, example, limit):
-    return quickest_microbatches(batch, ranks, overhead, example, limit, stored=lambda ranks, m: 1)
+def schedule_and_microbatches(batch, ranks, overhead, example, message, limit, names=schedules.SCHEDULES, parts=True):
+    """The last two arguments are for the wrong answers below."""
+    best = None
+    for name in names:
+        for m in range(1, batch + 1):
+            if batch % m:
+                continue
+            try:
+                schedule = schedules.build(name, ranks, m)
+            except UserError:
+                continue
+            stages, n = len(simulator.placement(schedule)) // ranks, batch // m
+            times = [Fraction(overhead + n * each, stages) for each in example]
+            line = simulator.simulate(schedule, simulator.Times(*times, communication=n * message))
+            stored = Fraction(max(line.peaks) * n, stages if parts else 1)
+            if stored <= limit and (best is None or line.makespan < best[0]):
+                best = line.makespan, name, m
+    return best[1:]
 
 
-def quickest_with_all_stored_for_all_ranks(batch, ranks, overhead, example, limit):
-    """Rank 0 never stores more than there are micro-batches."""
-    return quickest_microbatches(batch, ranks, overhead, example, limit, stored=lambda ranks, m: ranks)
+def choice_whatever_it_stores(batch, ranks, overhead, example, message, limit):
+    return schedule_and_microbatches(batch, ranks, overhead, example, message, batch)
 
 
-def quickest_with_unequal_parts(batch, ranks, overhead, example, limit):
-    return min(range(1, batch + 1), key=lambda m: (m + ranks - 1) * (overhead + batch / m * example))
+def choice_without_messages(batch, ranks, overhead, example, message, limit):
+    return schedule_and_microbatches(batch, ranks, overhead, example, 0, limit)
+
+
+def choice_without_overhead(batch, ranks, overhead, example, message, limit):
+    return schedule_and_microbatches(batch, ranks, 0, example, message, limit)
+
+
+def choice_of_1f1b(batch, ranks, overhead, example, message, limit):
+    return schedule_and_microbatches(batch, ranks, overhead, example, message, limit, names=["1f1b"])
+
+
+def choice_as_if_halves_were_equal(batch, ranks, overhead, example, message, limit):
+    equal = (Fraction(sum(example), 3),) * 3
+    return schedule_and_microbatches(batch, ranks, overhead, equal, message, limit)
+
+
+def choice_that_counts_halves_whole(batch, ranks, overhead, example, message, limit):
+    return schedule_and_microbatches(batch, ranks, overhead, example, message, limit, parts=False)
 
 
 # --- loss_factors ---------------------------------------------------------------------------------------------
@@ -880,6 +943,12 @@ WRONG = {
             "batch 3, 1 micro-batch, rank 0: expected [[0.030 ... got [[0, 0, 0], [0, 0, 0]]",
         ),
     ],
+    "repaired_step": [
+        (repaired_nothing, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),
+        (repaired_the_other_buffer, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),
+        (repaired_and_no_longer_a_mean, "batch 8, 4 micro-batches, rank 0: expected [[0.0654 ... got"),
+        (repaired_with_one_micro_batch, "expected 64 bytes to rank 1, ... got 256 bytes to rank 1"),
+    ],
     "peak_megabytes": [
         (peak_freed_by_the_first_half, "7}), rank 0: expected 21, got 14"),
         (peak_freed_by_whole_backwards_only, "4}), rank 0: expected 4, got 8"),
@@ -944,13 +1013,16 @@ WRONG = {
         (blocks_for_which_there_is_no_place, "expected 4 numbers of 1 or more that add up to 12, got [4, 4, 4, 0]"),
         (blocks_before_the_share_is_passed, "expected a slowest stage of 12, got [1, 5, 4]: stages of [11, 10, 13]"),
     ],
-    "quickest_microbatches": [
-        (quickest_without_a_bubble, "quickest_microbatches(32, 4, 50, 10, 32), rank 0: expected 4, got 1"),
-        (quickest_without_overhead, "quickest_microbatches(32, 4, 50, 10, 32), rank 0: expected 4, got 32"),
-        (quickest_whatever_it_stores, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
-        (quickest_with_one_stored, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
-        (quickest_with_all_stored_for_all_ranks, "expected 1, got 4"),
-        (quickest_with_unequal_parts, "quickest_microbatches(32, 4, 50, 10, 12), rank 0: expected 16, got 4"),
+    "schedule_and_microbatches": [
+        (choice_whatever_it_stores, "0, 4): expected a schedule that takes these numbers and keeps to the limit, got"),
+        (choice_without_messages, "expected a step of 1747.5 microseconds, got ('interleaved-zb', 4): 6737.5"),
+        (choice_without_overhead, "expected a step of 1755 microseconds, got ('interleaved-zb', 32): 5850"),
+        (choice_of_1f1b, "expected a step of 1755 microseconds, got ('1f1b', 4): 2730"),
+        (
+            choice_as_if_halves_were_equal,
+            "(8, 57, 1), 2, 8): expected a step of 2205 microseconds, got ('zbv', 12): 2310.5",
+        ),
+        (choice_that_counts_halves_whole, "expected a step of 1755 microseconds, got ('zb-h1', 4): 1950"),
     ],
     "loss_factors": [
         (factors_of_one, "expected [[0.5, 0.5], [0.5, 0.5]], got [[1, 1], [1, 1]]"),

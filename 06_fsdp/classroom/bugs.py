@@ -82,7 +82,7 @@ BUGS = Bugs(
             why="All ranks take the first shard for their own, as if their rank were 0: the others are never stepped.",
         ),
         "own_weights": stage1(
-            right="dist.broadcast(vector, group=start, group_src=0)",
+            right="broadcast_together([vector], start)",
             wrong="pass",
             inside="__init__",
             refused_by="loss",

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from common.grading.engine import Exercise, ExerciseCase, Wrong
+from common.grading.engine import ExerciseCase, Wrong, exercise
 from common.grading.patterns import calculated, collectives, exactly, nothing_sent, numbered
 from course.fsdp.classroom.grading_choosing import best_offer, fit_on_four_cards, tokens_to_hide
 
@@ -281,86 +281,207 @@ def fewest_ranks(size):
     yield from calculated(size, "fewest_ranks", rows)
 
 
-# exercise -> points, how many of five dots its difficulty has, and the hint
-ROWS = {
-    own_shard: (
-        1, 1, "torch.cat of all tensors, each as reshape(-1), is the vector. -length % N is the padding that it lacks: "
-        "0 where N divides; chunk(N) cuts it.",
-    ),
-    own_pieces: (
-        2, 2, "The shard is an interval of places of the vector. Each parameter is an interval too. Where do they "
-        "overlap, and what are those places counted from the parameter's beginning?",
-    ),
-    sharded_gradient: (
-        2, 2, "Flatten and pad as in own_shard. The output of a reduce-scatter has 1/N of the elements of its input. "
-        "Who divides, and by what?",
-    ),
-    sharded_step: (
-        3, 3, "Reduce-scatter gives the shard of the gradient, chunk(N)[rank] that of the vector. The rest is AdamW on "
-        "short vectors, and then everybody needs everybody's result.",
-    ),
-    global_norm: (
-        3, 3, "Shard r begins at place r * len(shard) of its vector: how many of its elements lie before the end? Go "
-        "by id(tensor) to see one for the second time. Squares add up, norms do not.",
-    ),
-    accumulated_shard: (
-        2, 2, "The mean over the batch is the mean over all micro-batches of all ranks. Sums may be taken before or "
-        "after they are cut: the result is the same, memory and messages are not.",
-    ),
-    kept_bytes: (
-        1, 1, "Each stage cuts one more of the three by the number of ranks: first the optimizer, then gradients, then "
-        "parameters.",
-    ),
-    sent_in_a_step: (
-        1, 1, "Count in units of 4 * P * (N - 1) / N, which is one all-gather or one reduce-scatter. Which of them "
-        "come once in a step, and which in each micro-batch?",
-    ),
-    gathered_peak: (
-        3, 3, "Make a list of moments, one for each unit in each pass, and take its maximum. Without resharding, what "
-        "is still there when the backward pass comes to unit u?",
-    ),
-    full_state: (
-        3, 3, "How many rows rank r has of a parameter follows from its shape: min(each, rows - r * each), at least 0. "
-        "So rank 0 knows which messages to expect, and of which shape.",
-    ),
-    mesh_groups: (
-        2, 2, "torch.arange(...).view(sizes) is the mesh. Find the rank's place in it, then let one index run and keep "
-        "the others.",
-    ),
-    hybrid_gradient: (
-        3, 3, "In the mesh of shape (replicas, N / replicas) dimension 0 goes along a column, dimension 1 along a row. "
-        "The average is over all N ranks.",
-    ),
-    scaled_step: (
-        3, 3, "A rank whose own shard is fine must hear of the others'. torch.isfinite, and one flag of which the sum "
-        "or the maximum is taken; not the sum of the elements, which may overflow by itself.",
-    ),
-    recomputed: (
-        3, 3, "The worst moment is the beginning of the backward pass: all inputs of segments are still there, and the "
-        "last segment is whole again. Whose input would be counted twice?",
-    ),
-    micro_batch_for: (
-        2, 2, "Every rank has batch // ranks examples in a step. Try their divisors, the largest first.",
-    ),
-    fewest_ranks: (
-        2, 2, "Some bytes stay however many ranks there are. If those fit, try 1, 2, 4, ... in "
-        "turn; and mind the budget that they fill to the last byte, with nothing else to keep, or with something.",
-    ),
-    tokens_to_hide: (
-        2, 2, "A message of b bytes per parameter takes b / bandwidth. The pass beside it takes 2 or 4 times its "
-        "tokens / flops. Which of them have all tokens of the step beside them? Of several messages the worst counts.",
-    ),
-    fit_on_four_cards: (
-        2, 2, "13 billion parameters x 16 bytes / 4 cards is more than 24 GB: something has to leave the cards. What "
-        "is then slow happens once a step or once a micro-batch. Which of the five numbers makes it rarer?",
-    ),
-    best_offer: (
-        3, 3, "make_layout(model, cluster, {'shard': gpus}, batch_size=gpus, ...) and estimate(...) have "
-        "tokens_per_second, of all GPUs together, and fits. Dollars are for one GPU.",
-    ),
-}  # fmt: skip
+# --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def draw_own_pieces(random):
+    world = random.randint(2, 5)
+    return [random.randint(1, 20) for _ in range(random.randint(2, 6))], random.randrange(world), world
+
+
+def draw_kept_bytes(random):
+    ranks = random.choice([2, 8, 16])
+    return random.choice(STRATEGIES), ranks * random.randint(100, 9999), ranks, random.random() < 0.5
+
+
+def draw_sent_in_a_step(random):
+    ranks = random.choice([2, 4, 8])
+    return random.choice(STRATEGIES), ranks * random.randint(100, 9999), ranks, random.randint(1, 5)
+
+
+def draw_gathered_peak(random):
+    return [random.randint(1, 30) for _ in range(random.randint(3, 7))], random.randint(0, 3), random.random() < 0.5
+
+
+def draw_mesh_groups(random):
+    sizes = [random.randint(2, 4) for _ in range(random.randint(2, 3))]
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    return sizes, random.randrange(ranks)
+
+
+def draw_recomputed(random):
+    every, segments = random.randint(1, 6), random.randint(1, 6)
+    activations = random.randint(20, 200)
+    return every * segments, every, activations, random.randint(1, activations), random.randint(1, 8) / 4
+
+
+def draw_micro_batch_for(random):
+    ranks, kept, example = random.choice([1, 2, 4]), random.randint(50, 900), random.randint(20, 200)
+    return 1000, kept, example, ranks * random.randint(2, 48), ranks
+
+
+def draw_fewest_ranks(random):
+    parameters = random.randint(1, 90) * 10**8
+    return random.choice(STRATEGIES), parameters, random.randint(0, 40) * 10**9, random.choice([24, 40, 80]) * 10**9
+
+
+def draw_tokens_to_hide(random):
+    flops, bandwidth = random.randint(1, 9) * 100e12, random.choice([10e9, 25e9, 50e9, 400e9])
+    return random.choice(["ddp", "zero1", "fsdp"]), random.randint(1, 8), flops, bandwidth
+
+
+def draw_best_offer(random):
+    gpus = random.sample(["a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200"], 3)
+    offers = [(gpu, random.choice([8, 16]), random.randint(50, 400) / 100) for gpu in gpus]
+    return random.choice(["llama-7b", "llama-13b"]), offers, random.choice([2048, 4096])
+
 
 EXERCISES = [
-    Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint)
-    for check, (points, dots, hint) in ROWS.items()
+    exercise(
+        own_shard,
+        points=1,
+        dots=1,
+        hint="torch.cat of all tensors, each as reshape(-1), is the vector. -length % N is the padding that it lacks: "
+        "0 where N divides; chunk(N) cuts it.",
+    ),
+    exercise(
+        own_pieces,
+        points=2,
+        dots=2,
+        hint="The shard is an interval of places of the vector. Each parameter is an interval too. Where do they "
+        "overlap, and what are those places counted from the parameter's beginning?",
+        draw=draw_own_pieces,
+    ),
+    exercise(
+        sharded_gradient,
+        points=2,
+        dots=2,
+        hint="Flatten and pad as in own_shard. The output of a reduce-scatter has 1/N of the elements of its input. "
+        "Who divides, and by what?",
+    ),
+    exercise(
+        sharded_step,
+        points=3,
+        dots=3,
+        hint="Reduce-scatter gives the shard of the gradient, chunk(N)[rank] that of the vector. The rest is AdamW on "
+        "short vectors, and then everybody needs everybody's result.",
+    ),
+    exercise(
+        global_norm,
+        points=3,
+        dots=3,
+        hint="Shard r begins at place r * len(shard) of its vector: how many of its elements lie before the end? Go "
+        "by id(tensor) to see one for the second time. Squares add up, norms do not.",
+    ),
+    exercise(
+        accumulated_shard,
+        points=2,
+        dots=2,
+        hint="The mean over the batch is the mean over all micro-batches of all ranks. Sums may be taken before or "
+        "after they are cut: the result is the same, memory and messages are not.",
+    ),
+    exercise(
+        kept_bytes,
+        points=1,
+        dots=1,
+        hint="Each stage cuts one more of the three by the number of ranks: first the optimizer, then gradients, then "
+        "parameters.",
+        draw=draw_kept_bytes,
+    ),
+    exercise(
+        sent_in_a_step,
+        points=1,
+        dots=1,
+        hint="Count in units of 4 * P * (N - 1) / N, which is one all-gather or one reduce-scatter. Which of them "
+        "come once in a step, and which in each micro-batch?",
+        draw=draw_sent_in_a_step,
+    ),
+    exercise(
+        gathered_peak,
+        points=3,
+        dots=3,
+        hint="Make a list of moments, one for each unit in each pass, and take its maximum. Without resharding, what "
+        "is still there when the backward pass comes to unit u?",
+        draw=draw_gathered_peak,
+    ),
+    exercise(
+        full_state,
+        points=3,
+        dots=3,
+        hint="How many rows rank r has of a parameter follows from its shape: min(each, rows - r * each), at least 0. "
+        "So rank 0 knows which messages to expect, and of which shape.",
+    ),
+    exercise(
+        mesh_groups,
+        points=2,
+        dots=2,
+        hint="torch.arange(...).view(sizes) is the mesh. Find the rank's place in it, then let one index run and keep "
+        "the others.",
+        draw=draw_mesh_groups,
+    ),
+    exercise(
+        hybrid_gradient,
+        points=3,
+        dots=3,
+        hint="In the mesh of shape (replicas, N / replicas) dimension 0 goes along a column, dimension 1 along a row. "
+        "The average is over all N ranks.",
+    ),
+    exercise(
+        scaled_step,
+        points=3,
+        dots=3,
+        hint="A rank whose own shard is fine must hear of the others'. torch.isfinite, and one flag of which the sum "
+        "or the maximum is taken; not the sum of the elements, which may overflow by itself.",
+    ),
+    exercise(
+        recomputed,
+        points=3,
+        dots=3,
+        hint="The worst moment is the beginning of the backward pass: all inputs of segments are still there, and the "
+        "last segment is whole again. Whose input would be counted twice?",
+        draw=draw_recomputed,
+    ),
+    exercise(
+        micro_batch_for,
+        points=2,
+        dots=2,
+        hint="Every rank has batch // ranks examples in a step. Try their divisors, the largest first.",
+        draw=draw_micro_batch_for,
+    ),
+    exercise(
+        fewest_ranks,
+        points=2,
+        dots=2,
+        hint="Some bytes stay however many ranks there are. If those fit, try 1, 2, 4, ... in "
+        "turn; and mind the budget that they fill to the last byte, with nothing else to keep, or with something.",
+        draw=draw_fewest_ranks,
+    ),
+    exercise(
+        tokens_to_hide,
+        points=2,
+        dots=2,
+        hint="A message of b bytes per parameter takes b / bandwidth. The pass beside it takes 2 or 4 times its "
+        "tokens / flops. Which of them have all tokens of the step beside them? Of several messages the worst counts.",
+        draw=draw_tokens_to_hide,
+    ),
+    exercise(
+        fit_on_four_cards,
+        points=2,
+        dots=2,
+        hint="13 billion parameters x 16 bytes / 4 cards is more than 24 GB: something has to leave the cards. What "
+        "is then slow happens once a step or once a micro-batch. Which of the five numbers makes it rarer?",
+    ),
+    exercise(
+        best_offer,
+        points=3,
+        dots=3,
+        hint="make_layout(model, cluster, {'shard': gpus}, batch_size=gpus, ...) and estimate(...) have "
+        "tokens_per_second, of all GPUs together, and fits. Dollars are for one GPU.",
+        draw=draw_best_offer,
+    ),
 ]

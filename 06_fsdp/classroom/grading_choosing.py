@@ -1,10 +1,11 @@
 """The checks of notebook 04's exercises, which the planner judges. grading.py has them in its table."""
 
+from common.constants import GIB
 from common.errors import UserError
 from common.grading.engine import ExerciseCase, Wrong
 from common.grading.patterns import calculated, nothing_sent
 from planner import hardware, models
-from planner.estimate import GIB, Estimate, estimate
+from planner.estimate import Estimate, estimate
 from planner.layout import make_layout
 
 MOST_HOST, LEAST_TOKENS = 256, 3200  # GiB, and tokens per second

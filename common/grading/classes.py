@@ -55,8 +55,8 @@ class Grading:
     def all(self, files: dict[str, Path]) -> None:
         missing = sandbox.available()
         if missing:
-            told = f"note: no sandbox, for {missing}: submissions run as you, with your files and network"
-            print(told, file=sys.stderr)
+            note = f"note: no sandbox, for {missing}: submissions run as you, with your files and network"
+            print(note, file=sys.stderr)
         if self.pages:
             self.pages.mkdir(parents=True, exist_ok=True)
         writer = csv.writer(sys.stdout, lineterminator="\n")

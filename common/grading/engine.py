@@ -9,6 +9,7 @@ with values that never touched the learner's code.
 import contextlib
 import copy
 import itertools
+import random
 import re
 import signal
 import sys
@@ -70,13 +71,27 @@ class ExerciseCase:
 
 @dataclass(frozen=True)
 class Exercise:
-    """A row of a chapter's table. `check(world size)` gives the cases to try there: none where it has none."""
+    """A row of a chapter's table.
+
+    check:      check(world size) gives the cases to try there: none where it has none
+    draw:       for an exercise that calculates: draw(random) gives the arguments of a call that nobody has seen
+    draw_cases: draw_cases(random, world size) gives whole cases that nobody has seen, where arguments do not say it
+
+    An exercise with neither has tensors among its arguments, whose numbers can be others (common/grading/fresh.py).
+    """
 
     name: str
     points: int
     difficulty: str
     check: Callable[[int], Iterable[ExerciseCase]]
     hint: str
+    draw: Callable[[random.Random], tuple] | None = None
+    draw_cases: Callable[[random.Random, int], Iterable[ExerciseCase]] | None = None
+
+
+def exercise(check: Callable, points: int, dots: int, hint: str, **drawn: Callable) -> Exercise:
+    """A row under its check's name, `dots` of five difficult; `drawn` is `draw` or `draw_cases` of the row."""
+    return Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint, **drawn)
 
 
 @dataclass(frozen=True)
@@ -256,10 +271,10 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
         # A timeout, or what the partner of a rank that timed out sees.
         waited = re.search("Timed out|timeout|Connection (closed|reset) by peer", str(error))
         text = _describe(error, file, bool(waited))
-        return CallOutcome("waited" if waited else "raised", text=text, printed=printed.told())
+        return CallOutcome("waited" if waited else "raised", text=text, printed=printed.getvalue())
     changed = any(difference(old, new) for old, new in zip(before, arguments, strict=True))
     changed = changed or any(map(wants_gradient, arguments)) != any(map(wants_gradient, before))
-    return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.told())
+    return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.getvalue())
 
 
 def wants_gradient(value) -> bool:

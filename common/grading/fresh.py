@@ -1,13 +1,8 @@
 """Cases that no submission has seen, for the grading of a class: an answer that is made for the known inputs fails.
 
-What is expected of them is what the chapter's own solution answers, which runs here and not in the sandbox. A chapter
-brings a file classroom/fresh.py with
-
-    ARGUMENTS: name of an exercise that calculates -> function(random) that draws the arguments of a call
-    CASES:     name of an exercise -> function(random, world size) that gives whole cases
-
-Every other exercise has tensors among its arguments: one of its cases for each world size is repeated with all of them
-multiplied by one number.
+What is expected of them is what the chapter's own solution answers, which runs here and not in the sandbox. An
+exercise says in its row how they are drawn (`draw`, `draw_cases`). Every other one has tensors among its arguments: one
+of its cases for each world size is repeated with all of them multiplied by one number.
 """
 
 import random
@@ -49,13 +44,7 @@ def can_be_varied(case: ExerciseCase) -> bool:
     return 0 < largest(case.arguments) < 1e30 and not any(map(callable, case.expected))
 
 
-def with_fresh_cases(
-    exercises: list[Exercise],
-    solutions: Path,
-    arguments: dict[str, Callable],
-    cases: dict[str, Callable],
-    seed: int,
-) -> list[Exercise]:
+def with_fresh_cases(exercises: list[Exercise], solutions: Path, seed: int) -> list[Exercise]:
     """The exercises, each of which has cases drawn with `seed` after its known ones. Raises NoSolution."""
     drawn = random.Random(seed)
     fresh: dict[tuple[str, int], list[ExerciseCase]] = {}
@@ -63,10 +52,10 @@ def with_fresh_cases(
         asked: dict[str, list[ExerciseCase]] = {}
         for exercise in exercises:
             name = exercise.name
-            if name in cases:
-                fresh[name, size] = list(cases[name](drawn, size))
-            elif name in arguments:
-                calls = [arguments[name](drawn) for _ in range(DRAWN * (size == 2))]
+            if exercise.draw_cases:
+                fresh[name, size] = list(exercise.draw_cases(drawn, size))
+            elif exercise.draw:
+                calls = [exercise.draw(drawn) for _ in range(DRAWN * (size == 2))]
                 asked[name] = [ExerciseCase("other numbers", [call] * size, [], nothing_sent) for call in calls]
             elif known := [case for case in exercise.check(size) if can_be_varied(case)]:
                 case, factor = drawn.choice(known), drawn.choice(FACTORS)

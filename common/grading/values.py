@@ -11,7 +11,7 @@ MOST_PRINTED = 4000  # characters of what a function prints in one call, on each
 
 
 class Description(str):
-    """Of a result that cannot be compared."""
+    """The description of a result that cannot be compared."""
 
 
 def plain(value):
@@ -113,5 +113,5 @@ class Printed(io.TextIOBase):
         self.text += text[: MOST_PRINTED - len(self.text)]
         return len(text)
 
-    def told(self) -> str:
+    def getvalue(self) -> str:
         return self.text + ("\n... (cut here)" if self.cut else "")

@@ -34,18 +34,18 @@ SEED = 7
 
 
 def tied(model_class=GPT) -> nn.Module:
-    return lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=True))
+    return scaled_up(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=True))
 
 
 def frozen(model_class=GPT) -> nn.Module:
     """Untied, with a whole embedding and single weights of a block frozen."""
-    model = lively(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
+    model = scaled_up(model_class(layers=2, width=16, heads=4, context=CONTEXT, vocabulary=VOCABULARY, tied=False))
     model.get_submodule("embedding.positions").requires_grad_(False)
     next(model.get_submodule("blocks.1.mlp").parameters()).requires_grad_(False)
     return model
 
 
-def lively(model: nn.Module) -> nn.Module:
+def scaled_up(model: nn.Module) -> nn.Module:
     """Ten times larger weights: so narrow a model would else hardly move in a few steps, and hide what is wrong."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -249,6 +249,9 @@ def _group_of(pid: int) -> int:
 def _run_rank(payload, folder: str, timeout: float, variables: dict[str, str]) -> None:
     """What the process of a rank does."""
     os.environ.update(variables)
+    # The library of torch.profiler writes "USDT: ... profiler_start", with time and process, at every level but this
+    # one. It reads the variable when a process profiles for the first time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     rank, pid = os.environ["RANK"], os.getpid()
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)  # so that what this rank starts can be ended with it

@@ -108,21 +108,24 @@ def _chunk(ax, x: float, y: float, chunk, sources: list[int], inch: float) -> No
 def timeline(events, title: str | None = None, colours: dict[str, str] | None = None) -> Figure:
     """Draw what each rank did when: one row per rank, one bar per event.
 
-    events:  tuples (rank, name, start, end), times in seconds on one clock; the first start becomes 0 ms
+    events:  tuples (rank, name, start, end), times in seconds on one clock; the first start becomes 0 ms. In place of
+             a rank's number a text may stand, as "stream 7": such rows stand in the order in which they come
     colours: name -> colour; by default the palette in the order in which names come
     """
     origin = min(start for _, _, start, _ in events)
     names = list(dict.fromkeys(name for _, name, _, _ in events))
     colours = colours or {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
-    ranks = sorted({rank for rank, _, _, _ in events})
+    ranks = list(dict.fromkeys(rank for rank, _, _, _ in events))
+    named = any(isinstance(rank, str) for rank in ranks)
+    places = {rank: row if named else rank for row, rank in enumerate(ranks)}
     fig, ax = plt.subplots(figsize=(9.5, 0.5 * len(ranks) + 1.5))
     for name in names:
         for rank in ranks:
             spans = [event[2:] for event in events if event[:2] == (rank, name)]
             bars = [((start - origin) * 1e3, (end - start) * 1e3) for start, end in spans]
-            ax.broken_barh(bars, (rank - 0.38, 0.76), color=colours[name], ec="white", lw=0.6)
-    ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    ax.set(ylim=(max(ranks) + 0.6, min(ranks) - 0.6), xlabel="time (ms)")
+            ax.broken_barh(bars, (places[rank] - 0.38, 0.76), color=colours[name], ec="white", lw=0.6)
+    ax.set_yticks(list(places.values()), [rank if isinstance(rank, str) else f"rank {rank}" for rank in places])
+    ax.set(ylim=(max(places.values()) + 0.6, min(places.values()) - 0.6), xlabel="time (ms)")
     handles = [Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
     fig.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), title=title)
     return fig

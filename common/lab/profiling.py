@@ -16,14 +16,9 @@ the collectives in a trace contradict its clocks.
 
 import gzip
 import json
-import os
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-
-# The profiler's library writes "USDT: ... profiler_start", with time and process, to stderr at every level but
-# this one. It reads the variable when a process profiles for the first time.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def chrome_trace(profiler) -> dict:

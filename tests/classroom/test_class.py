@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import os
 import pickle
 import re
@@ -20,10 +19,11 @@ from helpers import FULL, refused
 from hostile import ALL, HOSTILE
 
 from common import ROOT, check
-from common.grading import classes, engine, fresh, patterns, sandbox
+from common.grading import classes, engine, fresh, sandbox
 from common.grading.classes import Grading, safe
 from common.grading.engine import SIZES, Exercise, ExerciseCase
 
+THREE = ("ring_shift", "global_mean", "ring_bytes")  # of 1, 1 and 2 points, which the submissions of hostile.py answer
 FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
 HERE = list(HOSTILE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
@@ -32,9 +32,9 @@ walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {san
 @functools.cache
 def first_three(unknown: bool) -> list[Exercise]:
     """Of chapter 01; with cases that no submission has seen, or with the known ones alone."""
-    three, drawn = check.exercises_of("01_intro")[:3], check.classroom("01_intro", "fresh")
+    three = [exercise for exercise in check.exercises_of("01_intro") if exercise.name in THREE]
     solutions = ROOT / "01_intro" / "classroom" / "solutions.py"
-    return fresh.with_fresh_cases(three, solutions, drawn.ARGUMENTS, drawn.CASES, seed=1) if unknown else three
+    return fresh.with_fresh_cases(three, solutions, seed=1) if unknown else three
 
 
 def grade(files: dict[str, Path], capfd, unknown: bool = True, **more) -> dict[str, dict]:
@@ -91,12 +91,10 @@ def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path, capfd):
 def test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen(chapter):
     """And the solution, by which they are judged, is right there, as it is for the inputs that everybody knows."""
     known, unknown = check.exercises_of(chapter), check.for_a_class(chapter, seed=2)
-    same = []
     for before, after in zip(known, unknown, strict=True):
-        calls = [{repr(case.arguments) for size in SIZES for case in of.check(size)} for of in (before, after)]
-        if calls[0] == calls[1]:
-            same.append(before.name)
-    assert same == ["fit_on_four_cards"] * (chapter == "06_fsdp"), "it has no arguments; all others have fresh ones"
+        calls = [[case.arguments for size in SIZES for case in of.check(size)] for of in (before, after)]
+        same = repr(calls[0]) == repr(calls[1])
+        assert not same or not any(own for call in calls[0] for own in call), f"{before.name} needs a draw in its row"
     solutions = ROOT / chapter / "classroom" / "solutions.py"
     others = getattr(engine.load(solutions), "RIGHT", {})  # answers that are right in another way
     attempts = [(e, name) for e in unknown for name in (e.name, *(f.__name__ for f in others.get(e.name, ())))]
@@ -114,68 +112,29 @@ def test_only_numbers_with_a_point_are_multiplied():
     assert fresh.multiplied(((1, 2), [3.0, "x"]), 1.5) == ((1, 2), [3.0, "x"]), "tuples and lists stay what they are"
 
 
-def test_fresh_cases_are_these(monkeypatch):
-    """Other calls of what calculates, cases of the chapter's own, and one known case times a number; the solution's
-    answers of each rank are what is expected of it."""
-    asked, counted = [], itertools.count(100)
+def test_a_seed_draws_the_same_cases_again_after_the_known_ones(monkeypatch):
+    """And another one others: a teacher who grades a class in two parts asks both the same. What is expected of a rank
+    is what the solution answers there."""
 
     def run_jobs(file, jobs, size):
-        asked.append((str(file), size, list(jobs)))
-        return {
-            key: [[SimpleNamespace(status="returned", value=f"{name} {size}:{rank}:{number}", text="")
-                   for number in range(len(calls))] for rank in range(size)]
-            for key, (name, calls) in jobs.items()
-        }  # fmt: skip
-
-    def varied(size):
-        for what in ("few", "many"):
-            mine = [(torch.tensor([rank + 1.0]), size) for rank in range(size)]
-            yield ExerciseCase(what, mine, ["?"] * size, pattern)
-
-    def exercise(name, check):
-        return Exercise(name, 1, "easy", check, "A hint.")
-
-    def pattern(entries):
-        pass
+        answer = lambda rank: SimpleNamespace(status="returned", value=rank, text="")  # noqa: E731
+        return {key: [[answer(rank)] * len(calls) for rank in range(size)] for key, (_, calls) in jobs.items()}
 
     monkeypatch.setattr(fresh, "run_jobs", run_jobs)
-    table = [exercise("adds", lambda size: []), exercise("sends", lambda size: ["known"]), exercise("varies", varied),
-             exercise("fixed", lambda size: [ExerciseCase("fixed", [(1,)] * size, [1] * size, pattern)])]  # fmt: skip
-    draws = {"adds": lambda drawn: (next(counted),)}, {"sends": lambda drawn, size: [f"own {size}"]}
-    adds, own, varies, fixed = fresh.with_fresh_cases(table, Path("solutions.py"), *draws, seed=1)
-    assert asked == [("solutions.py", 2, ["adds", "varies"]), *(("solutions.py", n, ["varies"]) for n in (3, 4))], (
-        "the solution is asked of calculations on 2 ranks, and of what can be varied on 2, 3 and 4"
-    )
-    added = [(case.what, case.arguments, case.expected, case.pattern) for case in adds.check(2)]
-    assert added == [
-        ("other numbers", [(n,)] * 2, [f"adds 2:0:{n - 100}", f"adds 2:1:{n - 100}"], patterns.nothing_sent)
-        for n in (100, 101, 102)
-    ], "three calls of what calculates, on two ranks"
-    assert not [*adds.check(3), *adds.check(4)], "calls of what calculates on more ranks"
-    assert [[*own.check(size)] for size in (2, 4)] == [["known", "own 2"], ["known", "own 4"]], "known and own cases"
-    assert [case.what for case in fixed.check(3)] == ["fixed"], "nothing to multiply"
-    few, many, other = varies.check(3)
-    factor = other.arguments[0][0].item()
-    assert (few.what, many.what) == ("few", "many") and other.what in ("few, other numbers", "many, other numbers"), (
-        "the cases that are known, and one that says that its numbers are others"
-    )
-    assert 1 < factor < 2, "another number than the known one"
-    assert other.arguments == [(torch.tensor([factor * (rank + 1)]), 3) for rank in range(3)], "each rank's own, times"
-    assert (other.expected, other.pattern) == (["varies 3:0:0", "varies 3:1:0", "varies 3:2:0"], pattern)
-    drawn = [[*fresh.with_fresh_cases(table[2:3], Path(), {}, {}, seed)[0].check(2)][-1] for seed in range(30)]
-    assert len({case.what for case in drawn}) == 2, "seeds draw one of the known cases"
-    assert len({case.arguments[0][0].item() for case in drawn}) == 7, "seeds draw one of the factors"
-    assert {factor * 8 % 1 for factor in fresh.FACTORS} == {0} and 1 not in fresh.FACTORS, "few bits, none of them 1"
-
-
-def test_a_seed_draws_the_same_cases_again():
-    """And another one others: a teacher who grades a class in two parts asks both the same."""
-    exercise = check.exercises_of("01_intro")[0]
-    cases = {exercise.name: lambda drawn, size: [drawn.random()]}
-    once, again, other = (
-        list(fresh.with_fresh_cases([exercise], Path("unused"), {}, cases, seed)[0].check(4))[-1] for seed in (1, 1, 2)
-    )
-    assert once == again != other, "cases drawn with the seeds 1, 1 and 2"
+    known = check.exercises_of("01_intro")
+    arguments = []
+    for seed in (1, 1, 2):
+        new = []
+        for before, after in zip(known, fresh.with_fresh_cases(known, Path("unused"), seed), strict=True):
+            for size in SIZES:
+                there, cases = ([*of.check(size)] for of in (before, after))
+                assert [case.what for case in there] == [case.what for case in cases[: len(there)]]
+                assert all(case.expected == [*range(size)] for case in cases[len(there) :])
+                new += [repr(case.arguments) for case in cases[len(there) :]]
+        arguments.append(new)
+    once, again, other = arguments
+    assert once == again and len(once) == len(other)
+    assert sum(a != b for a, b in zip(once, other, strict=True)) > 0.5 * len(once)
 
 
 def test_cases_are_varied_where_other_numbers_are_other_answers():

@@ -1,9 +1,6 @@
 """What learners and teachers read of verdicts: the table, hints, a class's rows and pages."""
 
-import sys
-
-from common.grading import engine, sandbox
-from common.grading.classes import Grading
+from common.grading import engine
 from common.grading.engine import Exercise, Verdict
 from common.grading.feedback import bar, stages, table
 
@@ -18,11 +15,6 @@ def some_verdicts() -> list[Verdict]:
     called = ("rank 0: mean_of_all([1])", "rank 1: mean_of_all([2])")
     mistaken = Verdict(wrong, "wrong", "world size 2, ones, rank 1", "5", "6", drawing, called, ("rank 1: half",))
     return [Verdict(right, "right"), mistaken, Verdict(left, "not attempted")]
-
-
-def row_of(text: str, name: str) -> str:
-    (row,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-    return row
 
 
 def test_the_table_has_a_row_for_each_exercise_and_what_is_wrong_below():
@@ -62,45 +54,3 @@ def test_hints_come_sentence_by_sentence():
 
 def test_a_bar_is_as_long_as_what_is_done():
     assert (bar(0, 3, 6), bar(1, 3, 6), bar(3, 3, 6)) == ("[......] 0 of 3", "[##....] 1 of 3", "[######] 3 of 3")
-
-
-ROWS = """\
-submission,sum,mean_of_all,tree,points,maximum,note
-ann,right,wrong,not attempted,3,17,"mean_of_all: world size 2, ones, rank 1: expected 5, got 6"
-'=bob,not graded,not graded,not graded,0,17,SyntaxError: invalid syntax
-cat,wrong,right,wrong,12,17,"sum: world size 2: expected 1, got 2 | tree: here: expected 3, got 4"
-dan,not graded,not graded,not graded,0,17,not finished after 7 s
-"""
-
-
-def test_rows_and_pages_of_a_class_are_these(tmp_path, monkeypatch, capfd):
-    verdicts = some_verdicts()
-    exercises = [verdict.exercise for verdict in verdicts]
-    unloaded = [Verdict(exercise, "not graded", got="SyntaxError: invalid\nsyntax") for exercise in exercises]
-    two = [Verdict(exercises[0], "wrong", "world size 2", "1", "2"), Verdict(exercises[1], "right"),
-           Verdict(exercises[2], "wrong", "here", "3", "4")]  # fmt: skip
-    results = {"ann": verdicts, "=bob": unloaded, "cat": two, "dan": "not finished after 7 s"}
-    monkeypatch.setattr(Grading, "one", lambda grading, copied, hidden=(): results[copied.read_text()])
-    monkeypatch.setattr(sandbox, "available", lambda: None)
-    for name in results:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "exercises.py").write_text(name)
-    pages, minutes = tmp_path / "new" / "pages", {"sum": "5", "mean_of_all": "20"}
-    files = {name: tmp_path / name / "exercises.py" for name in results}
-    Grading(exercises, minutes, 7.0, pages).all(files)
-    output = capfd.readouterr()
-    assert (output.out, output.err) == (ROWS, ""), "a row for each submission"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    Grading(exercises, minutes, 7.0, pages).all(files)  # once more: the folder of pages is there
-    told = "".join(f"\r\033[K{number} of 4: {name}" for number, name in enumerate(results, start=1))
-    assert capfd.readouterr().err == told, "progress on a terminal"
-    assert sorted(page.name for page in pages.iterdir()) == ["=bob.md", "ann.md", "cat.md", "dan.md"]
-    assert (pages / "ann.md").read_text() == f"# ann\n\n```\n{table(verdicts, minutes=minutes)}\n```\n", (
-        "a page is the table that a learner sees"
-    )
-    results["dan"] = "half a pair: \ud800"
-    Grading(exercises, minutes, 7.0, pages).all({"dan": files["dan"]})
-    assert (pages / "dan.md").read_text() == "# dan\n\n```\nhalf a pair: ?\n```\n", "what cannot be written"
-    results["dan"] = "not finished after 7 s"
-    Grading(exercises, minutes, 7.0, pages).all({"dan": files["dan"]})
-    assert (pages / "dan.md").read_text() == "# dan\n\n```\nnot finished after 7 s\n```\n"

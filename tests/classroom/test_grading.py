@@ -9,7 +9,6 @@ import torch
 from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.grading.feedback import column_of, table
-from common.lab.launch import RankFailed
 from common.lab.ledger import LedgerEntry
 from course.fsdp.classroom import grading as fsdp
 from course.intro.classroom import grading as intro
@@ -252,23 +251,6 @@ def test_what_was_printed_is_shown_of_a_right_answer_too():
     assert (verdicts[0].status, verdicts[0].printed) == ("right", ("rank 0: I am 0", "rank 1: I am 1"))
     assert "  printed   rank 0: I am 0\n            rank 1: I am 1" in table(verdicts)
     assert "printed" not in table(verdicts * 2), "of many exercises the wrong ones alone"
-
-
-DEATHS = [
-    ((1, ["was at line 1 of f", "raised ValueError"]), "the process of rank 1 failed: ValueError: why"),
-    ((0, ["died with SIGABRT", "was starting or ending"]), "the process of rank 0 died with SIGABRT: gloo aborts a "
-     "process that is sent more bytes than its buffer holds; are shape and type right?"),
-    ((2, ["returned", "died with SIGKILL", "died with exit code 3"]), "the process of rank 2 died with exit code 3"),
-    ((0, ["raised ValueError", "died with SIGKILL", "died with SIGSEGV"]), "the process of rank 1 died with SIGKILL"),
-    ((0, ["died with exit code 0 before it returned"]),
-     "the process of rank 0 ended without returning (did it call exit?)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("ended", "told"), DEATHS)
-def test_an_end_of_a_process_is_told(ended, told):
-    failed = RankFailed(f"rank {ended[0]} of 3: ValueError: why\n  a line", *ended, [])
-    assert engine._death(failed) == told, "which rank's process ended, and how"
 
 
 def test_an_error_is_told_with_the_line_that_it_came_from(tmp_path, monkeypatch):

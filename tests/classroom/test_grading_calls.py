@@ -137,23 +137,6 @@ def test_a_file_is_a_module_that_knows_its_place(tmp_path):
     assert engine.load(tmp_path / "mine.py").here == 2, "its present text"
 
 
-def test_what_is_short_is_shown_whole():
-    assert values.argument(torch.arange(12.0)) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]", "twelve elements"
-    assert values.argument(torch.arange(13.0)) == "[0, 1, 2, ...] (13 float32)"
-    assert values.argument(list(range(12))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]"
-    expected, got = values.difference(torch.zeros(12), torch.ones(12))
-    assert (expected, got) == (f"[{', '.join('0' * 12)}]", f"[{', '.join('1' * 12)}]"), "twelve elements"
-    assert values.difference(torch.zeros(13), torch.ones(13))[0] == "0 at element 0"
-    assert values.argument("x" * 58) == "'" + "x" * 58 + "'" and values.argument("x" * 59) == "'" + "x" * 56 + "..."
-    assert values.difference(3, "y" * 200)[1] == "str " + "y" * 100, "text that is longer than what is shown"
-
-
-def test_what_a_function_prints_to_is_a_file_as_any():
-    printed = values.Printed()
-    assert printed.writable() and printed.write("four") == 4 and printed.write("x" * 9000) == 9000
-    assert printed.told() == "four" + "x" * 3996 + "\n... (cut here)", "the first 4,000 characters"
-
-
 SEALED = [
     (engine, "difference"), (engine, "_judge_case"), (ledger, "describe"), (ledger, "wire_bytes"), (values, "plain"),
     (Ledger, "__torch_dispatch__"), (LedgerEntry, "sent"), (dist, "send"), (dist.distributed_c10d, "isend"),

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 from hostile import SHIFT
@@ -15,6 +13,11 @@ from common.grading import engine, values
 from common.grading.feedback import stages
 
 EXERCISES = [exercise for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
+
+
+def named(name: str):
+    (exercise,) = [exercise for exercise in EXERCISES if exercise.name == name]
+    return exercise
 
 
 def test_the_chapter_is_inferred(tmp_path, monkeypatch, capfd):
@@ -37,26 +40,11 @@ def test_an_exercise_is_found_in_its_chapter(capfd):
     assert check.chapter_with("ring_shift") == "01_intro"
     assert check.main(["global_mean", "--hint"]) == 0
     one, more = capfd.readouterr().out.splitlines()
-    (exercise,) = [exercise for exercise in EXERCISES if exercise.name == "global_mean"]
-    first, second = stages(exercise)
+    first, second = stages(named("global_mean"))
     assert first in one and second not in one and "common.check global_mean --hint 2" in more
     assert check.main(["01_intro", "global_mean", "--hint", "2"]) == 0
     _, last = capfd.readouterr().out.splitlines()
     assert second in last, "and there are no more"
-
-
-def test_a_class_is_graded_as_asked_for_with_cases_that_nobody_has_seen(tmp_path, monkeypatch):
-    (tmp_path / "jane.py").write_text("def ring_shift(tensor): ...\n")
-    graded = []
-    monkeypatch.setattr(check.secrets, "randbits", lambda bits: 77)
-    monkeypatch.setattr(check.fresh, "with_fresh_cases", lambda *about: about[-1])
-    assert check.for_a_class("01_intro", seed=5) == 5, "the seed that is asked for"
-    grading = lambda *about: SimpleNamespace(all=lambda files: graded.append(about))  # noqa: E731
-    monkeypatch.setattr(check.classes, "Grading", grading)
-    line = ["--submission", str(tmp_path / "jane.py"), "--csv", "--time-limit=7", "--pages", str(tmp_path / "pages")]
-    assert check.main(line) == 0
-    assert graded == [(77, check.minutes_of("01_intro"), 7.0, tmp_path / "pages")], "seed, minutes, seconds, folder"
-    assert check.main(line[:3]) == 0 and graded[1][2:] == (120.0, None), "seconds and folder where none are named"
 
 
 def test_stages_together_are_the_hint():
@@ -69,8 +57,7 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     """Checked whenever the file is saved. What was right and no longer is comes up again at the end."""
     file, texts, said = tmp_path / "exercises.py", ["half", "both", "broken", "good"], []
     status = {"half": "right wrong", "both": "right right", "broken": "wrong right", "good": "right right"}
-    first, second = check.exercises_of("01_intro")[:2]
-    second = replace(second, points=3)
+    first, second = named("ring_shift"), replace(named("global_mean"), points=3)
     checked = []
 
     def verdicts(chapter, path, only, progress=None):
@@ -108,7 +95,7 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
 def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, capfd):
     """Not attempted, or a file that cannot be used."""
     (tmp_path / "exercises.py").touch()
-    exercise, said = check.exercises_of("01_intro")[0], []
+    exercise, said = named("ring_shift"), []
 
     def wait(path, before):
         said.append((capfd.readouterr().out.splitlines(), path, before))
@@ -166,32 +153,6 @@ def test_a_class_is_graded_without_the_solutions_too(tmp_path, monkeypatch, capf
     assert "solutions.py" in capfd.readouterr().err, "what a grade does not rest on"
 
 
-def test_progress_is_a_line_of_a_terminal(monkeypatch, capfd):
-    check.tell("in a file")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    check.tell("starting 2 ranks")
-    assert capfd.readouterr().err == "\r\033[Kstarting 2 ranks", "a line that takes the place of the last one"
-
-
-def test_progress_is_told_and_wiped_before_what_was_found(tmp_path, monkeypatch):
-    """By a check, and by a watch of each exercise."""
-    said = []
-
-    def verdicts(chapter, file, only, progress=lambda text: None):
-        progress("starting")
-        return [engine.Verdict(check.exercises_of("01_intro")[0], "right")]
-
-    monkeypatch.setattr(check, "tell", said.append)
-    monkeypatch.setattr(check, "verdicts", verdicts)
-    (tmp_path / "mine.py").touch()
-    line = ["01_intro", "ring_shift", "--submission", str(tmp_path / "mine.py")]
-    monkeypatch.setattr("builtins.print", lambda *text, **how: said.append("a result"))
-    for kind in ([], ["--watch"]):
-        check.main([*line, *kind])
-        assert said[:3] == ["starting", "", "a result"], f"progress, nothing in its place, results: {kind}"
-        said.clear()
-
-
 def test_until_saved(tmp_path):
     file = tmp_path / "exercises.py"
     file.write_text("1")
@@ -228,8 +189,8 @@ def test_of_what_is_printed_the_beginning_is_kept():
     print("begin", file=printed)
     for _ in range(1000):
         print("x" * 1000, file=printed)
-    assert printed.told().startswith("begin\nxxx") and printed.told().endswith("\n... (cut here)")
-    assert len(printed.told()) < values.MOST_PRINTED + 20
+    assert printed.getvalue().startswith("begin\nxxx") and printed.getvalue().endswith("\n... (cut here)")
+    assert len(printed.getvalue()) < values.MOST_PRINTED + 20
 
 
 def test_progress_is_told_while_ranks_start(tmp_path):

@@ -1,4 +1,4 @@
-"""The catalogue of mistakes: each program says what its entry says, and its mended line works."""
+"""The catalogue of mistakes: each program says what its entry says, and its fixed line works."""
 
 import re
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ from course.ddp import catalogue
 from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, run, run_wrong
 
 NAMES = sorted(mistakes())
-FAILS_IN_ANY_CASE = "barrier_in_finally"  # mended, it says at once why
+FAILS_IN_ANY_CASE = "barrier_in_finally"  # fixed, it says at once why
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Ended]]:
-    """Of every program, and of "NAME mended"."""
-    return run_wrong(NAMES) | run({f"{name}_mended": found.mended for name, found in mistakes().items()})
+    """Of every program, and of "NAME fixed"."""
+    return run_wrong(NAMES) | run({f"{name}_fixed": found.fixed for name, found in mistakes().items()})
 
 
 def told(ended: list[Ended]) -> str:
@@ -26,12 +26,12 @@ def told(ended: list[Ended]) -> str:
 def test_the_message_in_the_book_is_the_message_that_appears(name, outcomes):
     ended = outcomes[name]
     assert missing(mistakes()[name].says, ended) == [], told(ended)
-    assert missing(mistakes()[name].then, ended), f"what the mended program prints appears anyway:\n{told(ended)}"
+    assert missing(mistakes()[name].then, ended), f"what the fixed program prints appears anyway:\n{told(ended)}"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mended_line_works(name, outcomes):
-    ended = outcomes[f"{name}_mended"]
+def test_the_fixed_line_works(name, outcomes):
+    ended = outcomes[f"{name}_fixed"]
     assert missing(mistakes()[name].then, ended) == [], told(ended)
     assert missing(mistakes()[name].says, ended), f"what the program said before appears still:\n{told(ended)}"
     assert any(one.code for one in ended) == (name == FAILS_IN_ANY_CASE), told(ended)
@@ -43,8 +43,8 @@ def test_a_program_is_short_and_has_one_place_that_is_wrong(name):
     lines = found.source.split('"""', 2)[2].strip().splitlines()
     assert len(lines) <= 25
     assert len(re.findall(r"(?:.*# wrong\n)+", found.source)) == 1 and found.right
-    assert "# right" not in found.mended and "# wrong" not in found.mended
-    assert not re.search("# right", found.program) and found.see and found.find and found.mend
+    assert "# right" not in found.fixed and "# wrong" not in found.fixed
+    assert not re.search("# right", found.program) and found.see and found.find and found.fix
 
 
 def test_there_are_enough_and_each_has_a_title_of_its_own():
@@ -63,7 +63,7 @@ def test_right_lines_take_the_place_of_the_wrong_ones():
     wrong = "    # right: a()\n    # right: b()\n    c()  # wrong\n    if y:  # wrong\n"
     source = f'"""T"""\n\nif x:\n{wrong}d(timedelta(seconds=3))\n'
     found = Mistake("n", "T", (), (), "", "", "", source)
-    assert found.mended == '"""T"""\n\nif x:\n    a()\n    b()\nd(timedelta(seconds=60))\n'
+    assert found.fixed == '"""T"""\n\nif x:\n    a()\n    b()\nd(timedelta(seconds=60))\n'
     program = "if x:\n    c()  # wrong\n    if y:  # wrong\nd(timedelta(seconds=3))"
     assert found.program == program and found.right == "a()\nb()"
 
@@ -72,29 +72,6 @@ def fake(says: str, right: str = "pass") -> Mistake:
     source = f'"""T"""\n\n# right: {right}\na()  # wrong\n'
     messages = tuple(message(part) for part in says.split(" | "))
     return Mistake("late", "Comes late", messages, (), "Nothing.", "Ask rank 1.", "Come in time.", source)
-
-
-def test_an_entry_as_it_stands_under_a_cell(monkeypatch):
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda text: shown.append(text.data))
-    known = {"late": fake("rank 1: Timed out | some rank: Lost"), "other": fake("rank 0: No", "b()")}
-    monkeypatch.setattr(catalogue, "mistakes", lambda: known)
-    catalogue.show("late", "other")
-    assert shown[0] == (
-        "**Comes late** (`mistakes/late.py`)\n\n```python\na()  # wrong\n```\n\n*What you see.* Nothing.\n\n"
-        "```\nrank 1: Timed out\nsome rank: Lost\n```\n\n*How to find it.* Ask rank 1.\n\n*The mend.* Come in time. "
-        "In this program: leave out the wrong line."
-    ), "title, program, what one sees, messages, how to find it, the mend"
-    assert len(shown) == 2 and shown[1].endswith("In this program: \n\n```python\nb()\n```")
-
-
-def test_what_a_reader_meets_first(monkeypatch):
-    known = {says: fake(says) for says in ("rank 1: Timed out", "rank 0: a timeout", "rank 0: No")}
-    monkeypatch.setattr(catalogue, "mistakes", lambda: known)
-    well, badly = Ended(0, ""), Ended(1, "")
-    assert {catalogue.outcome(says, [well, well]) for says in known} == {"silent"}, "both ranks end well"
-    for bad in ([badly, well], [well, badly], [well, Ended(None, "")]):
-        assert [catalogue.outcome(says, bad) for says in known] == ["timeout", "timeout", "error"], bad
 
 
 def test_programs_that_did_not_say_it_are_run_again_one_by_one_three_times(monkeypatch):

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 SCRIPTS = """
 --distributed => --distributed --nproc_per_node 2
 --strategy dpp => dpp dp single
+--strategy DDP => DDP mean 'ddp'
+--steps 1 --run-dir {long} => --run-dir name
 --width 100 --heads 3 => --width 100 --heads 3
 --by-hand --strategy single => single
 --strategy ddp --implementation magic => ddp magic pytorch by-hand
@@ -136,6 +138,9 @@ YAML = {
     "model: 3": "model --help",
     "- steps": "batch-size: 32",
     "steps: [": "YAML",
+    "3: 4": "3 batch-size",
+    "~: 4": "None batch-size",
+    "[" * 5000: "YAML",
 }
 CHECKER = """
 05_nowhere => 05_nowhere 01_intro
@@ -168,7 +173,7 @@ def rows(table: str) -> list[tuple[str, str]]:
 def test_of_the_scripts(line, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line, _, ranks = line.partition(" @")
+    line, _, ranks = line.replace("{long}", "x" * 300).partition(" @")
     with refused(*words.split()):
         configure(line, int(ranks or 1))
     assert list(tmp_path.iterdir()) == [], "something was made for a run that cannot be"
@@ -196,9 +201,7 @@ def test_of_the_checker(line, words, monkeypatch):
 
 
 PROGRAMS = [
-    ("distributed_training.py --strategy x", "x single ddp mesh"),
     ("distributed_training.py --accumulation-steps 5", "--batch-size 32 5 30"),
-    ("03_ddp/distributed_training.py --strategy single", "single 01_intro"),
     ("common/check.py 07_nowhere", "07_nowhere 01_intro"),
 ]
 

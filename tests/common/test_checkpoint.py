@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from helpers import EVERY, SMALL, config_of, configure, every_strategy, saved, train
 
 from common import manifest
-from common.checkpoint import Saver, Writer, load, told
+from common.checkpoint import Saver, Writer, disk_errors, load
 from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
@@ -184,9 +184,9 @@ def test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved(tmp_path, 
     folder, synced = tmp_path / "checkpoint-000001", []
     monkeypatch.setattr(manifest, "sync", lambda path: synced.append((path.name, folder.exists())))
     dcp.save({"a": torch.ones(2)}, storage_writer=Writer(folder, {}), no_dist=True)
-    assert synced == [
-        ("manifest.json", False), (".checkpoint-000001.partial", False), (tmp_path.name, True)
-    ], "(what is synced to disk, whether the checkpoint is in its place)"  # fmt: skip
+    assert synced == [("manifest.json", False), (".checkpoint-000001.partial", False), (tmp_path.name, True)], (
+        "(what is synced to disk, whether the checkpoint is in its place)"
+    )
 
 
 def test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_the_first_rank_that_failed_is_named_and_rank_0_removes_what_was_begun(t
     full, broken = ((OSError(number, os.strerror(number)), None) for number in (errno.ENOSPC, errno.EIO))
     for done, left in (("read", True), ("written", False)):
         manifest.partial(folder).mkdir(exist_ok=True)
-        with pytest.raises(UserError) as failed, told(folder, done):
+        with pytest.raises(UserError) as failed, disk_errors(folder, done):
             raise dcp.CheckpointException("", {3: broken, 1: full})
         said = str(failed.value)
         assert said.startswith(f"{folder} cannot be {done}: rank 1: No space left on device"), said

@@ -4,7 +4,6 @@ import concurrent.futures
 import errno
 import json
 import os
-import pickle
 import socket
 import warnings
 import zlib
@@ -19,8 +18,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties, TensorStorageMetadata
 
 from common import checkpoint, lock, manifest
-from common.checkpoint import Reader, Saver, Writer, Written, in_one_line, load, told
-from common.errors import UserError
+from common.checkpoint import Reader, Saver, Writer, Written, disk_errors, load
 from common.lock import Lock
 from common.mesh import make_mesh
 from common.pieces import LoadPieces, Piece, SavePieces, pieces_of, pieces_to_load
@@ -46,30 +44,6 @@ def folder(tmp_path) -> Path:
     return place
 
 
-def test_damage_word_for_word(folder):
-    place = folder / "b"
-    assert manifest.damage(folder) == "" and manifest.read(folder)[0] == {"step": 2}
-    for content, said in {
-        "b" * 1005: f"{place} has 1,005 bytes and not 4",
-        "bbb": f"{place} has 3 bytes and not 4",
-        "bbbc": f"{place} is damaged: its checksum is not that of the manifest",
-    }.items():
-        place.write_text(content)
-        assert manifest.damage(folder) == said
-    place.unlink()
-    assert manifest.damage(folder) == f"{place}: No such file or directory"
-    path = folder / "manifest.json"
-    for content in ("[]", "{}", '{"about": 3', path.read_text().replace('"step": 2', '"step": 3')):
-        path.write_text(content)
-        assert manifest.damage(folder) == f"{path} is damaged", f"a manifest that is {content}"
-    path.unlink(), path.mkdir()
-    assert manifest.damage(folder) == f"{path}: Is a directory"
-    path.rmdir()
-    assert manifest.damage(folder) == (
-        f"{folder} is no checkpoint of this course, or one that was cut: it has no manifest.json"
-    )
-
-
 def test_each_file_is_looked_at_by_one_rank(folder):
     found = {}
     for name in "abcde":
@@ -90,7 +64,7 @@ def test_what_is_synced_is_on_the_disk_and_closed(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_names_no_folder_of_the_machine(tmp_path):
-    with told(tmp_path / "a", "written"):
+    with disk_errors(tmp_path / "a", "written"):
         dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path / "a", {}), no_dist=True)
     assert str(tmp_path).encode() not in (tmp_path / "a" / ".metadata").read_bytes()
     assert Reader(tmp_path / "a").read_metadata().storage_meta == StorageMeta()
@@ -102,30 +76,6 @@ def test_a_disk_that_the_nodes_do_not_share_is_told(tmp_path):
     (writer.path / "__0_0.distcp").touch()
     with refused("rank 0", f"{tmp_path}/.checkpoint-000001.partial/__1_0.distcp", "rank 1", "--run-dir"):
         writer.finish(Metadata({}), [([], [Written(f"__{rank}_0.distcp", 0, "00000000")]) for rank in (0, 1)])
-
-
-def test_what_is_told_of_a_disk(tmp_path, monkeypatch):
-    """Of one process, whose rank says nothing; and of errors that are none of the disk's."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    folder, full = tmp_path / "checkpoint-000002", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    several = RuntimeError("the writer failed\nat line 3")
-    for raised, done, said in (
-        (dcp.CheckpointException("", {0: (full, None)}), "written", "No space left on device"),
-        (dcp.CheckpointException("", {0: (several, None)}), "written", "the writer failed"),
-        (dcp.CheckpointException("", {0: (several, None)}), "read", "the writer failed"),
-        (pickle.UnpicklingError("not ours"), "read", "not ours"),
-        (full, "read", "No space left on device"),
-    ):
-        with refused(str(folder), done, said) as error, told(folder, done):
-            raise raised
-        assert ("--run-dir" in str(error.value)) == (done == "written"), "what to do, where there is something to do"
-    (tmp_path / "checkpoint-000001").mkdir()
-    said = str(in_one_line(full, folder, "written", "rank 3: "))
-    assert all(word in said for word in (str(folder), "rank 3", "No space left on device", "--run-dir", "--resume"))
-    for other in (UserError("ranks differ"), ValueError("a mistake")):
-        assert in_one_line(other, folder, "written", "rank 3: ") is other
 
 
 def test_what_went_wrong_in_the_background_is_told_by_the_next_save(tmp_path, monkeypatch):

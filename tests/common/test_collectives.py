@@ -11,7 +11,6 @@ from common.collectives import (
     global_norm,
     leave_meta,
     pieces,
-    weights_of_rank_0,
 )
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -105,7 +104,8 @@ def one_at_a_time() -> tuple:
         tensor.detach().fill_(number + 10)
     leave_meta(model, torch.device("cpu"))
     own = set(model.parameters()) - {model[0].weight} if rank else None
-    given = [(name, parameter.max().item()) for name, parameter in weights_of_rank_0(model, group, own)]
+    given: list[tuple[str, float]] = []
+    broadcast_module(model, group, own=own, cut=lambda name, parameter: given.append((name, parameter.max().item())))
     state = {name: tensor.max().item() for name, tensor in model.state_dict().items()}
     tied = model[3].weight is model[1].weight and not model[1].bias.requires_grad
     return state, given, tied, model[0].weight.untyped_storage().nbytes()

@@ -10,7 +10,7 @@ from helpers import configure, refused
 from common.axes import parse_axes, parse_order
 from common.command_line import parse as parse_table
 from common.config import Config, shared
-from common.did_you_mean import ELSEWHERE, meant
+from common.did_you_mean import ELSEWHERE, nearest_option
 from course.strategies import BY_AXES, STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -62,33 +62,6 @@ def test_which_strategy_each_mesh_means():
     assert {" ".join(sorted(axes)): name for axes, name in BY_AXES.items()} == meant, "strategies by the axes of --mesh"
 
 
-def test_where_strategies_live_and_on_how_many_ranks_they_are_proved():
-    any_size, found = "1 2 4", {}
-    for name, entry in STRATEGIES.items():
-        sizes = {kind: " ".join(map(str, entry.sizes(kind))) for kind in entry.implementations}
-        found[name] = entry.chapter[:2], sizes
-    assert found == {
-        "single": ("01", {"pytorch": "1"}),
-        "dp": ("02", {"pytorch": "1", "by-hand": "1"}),
-        "ddp": ("03", {"pytorch": any_size, "by-hand": any_size}),
-        "model": ("04", {"pytorch": "1", "by-hand": any_size}),
-        "tensor": ("04", {"pytorch": any_size, "by-hand": any_size}),
-        "sequence": ("04", {"by-hand": any_size}),
-        "context": ("04", {"by-hand": any_size}),
-        "ulysses": ("04", {"by-hand": any_size}),
-        "expert": ("04", {"by-hand": any_size}),
-        "pipeline": ("05", {"pytorch": any_size, "by-hand": any_size}),
-        "pipeline+ddp": ("05", {"pytorch": "2 4", "by-hand": "2 4"}),
-        "pipeline+fsdp": ("05", {"pytorch": "2 4"}),
-        "zero1": ("06", {"pytorch": any_size, "by-hand": any_size}),
-        "zero2": ("06", {"pytorch": any_size, "by-hand": any_size}),
-        "fsdp": ("06", {"pytorch": any_size, "by-hand": any_size}),
-        "hsdp": ("06", {"pytorch": "4", "by-hand": "4"}),
-        "tensor+fsdp": ("06", {"pytorch": "4"}),
-        "mesh": ("06", {"pytorch": "2 4 8", "by-hand": "2 4 8"}),
-    }
-
-
 # --- going on with a run ----------------------------------------------------------------------------------------
 
 
@@ -133,7 +106,10 @@ def test_a_setting_that_this_version_does_not_have_is_refused():
 
 
 def test_an_engine_may_bring_a_loop_of_its_own():
-    for kind, expected in ((object(), "the chapter's"), (SimpleNamespace(main="the engine's"), "the engine's")):
+    for kind, expected in (
+        (SimpleNamespace(main=None), "the chapter's"),
+        (SimpleNamespace(main="the engine's"), "the engine's"),
+    ):
         entry = SimpleNamespace(main="the chapter's", implementation=lambda name, kind=kind: kind)
         assert Config(entry=entry).main == expected, "main"
 
@@ -155,6 +131,6 @@ def test_what_others_call_an_option():
         "output_dir": "run_dir", "save_dir": "run_dir", "dtype": "precision", "amp": "precision",
         "num_microbatches": "microbatches", "activation_checkpointing": "recompute",
     }  # fmt: skip
-    assert {name: meant(name, known) for name in names} == names and {*names.values()} == {*ELSEWHERE}
-    assert meant("dtype", {"lr", "steps"}) is None, "an option that there is not"
-    assert meant("stepz", {"lr", "steps"}) == "steps"
+    assert {name: nearest_option(name, known) for name in names} == names and {*names.values()} == {*ELSEWHERE}
+    assert nearest_option("dtype", {"lr", "steps"}) is None, "an option that there is not"
+    assert nearest_option("stepz", {"lr", "steps"}) == "steps"

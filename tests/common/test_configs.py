@@ -33,7 +33,7 @@ def test_each_trains_or_is_computed_where_it_is_large(name, tmp_path):
     size = ranks_of(name)
     whole = settings(name, dry_run=True)
     if size > 4 or whole.device == "cuda":
-        (seen,) = dry_run.foresee(settings(name, dry_run=True, **SMALL), [size - 1]).values()
+        (seen,) = dry_run.forecast(settings(name, dry_run=True, **SMALL), [size - 1]).values()
         assert seen.numbers and seen.sent and list(seen.place.values()) == [n - 1 for n in whole.axes.values()]
         return
     short = {"steps": 1, "sample": min(3, whole.sample), "validate_every": min(1, whole.validate_every)}

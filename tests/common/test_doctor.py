@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import common
 from common import doctor
-from common.grading import sandbox
 
 
 def run(*options, **environment):
@@ -56,9 +55,11 @@ def test_a_healthy_machine_needs_nothing():
     ], "what others rest on stands above them"  # fmt: skip
     for line in (
         "OK   common      installed from this checkout",
-        "OK   jupyter     the kernel python3 runs this Python", f"OK   port        {port} is free",
-        "OK   store       TCP store with libuv", "OK   gloo        two ranks summed a number",
-    ):  # fmt: skip
+        "OK   jupyter     the kernel python3 runs this Python",
+        f"OK   port        {port} is free",
+        "OK   store       TCP store with libuv",
+        "OK   gloo        two ranks summed a number",
+    ):
         assert line in lines, f"not said: {line}\n{result.stdout}"
     assert lines[-1] == "all OK"
     assert result.returncode == 0
@@ -103,13 +104,6 @@ def test_missing_package_and_one_without_a_pin(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     both = "no-such-package is missing, none is missing: pip install -r requirements.txt"
     assert fix(doctor.check_packages) == both
-
-
-def test_the_build_of_a_version_does_not_matter(monkeypatch, tmp_path):
-    tmp_path.joinpath("requirements.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    monkeypatch.setattr(importlib.metadata, "version", returns("2.13.0+cu130"))
-    assert doctor.examine(doctor.check_packages) == ("OK", "all 1 of requirements.txt")
 
 
 def test_common_from_another_checkout_or_none(monkeypatch, tmp_path):
@@ -317,24 +311,6 @@ def test_occupied_port(monkeypatch, address):
     assert doctor.examine(doctor.check_port) == ("OK", "29500 is free"), "the port that torchrun takes by default"
 
 
-def test_what_is_in_order_is_said(monkeypatch):
-    from common.vision import torchvision
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", returns(range(4)), raising=False)
-    assert doctor.check_cores() == "4; OMP_NUM_THREADS is unset: torchrun takes 1"
-    monkeypatch.setattr(torchvision.extension, "_has_ops", returns(True))
-    assert doctor.check_torchvision() == "with its compiled operators"
-    monkeypatch.setattr(torchvision.extension, "_has_ops", returns(False))
-    told = "without its compiled operators, which do not fit this build of torch; the course needs none of them"
-    assert doctor.check_torchvision() == told
-    for system, interface in (("darwin", "lo0"), ("linux", "lo")):
-        monkeypatch.setattr(sys, "platform", system)
-        monkeypatch.setattr(socket, "if_nameindex", returns([(1, interface)]))
-        found = doctor.examine(doctor.check_loopback)
-        assert found == ("OK", "localhost is 127.0.0.1"), f"the loopback interface of {system}"
-
-
 def test_torch_without_libuv(monkeypatch):
     error = dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
     monkeypatch.delenv("USE_LIBUV", raising=False)
@@ -379,12 +355,3 @@ def test_little_memory(monkeypatch):
     assert fix(doctor.check_memory) == told
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2.5e9))
     assert doctor.examine(doctor.check_memory) == ("OK", "2.5 GB free")
-
-
-def test_no_sandbox_is_nothing_to_fix(monkeypatch):
-    monkeypatch.setattr(sandbox, "available", lambda: "bubblewrap (bwrap) is not installed")
-    why = "bubblewrap (bwrap) is not installed"
-    told = f"none, for {why}; only who grades a class needs one: apt install bubblewrap"
-    assert doctor.examine(doctor.check_sandbox) == ("OK", told)
-    monkeypatch.setattr(sandbox, "available", lambda: "")
-    assert doctor.examine(doctor.check_sandbox) == ("OK", "bubblewrap: submissions of a class are graded in it")

@@ -23,7 +23,7 @@ def test_runs_end_as_if_nothing_had_happened():
         (
             Fault("SIGKILL", 0, "step", 4),
             RunDirectory,
-            "forget_after",
+            "drop_after",
             lambda run, step: None,
             r"steps \[1, 2, 3, 3, 4",
         ),

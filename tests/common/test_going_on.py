@@ -53,8 +53,8 @@ def with_dropout(lines: list[str], folder: Path) -> None:
     ("size", "lines"),
     [
         (2, [f"--strategy ddp --loading {name} --accumulation-steps 3" for name in LOADING]),
-        (4, [f"--strategy {name}" for name in ("ddp", "fsdp --async-checkpoint", "ddp --by-hand", "fsdp --by-hand")]),
-        (4, [f"--strategy {name}" for name in ("zero1", "pipeline+ddp --microbatches 3")]),
+        (2, [f"--strategy {name}" for name in ("fsdp --async-checkpoint", "ddp --by-hand", "fsdp --by-hand", "zero1")]),
+        (4, ["--strategy pipeline+ddp --microbatches 3"]),
     ],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):

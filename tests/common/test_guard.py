@@ -167,41 +167,29 @@ def test_gloo_breaks_or_waits_without_the_guard():
         launch(without_guard, 2, ([other_collective],), timeout=1)
 
 
-# What rank 0 is told of each mistake; rank 1 is told the same where it ends in ".".
+# Of each mistake: what both ranks are told that rank 0 and rank 1 have called.
 CAUGHT = {
-    other_shape: "rank 0 calls all_reduce float32 [2, 3] SUM at +2; rank 1 calls all_reduce float32 [3, 2] SUM at +2",
-    other_type: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce int32 [4] SUM at +2",
-    other_operation: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce float32 [4] MAX at +2",
-    other_order: "rank 0 calls all_reduce float32 [1] SUM at +3; rank 1 calls all_reduce float32 [1] SUM at +6",
-    other_size: "rank 0 calls all_reduce float32 [4] SUM at +2; rank 1 calls all_reduce float32 [2] SUM at +2",
-    other_width: "rank 0 calls all_reduce float32 [2] SUM at +1; rank 1 calls all_reduce float64 [2] SUM at +1",
-    other_collective: "rank 0 calls all_reduce float32 [2] SUM at +1; rank 1 calls broadcast float32 [2] root 0 at +1",
-    other_root: "rank 0 calls broadcast float32 [2] root 0 at +1; rank 1 calls broadcast float32 [2] root 1 at +1",
-    other_splits: "rank 0 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [2, 3] at +2; "
-    "rank 1 calls all_to_all float32 sends [1, 3], [1, 3] receives [1, 3], [1, 3] at +2",
-    other_lists: "rank 0 calls all_to_all float32 sends [1], [2] receives [1], [4] at +2; "
-    "rank 1 calls all_to_all float32 sends [3], [5] receives [2], [5] at +2",
-    other_even_splits: "rank 0 calls all_to_all float32 sends [2, 3], [2, 3] receives [2, 3], [2, 3] at +1; "
-    "rank 1 calls all_to_all float32 sends [3, 3], [3, 3] receives [3, 3], [3, 3] at +1",
-    functional_other_splits: "rank 0 calls all_to_all float32 sends [2], [3] receives [2], [1] at +2; "
-    "rank 1 calls all_to_all float32 sends [1], [1] receives [4], [1] at +2",
-    other_coalesced: "rank 0 calls all_reduce 2 x float32 [2] SUM at +1; "
-    "rank 1 calls all_reduce float32 [2], float32 [3] SUM at +1",
-    functional_other_operation: "rank 0 calls all_reduce float32 [] SUM at +2; "
-    "rank 1 calls all_reduce float32 [] MAX at +2",
+    other_shape: ("all_reduce float32 [2, 3] SUM +2", "all_reduce float32 [3, 2] SUM +2"),
+    other_type: ("float32 [4]", "int32 [4]"),
+    other_operation: ("SUM", "MAX"),
+    other_order: ("+3", "+6"),
+    other_size: ("[4]", "[2]"),
+    other_width: ("float32", "float64"),
+    other_collective: ("all_reduce", "broadcast"),
+    other_root: ("broadcast root 0", "broadcast root 1"),
+    other_splits: ("[1, 3], [2, 3]", "[1, 3], [1, 3]"),
+    other_lists: ("sends [1], [2] receives [1], [4]", "sends [3], [5] receives [2], [5]"),
+    other_even_splits: ("sends [2, 3], [2, 3] receives", "sends [3, 3], [3, 3] receives"),
+    functional_other_splits: ("sends [2], [3] receives [2], [1]", "sends [1], [1] receives [4], [1]"),
+    other_coalesced: ("2 x float32 [2]", "float32 [2], float32 [3]"),
+    functional_other_operation: ("all_reduce float32 [] SUM", "all_reduce float32 [] MAX"),
 }
-# The same where rank 1 goes its own way: what rank 0 is told, what rank 1 raises.
+# The same where rank 1 goes its own way: what rank 0 is told of it, what rank 1 raises.
 LEFT_ALONE = {
-    one_leaves: ("rank 0 calls barrier at +3; rank 1 calls nothing more: it has left the block", "nothing raised"),
-    one_raises: (
-        "rank 0 calls barrier at +3; rank 1 calls nothing more: it ended with ValueError: bad batch",
-        "ValueError: bad batch",
-    ),
-    unequal_batches: ("rank 1 calls nothing more: it has left the block", "nothing raised"),
-    unequal_models: (
-        "rank 1 calls nothing more: it ended with RuntimeError: [1]: params[0]",
-        "RuntimeError: [1]: params[0]",
-    ),
+    one_leaves: ("rank 1 calls nothing more", "nothing raised"),
+    one_raises: ("ValueError: bad batch", "ValueError: bad batch"),
+    unequal_batches: ("rank 1 calls nothing more", "nothing raised"),
+    unequal_models: ("RuntimeError: [1]: params[0]", "RuntimeError: [1]: params[0]"),
 }
 
 
@@ -209,9 +197,11 @@ def test_each_mistake_is_caught_before_it_starts():
     mistakes = [*CAUGHT, *LEFT_ALONE]
     texts = dict(zip(mistakes, zip(*launch(under_guard, 2, (mistakes,), timeout=20), strict=True), strict=True))
     for mistake, expected in CAUGHT.items():
-        number = 2 if mistake is functional_other_operation else 1  # it scatters first
-        text = f"CollectiveMismatch: collective {number} of group 0: {expected}"
-        assert texts[mistake] == (text, text), f"what ranks 0 and 1 are told of {mistake.__name__}"
+        first, second = texts[mistake]
+        assert first == second and first.startswith("CollectiveMismatch: collective "), mistake.__name__
+        for said, words in zip(first.split("; "), expected, strict=True):
+            assert all(word in said for word in words.split())
+        assert "rank 0 " in first.split("; ")[0] and first.split("; ")[1].startswith("rank 1 ")
     for mistake, (first, second) in LEFT_ALONE.items():
         assert texts[mistake][0].startswith("CollectiveMismatch: collective ") and first in texts[mistake][0]
         assert texts[mistake][1].startswith(second)
@@ -241,14 +231,14 @@ def subgroups_and_latecomers():
 
 
 def test_subgroups_and_a_rank_that_never_comes():
+    """Ranks 0, 2 and 3 are told that one of them sends another size, those that waited for rank 2 that it did not come,
+    and rank 2 that it came too late."""
     texts = launch(subgroups_and_latecomers, 4, timeout=20)
-    first = subgroups_and_latecomers.__code__.co_firstlineno
-    reduce = f"all_reduce float32 {{}} SUM at test_guard.py:{first + 8}"
-    differ = f"collective 2 of group 1: rank 0 calls {reduce.format([1])}; ranks 2-3 call {reduce.format([2])}"
-    barrier = f"barrier at test_guard.py:{first + 16}"
-    waited = f"collective 2 of group 0: ranks 0-1, 3 call {barrier}; rank 2 calls nothing within 1 s"
-    late = f"collective 2 of group 0: ranks 0-3 call {barrier} (the others had waited, and given up)"
+    differ, waited, late = texts[0][0], texts[0][1], texts[2][1]
     assert texts == [[differ, waited], [waited], [differ, late], [differ, waited]]
+    assert "collective 2 of group 1" in differ and "rank 0 calls" in differ and "ranks 2-3 call" in differ
+    assert "ranks 0-1, 3 call barrier" in waited and "rank 2 calls nothing" in waited
+    assert "ranks 0-3 call barrier" in late
 
 
 def correct_program():
@@ -359,3 +349,64 @@ def leftovers():
 def test_the_store_does_not_grow_with_the_number_of_collectives():
     short, long = launch(leftovers, 2)[0]
     assert long - short <= 10
+
+
+# --- messages: whichever rank comes second sees the difference --------------------------------------------------
+
+
+def one_after_the_other():
+    """Rank `first` starts its half of a message, then the other rank its half: what do they say?"""
+    rank, store, said = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
+    for first in (0, 1):
+        try:
+            with CheckCollectives():
+                if rank != first:
+                    store.wait([f"{first} has started"])
+                x = torch.ones(2 + rank, dtype=torch.int64)
+                dist.isend(x, 1, tag=first) if rank == 0 else dist.irecv(x, 0, tag=first)
+                store.set(f"{first} has started", "")
+            said.append("nothing")
+        except CollectiveMismatch as error:
+            said.append(str(error))
+    return said
+
+
+def test_the_second_of_a_send_and_its_receive_sees_the_difference():
+    texts = launch(one_after_the_other, 2, timeout=10)
+    for first, second in ((0, 1), (1, 0)):
+        assert texts[first][first] == "nothing"
+        told = texts[second][first]
+        assert "message 1 from rank 0 to rank 1" in told and "send int64 [2]" in told and "recv int64 [3]" in told
+
+
+def functional_messages():
+    """Rank 0 starts its half first: one message that is too short, then a batch of two of which one is."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    store, said = dist.distributed_c10d._get_default_store(), []
+    for batch in (False, True):
+        try:
+            with CheckCollectives():
+                if rank == 1:
+                    store.wait([f"{batch} has started"])
+                if batch:
+                    kinds = [["isend", "irecv"], ["irecv", "isend"]][rank]
+                    F.batch_p2p_ops(kinds, [1 - rank] * 2, [7, 8], [torch.ones(2), torch.ones(4 + rank)], name)
+                elif rank == 0:
+                    F.isend(torch.ones(2), 1, 5, name)
+                else:
+                    F.irecv(torch.ones(3), 0, 5, name)
+                store.set(f"{batch} has started", "")
+            said.append("nothing")
+        except CollectiveMismatch as error:
+            said.append(str(error))
+    return said
+
+
+def test_functional_messages_are_compared_too():
+    nothing, (single, batch) = launch(functional_messages, 2, timeout=10)
+    assert nothing == ["nothing", "nothing"]
+    for told, way, words in (
+        (single, "0 to rank 1", "send float32 [2]; recv float32 [3]"),
+        (batch, "1 to rank 0", "recv float32 [4]; send float32 [5]"),
+    ):
+        assert f"from rank {way}" in told and all(word in told for word in words.split("; ")), told

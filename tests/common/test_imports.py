@@ -163,10 +163,9 @@ def test_classes_are_those_of_the_table():
 
 PROGRAM = [str(ROOT / "03_ddp" / "distributed_training.py"), "--steps=1", "--checkpoint-every=0"]
 PROGRAM += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-STOPS = {  # a function in view, and how it is reached
-    "main": ("03_ddp/distributed_training.py", "def main", []),
-    "step": ("03_ddp/distributed_training.py", "def step", []),
-    "by hand": ("03_ddp/by_hand.py", "def step", ["--by-hand"]),
+STOPS = {  # functions in view, and how they are reached
+    "as it is": ([("03_ddp/distributed_training.py", "def main"), ("03_ddp/distributed_training.py", "def step")], []),
+    "by hand": ([("03_ddp/by_hand.py", "def step")], ["--by-hand"]),
 }
 
 
@@ -177,13 +176,15 @@ def first_line_of(file: str, function: str) -> int:
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(stop, tmp_path):
-    file, function, more = STOPS[stop]
-    place = f"{ROOT / file}:{first_line_of(file, function)}"
-    words = f"break {place}\ncontinue\nprint('FILE', __file__)\nprint('NAME', type(self).__module__)\nquit\n"
+    places, more = STOPS[stop]
+    words = "".join(f"break {ROOT / file}:{first_line_of(file, function)}\n" for file, function in places)
+    words += "continue\nprint('FILE', __file__)\n" * len(places)
+    words += "quit\n"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     command = [sys.executable, "-m", "pdb", *PROGRAM, f"--run-dir={tmp_path / 'run'}", *more]
     done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=120)
-    assert f"FILE {ROOT / file}" in done.stdout, done.stdout + done.stderr
+    for file, _ in places:
+        assert done.stdout.count(f"FILE {ROOT / file}") == len(places), done.stdout + done.stderr
 
 
 WATCH = """
@@ -291,7 +292,7 @@ print("STEPS IN", *sorted(file for file in files if file.endswith("distributed_t
 """
 
 
-@pytest.mark.parametrize("how", ["-m module", "profiler"])
+@pytest.mark.parametrize("how", ["-m module", *["profiler"] * FULL])
 def test_a_program_started_otherwise_runs_under_its_one_name(how, tmp_path):
     options = [*PROGRAM[1:], f"--run-dir={tmp_path / 'run'}"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
@@ -360,6 +361,13 @@ def test_an_editor_finds_definitions():
     (found,) = script.goto(2, 3, follow_imports=True)
     assert Path(found.module_path).resolve() == ROOT / "03_ddp" / "by_hand.py"
     assert (ROOT / "03_ddp" / "by_hand.py").read_text().splitlines()[found.line - 1].startswith("class Reducer")
+
+
+def test_pytorchs_versions_inherit_nothing_by_hand():
+    for name, entry in STRATEGIES.items():
+        for kind, cls in entry.implementations.items():
+            by_hand = [base.__module__ for base in cls.__mro__ if ".by_hand" in base.__module__]
+            assert kind == "by-hand" or not by_hand, f"{name}, {kind}: {by_hand}"
 
 
 def public_names(files) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import running
+from helpers import FULL, running
 
 from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch, setenv
@@ -25,7 +25,7 @@ def whoami(greeting: str) -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
 
 
-@pytest.mark.parametrize("start_method, nproc", [("fork", 3), ("spawn", 2)])
+@pytest.mark.parametrize("start_method, nproc", [("fork", 3), *[("spawn", 2)] * FULL])  # of spawned ones: below
 def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     results = launch(whoami, nproc, ("hello",), start_method=start_method)
     assert results == [(rank, nproc, 1) for rank in range(nproc)], "rank, size and threads, in rank order"

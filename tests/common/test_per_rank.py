@@ -18,11 +18,11 @@ from common.per_rank import (
     Report,
     blocked,
     flight_record,
-    hoarders,
     in_collectives,
     lateness,
     launches,
     medians_of_others,
+    memory_outliers,
     recent,
     row,
     straggler,
@@ -88,16 +88,18 @@ def test_a_straggler_is_one_rank_by_much():
 
 def test_much_more_memory_than_the_others_is_named():
     ranks = reports({}, {}, {}, memory=GIB)
-    assert not hoarders(ranks)
+    assert not memory_outliers(ranks)
     ranks[2].memory_bytes = 2 * GIB
-    assert hoarders(ranks) == {("memory", 2): "warning: rank 2 on node2 has held 2.0 GiB, and the others 1.0 GiB"}
-    assert not hoarders(ranks[2:])
+    assert memory_outliers(ranks) == {
+        ("memory", 2): "warning: rank 2 on node2 has held 2.0 GiB, and the others 1.0 GiB"
+    }
+    assert not memory_outliers(ranks[2:])
     for megabytes in ((1024, 1024, 1400), (60, 60, 200)):  # not half as much again; little in any case
         for report, number in zip(ranks, megabytes, strict=True):
             report.memory_bytes = number * 2**20
-        assert not hoarders(ranks), f"MiB of the ranks: {megabytes}"
+        assert not memory_outliers(ranks), f"MiB of the ranks: {megabytes}"
     ranks[1].memory_bytes, ranks[2].memory_bytes = GIB, 2 * GIB
-    assert {*hoarders(ranks[1:])} == {("memory", 1)}, "of two ranks too: 2 GiB beside 1 GiB of the other"
+    assert {*memory_outliers(ranks[1:])} == {("memory", 1)}, "of two ranks too: 2 GiB beside 1 GiB of the other"
 
 
 def test_time_in_collectives_of_nccl():

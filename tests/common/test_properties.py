@@ -106,8 +106,10 @@ def test_boxes_of_an_interval_are_its_elements_in_their_order(size, data):
     start = data.draw(some.integers(0, elements.numel()))
     stop = data.draw(some.integers(start, elements.numel()))
     found = list(boxes(size, start, stop))
-    read = [elements[tuple(slice(a, a + b) for a, b in zip(offset, of, strict=True))].flatten().tolist()
-            for offset, of in found]  # fmt: skip
+    read = [
+        elements[tuple(slice(a, a + b) for a, b in zip(offset, of, strict=True))].flatten().tolist()
+        for offset, of in found
+    ]
     assert list(itertools.chain(*read)) == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(size) - 1), "no more of them than needed: they are files' entries"
 

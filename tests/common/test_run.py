@@ -18,7 +18,6 @@ from common.mesh import make_mesh
 from common.per_rank import PerRank
 from common.ranks import process_group
 from common.run import Run, explanation
-from common.run_dir import RunDirectory
 from common.task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -185,51 +184,6 @@ def told(monkeypatch) -> list[str]:
     return Bar.told
 
 
-def test_a_run_word_for_word(tmp_path, told, monkeypatch):
-    """Two runs, the second of which goes on with the first."""
-    folder, order = tmp_path / "run", []
-    for where, name in ((RunDirectory, "sync_metrics"), (RunDirectory, "keep_newest"), (Saver, "save")):
-        real = getattr(where, name)
-        monkeypatch.setattr(
-            where, name, lambda own, *more, real=real, name=name: order.append((name, *more)[:2]) or real(own, *more)
-        )
-    with alone(folder, steps=3, checkpoint_every=2, keep=1, log_every=2) as run:
-        train(run, [4.0, 3.25, 2.0])
-    saves = [("save", folder / f"checkpoint-00000{step}") for step in (2, 3)]
-    begin, end = [("sync_metrics",)], [("keep_newest",)]
-    expected = begin + saves[:1] + end + begin + saves[1:] + end + end
-    assert order == expected, "metrics first, then a checkpoint: every second step, and the last one"
-    assert [path.name for path in manifest.checkpoints(folder)] == ["checkpoint-000003"], "the last step, and --keep 1"
-    how = {"total": 3, "initial": 0, "unit": "step", "disable": False, "mininterval": 10.0}
-    assert (Bar.last.how, Bar.last.updates) == (how, 3), "the progress bar, and once for each step"
-    assert Bar.last.shown == ["loss 4.000", "loss 3.250", "loss 2.000"] and Bar.last.closed
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with alone(folder, resume=True, steps=4, checkpoint_every=2, log_every=9) as run:
-        train(run, [1.0] * 4)
-    assert (Bar.last.how["initial"], Bar.last.how["mininterval"]) == (3, 0.1), "a bar that goes on, on a terminal"
-    assert told == [
-        f"single on 1 process(es), cpu: {folder}",
-        "step 2/3  loss 3.2500  384 tokens/s",
-        "step 3/3  loss 2.0000  384 tokens/s",
-        f"done: {folder}",
-        f"single on 1 process(es), cpu: {folder}",
-        "going on after step 3",
-        "step 4/4  loss 1.0000  384 tokens/s",
-        f"done: {folder}",
-    ]
-    assert [record["mfu"] for record in metrics(folder)] == [0.5] * 4
-    with pytest.raises(UserError) as error, alone(folder, resume=True, steps=2):
-        pytest.fail("a run that has all its steps behind it")
-    done = f"--resume: {folder} has its 4 steps behind it, so there is nothing to do"
-    assert str(error.value) == f"{done}; ask for more with --steps 8"
-    with pytest.raises(UserError, match="--steps 8$"), alone(folder, resume=True, steps=4):
-        pytest.fail("a run that has all its steps behind it")
-    monkeypatch.setattr(run_dir, "restarts", lambda folder: True)
-    with alone(folder, resume=True, steps=4) as run:
-        train(run)  # a rank died when all steps were done
-    assert told[-2:] == ["restarted by torchrun: going on after step 4", f"done: {folder}"]
-
-
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
     folder, reported = tmp_path / "run", []
     monkeypatch.setattr("common.run.into_report", reported.append)
@@ -288,8 +242,9 @@ def test_what_the_model_writes_before_and_after(tmp_path, told, monkeypatch):
     with alone(tmp_path / "run", steps=1, sample=9) as run:
         train(run)
     assert [line for line in told if line.startswith("---")] == [
-        "--- what the model writes before training:\nbias False", "--- what the model writes after training:\nbias True"
-    ], "the first model has biases of zero"  # fmt: skip
+        "--- what the model writes before training:\nbias False",
+        "--- what the model writes after training:\nbias True",
+    ], "the first model has biases of zero"
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
@@ -303,6 +258,6 @@ def test_a_lost_rank_and_how_to_go_on(how, tmp_path, told):
             raise RuntimeError(f"[pair.cc:537] Connection {how} by peer [127.0.0.1]:1234")
         if not there:
             run.keeper.path = tmp_path / "elsewhere"
-            assert run.keeper.how_to_go_on().startswith(f"go on with --resume --run-dir {tmp_path}/elsewhere if there")
+            assert run.keeper.how_to_resume().startswith(f"go on with --resume --run-dir {tmp_path}/elsewhere if there")
     with alone(tmp_path / "other") as run, pytest.raises(ValueError, match="^the program's own$"), run:
         raise ValueError("the program's own")

@@ -32,7 +32,7 @@ def test_a_run_that_begins_anew_begins_with_nothing(tmp_path):
     (tmp_path / ".checkpoint-000001.partial" / "file").touch()
     directory = begun(tmp_path)
     assert not manifest.unfinished(tmp_path), "what was left of a checkpoint"
-    assert not directory.goes_on and (tmp_path / "metrics.jsonl").read_text() == "", "metrics of the run before"
+    assert not directory.resumes and (tmp_path / "metrics.jsonl").read_text() == "", "metrics of the run before"
     assert re.match(r"process \d+ on ", (tmp_path / ".lock").read_text()), "who is writing here"
     directory.finish()
     assert (tmp_path / ".lock").read_text() == "", "nobody any more"
@@ -76,11 +76,11 @@ def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
         (tmp_path / manifest.name_of(step)).mkdir()
     directory.metrics.write('{"step": 4, "lo')
     directory.metrics.flush()
-    directory.forget_after(3)
+    directory.drop_after(3)
     assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [1, 2, 3], "after step 3"
     directory.keep_newest()
     assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [2, 3], "--keep 2"
-    directory.forget_after(2)
+    directory.drop_after(2)
     directory.log({"step": 3, "loss": 0.5})
     assert [(record["step"], record["loss"]) for record in metrics(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
     drawn = []
@@ -93,13 +93,13 @@ def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
 def test_what_the_disk_refuses_is_told_and_checkpoints_are_removed_as_a_whole(tmp_path, monkeypatch):
     directory, removed = begun(tmp_path, keep=1), []
     for there in (False, True):
-        with refused(str(tmp_path), "No space left on device", "--run-dir") as error, directory.told():
+        with refused(str(tmp_path), "No space left on device", "--run-dir") as error, directory.disk_errors():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
         assert ("--resume" in str(error.value)) == there, "it goes on from checkpoints, where there are some"
         for step in (1, 2, 3):
             (tmp_path / manifest.name_of(step)).mkdir(exist_ok=True)
     monkeypatch.setattr(manifest, "remove", lambda folder: removed.append(folder.name[-1]) or folder.rmdir())
-    directory.forget_after(2)
+    directory.drop_after(2)
     directory.keep_newest()
     assert removed == ["3", "1"], "so that at no moment a part of one is there"
 
@@ -107,14 +107,14 @@ def test_what_the_disk_refuses_is_told_and_checkpoints_are_removed_as_a_whole(tm
 def test_a_run_goes_on_after_a_restart_where_there_is_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir, "restarts", lambda folder: True)
     directory = begun(tmp_path)
-    assert (directory.restarted, directory.goes_on, directory.checkpoints) == (False, False, []), "no checkpoint yet"
+    assert (directory.restarted, directory.resumes, directory.checkpoints) == (False, False, []), "no checkpoint yet"
     for step in (1, 2):
         (tmp_path / manifest.name_of(step)).mkdir()
     directory.finish()
     config = configure(run_dir=tmp_path / "new", strategy="single")
     config.run_dir, config.resume = str(tmp_path), "1"
     directory = RunDirectory(config, 1)
-    assert (directory.restarted, directory.goes_on, directory.insists) == (True, True, False)
+    assert (directory.restarted, directory.resumes, directory.is_named) == (True, True, False)
     newest_first = [tmp_path / "checkpoint-000002", tmp_path / "checkpoint-000001"]
     assert directory.checkpoints == newest_first, "whatever --resume has said when the first ranks were started"
     monkeypatch.setattr(run_dir, "restarts", lambda folder: False)

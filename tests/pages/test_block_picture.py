@@ -68,18 +68,3 @@ def test_the_shapes_of_a_split_mlp_fit():
         (width, tokens), (columns, rows), y, b, summand = sizes[5 * rank : 5 * rank + 5]
         assert rows == width and y == [columns, tokens]
         assert b == [width, columns] and summand == [width, tokens] == sizes[10]
-
-
-def test_bars_of_a_layer_follow_the_sliders():
-    def times(topology, ranks, tokens, width, overlap):
-        return tokens * width / ranks / 1e9, 0.0 if overlap == "all" else 1e-3
-
-    lab = pictures.LayerLab(["one", "other"], ["nothing", "all"], times, {"one": 8, "other": 64})
-    drawn = lab.picture.value
-    fig = lab.draw("one", "nothing", 1000, 2000)
-    heights = [bar.get_height() for bar in fig.axes[0].patches]
-    assert heights == pytest.approx([2 / n for n in lab.SIZES] + [1.0] * 7)
-    assert "67% busy" in fig.axes[0].texts[0].get_text()  # 2 of 3 ms
-    assert fig.axes[0].lines[0].get_xdata()[0] == 3.5  # between 8 and 16
-    lab.controls["overlap"].value = "all"
-    assert lab.picture.value != drawn

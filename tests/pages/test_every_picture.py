@@ -9,7 +9,10 @@ from matplotlib.colors import to_hex
 
 from common.lab import plotting
 from course.ddp import buckets, checkpoint_cost
+from course.fsdp import sharding_pictures
 from course.intro import networks, overview
+from course.pipeline import pictures as pipeline_pictures
+from course.pipeline.schedules import parse
 from planner import calculator, decision_map
 
 
@@ -40,11 +43,13 @@ def plans():
     sizes = {name: [1 + place, 20 + place] for place, name in enumerate(calculator.GROUPS)}
     rows = {
         f"plan {number}": SimpleNamespace(
-            number=number, cluster=SimpleNamespace(gpu=SimpleNamespace(memory=80 * 2**30)), seconds=10.0,
+            number=number,
+            cluster=SimpleNamespace(gpu=SimpleNamespace(memory=80 * 2**30)),
+            seconds=10.0,
             step=SimpleNamespace(parts={"optimizer": 2.0}),
         )
         for number in range(2)
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calculator, "grouped", lambda found: {name: both[found.number] for name, both in sizes.items()})
         patch.setattr(calculator, "messages", lambda found: (3.0, 1.0))
@@ -55,7 +60,12 @@ def memory_of_a_step():
     kinds, mib = ("parameters", "gradients", "optimizer", "buffers", "activations"), 2**20
     held = [(1, 0, 2, 1, 3), (1, 1, 2, 1, 5), (1, 1, 2, 1, 4), (1, 1, 2, 1, 0), *[(1, 1, 2, 0, 0)] * 4]
     lines = [dict(zip(kinds, (size * mib for size in sizes), strict=True)) for sizes in held]
-    return calculator.draw_steps({"one": (lines, 1)})
+    return sharding_pictures.draw_stages({"one": (lines, 1, 4), "two": (lines, 2, 5)})
+
+
+def two_that_wait():
+    lists = [parse("0F0 0SEND_F0 0RECV_B0"), parse("1F0 1SEND_B0 1RECV_F0")]
+    return pipeline_pictures.meeting(lists, pipeline_pictures.moments(lists, blocking=True)[-1])
 
 
 def decisions():
@@ -69,7 +79,6 @@ def decisions():
 
 
 ROWS = [["0", "1 2", "-15", "0.5"], ["0", "3 4", "-87", "0.5"]]  # weight, examples, gradient, new weight
-RUN = {"computed": [(5.0, 5.2), (5.0, 5.3)], "reduced": [(5.1, 5.25), (5.28, 5.34)]}
 PICTURES = {
     "collective": lambda: plotting.collective([[[11, None], [2]], [[13], [20]]], ("start", "end"), title="a sum"),
     "timeline": lambda: plotting.timeline([(0, "send", 7.0, 7.002), (1, "add", 7.001, 7.004)], title="two ranks"),
@@ -79,16 +88,18 @@ PICTURES = {
     "line": quartiles,
     "all-reduce": all_reduce,
     "layout of buckets": lambda: buckets.draw_layout(["c", "b", "a"], [400, 8, 1000], [[0, 1], [2]]),
-    "backward passes": lambda: buckets.draw_runs({"after": buckets.Pass(**RUN), "hooks": buckets.Pass(**RUN)}),
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
-    "bars": lambda: buckets.draw_bars({"a": (["x", "y"], [[1.0, 2.0, 6.0], [4.0]]), "b": (["z"], [[2.0]])}, "loss"),
     "plans": plans,
     "memory of a step": memory_of_a_step,
     "decisions": decisions,
     "own gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[2],
     "summed gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[3],
-    "state": lambda: overview.state_bars([1e9, 7e9], recipe=(2, 3, 12), gpu=80e9),
-    "shares": lambda: overview.share_bars({"fast": [0.1, 0.02], "slow": [0.5, 0.25]}, ["few", "many"]),
+    "two graphs": pipeline_pictures.two_graphs,
+    "two ranks that wait": two_that_wait,
+    "bubbles by message": lambda: pipeline_pictures.bubbles_by_message(
+        [0, 1], {"low": [9, 20], "lower": [9, 19.5], "high": [30, 50]}, {"a network": 0.1}
+    ),
+    "ranks on nodes": lambda: overview.ranks_on_nodes(2, 4),
     "checkpoints": lambda: checkpoint_cost.draw(cost=0.5, mtbf=180.0, restart=10.0),
 }
 
@@ -139,8 +150,10 @@ def test_every_series_is_in_the_legend_once(fig):
     for legend in legends(fig):
         names = [text.get_text() for text in legend.get_texts()]
         assert all(names) and len({*names}) == len(names), "names in a legend"
-        looks = [(colour(handle), getattr(handle, "get_hatch", str)(), getattr(handle, "get_linestyle", str)())
-                 for handle in legend.legend_handles]  # fmt: skip
+        looks = [
+            (colour(handle), getattr(handle, "get_hatch", str)(), getattr(handle, "get_linestyle", str)())
+            for handle in legend.legend_handles
+        ]
         assert len({*looks}) == len(looks), "two series that look the same"
 
 
@@ -182,7 +195,7 @@ def test_the_areas_of_a_steps_memory_lie_on_each_other():
     ax = memory_of_a_step().axes[0]
     tops = [max(path.get_extents().y1 for path in many.get_paths()) for many in ax.collections]
     assert tops == sorted(tops) and tops[-1] == 1 + 1 + 2 + 1 + 5, "MiB at the peak"
-    assert any(text.get_text().startswith("10.0 ") for text in ax.texts), "which is written there"
+    assert any(text.get_text().startswith("10.0") for text in ax.texts), "which is written there"
     plt.close("all")
 
 

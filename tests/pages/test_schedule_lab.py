@@ -1,8 +1,12 @@
 """The sliders of chapter 05 redraw the picture, and say why where they cannot; its flipbook says who waits for what."""
 
-import pytest
+import csv
 
-from course.pipeline import lab, pictures, schedules, simulator
+import pytest
+import torch
+
+from common.lab import recordings
+from course.pipeline import lab, pictures, schedules, simulator, toy
 
 
 @pytest.fixture
@@ -27,32 +31,6 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
-def test_where_the_sliders_begin_and_end(sliders):
-    numbers = {name: control for name, control in sliders.controls.items() if name != "name"}
-    found = {name: (c.description, c.min, c.value, c.max) for name, c in numbers.items()}
-    assert found == {
-        "ranks": ("ranks", 1, 4, 8),
-        "microbatches": ("micro-batches", 1, 8, 32),
-        "stages_per_rank": ("stages/rank", 1, 2, 4),
-        "forward": ("forward", 0.5, 1, 3),
-        "backward_input": ("bwd. input", 0.5, 1, 3),
-        "backward_weight": ("bwd. weight", 0.5, 1, 3),
-        "message": ("message", 0, 0, 3),
-    }, "what each slider is, where it ends, and where it begins; only a message may take no time"
-    assert list(sliders.controls["name"].options) == list(schedules.SCHEDULES), "every schedule"
-
-
-def test_every_control_is_shown_once(sliders):
-    columns, *_, picture = sliders.children
-    assert [control for column in columns.children for control in column.children] == [*sliders.controls.values()]
-    assert picture is sliders.picture
-
-
-def test_the_picture_moves_while_a_slider_is_dragged(sliders):
-    late = [name for name, control in sliders.controls.items() if not getattr(control, "continuous_update", True)]
-    assert not late, f"these wait until the mouse is let go: {late}"
-
-
 def test_stages_per_rank_can_be_chosen_where_a_schedule_takes_several(sliders, monkeypatch):
     monkeypatch.setattr(lab.plotting, "pipeline", list)  # titles alone: nothing is drawn
     open_for = []
@@ -63,16 +41,6 @@ def test_stages_per_rank_can_be_chosen_where_a_schedule_takes_several(sliders, m
         assert titles == [lab.caption(name, timeline)], f"{name}: the picture's title"
         open_for += [name] * (not sliders.controls["stages_per_rank"].disabled)
     assert open_for == ["interleaved", "looped-bfs", "interleaved-zb"], "where the slider can be moved"
-
-
-def test_numbers_that_do_not_fit_are_explained(sliders):
-    sliders.controls["name"].value = "dualpipev"
-    sliders.controls["microbatches"].value = 7
-    assert sliders.text.value == "schedule 'dualpipev' on 4 ranks needs 8 or more micro-batches, not 7"
-    assert sliders.picture.layout.display == "none"
-    assert sliders.controls["stages_per_rank"].disabled
-    sliders.controls["microbatches"].value = 8
-    assert sliders.text.value.startswith("dualpipev: makespan ") and sliders.picture.layout.display is None
 
 
 def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
@@ -105,6 +73,80 @@ def test_steps_of_a_schedule_say_who_waits_for_which_message():
     )
     assert steps[5].words.endswith("rank 1: done, stores nothing")
     assert all(step.png.startswith(b"\x89PNG") for step in steps)
+
+
+def test_messages_in_a_common_order_never_wait_for_ever():
+    """Also where each send and receive waits for its counterpart; and none does when nothing waits for messages."""
+    for name in ("gpipe", "1f1b"):
+        for m in (1, 2, 5):
+            full = simulator.with_messages(schedules.build(name, 2, m))
+            for blocking in (True, False):
+                last = pictures.moments(full, blocking)[-1]
+                assert last.done == [len(actions) for actions in full] and not last.stuck, (name, m, blocking)
+
+
+def test_two_ranks_that_send_to_each_other_are_shown_stuck():
+    lists = [
+        schedules.parse(f"{rank}F0 {rank}SEND_{kind}0 {rank}RECV_{other}0")
+        for rank, kind, other in ((0, "F", "B"), (1, "B", "F"))
+    ]
+    blocked, free = pictures.moments(lists, blocking=True)[-1], pictures.moments(lists, blocking=False)[-1]
+    assert blocked.stuck and blocked.done == [1, 1] and all("waits in send" in words for words in blocked.words)
+    assert not free.stuck and free.done == [3, 3]
+    frames = pictures.deadlock_and_remedy()
+    assert sum("waits in send F1; rank 1: waits in send B0" in words for _, words in frames) == 1
+    assert frames[-1][1].endswith("rank 0: done; rank 1: done")
+
+
+def test_a_schedule_of_ones_own_is_judged(capsys):
+    lab.judge("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    lab.judge("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    legal, illegal = capsys.readouterr().out.split("stored at most", 1)
+    assert "done after 6, par 6;" in legal and "illegal: deadlock" in illegal
+
+
+def milliseconds(spans):
+    """The time that intervals in microseconds cover, counted one by one."""
+    return len({tick for start, length in spans for tick in range(start, start + length)}) / 1e3
+
+
+def test_the_recording_of_dualpipe_says_what_the_page_says():
+    """From the table itself: the all-to-alls, and what part of them no other kernel hides."""
+    with open(recordings.RECORDINGS / "trace_moe_dualpipe_deepseekv3_ep64_h800.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["where"] == "gpu"]
+    spans = {True: [], False: []}
+    for row in rows:
+        transfer = row["kind"] in ("ep_dispatch", "ep_combine")
+        if transfer or row["stream"] != "27":
+            spans[transfer].append((int(row["start_us"]), int(row["duration_us"])))
+    together, work = milliseconds(spans[True]), milliseconds(spans[False])
+    both = together + work - milliseconds(spans[True] + spans[False])
+    events = lab.dualpipe()
+    assert recordings.totals(events)["all-to-all"][1] == pytest.approx(together / 1e3)
+    assert recordings.hidden(events, "all-to-all", under=("F", "I", "W")) == pytest.approx(both / together)
+    assert 0.03 < 1 - both / together < 0.04 and 80 < together < 81
+
+
+def test_the_recorded_pipeline_is_four_stages_and_four_micro_batches():
+    """1.5 sends per micro-batch in the mean over four ranks; what is waited for is about the bubble."""
+    rows = recordings.read("trace_summary_torchtitan_parallelism_a100")
+    found = {row["item"]: row for row in rows if row["workload"] == "llama3-8b-pp"}
+    sends = [
+        action.kind.startswith("SEND")
+        for own in simulator.with_messages(schedules.build("1f1b", 4, 4))
+        for action in own
+    ]
+    assert found["send"]["count_per_rank"] == sum(sends) / 4
+    bubble = float(simulator.simulate(schedules.build("1f1b", 4, 4)).bubble)
+    share = found["communication kernels"]["ms_or_GiB_mean"] / 1e3 / found["idle"]["step_s"]
+    assert bubble == pytest.approx(3 / 7) and bubble < share < bubble + 0.05
+
+
+def test_parts_of_the_pages_model_are_the_model():
+    whole = dict(toy.make_model().named_parameters())
+    for stages in (1, 2, 3, 8):
+        parts = {name: p for stage in range(stages) for name, p in toy.part(stage, stages).named_parameters()}
+        assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_groups_of_a_mesh_lie_inside_of_nodes_or_between_them():

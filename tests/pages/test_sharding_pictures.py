@@ -1,9 +1,23 @@
 """The simulated step of ZeRO's stage 3, and the pictures of one."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import pytest
+import torch
 
-from course.fsdp.sharding_pictures import StreamLab, computing, draw_streams, exposed, length, simulate, step_by_step
+from common.lab import recordings
+from course.fsdp.formulas import layer_bytes
+from course.fsdp.memory import Peak
+from course.fsdp.sharding_pictures import (
+    StreamLab,
+    computing,
+    exposed,
+    length,
+    simulate,
+    snapshot_bands,
+    snapshot_of_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,34 +57,54 @@ def test_two_units_ahead_help_where_units_are_unequal():
     assert two < one
 
 
-def test_frames_follow_the_events():
-    events = [("gather", 0), ("gather", 1), ("forward", 0), ("forward", 1), ("free", 1), ("gather", 1)]
-    events += [("backward", 1), ("reduce", 1), ("backward", 0), ("reduced", 1), ("step", 0)]
-    found = step_by_step(events, ["first", "second"], ranks=2)
-    assert [caption for _, caption in found] == [
-        "Forward pass of first. Meanwhile second is gathered.",
-        "Forward pass of second.",
-        "Backward pass of second.",
-        "Backward pass of first. The gradients of second are reduce-scattered.",
-        "The optimizer steps the shards; all other memory has been given back.",
-    ]
-    words = [[text.get_text() for text in fig.axes[0].texts] for fig, _ in found]
-    assert words[0].count("whole") == 1 and words[0].count("gathering") == 1 and words[3].count("reducing") == 1
-    plt.close("all")
-
-
-def test_a_picture_of_two_streams_says_what_is_exposed():
-    fig = draw_streams({"on demand": simulate([1e-3] * 3, [1e-3] * 3, [0.0] * 3, ahead=0)})
-    assert "14.0 ms, of which the GPU does not compute 5.0 ms" in fig.axes[0].get_title(loc="left")
-    plt.close(fig)
-
-
 def test_more_tokens_hide_messages_in_the_lab():
     def waits(**values):
         fig = StreamLab().draw(**{"tokens": 4096, "bandwidth": 50, "ahead": 1, "larger": 1} | values)
-        return float(fig.axes[0].get_title(loc="left").split("compute ")[1].split(" ms")[0])
+        return float(fig.axes[0].get_title(loc="left").split("idle ")[1].split(" ms")[0])
 
     assert waits(tokens=16384) < waits() / 4
     assert waits(bandwidth=300) < waits() / 4
     assert waits(larger=4) > waits()
     plt.close("all")
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_recorded_backward_pass_gathers_a_unit_while_the_one_after_it_is_whole(step):
+    """The answer to a question of 02_fully_shard.ipynb: a unit's message is there before the one after it has computed,
+    its parameters are not; and the gradients of the one after that are being reduced."""
+    events = snapshot_of_step(recordings.read("trace_memory_fsdp2_debug_3steps"), step)
+    last = max(start for line, unit, start, _ in events if unit == 8 and line == "whole parameters")  # of backward
+    found = {(line, unit): (start, end) for line, unit, start, end in events if start >= last - 2}
+    for unit in range(2, 7):
+        begin, end = found["whole parameters", unit + 1]
+        assert begin < found["message of a gather", unit][0] < end < found["message of a gather", unit][1]
+        assert end < found["whole parameters", unit][0]
+        assert found["whole gradients", unit + 2][1] > begin
+
+
+def test_layers_of_the_recording_that_ran_out_of_memory_keep_what_the_formula_says():
+    """In turn a layer that keeps everything and one that keeps its input: 03_fitting_in.ipynb."""
+    rows = recordings.read("trace_memory_fsdp2_llama3_8b_4xa100_oom")
+    for row, bands in zip(rows, snapshot_bands(rows), strict=True):
+        assert sum(bands.values()) - bands["asked for"] == pytest.approx(row["allocated_bytes"], rel=2e-3)
+    gathers = [row for row in rows if row["action"] == "alloc" and row["stream"] == "gather"]
+    held = [row["allocated_bytes"] - row["bytes"] for row in gathers[2:]]
+    added = [after - before for before, after in itertools.pairwise(held)]
+    tokens = 4 * 2048
+    for number, size in enumerate(added):
+        expected = tokens * layer_bytes(
+            4096, 4096, 4096, 14336, gated=4, recompute="full" if number % 2 == 0 else "none"
+        )
+        assert size == pytest.approx(expected, rel=2e-3), f"layer {number + 2}"
+
+
+@pytest.mark.parametrize("how, extra", [({"foreach": True}, 1), ({"fused": True}, 0)])
+def test_what_adamw_takes_during_its_step(how, extra):
+    parameters = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(8)]
+    optimizer = torch.optim.AdamW(parameters, **how)
+    for _ in range(2):  # the first step makes the moments
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        with Peak() as peak:
+            optimizer.step()
+    assert peak.bytes == pytest.approx(extra * sum(p.nbytes for p in parameters), abs=1000)

@@ -1,13 +1,11 @@
 """Sliders, whole: their places, the picture that follows them, and what a page shows where no kernel runs."""
 
-import base64
 import io
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from common.lab import sliders
 from common.lab.sliders import Sliders
 
 
@@ -41,16 +39,3 @@ def test_sliders_stand_in_two_columns_above_their_picture():
     assert (picture.value, picture.layout.display) == (before, "none"), "where there is no picture, no blank space"
     bars.controls["a"].value = 4
     assert picture.layout.display is None and len(bars.drawn) == 4
-
-
-def test_what_a_page_shows_of_sliders(monkeypatch):
-    shown, bars = [], Bars()
-    monkeypatch.setattr(sliders, "display", lambda data, metadata, raw: shown.append((data, metadata, raw)))
-    bars.show("five bars")
-    view = {"version_major": 2, "version_minor": 0, "model_id": bars.model_id}
-    data = {
-        "text/plain": "Sliders: run this cell to move them.",
-        "image/png": base64.b64encode(bars.picture.value).decode(),
-        "application/vnd.jupyter.widget-view+json": view,
-    }
-    assert shown == [(data, {"image/png": {"alt": "five bars", "width": 860}}, True)], "what each kind of page gets"

@@ -1,7 +1,6 @@
 """--strategy auto: what the planner picks is a strategy of the course on the processes that there are, and trains."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,6 @@ from planner.hardware import cluster
 from planner.layout import make_layout
 from planner.models import course_gpt
 from planner.search import Choice
-from planner.time import StepTime, Term
 
 HERE = {"peak": 6e10, "kernel": 2e-5, "hbm": 1e10, "alpha_link": 1e-4, "link": 1e9, "processes": 8}
 
@@ -123,49 +121,6 @@ def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     assert (found.gpu.name, found.gpus, found.nodes, measured) == (name, 16, 2, False)
     assert found.gpu.memory / 2**30 == pytest.approx(memory), "GiB that a process can have"
     assert auto.machine(SimpleNamespace(device="cpu"), 16, 8)[0].gpu.name == "cpu", "--device cpu"
-
-
-def test_the_planner_is_asked_of_this_training_on_these_nodes(tmp_path, monkeypatch, capsys):
-    asked = []
-
-    def plan(*args, **more):
-        asked.append((args, more))
-        return search_plan(*args, **more)
-
-    search_plan = auto.plan
-    monkeypatch.setattr(auto, "plan", plan)
-    measured(tmp_path)
-    with launcher(1, 4, 2):
-        line = "--distributed --layers 2 --width 32 --context 64 --batch-size 8"
-        choose([*line.split(), "--precision=bf16"])
-    (((gpt, machine, *rest), more),) = asked
-    assert (gpt.layers, gpt.width, gpt.positions) == (2, 32, 64) and rest == [8, 64, "bf16-mixed"]
-    assert (machine.gpu.name, machine.gpus, machine.nodes) == ("here", 4, 2), "four processes, two on a node"
-    assert more["constants"].alpha_link == HERE["alpha_link"], "what was measured"
-    assert capsys.readouterr().out == "", "rank 0 alone says what was picked"
-    (tmp_path / "constants.json").unlink()
-    with launcher(0, 4, 2):
-        choose(line.split())
-    machine, precision = asked[1][0][1], asked[1][0][4]
-    assert (machine.gpu.name, machine.nodes, precision) == ("cpu", 2, "float32")
-    assert list(tmp_path.iterdir()) == [], "what is asked of the command line makes no folder for the run"
-
-
-def test_what_was_picked_is_told_in_its_units():
-    gpt, cpus = course_gpt(2, 32, 4, 16), cluster("cpu", 2, 2)
-    found = estimate(gpt, cpus, make_layout(gpt, cpus, {"data": 2}, batch_size=16, sequence=16), PRIOR)
-    found = replace(
-        found, memory=replace(found.memory, expected=3 * 2**20), step=StepTime((Term("work", "all", 1, 0.25),))
-    )
-    config = SimpleNamespace(strategy="ddp", axes={"data": 2})
-    said = auto.says(config, Choice(found, "another"), 1, "x")
-    layout = f"micro-batches of {found.layout.micro_batch}, recompute none"
-    picked, cost = f"auto: --strategy ddp --mesh data=2, {layout}", "250 ms a step and 3 MiB per process"
-    expected = f"{picked}: the fastest that fits, by x: {cost}; second to it: another"
-    assert said == expected, f"layout, why, and what it costs: {said}"
-    later = auto.says(config, Choice(found, "another"), 3, "x")
-    why = "place 3: those before it are not in the course"
-    assert later == f"{picked}: {why}, by x: {cost}; second to it: another", f"why: {later}"
 
 
 def test_layouts_that_the_course_has_not_are_passed_over(monkeypatch, capsys):

@@ -1,35 +1,12 @@
 """`python -m planner benchmark`: the grid, and which term a difference is attributed to."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import configure
 
 from common.errors import UserError
 from planner import benchmark
-from planner.__main__ import main
-
-
-def test_the_grid_has_every_strategy_on_every_number_of_processes(capsys):
-    main(["benchmark", "--models", "tiny,wide", "--max-gpus", "4"])
-    runs = json.loads(capsys.readouterr().out)
-    found = {(run["model"], run["processes"]) for run in runs}
-    assert found == {(m, n) for m in ("tiny", "wide") for n in (1, 2, 4)}, "(model, processes)"
-    assert {run["strategy"] for run in runs if run["processes"] == 2} == {*benchmark.LAYOUTS}, "strategies of two"
-    for run in runs:
-        line = " ".join([*run["options"], f"--strategy={run['strategy']}"]).replace("--distributed", "")
-        config = configure(line + " --dry-run", run["processes"])
-        assert ("--distributed" in run["options"]) == (run["processes"] > 1), "one process joins no group"
-        pipeline = config.strategy == "pipeline"
-        assert not pipeline or config.options.microbatches == 2 * run["processes"], "two for each stage"
-        assert config.strategy == run["strategy"] and config.width == benchmark.SHAPES[run["model"]][1], (
-            f"the line {line}"
-        )
-        assert sum(run["predicted"]["parts"].values()) == pytest.approx(run["predicted"]["step_seconds"]), (
-            f"the parts of a step of {run['strategy']} on {run['processes']} are all of it"
-        )
 
 
 @pytest.mark.parametrize(
@@ -86,17 +63,6 @@ def test_each_run_is_compared_with_its_own_work(monkeypatch):
     ], "what --run prints"
     with pytest.raises(UserError, match="^the grid has no run of 'wide' on one process, whose work is compared with$"):
         benchmark.works([*runs, {"model": "wide", "processes": 2}], [8.0, 5.0, 7.0, 6.0], 2)
-
-
-def test_a_training_that_fails_is_told_by_its_last_line(monkeypatch):
-    failed = SimpleNamespace(returncode=1, stderr="Traceback\n  somewhere\nValueError: no such thing\n")
-    monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: failed)
-    run = {"model": "tiny", "processes": 2, "strategy": "ddp", "options": []}
-    with pytest.raises(UserError, match=r"^ddp of 'tiny' on 2 process\(es\) failed: ValueError: no such thing$"):
-        benchmark.measure(run, 1)
-    failed.stderr = ""
-    with pytest.raises(UserError, match=r"^ddp of 'tiny' on 2 process\(es\) failed: no message$"):
-        benchmark.measure(run, 1)
 
 
 def test_the_first_steps_are_not_timed(monkeypatch):

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,34 +25,6 @@ def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
     assert peak == 2 * 8**3 / 2.0, "a multiplication and an addition for each of 8 x 8 x 8"
     assert kernel == 2.0 / 100, "one of a hundred tiny products"
     assert calibrate.memory_rate(CPU) == 2 * 4 * 2**24 / 2.0, "each of 2**24 numbers is read and written"
-
-
-def test_a_gpu_gets_larger_products_and_is_waited_for(monkeypatch):
-    """16 times as large a side, and 16 times as much memory."""
-    shapes, done, gpu = [], [], SimpleNamespace(type="cuda")
-    monkeypatch.setattr(calibrate, "SIDE", 8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
-    calibrate.best_of(lambda: done.append("computed"), times=2)
-    assert done == ["computed", "waited"] * 3, "the clock is read when the GPU is done"
-    monkeypatch.setattr(calibrate, "best_of", lambda work, times=5: 2.0)
-    monkeypatch.setattr(torch, "ones", lambda *shape, **_: shapes.append(shape) or torch.zeros(3))
-    assert calibrate.products(gpu, torch.bfloat16)[0] == 2 * 128**3 / 2.0, "FLOP/s"
-    calibrate.memory_rate(gpu)
-    assert shapes == [(128, 128), (8, 8), (2**28,)], "shapes of what is computed with"
-
-
-def test_what_each_rank_measures(monkeypatch):
-    asked = []
-    monkeypatch.setattr(calibrate, "products", lambda device, dtype: asked.append((device.type, dtype)) or (6e10, 1e-5))
-    monkeypatch.setattr(calibrate, "memory_rate", lambda device: asked.append(device.type) or 1e10)
-    monkeypatch.setattr(calibrate, "block", lambda device: asked.append(device.type) or 0.05)
-    monkeypatch.setattr(dist, "barrier", lambda: asked.append("barrier"))
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda device=device: device == "cuda")
-        asked.clear()
-        assert calibrate.one_rank() == {"peak": 6e10, "kernel": 1e-5, "hbm": 1e10, "block": 0.05}, device
-        assert asked == ["barrier", (device, dtype), "barrier", device, "barrier", device], "all ranks at the same time"
 
 
 class Clock:
@@ -119,36 +90,6 @@ def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
     assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
 
 
-def test_no_more_processes_than_cores_are_timed_at_once(monkeypatch):
-    """Then they take turns; and what takes turns is timed with all of them."""
-    asked = []
-
-    def launch(work, size, **_):
-        asked.append((work.__name__, size))
-        return [0.05] * size if work is calibrate.crowded_block else [{"block": 0.05}] * size
-
-    monkeypatch.setattr("common.lab.launch.launch", launch)
-    monkeypatch.setattr(calibrate.os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(calibrate, "links", lambda ranks: asked.append(("links", ranks)) or (1e-4, 1e9))
-    for ranks, expected in (
-        (1, [("one_rank", 1)]),
-        (2, [("one_rank", 2), ("links", 2)]),
-        (4, [("one_rank", 2), ("links", 4), ("crowded_block", 4)]),
-    ):
-        asked.clear()
-        found = calibrate.measure(ranks)
-        assert asked == expected, f"{ranks} ranks on two cores"
-        link = (found["alpha_link"], found["link"], found["cores"])
-        assert link == ((1e-5, 1e9, 2) if ranks == 1 else (1e-4, 1e9, 2)), "one rank's are usual ones"
-    assert found["crowding"] == 1.0, "a machine is not faster for being crowded"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    asked.clear()
-    found = calibrate.measure(4)
-    assert asked == [("one_rank", 1), ("links", 4)], "each rank has a GPU of its own: one is timed"
-    assert found == {"block": 0.05, "alpha_link": 1e-4, "link": 1e9, "cores": 0}, "what was found on GPUs"
-
-
 def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
     """Small messages that took longer than large ones: the bandwidth is that of the largest."""
     times = [1.0, 0.9, 0.8, 0.7]
@@ -157,24 +98,6 @@ def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
     assert link == pytest.approx(calibrate.SIZES[-1] / 0.7), "all-reduces of two ranks send as much as they have"
     times[:] = [(size / 1e6) ** 2 for size in calibrate.SIZES]  # a line through them has less than nothing at 0 bytes
     assert calibrate.links(2)[0] == 1e-9, "seconds of a message"
-
-
-def test_what_it_found_is_written_and_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE)
-    said = calibrate.calibrate(tmp_path / "here.json", 2).splitlines()
-    assert said == [
-        "products     60.0 GFLOP/s, 20 us before each begins",
-        "memory       10.0 GB/s",
-        "messages     100 us each, 0.50 GB/s, with 2 ranks",
-        f"written to {tmp_path / 'here.json'}: use --gpu here --constants {tmp_path / 'here.json'}",
-    ]
-    found = calibrate.json.loads((tmp_path / "here.json").read_text())
-    told = {"matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": 2e-5, "alpha_link": 1e-4, "kept": 0.0}
-    assert {name: found["constants"].get(name) for name in told} == told and found["here"] == HERE, "what is written"
-    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE | {"cores": 0})
-    calibrate.calibrate(tmp_path / "gpu.json", 2)
-    found = calibrate.json.loads((tmp_path / "gpu.json").read_text())["constants"]
-    assert not {"kept", "passes"} & {*found}, "of a GPU those that were fitted"
 
 
 def test_with_what_it_found_a_block_takes_the_time_that_was_measured(monkeypatch, tmp_path):

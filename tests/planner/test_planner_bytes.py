@@ -212,7 +212,8 @@ def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     assert (found.rank, found.phase) == (rank, phase), "(rank of the pipeline that needs most, phase of its peak)"
     needed = 1e6 * math.fsum(expected.values())
     assert (found.needed, found.low, found.expected, found.high) == pytest.approx(
-        (needed, needed, 1.05 * needed, 1.15 * needed)), "what the allocator adds"  # fmt: skip
+        (needed, needed, 1.05 * needed, 1.15 * needed)
+    ), "what the allocator adds"
 
 
 def test_recipes_of_frameworks():
@@ -238,8 +239,10 @@ def test_parameters_of_the_ends():
     """GPT-2's embedding has positions, and its last norm a bias; a stage with both ends has the tied weight once."""
     model, layer, tokens, positions, norm = models.find("gpt2"), 7_087_872, 50257 * 768, 1024 * 768, 2 * 768
     for (layers, embedding, head), expected in (
-        ((12, True, True), 12 * layer + tokens + positions + norm), ((6, True, False), 6 * layer + tokens + positions),
-        ((6, False, True), 6 * layer + tokens + norm), ((0, False, False), 0),
-    ):  # fmt: skip
+        ((12, True, True), 12 * layer + tokens + positions + norm),
+        ((6, True, False), 6 * layer + tokens + positions),
+        ((6, False, True), 6 * layer + tokens + norm),
+        ((0, False, False), 0),
+    ):
         found = memory.parameters_of(model, layout("data=1"), layers, embedding, head)
         assert found == (expected, 0), f"{layers} layers, embedding: {embedding}, head: {head}"

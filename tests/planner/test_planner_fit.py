@@ -17,8 +17,9 @@ GIB = 2**30
 
 
 def run(source: str, seconds: float | None = None, gib: float | None = None, **more) -> SimpleNamespace:
-    return SimpleNamespace(source=source, seconds=seconds, gib=gib, crashed=False, assumed=False,
-                           out_of_memory=seconds is None, **more)  # fmt: skip
+    return SimpleNamespace(
+        source=source, seconds=seconds, gib=gib, crashed=False, assumed=False, out_of_memory=seconds is None, **more
+    )
 
 
 def line(source: str, seconds: float | None, measured: float | None, *, fits=True, tensor=1, micro_batch=1, **more):

@@ -79,8 +79,7 @@ def test_what_is_taken_for_something_else_is_a_note():
     assert made("data=2 shard=4", 8, zero_stage=3).notes == () == made("data=8", 8).notes
     assert made("data=4 context=2", 8, zero_stage=3, sequence=4096).size("data") == 4, "ranks along 'context' divide"
     one = made("pipeline=2", 2, stages_per_rank=3)
-    assert (one.schedule, one.notes) == (
-        "interleaved", ("1f1b with 3 stages per rank is the schedule 'interleaved'",))  # fmt: skip
+    assert (one.schedule, one.notes) == ("interleaved", ("1f1b with 3 stages per rank is the schedule 'interleaved'",))
     assert made("pipeline=2", 2, schedule="looped-bfs", stages_per_rank=2).schedule == "looped-bfs"
     assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
 
@@ -93,10 +92,12 @@ def test_numbers_that_follow_from_a_layout():
     )
     assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1), "sizes of axes"
     told = {  # ZeRO stage, and whether ranks along "context" divide the state: shards, and copies that are summed
-        (0, True): (1, {"data": 3 * 5 * 11 * 7}), (0, False): (1, {"data": 3 * 5 * 11 * 7}),
-        (1, True): (5 * 7 * 11, {"data": 3}), (3, True): (5 * 7 * 11, {"data": 3}),
+        (0, True): (1, {"data": 3 * 5 * 11 * 7}),
+        (0, False): (1, {"data": 3 * 5 * 11 * 7}),
+        (1, True): (5 * 7 * 11, {"data": 3}),
+        (3, True): (5 * 7 * 11, {"data": 3}),
         (3, False): (5 * 11, {"data": 3, "context": 7}),
-    }  # fmt: skip
+    }
     for (stage, shard_context), expected in told.items():
         other = Layout(one.mesh, one.batch_size, zero_stage=stage, shard_context=shard_context)
         assert (other.shards, other.copies) == expected, f"ZeRO-{stage}, shard_context={shard_context}"

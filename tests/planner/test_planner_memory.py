@@ -237,8 +237,7 @@ def test_any_module_is_measured(capsys, tmp_path):
     broken, without = tmp_path / "broken.py", "the module cannot be run on tensors without values:"
     broken.write_text("raise ValueError('no such file of settings')")
     for what, says in (
-        (f"{file}:frozen",
-         "nothing in the module is trained: no output depends on a parameter that wants a gradient"),
+        (f"{file}:frozen", "nothing in the module is trained: no output depends on a parameter that wants a gradient"),
         (f"{file}:raises", "the function failed: ValueError: no such layer"),
         (f"{file}:many", f"{without} TypeError: Linear.forward() takes 2 positional arguments but 3 were given"),
         (f"{file}:long", f"{without} ValueError: one line"),
@@ -248,7 +247,7 @@ def test_any_module_is_measured(capsys, tmp_path):
         (str(file), f"'{file}' names no function; give FILE.py:FUNCTION"),
         (f"{file}:alone", "the function should return (module, inputs), with inputs as a tuple of tensors"),
         (f"{file}:asks", f"{without} DataDependentOutputException: aten._local_scalar_dense.default"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
         assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {what}"

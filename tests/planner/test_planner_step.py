@@ -85,12 +85,14 @@ def test_model_flops_of_a_token():
     """Six for each parameter of a product that a token uses, and attention's 12 x layers x queries x tokens."""
     attention = 12 * 4 * 1000 * 1000
     for model, products, scores in (
-        (GPT, 48e6 + 1e6, attention), (TIED, 49e6, attention), (replace(GPT, positions=500), 49e6, attention),
+        (GPT, 48e6 + 1e6, attention),
+        (TIED, 49e6, attention),
+        (replace(GPT, positions=500), 49e6, attention),
         (MIXED, 2 * 12e6 + 2 * (4e6 + 2000 + 2 * 8e6) + 1e6, attention),  # two layers with a router and experts
         (replace(MIXED, top_k=1), 2 * 12e6 + 2 * (4e6 + 2000 + 8e6) + 1e6, attention),
         (replace(GPT, head_width=50), 4 * 10e6 + 1e6, attention / 2),
         (replace(GPT, kv_heads=5), 4 * 11e6 + 1e6, attention),
-    ):  # fmt: skip
+    ):
         assert model.flops(1000) == 6 * products + scores, f"FLOPs of a token, {model}"
 
 

@@ -60,8 +60,9 @@ def test_a_long_schedule_continues_a_short_one(schedule, ranks, many, chunks):
     forward, backward = [1.0] * (n - 1) + [1.5], [2.0] * (n - 1) + [3.0]
     fixed = schedules.SCHEDULES[schedule].stages_per_rank == chunks
     whole = schedules.build(schedule, ranks, many, None if fixed else chunks)
-    expected = simulator.simulate(whole, simulator.Times(forward, [b / 2 for b in backward], [b / 2 for b in backward],
-                                                         0.1))  # fmt: skip
+    expected = simulator.simulate(
+        whole, simulator.Times(forward, [b / 2 for b in backward], [b / 2 for b in backward], 0.1)
+    )
     ends, busy = stages.makespan(layout, forward, backward, 0.1)
     assert ends == pytest.approx(expected.makespan, rel=0.012) and busy <= ends, "seconds of the whole schedule"
     assert stages.held(layout) == tuple(expected.peaks), "micro-batches that each rank holds"
@@ -172,8 +173,9 @@ def test_the_head_computes_once_forward_and_twice_backward():
     works = [time.estimate(model, gpus, make_layout(model, gpus, {"data": 1}, batch_size=1, sequence=2048), PRIOR)
              .parts["work"] for model in (small, large)]  # fmt: skip
     gpu = gpus.gpu
-    three = [3 * layer_time.product(2048, small.width, model.vocabulary, gpu, "bf16", PRIOR)
-             for model in (small, large)]  # fmt: skip
+    three = [
+        3 * layer_time.product(2048, small.width, model.vocabulary, gpu, "bf16", PRIOR) for model in (small, large)
+    ]
     logits = 4 * 4 * 2048 * 32_000 / (gpu.hbm * PRIOR.memory_rate)
     assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits), "three products, and logits four times"
 

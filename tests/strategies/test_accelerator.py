@@ -46,8 +46,6 @@ FP16 = {
 # Functions that send tensors of the CPU, and why; only in construction.
 FROM_CPU = {
     "broadcast_together": "the model is on the CPU until a rank has cut its own part out of it",
-    "take_from_rank_0": "so is a parameter that comes by itself",
-    "change": "so is a unit, whose weights fsdp_setup.materialise sends, where it is cut and then sharded",
     "same_on_all_ranks": "names and shapes of the parameters, as objects",
 }
 
@@ -107,10 +105,10 @@ PLANTED = {
             "TensorFSDP",
             "hsdp.py",
             "prepare",
-            "fsdp_setup.materialise(unit,",
+            "broadcast_module(unit,",
             "if unit is next(iter(fsdp_setup.units_of(self.model))):\n"
             '            fsdp_setup.cut_unit(self.model, self.model, self.mesh["tensor"])\n        return\n'
-            "        fsdp_setup.materialise(unit,",
+            "        broadcast_module(unit,",
         ),
         r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
@@ -238,46 +236,6 @@ def count_bytes() -> list[int]:
         del y
         other = torch.zeros(20, device="gpu:1")
         return [*numbers, watch.now[0], watch.phase.peak, watch.now[other.device.index]]
-
-
-def hold_too_many() -> tuple[int, str]:
-    from common.lab.fake_accelerator import pretend
-
-    with pretend({"data": 4}, size=4) as (_, watch):
-        kept = [torch.zeros(100, device="gpu")]
-        phase = watch.begin("step", {"parameters": 300})
-        peak = phase.peak
-        kept += [torch.zeros(2**17, device="gpu"), torch.zeros(2**18, device="gpu")]
-        return peak, phase.crossed
-
-
-def test_refusals_are_told_line_by_line():
-    """Too many bytes, waits that are not the stated ones, and what functions send from the CPU unasked."""
-    from common.lab.fake_accelerator import Phase
-
-    phase = Phase("step 2", {"parameters": 4000, "gradients": 1200}, crossed="5,300 on gpu:0")
-    phase.waits.update({("item", "a.py:1 f"): 2, ("item", "a.py:2 g"): 1, ("tolist", "a.py:3 f"): 1})
-    phase.messages.update({("allreduce_", "cpu", "a.py:4 f"): 2, ("send", "cpu", "a.py:5 g"): 1})
-    phase.messages["send", "gpu", "a.py:6 g"] = 3
-    bytes_ = "step 2: more than 5,200 bytes (4,000 parameters, 1,200 gradients): 5,300 on gpu:0"
-    sends = [
-        "step 2: allreduce_ carries tensors of the cpu, 2 times, at a.py:4 f",
-        "step 2: send carries tensors of the cpu, 1 times, at a.py:5 g",
-    ]
-    wait = "step 2: the host waits for the device {} times and not {} times for '{}': {}".format
-    assert phase.refusals() == [bytes_, *sends], "any number of waits"
-    assert phase.refusals({"tolist": 1, "equal": 1}, {"f": "why"}) == [
-        bytes_, wait(0, 1, "equal", "nowhere"), wait(3, 0, "item", "a.py:1 f (2), a.py:2 g (1)"), sends[1],
-    ], "waits and senders that are not allowed"  # fmt: skip
-    assert Phase("step 1").refusals({}) == []
-
-
-def test_of_too_many_bytes_the_first_are_told_the_largest_before_others(elsewhere):
-    peak, crossed = elsewhere(hold_too_many)
-    assert peak == 400, "what is there when a phase begins"
-    place = r"test_accelerator.py:\d+ hold_too_many"
-    largest_first = rf"524,688 on gpu:0 at {place}, which are 524,288 of \w+ at {place}; 400 of small tensors"
-    assert re.fullmatch(largest_first, crossed), crossed
 
 
 def test_each_kind_of_wait_is_counted(elsewhere):

@@ -20,8 +20,8 @@ from course.fsdp.by_hand_zero23 import units_of
 from course.model_parallel.by_hand_experts import apply_expert_parallel
 from course.model_parallel.by_hand_layers import cut, layers_of
 from course.model_parallel.by_hand_ring_attention import apply_context_parallel
-from course.model_parallel.by_hand_tensor import require_divisible as require_divisible_tensor
 from course.model_parallel.by_hand_ulysses import apply_ulysses
+from course.model_parallel.division import require_divisible as require_divisible_tensor
 from course.model_parallel.moe_model import MixtureGPT
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline import schedules, simulator, split
@@ -179,7 +179,7 @@ CALLS = [  # what is called, with what, and words of its refusal
     (layers_of, (nn.Linear(1, 1),), ("Linear", "--task text")),
     (cut, ([1, 1, 1], 4), ("4 ranks", "3 layers", "--layers 2")),
     (units_of, (Apart(), SimpleNamespace(group=None)), ("parameter", "child")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("function, arguments, words", CALLS)

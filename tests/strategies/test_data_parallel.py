@@ -12,7 +12,7 @@ from helpers import code_of_page, definitions
 from torch import nn
 
 from common import mesh as meshes
-from common.lab import bugs, equality
+from common.lab import bugs, equality, recordings
 from common.lab.equality import NotEqual, prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -229,7 +229,7 @@ def with_two_gpus() -> int:
     assert model is strategy.model and devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
     types = []
     strategy.model.linear.register_forward_pre_hook(lambda *_: types.append(torch.get_autocast_dtype("cuda")))
-    thread = threading.Thread(target=strategy.replicas, args=(torch.randn(1, 2),))
+    thread = threading.Thread(target=strategy.parallel, args=(torch.randn(1, 2),))
     thread.start()
     thread.join()
     assert types == [torch.bfloat16] != [torch.get_autocast_dtype("cuda")]  # which a new thread has set to float16
@@ -275,6 +275,16 @@ def test_bytes_held_and_copied_are_those_of_the_formulas(count):
     assert left == {0: 2 * parameters} | dict.fromkeys(others, 0) and gradients == {0}
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_first_gpu_holds_three_times_the_parameters_and_four_times_the_outputs(count):
+    """Four: the gathered outputs, the logarithms of their probabilities, and the gradients of both."""
+    step = fake_gpus.step_of(equality.tied, count, batch=12, context=equality.CONTEXT)
+    outputs, tokens = 12 * equality.CONTEXT * equality.VOCABULARY * 4, 12 * equality.CONTEXT * 8
+    assert step.parameters == 4 * sum(parameter.numel() for parameter in equality.tied().parameters())
+    expected = 3 * step.parameters + 2 * tokens + step.activations - outputs // count + 4 * outputs + 8
+    assert step.peak[0] == expected > step.peak[1]
+
+
 def test_outputs_gathered_in_another_place_would_be_counted_there():
     ((held, moved, _, _),) = launch(counted_on_pretended_gpus, 1, (2, True))
     assert held[2][1] > held[1][1] and held[2][0] < held[1][0]
@@ -286,8 +296,7 @@ def test_the_functions_that_the_page_builds_are_those_of_by_hand():
     for cell in code_of_page("02_data_parallel/01_data_parallel.ipynb"):
         built |= definitions(cell)
     finished = definitions(Path(by_hand.__file__).read_text())
-    functions = "scatter", "add_up", "replicate", "parallel_apply", "gather", "data_parallel"
-    for name in (*functions, "Broadcast.forward", "Broadcast.backward"):
+    for name in ("scatter", "replicate", "parallel_apply", "gather", "data_parallel"):
         assert built[name] == finished[name], f"{name} differs between the page and by_hand.py"
 
 
@@ -295,9 +304,9 @@ def test_the_functions_that_the_page_builds_are_those_of_by_hand():
     "devices, threads, end",
     [
         (1, True, 1 + 3 * 4),  # the device is the slower one: it begins after 1 s and has work for 12
-        (2, True, 2 + 3 * 2),  # both are as fast: the second device begins after 2 s
-        (4, True, 3 * 4 + 1),  # 12 starts of 1 s, and the last slice of 1 s
-        (4, False, 1 + 3 * 1),  # four interpreters
+        (2, True, 2 + 3 * 4),  # so are two: the second begins after 2 s
+        (8, True, 3 * 8 + 4),  # 24 starts of 1 s, and the last operation
+        (8, False, 1 + 3 * 4),  # eight interpreters
     ],
 )
 def test_simulated_starts_worked_out_by_hand(devices, threads, end):
@@ -310,4 +319,40 @@ def test_one_interpreter_starts_one_operation_at_a_time_and_a_device_computes_on
     for device in range(3):
         mine = [one for one in shown if one.device == device]
         assert all(before.end <= after.begin for before, after in zip(mine, mine[1:], strict=False))
-        assert all(one.begin >= one.returned and one.end - one.begin == 3.0 for one in mine)
+        assert all(one.begin >= one.returned and one.end - one.begin == 9.0 for one in mine)
+
+
+@pytest.mark.parametrize("start, compute, most", [(20, 100, 5), (10, 200, 20), (72, 47, 1)])
+def test_threads_feed_as_many_devices_as_one_interpreter_can(start, compute, most):
+    """Of many devices, whose examples per second one interpreter limits to those of compute/start; processes have n."""
+    threads, processes = (pictures.speedups(start, compute, threads) for threads in (True, False))
+    assert threads[-1] == pytest.approx(min(pictures.DEVICES[-1], most), rel=0.05)
+    assert processes == pytest.approx(pictures.DEVICES, rel=0.05)
+
+
+def test_the_recorded_forward_pass_is_between_the_zeroing_of_gradients_and_the_backward_pass():
+    rows = pictures.recorded_forward()
+    recorded = recordings.read("trace_naive_ddp_2xv100")
+    all_reduces = sum(row["kind"] == "all_reduce" for row in recorded)
+    earlier = [row for row in recorded if row["launch_us"] < rows[0]["launch_us"]]
+    assert len(earlier) == all_reduces == 404 and {row["kind"] for row in rows} == {"compute"}  # one for each gradient
+    assert not any("backward" in row["name"] or "_ba" in row["name"] for row in rows)
+    busy = sum(row["duration_us"] for row in rows) / (rows[-1]["launch_us"] - rows[0]["launch_us"])
+    assert 0.6 < busy < 0.7
+
+
+def test_no_thread_takes_a_second_replica_however_quick_the_first():
+    """Autograd numbers operations thread by thread and adds up gradients in that order: a thread that took a second
+    replica, because it was done with its first, would have them rounded otherwise on one rank than on another."""
+
+    seen = []
+
+    class Where(nn.Linear):
+        def forward(self, inputs):
+            seen.append(threading.get_ident())
+            return super().forward(inputs)
+
+    for _ in range(20):
+        seen.clear()
+        by_hand.data_parallel(Where(1, 1), torch.ones(3, 1), [CPU] * 3)
+        assert len(set(seen)) == 3

@@ -216,6 +216,11 @@ def test_deepspeed_reads_the_json(tmp_path):
     ("--strategy zero1 --implementation trainer", "no implementation 'trainer'; it has pytorch, by-hand, deepspeed"),
 ])  # fmt: skip
 def test_what_cannot_work_gets_one_line(line, text, tmp_path):
+    if "--resume" in line:  # of a run that has a checkpoint
+        strategy, implementation = line.split()[1], line.split()[3]
+        (tmp_path / "run" / "checkpoint-000002").mkdir(parents=True)
+        config = {"strategy": strategy, "implementation": implementation}
+        (tmp_path / "run" / "config.json").write_text(json.dumps({"config": config, "world_size": 2}))
     with pytest.raises(UserError, match=text) as error:
         configure(line, 2, run_dir=tmp_path / "run")
     assert "\n" not in str(error.value)

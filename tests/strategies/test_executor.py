@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from pipelines import batch, mesh_of, small
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.errors import UserError
 from common.lab import equality
@@ -16,7 +17,7 @@ from common.lab.ledger import Ledger
 from common.model import GPT
 from common.random_state import random_state
 from common.strategy import Setup
-from course.pipeline import by_hand, schedules, simulator, sleeping
+from course.pipeline import by_hand, faulty, schedules, simulator, sleeping
 from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
 from course.pipeline.executor import Executor, timeline, with_random_state
@@ -188,6 +189,70 @@ def test_an_action_waits_for_its_own_message_alone():
         backward = ("irecv", "isend") if rank < 2 else ()
         assert {direction: waited for direction, waited in found} == {"F": forward, "B": backward}, rank
         assert len(set(found)) == 2 and len(found) == 8, rank
+
+
+def passed_on(name, microbatches):
+    """Two steps of stages that hand on vectors. How many vectors that were sent or received are alive at most after an
+    action of the first step; and how many are after the second, the inputs counted too."""
+    schedule = schedules.build(name, dist.get_world_size(), microbatches)
+    rank_of = simulator.placement(schedule)
+    stages = {n: nn.Linear(3, 3) for n, rank in enumerate(rank_of) if rank == dist.get_rank()}
+    seen, alive = [], []
+
+    def see(tensor):
+        seen.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def seeing(start):
+        return lambda tensor, *args, **kwargs: (see(tensor), start(tensor, *args, **kwargs))[1]
+
+    def living():
+        return sum(not storage.expired() for storage in seen)
+
+    class Watched(Executor):
+        def compute(self, action):
+            super().compute(action)
+            alive.append(living())
+
+    executor = Watched(schedule, stages, dist.group.WORLD)
+    dist.isend, dist.irecv = seeing(dist.isend), seeing(dist.irecv)  # this process ends here
+    executor.run([torch.ones(1, 3) for _ in range(microbatches)], lambda y, m: y.sum(), (1, 3))
+    most, inputs = max(alive), [torch.ones(1, 3) for _ in range(microbatches)]
+    for x in inputs:
+        see(x)
+    executor.run(inputs, lambda y, m: y.sum(), (1, 3))
+    del inputs, x
+    return most, living()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_messages_and_inputs_are_freed_when_they_have_been_used(name):
+    """Wherever they are kept: inbox, outbox, handles, autograd's graph."""
+    few, many = (launch(passed_on, 2, (name, m)) for m in (8, 32))
+    for rank, ((most, _), (most_of_many, left)) in enumerate(zip(few, many, strict=True)):
+        assert left == 0, f"rank {rank}: alive after a step of 32 micro-batches, inputs counted"
+        assert 0 < most_of_many <= most, f"rank {rank}: alive at once, of 32 micro-batches and of 8"
+
+
+one_each = dist.batch_isend_irecv
+
+
+def one_for_all(operations):
+    """batch_isend_irecv as with NCCL: one handle, for whatever number of messages."""
+    works = one_each(operations)
+    return [SimpleNamespace(wait=lambda: [work.wait() for work in works])]
+
+
+def with_one_handle(name):
+    dist.batch_isend_irecv = one_for_all  # this process ends here
+    return several_tensors(name, recompute=False)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_batch_of_messages_may_have_a_single_handle(name):
+    """On three ranks: with two, an action that waits for the whole batch waits for nothing that depends on it."""
+    for _, _, found, expected in launch(with_one_handle, 3, (name,)):
+        for number, gradients in expected.items():
+            torch.testing.assert_close(found[number], gradients, rtol=1e-5, atol=1e-6)
 
 
 class Clock:
@@ -435,3 +500,26 @@ def test_a_parameter_that_is_used_twice_is_refused():
     x = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(UserError, match="used twice in one stage"):
         backward_for_input(x, layer(layer(x)), torch.ones(2, 4))
+
+
+# A pipeline that trains wrongly, for the exercise `repaired_step`
+
+
+def with_symptoms(microbatches):
+    """For this rank: are the gradients of weight and bias those of a process that has all layers?"""
+    torch.manual_seed(0)
+    rank, size, batch = dist.get_rank(), dist.get_world_size(), 2 * microbatches
+    layers = [[torch.randn(*shape).requires_grad_() for shape in ((3, 3), (3,))] for _ in range(size)]
+    inputs, targets = torch.randn(batch, 3), torch.randn(batch, 3)
+    x = inputs
+    for weight, bias in layers:
+        x = torch.tanh(x @ weight + bias)
+    expected = torch.autograd.grad((x - targets).square().mean(), layers[rank])
+    own = [None if rank else inputs, targets if rank == size - 1 else None]
+    found = faulty.faulty_step(*(p.detach() for p in layers[rank]), *own, batch, microbatches)
+    return [torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True)]
+
+
+def test_the_symptoms_that_are_told_of_the_faulty_program_are_those_that_it_has():
+    assert launch(with_symptoms, 3, (1,)) == [[True, True]] * 3
+    assert launch(with_symptoms, 3, (4,)) == [[True, True], [False, True], [False, True]]

@@ -21,7 +21,7 @@ LAYERS, WIDTH, EXPERTS = 2, 16, 8
 
 
 def make_model(**options) -> mixture.MixtureGPT:
-    return equality.lively(mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, vocabulary=64, **options))
+    return equality.scaled_up(mixture.MixtureGPT(LAYERS, WIDTH, heads=4, context=8, vocabulary=64, **options))
 
 
 def make(make_optimizer=equality.adamw, precision="fp32", **options) -> by_hand.ExpertParallel:

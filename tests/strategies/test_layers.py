@@ -78,7 +78,7 @@ def test_untied_weights_are_not_added():
 
 
 def first_layers_frozen(model_class=GPT) -> nn.Module:
-    model = equality.lively(model_class(layers=2, width=16, heads=4, context=8, vocabulary=64, tied=False))
+    model = equality.scaled_up(model_class(layers=2, width=16, heads=4, context=8, vocabulary=64, tied=False))
     model.embedding.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
     return model

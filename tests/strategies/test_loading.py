@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import ranks_of, start, torchrun, wait_for_step
-from helpers import TEXT, code_of_page, configure, definitions, metrics, numbers, saved, train
+from helpers import TEXT, configure, metrics, numbers, saved, train
 
 from common import ROOT, manifest
 from common.data import Plan, Text, epoch_order
@@ -30,15 +30,6 @@ LOADING = loading.LOADING
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_every_way_gives_the_same_micro_batches(nproc):
     proof.check_loading(list(LOADING.values()), nproc)
-
-
-def test_the_ways_that_the_page_builds_are_those_of_loading():
-    built = {}
-    for cell in code_of_page("03_ddp/02_feeding.ipynb"):
-        built |= definitions(cell)
-    finished = definitions(Path(loading.__file__).read_text())
-    for name in ("dispatch", "records", "stream", "slices", "shard_stream", "Slices.__init__", "Slices.__iter__"):
-        assert built[name] == finished[name], f"{name} differs between the page and loading.py"
 
 
 # name -> what is broken, right, wrong, refused by
@@ -203,14 +194,18 @@ def test_text_as_a_stream_is_the_text():
         assert torch.equal(whole, torch.stack(parts)) and whole.dtype == parts[0].dtype
 
 
+def one_step_of_each(folder: Path) -> None:
+    for step, name in enumerate(reversed([*LOADING][1:]), start=1):
+        settings = TEXT | {"steps": step, "loading": name, "run_dir": folder} | ({"resume": True} if step > 1 else {})
+        train([configure("", 2, dist.get_rank(), **settings, strategy="ddp")])
+        dist.barrier()
+
+
 def test_training_is_bitwise_the_same_and_goes_on_from_anywhere(tmp_path):
     """Each way through one run; and one run of which each way does a step, resumed."""
     runs = [configure(size=2, **TEXT, strategy="ddp", loading=name, run_dir=tmp_path / name) for name in LOADING]
     launch(train, 2, (runs,))
-    for step, name in enumerate(reversed([*LOADING][1:]), start=1):
-        resumed = {"resume": True} if step > 1 else {}
-        settings = TEXT | {"steps": step, "loading": name, "run_dir": tmp_path / "parts"} | resumed
-        launch(train, 2, ([configure(size=2, **settings, strategy="ddp")],))
+    launch(one_step_of_each, 2, (tmp_path / "parts",))
     expected = numbers(tmp_path / "shard")
     assert len(expected) == 8 and len(set(expected)) == 8
     for name in [*LOADING, "parts"]:
@@ -321,17 +316,17 @@ def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     first = attempt("none_ab", 0)
-    assert not first.goes_on
+    assert not first.resumes
     first.log({"step": 1})
     second = attempt("none_ab", 1)  # the first died before its first checkpoint: from the beginning
-    assert second.path == first.path and not second.goes_on and second.records() == []
+    assert second.path == first.path and not second.resumes and second.records() == []
     second.log({"step": 1})
     (second.path / manifest.name_of(1)).mkdir()
     third = attempt("none_ab", 2)
-    assert third.path == first.path and third.goes_on and third.records() == [{"step": 1}]
+    assert third.path == first.path and third.resumes and third.records() == [{"step": 1}]
     other = attempt("none_cd", 1)
-    assert other.path != first.path and not other.goes_on
-    with pytest.raises(UserError, match="holds a run already; add --resume to go on"):
+    assert other.path != first.path and not other.resumes
+    with pytest.raises(UserError, match="--run-dir.*--resume"):
         configure(run_dir=first.path)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "logs/none_ef/attempt_0/0/error.json")
     two_nodes = RunDirectory(configure(), 2, ["none_ef", "none_gh"])

@@ -131,15 +131,6 @@ def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
         assert moved == names and rest == [16, torch.bfloat16, [rank]], "width and type of what stages hand on"
 
 
-def test_what_was_one_weight_without_memory_is_one_on_the_device():
-    with torch.device("meta"):
-        layer = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("a", "b")})
-        layer["b"].weight = layer["a"].weight
-    split.move(layer, CPU)
-    assert layer["b"].weight is layer["a"].weight and layer["b"].bias is not layer["a"].bias
-    assert not any(parameter.is_meta for parameter in layer.parameters())
-
-
 def test_a_model_without_memory_takes_what_rank_0_has():
     def losses_of(meta):
         torch.manual_seed(2)
@@ -152,26 +143,30 @@ def test_a_model_without_memory_takes_what_rank_0_has():
         assert with_meta == without and with_meta[2] != with_meta[0]
 
 
-def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_layer():
+def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_weight():
+    def bytes_of(model):
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        return sum(storages.values())
+
     def cut():
-        rank, most, broadcast = dist.get_rank(dist.group.WORLD), [], split.broadcast_module
-        with torch.device("meta" if rank > 0 else "cpu"):
+        most, broadcast = [], dist.broadcast
+        with torch.device("meta" if dist.get_rank(dist.group.WORLD) > 0 else "cpu"):
             model = small(layers=6)
 
-        def noting(layer, group):
-            broadcast(layer, group)
-            most.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
+        def noting(*args, **kwargs):
+            most.append(bytes_of(model))
+            return broadcast(*args, **kwargs)
 
-        split.broadcast_module = noting
-        pipeline, layer = axis(make_mesh({"pipeline": -1}), "pipeline"), max(map(count, layers_of(model).values()))
-        whole, schedule = count(model), schedules.build("1f1b", 4, 4)
+        pipeline, schedule = axis(make_mesh({"pipeline": -1}), "pipeline"), schedules.build("1f1b", 4, 4)
+        weight, whole = max(p.nbytes for p in model.parameters()), 4 * count(model)
+        dist.broadcast = noting
         own = split.own_stages(model, schedule, pipeline, everyone=pipeline.group)
-        return max(most), count(own.model), layer, whole
+        return max(most), bytes_of(own.model), weight, whole, 4 * len(list(small(layers=6).parameters()))
 
     first, *others = launch(cut, 4)
     assert first[0] == first[3]  # rank 0 has all, to begin with
-    for most, own, layer, whole in others:
-        assert own <= most <= own + layer < whole
+    for most, own, weight, whole, shapes in others:
+        assert own <= most <= own + weight + shapes < whole
 
 
 def seconds_in_the_embedding_group():

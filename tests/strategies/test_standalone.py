@@ -1,6 +1,7 @@
 """The programs that readers copy: complete without the course, and on 1, 2 and 4 ranks equal to a plain loop here."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,8 +218,8 @@ def test_an_import_of_the_course_would_be_seen(line):
     assert not imports(f"import torch\n\n\ndef f():\n    {line}\n") <= {"torch"}
 
 
-# The one without a model, and the one with the most imports; with FULL=1 all.
-ALONE = list(PROGRAMS) if FULL else [HELLO, "06_fsdp"]
+# The one with the most imports; with FULL=1 all.
+ALONE = list(PROGRAMS) if FULL else ["06_fsdp"]
 
 
 @pytest.mark.parametrize("chapter", PROGRAMS)
@@ -236,16 +236,15 @@ def test_plain_python(chapter, tmp_path):
 
 
 def test_ranks(tmp_path):
-    """An epoch on two ranks, the next on four from the checkpoint of the two, the third on one from that of the four.
-
-    Together they are equal to three epochs of one process that is never interrupted.
-    """
+    """An epoch on two ranks, the next on four from the checkpoint of the two (where state lies in parts; with FULL=1
+    elsewhere too), the last on one. Together they are equal to epochs of one process that is never interrupted."""
     jobs = []
+    sizes = {name: [2, 4, 1] if FULL or name in ("05_pipeline", "06_fsdp") else [2, 1] for name in PROGRAMS}
     for chapter, program in PROGRAMS.items():
         copy = tmp_path / "copies" / chapter / "my_program.py"
         copy.parent.mkdir(parents=True)
         shutil.copy(program, copy)
-        jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate([2, 4, 1], start=1)]
+        jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate(sizes[chapter], start=1)]
     feeding, speed, _ = OTHERS
     jobs += [[2, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
     run(jobs, tmp_path, orderly=4 if FULL else 2)
@@ -253,8 +252,9 @@ def test_ranks(tmp_path):
     check_speed(*outputs(tmp_path / "speed"))
     for chapter in PROGRAMS:
         by_rank = outputs(tmp_path / chapter)
-        launches = by_rank[:2], by_rank[2:6], by_rank[6:]
-        assert len(by_rank) == 7
+        rest = iter(by_rank)
+        launches = [[*itertools.islice(rest, size)] for size in sizes[chapter]]
+        assert len(by_rank) == sum(sizes[chapter])
         if chapter == HELLO:
             for launch in launches:
                 for rank, text in enumerate(launch):
@@ -262,7 +262,7 @@ def test_ranks(tmp_path):
                     assert text.startswith(f"rank {rank} of {len(launch)}: ")
                     assert text.endswith(f"rank {rank}: 1 + ... + {len(launch)} is {total}, expected {total}\n")
         else:
-            check(tmp_path / chapter, "".join(by_rank), chapter, epochs=3)
+            check(tmp_path / chapter, "".join(by_rank), chapter, epochs=len(launches))
             for launch in launches:  # one epoch each, from one rank
                 speaker = -1 if chapter == "05_pipeline" else 0
                 assert len(printed(launch[speaker])) == len(printed("".join(launch))) == 1
@@ -348,7 +348,9 @@ MISTAKES = {  # chapter, what is right, what stands there instead
 
 
 def test_mistakes_are_refused(tmp_path):
-    """Two epochs on two ranks; where something is loaded wrongly, the second is a second start."""
+    """An epoch on two ranks, two where the order of the second matters; where something is loaded wrongly, the second
+    is a second start."""
+    epochs_of = {mistake: 2 if mistake == "one order" or "momenta" in mistake else 1 for mistake in MISTAKES}
     jobs = []
     for mistake, (chapter, right, wrong) in MISTAKES.items():
         program = tmp_path / mistake / "my_program.py"
@@ -356,11 +358,14 @@ def test_mistakes_are_refused(tmp_path):
         text = PROGRAMS[chapter].read_text()
         assert text.count(right) == 1, right
         program.write_text(text.replace(right, wrong))
-        jobs += [[2, program, program.parent, epochs] for epochs in ((1, 2) if "momenta" in mistake else (2,))]
+        jobs += [
+            [2, program, program.parent, epochs]
+            for epochs in ((1, 2) if "momenta" in mistake else (epochs_of[mistake],))
+        ]
     run(jobs, tmp_path)
     for mistake, (chapter, *_) in MISTAKES.items():
         try:
-            check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs=2)
+            check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs_of[mistake])
         except AssertionError as refused:
             print(f"{mistake}: {refused}")
         else:
@@ -403,22 +408,13 @@ class Stop(Exception):
     pass
 
 
-def hello(folder: Path) -> Path:
-    """The program that the first page writes."""
-    page = nbformat.read(ROOT / "01_intro/01_why_distribute.ipynb", as_version=4)
-    (text,) = [cell.source for cell in page.cells if cell.source.startswith("%%writefile hello.py")]
-    (folder / "hello.py").write_text(text.partition("\n")[2])
-    return folder / "hello.py"
-
-
 GROUPS = [path for chapter, path in PROGRAMS.items() if chapter != ONE_PROCESS] + OTHERS + [ROOT / "docs/your_own.py"]
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-@pytest.mark.parametrize("program", [*GROUPS, hello], ids=lambda path: getattr(path, "stem", "hello"))
-def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("program", GROUPS, ids=lambda path: path.stem)
+def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, capsys):
     """Each process of a node with so many GPUs, up to where the ranks meet: what it asks for, and what it says."""
-    program = program if isinstance(program, Path) else program(tmp_path)
     asked = []
 
     def init_process_group(backend, device_id=None, **place):
@@ -447,5 +443,4 @@ def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, tmp_
             chosen = {value for value in values if isinstance(value, torch.device)}
             assert chosen == {own if enough else torch.device("cpu")}, "where it would compute"
             said = capsys.readouterr().out
-            if program.stem != "hello":  # which says in each line where it computes
-                assert said.count("\n") == (0 < gpus < processes and local_rank == 0), said
+            assert said.count("\n") == (0 < gpus < processes and local_rank == 0), said

@@ -112,7 +112,7 @@ $(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
 bench: $(INSTALLED)
 	python tools/bench.py
 
-# What 06_fsdp/05_engines.ipynb shows: a step of each engine against one of PyTorch's.
+# What 06_fsdp/07_engines.ipynb shows: a step of each engine against one of PyTorch's.
 bench-engines: $(ENGINES)
 	python tools/bench_engines.py
 

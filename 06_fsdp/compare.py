@@ -150,7 +150,7 @@ def counted(model):
     for part in model.modules():
         if list(part.parameters(recurse=False)):
             part.register_forward_hook(after_forward)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # see 07_fsdp_lookup.ipynb
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # see 08_fsdp_lookup.ipynb
     with Ledger() as ledger:
         loss_of(model, TOKENS[:2]).backward()
     return ledger, max(counts) / sum(p.numel() for p in model.parameters())

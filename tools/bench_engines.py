@@ -1,4 +1,4 @@
-"""What a step costs with each engine, against PyTorch's own, and what else 06_fsdp/05_engines.ipynb shows; two ranks.
+"""What a step costs with each engine, against PyTorch's own, and what else 06_fsdp/07_engines.ipynb shows; two ranks.
 
     python tools/bench_engines.py              # or: make bench-engines
     python tools/bench_engines.py loading      # this part alone

@@ -21,7 +21,7 @@ Dots say how difficult an exercise is and how important its idea is for the late
 import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
-# --- notebooks 01 and 04: the reducer, and training with it ---------------------------------------------------
+# --- the reducer, and training with it ---------------------------------------------------
 
 
 def average_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ def first_difference(parameters: list[torch.Tensor]) -> int:
     raise NotImplementedError
 
 
-# --- notebook 02: feeding the ranks ---------------------------------------------------------------------------
+# --- feeding the ranks ---------------------------------------------------------------------------
 
 
 def sampler_indices(size: int, epoch: int, seed: int, rank: int, world: int) -> list[int]:
@@ -201,7 +201,7 @@ def uneven_steps(gradients: list[torch.Tensor], elements: int) -> list[torch.Ten
     raise NotImplementedError
 
 
-# --- notebook 03: scaling -------------------------------------------------------------------------------------
+# --- scaling -------------------------------------------------------------------------------------
 
 
 def speedup_and_efficiency(kind: str, ranks: int, alone: float, together: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ Dots say how difficult an exercise is and how important its idea is for the late
 import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
-# --- notebook 01: layers split over ranks ---------------------------------------------------------------------
+# --- layers split over ranks ---------------------------------------------------------------------
 
 
 def balanced_cut(costs: list[int], parts: int) -> list[int]:
@@ -76,7 +76,7 @@ def naive_utilisation(forward: list[float], backward: list[float], message: floa
     raise NotImplementedError
 
 
-# --- notebooks 02 and 05: tensor and sequence parallel --------------------------------------------------------
+# --- tensor and sequence parallel --------------------------------------------------------
 
 
 def parallel_mlp(
@@ -155,7 +155,7 @@ def sequence_parallel_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor)
     raise NotImplementedError
 
 
-# --- notebook 05: inside a node -------------------------------------------------------------------------------
+# --- inside a node -------------------------------------------------------------------------------
 
 
 def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: int | None) -> torch.Tensor:
@@ -171,7 +171,7 @@ def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: 
     raise NotImplementedError
 
 
-# --- notebook 03: long contexts -------------------------------------------------------------------------------
+# --- long contexts -------------------------------------------------------------------------------
 
 
 def combine_blocks(
@@ -226,7 +226,7 @@ def sequence_to_heads(x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError
 
 
-# --- notebook 04: experts -------------------------------------------------------------------------------------
+# --- experts -------------------------------------------------------------------------------------
 
 
 def apply_capacity(probabilities: torch.Tensor, k: int, capacity: int) -> list[list[int]]:

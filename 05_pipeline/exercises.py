@@ -24,7 +24,7 @@ Dots say how difficult an exercise is and how important its idea is for the late
 import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
-# --- notebook 01: from idle devices to 1F1B -------------------------------------------------------------------
+# --- from idle devices to 1F1B -------------------------------------------------------------------
 
 
 def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
@@ -118,7 +118,7 @@ def repaired_step(
     raise NotImplementedError
 
 
-# --- notebook 02: the schedule lab ----------------------------------------------------------------------------
+# --- the schedule lab ----------------------------------------------------------------------------
 
 
 def peak_megabytes(actions: list[str], megabytes: dict[int, int]) -> int:
@@ -197,7 +197,7 @@ def split_backward(
     raise NotImplementedError
 
 
-# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
+# --- PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
 def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages: int) -> list[int]:

@@ -20,7 +20,7 @@ Dots say how difficult an exercise is and how important its idea is in practice.
 import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
-# --- notebook 01: ZeRO by hand --------------------------------------------------------------------------------
+# --- ZeRO by hand --------------------------------------------------------------------------------
 
 
 def own_shard(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -140,7 +140,7 @@ def sent_in_a_step(strategy: str, parameters: int, ranks: int, accumulation: int
     raise NotImplementedError
 
 
-# --- notebook 02: fully_shard ---------------------------------------------------------------------------------
+# --- fully_shard ---------------------------------------------------------------------------------
 
 
 def gathered_peak(units: list[int], ahead: int, reshard: bool) -> int:
@@ -197,7 +197,7 @@ def hybrid_gradient(gradient: torch.Tensor, replicas: int) -> torch.Tensor:
     raise NotImplementedError
 
 
-# --- notebook 03: fitting it in -------------------------------------------------------------------------------
+# --- fitting it in -------------------------------------------------------------------------------
 
 
 def scaled_step(shard: torch.Tensor, scale: float, good: int, interval: int) -> tuple[torch.Tensor | None, float, int]:
@@ -253,7 +253,7 @@ def fewest_ranks(strategy: str, parameters: int, activations: int, budget: int) 
     raise NotImplementedError
 
 
-# --- notebook 04: choosing ------------------------------------------------------------------------------------
+# --- choosing ------------------------------------------------------------------------------------
 
 
 def tokens_to_hide(strategy: str, micro_batches: int, flops: float, bandwidth: float) -> float:

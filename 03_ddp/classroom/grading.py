@@ -28,7 +28,7 @@ def mean(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(same).sum(0) / len(ranks) for same in zip(*ranks, strict=True)]
 
 
-# --- notebooks 01 and 04: the reducer, and training with it ---------------------------------------------------
+# --- the reducer, and training with it ---------------------------------------------------
 
 
 def average_gradients(size):
@@ -150,7 +150,7 @@ def first_difference(size):
         yield ExerciseCase(what, arguments, [first] * size, sends_at_most(4096))
 
 
-# --- notebook 02: feeding the ranks ---------------------------------------------------------------------------
+# --- feeding the ranks ---------------------------------------------------------------------------
 
 
 def sampler_indices(size):
@@ -210,7 +210,7 @@ def uneven_steps(size):
         yield ExerciseCase(what, [(x, 5) for x in inputs], [expected] * size, sends_at_most(limit))
 
 
-# --- notebook 03: scaling -------------------------------------------------------------------------------------
+# --- scaling -------------------------------------------------------------------------------------
 
 
 def speedup_and_efficiency(size):

@@ -38,7 +38,7 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-# --- notebook 01: layers split over ranks ---------------------------------------------------------------------
+# --- layers split over ranks ---------------------------------------------------------------------
 
 
 def balanced_cut(size):
@@ -98,7 +98,7 @@ def naive_utilisation(size):
     yield from calculated(size, "naive_utilisation", rows)
 
 
-# --- notebook 02: tensor and sequence parallel ----------------------------------------------------------------
+# --- tensor and sequence parallel ----------------------------------------------------------------
 
 
 def mlp(size: int, hidden: int, width: int = 3, tokens: int = 4):
@@ -191,7 +191,7 @@ def parallel_dropout(size):
             yield ExerciseCase(what, arguments, list(parts[1]), nothing_sent)
 
 
-# --- notebook 03: long contexts -------------------------------------------------------------------------------
+# --- long contexts -------------------------------------------------------------------------------
 
 
 def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,7 +258,7 @@ def sequence_to_heads(size):
         yield ExerciseCase(what, arguments, [part.contiguous() for part in whole.chunk(size, 1)], pattern)
 
 
-# --- notebook 04: experts -------------------------------------------------------------------------------------
+# --- experts -------------------------------------------------------------------------------------
 
 
 def apply_capacity(size):

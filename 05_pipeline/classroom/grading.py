@@ -101,7 +101,7 @@ def judged(size: int, name: str, rows: list[tuple]):
             yield ExerciseCase(f"{name}({shown})", [tuple(arguments)] * size, [judge] * size, nothing_sent)
 
 
-# --- notebook 01: from idle devices to 1F1B -------------------------------------------------------------------
+# --- from idle devices to 1F1B -------------------------------------------------------------------
 
 
 def microbatches_for(size):
@@ -187,7 +187,7 @@ def repaired_step(size):
         yield ExerciseCase(what, arguments, expected, exactly(messages, any_order=True))
 
 
-# --- notebook 02: the schedule lab ----------------------------------------------------------------------------
+# --- the schedule lab ----------------------------------------------------------------------------
 
 
 def peak_megabytes(size):
@@ -301,7 +301,7 @@ def split_backward(size):
         yield ExerciseCase(what, [(weights, x, grad_output)] * size, [expected] * size, nothing_sent)
 
 
-# --- notebook 03: PyTorch's pipelines, and hybrids ------------------------------------------------------------
+# --- PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
 def blocks_per_stage(size, shapes=((1, 2, 7, 12, 4), (0, 3, 0, 8, 4), (9, 2, 5, 10, 3), (2, 4, 30, 9, 4))):

@@ -32,7 +32,7 @@ def padded(vector: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([vector, vector.new_zeros(-len(vector) % size)])
 
 
-# --- notebook 01: ZeRO by hand --------------------------------------------------------------------------------
+# --- ZeRO by hand --------------------------------------------------------------------------------
 
 
 def own_shard(size):
@@ -144,7 +144,7 @@ def sent_in_a_step(size):
     yield from calculated(size, "sent_in_a_step", rows)
 
 
-# --- notebook 02: fully_shard ---------------------------------------------------------------------------------
+# --- fully_shard ---------------------------------------------------------------------------------
 
 
 def gathered_peak(size):
@@ -217,7 +217,7 @@ def hybrid_gradient(size):
         yield ExerciseCase(f"{elements} elements, 2 replicas", [(x, 2) for x in inputs], expected, pattern)
 
 
-# --- notebook 03: fitting it in -------------------------------------------------------------------------------
+# --- fitting it in -------------------------------------------------------------------------------
 
 
 def scaled_step(size):

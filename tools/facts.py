@@ -27,6 +27,7 @@ from course.strategies import STRATEGIES
 
 MARK = re.compile(r"(<!-- facts: ([a-z -]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MINUTES = re.compile(r"(\*\*Time:\*\* )\d+( minutes)")
+PRINTS_CODE = re.compile(r"print\(.*(getsource|read_text)\(")
 TO_WRITE = "..."  # in a cell that somebody has to write
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,11 +64,12 @@ def words(text: str) -> int:
 
 
 def reading_minutes(notebook) -> float:
-    """A minute for 150 words or for 8 lines of code."""
+    """A minute for 150 words or for 8 lines of code, be it in a cell or printed by one."""
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", prose, re.DOTALL | re.MULTILINE)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    lines = [line for text in [*blocks, *cells] for line in text.splitlines()]
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    printed = [out.get("text", "") for cell in cells if PRINTS_CODE.search(cell.source) for out in cell.outputs]
+    lines = [line for text in [*blocks, *(cell.source for cell in cells), *printed] for line in text.splitlines()]
     return words(prose) / 150 + sum(line.strip() != "" for line in lines) / 8
 
 

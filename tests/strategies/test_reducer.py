@@ -1,12 +1,13 @@
 """The reducer of chapter 03: bit by bit what DistributedDataParallel computes, and clear about what it cannot."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from gpu_waits import Copies
-from helpers import FULL
+from helpers import FULL, code_of_page, definitions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -18,7 +19,7 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
 from common.strategy import Setup
-from course.ddp import by_hand, distributed_training
+from course.ddp import by_hand, distributed_training, first_buckets
 from course.ddp.classroom import bugs as chapter_bugs
 
 CAP = 0.02  # MiB: a few buckets for a small model
@@ -411,3 +412,11 @@ def test_messages_are_buckets_and_overlap_the_backward_pass():
         assert local == [{}, {}] and calls == {"all_reduce": count} and count > 2
         assert sent == 2 * 3 / 4 * size
         assert under_way == sorted(under_way) and under_way[-1] >= count - 2, "buckets leave while others are computed"
+
+
+def test_the_first_buckets_are_those_that_the_page_builds():
+    built = {}
+    for cell in code_of_page("03_ddp/01_ddp.ipynb"):
+        built |= definitions(cell)
+    for name, code in definitions(Path(first_buckets.__file__).read_text()).items():
+        assert built[name] == code, f"{name} differs between the page and first_buckets.py"

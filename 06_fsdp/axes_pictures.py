@@ -128,8 +128,8 @@ def step_frames() -> list[tuple[Figure, str]]:
     first, second = ([rank for rank in PLACES if rank[0] == p] for p in (0, 1))
     shots = [
         (None, [], first, "forward: the first stage computes",
-         "Each replica reads its half of the batch. The two ranks of a replica's first stage multiply the same "
-         "activations with their own half of each weight."),
+         "The four ranks of the first stage compute (coloured). The two in a row, a tensor pair, have the same half of "
+         "the batch, and each its half of every weight; the other row has the other half of the batch."),
         ("tensor", pairs("tensor", first), [], "tensor: all-reduce of partial sums",
          "The partial products are added up inside each pair. Now both ranks of a pair have the stage's output."),
         ("pipeline", pairs("pipeline", first), [], "pipeline: send activations",

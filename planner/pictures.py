@@ -47,18 +47,19 @@ def draw_exposed(curves: dict[str, list[tuple[int, float]]], turns: dict[str, fl
 
 
 def draw_scores(lines: list[Line]):
-    """Predicted over measured, for each published run: a column for each source."""
-    fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), width_ratios=[7, 3], sharey=True)
+    """Predicted over measured, for each published run: a row for each source."""
+    fig, axes = plt.subplots(1, 2, figsize=(9.5, 5.4), width_ratios=[7, 4], sharex=True, sharey=True)
+    sources = list(dict.fromkeys(line.run.source for line in lines))
     for ax, what in zip(axes, ("time_error", "memory_error"), strict=True):
-        found = [line for line in lines if getattr(line, what) is not None]
-        sources = list(dict.fromkeys(line.run.source for line in found))
-        for column, source in enumerate(sources):
-            errors = [getattr(line, what) for line in found if line.run.source == source]
-            places = [column + 0.6 * (k + 0.5) / len(errors) - 0.3 for k in range(len(errors))]
-            ax.plot(places, [1 + error for error in errors], "o", color=plotting.BLUE, ms=5)
-        ax.axhline(1, color="black", lw=1)
-        ax.axhspan(0.9, 1.1, color="#EEEEEE", zorder=0)
-        ax.set_xticks(range(len(sources)), [source.replace(" ", "\n", 1) for source in sources], fontsize=9)
-        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", ylim=(0.3, 1.7))
-    axes[0].set_ylabel("predicted / measured")
+        for row, source in enumerate(sources):
+            errors = [getattr(line, what) for line in lines if line.run.source == source]
+            errors = [error for error in errors if error is not None]
+            places = [row + 0.6 * (k + 0.5) / len(errors) - 0.3 for k in range(len(errors))]
+            ax.plot([1 + error for error in errors], places, "o", color=plotting.BLUE, ms=4)
+        ax.axvline(1, color="black", lw=1)
+        ax.axvspan(0.9, 1.1, color="#EEEEEE", zorder=0)
+        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", xlim=(0.3, 1.7))
+        ax.set_xlabel("predicted / measured")
+    axes[0].set_yticks(range(len(sources)), sources, fontsize=9)
+    axes[0].invert_yaxis()
     return fig

@@ -2,10 +2,11 @@
 
     python -m common.doctor
     python -m common.doctor --report
+    python -m common.doctor --symptom "it hangs at the end of an epoch"
 
 prints a line per check, OK or FIX with what to do, and exits with 0 when there is nothing to fix, else with 1. With
 --report it also writes these lines, the versions, the machine and the last run into doctor-report.txt, without names
-and paths: what a bug report begins with.
+and paths: what a bug report begins with. With --symptom it checks nothing, and says where the course explains that.
 It is for installations that are broken: whatever may be missing is imported inside the check that needs it.
 """
 
@@ -347,7 +348,13 @@ def main(arguments=None):
     """Print a line per check; return how many have something to fix."""
     parser = argparse.ArgumentParser("python -m common.doctor", description="Is this machine ready for the course?")
     parser.add_argument("--report", action="store_true", help="also write doctor-report.txt, without names and paths")
+    parser.add_argument("--symptom", metavar="WORDS", help="check nothing; say where the course explains this")
     options = parser.parse_args(arguments)
+    if options.symptom is not None:
+        from common import symptoms
+
+        print(symptoms.answer(options.symptom))
+        return 0
     to_fix, lines = 0, []
     for check in CHECKS:
         verdict, text = examine(check)

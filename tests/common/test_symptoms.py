@@ -1,0 +1,45 @@
+"""Who knows only what went wrong finds the place that explains it."""
+
+from collections import Counter
+
+import pytest
+
+from common import doctor, symptoms
+from course.ddp import catalogue
+
+MISTAKES = catalogue.mistakes().values()
+MESSAGES = Counter(message for mistake in MISTAKES for _, message in mistake.says)
+OWN = [(mistake, message) for mistake in MISTAKES for _, message in mistake.says if MESSAGES[message] == 1]
+
+
+def places(words: str) -> str:
+    return "\n".join(place.where for place in symptoms.find(words))
+
+
+@pytest.mark.parametrize(
+    "mistake, message", OWN, ids=[f"{mistake.name}-{number}" for number, (mistake, _) in enumerate(OWN)]
+)
+def test_a_message_of_one_mistake_leads_to_it(mistake, message):
+    assert mistake.name in places(message)
+
+
+@pytest.mark.parametrize(
+    "words, where",
+    [
+        ("everything stops when I write a checkpoint", "Hangs and timeouts"),
+        ("my loss becomes nan", "Wrong numbers"),
+        ("two nodes are slower than a single one", "Slow training"),
+        ("the address is already in use", "It does not start"),
+        ("GPU 0 runs out of memory, the others do not", "one_gpu_for_all"),
+        ("training was killed and the loss is higher after it resumed", "06_checkpoints_and_failures"),
+        ("test accuracy depends on how many GPUs I use", "03_feeding"),
+        ("find_unused_parameters", "09_ddp_in_practice"),
+    ],
+)
+def test_a_symptom_in_other_words_leads_to_its_place(words, where):
+    assert where in places(words)
+
+
+def test_words_that_are_nowhere_are_answered_in_one_line(capsys):
+    assert doctor.main(["--symptom", "qwzx"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1

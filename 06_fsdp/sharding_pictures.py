@@ -216,7 +216,8 @@ def step_by_step(events: list[tuple[str, int]], names: list[str], ranks: int) ->
         if what in ("forward", "backward", "step"):
             words = [f"{what.capitalize()} pass of {names[unit]}."]
             if what == "step":
-                words = ["The optimizer steps the shards; all other memory has been given back."]
+                words = ["The optimizer steps the shards."]
+                words += [f"Still whole, and given back right afterwards: {names[kept]}." for kept in sorted(gathered)]
             words += [f"Meanwhile {names[other]} is gathered." for other in sorted(flying)]
             words += [f"The gradients of {names[other]} are reduce-scattered." for other in sorted(sent)]
             found.append(

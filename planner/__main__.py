@@ -8,20 +8,23 @@ python -m planner emit --format accelerate --model llama-3-8b --gpu h100-80gb --
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from common import ROOT
 from common.axes import parse_axes, resolve
 from common.constants import GIB
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from planner import constants, hardware, models
-from planner.emit import FORMATS, emit
+from planner.emit import COURSE, FORMATS, emit
 from planner.estimate import Estimate, estimate
+from planner.frameworks import FRAMEWORKS
 from planner.hardware import cluster
-from planner.layout import PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout
+from planner.layout import FRAMEWORK, PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout, usual_precision
 from planner.names import lookup
 from planner.output import explain, one_layout, table
 
@@ -69,7 +72,11 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--adapters", type=int, help="network adapters of a node")
         add("--batch-size", type=int, required=True, help="sequences of a step, of all GPUs together")
         add("--sequence", type=int, default=2048, help="tokens of a sequence")
-        add("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
+        add(
+            "--precision",
+            help=f"{', '.join(PRECISIONS)}; by default mixed, in the GPU's own 16 bits",
+        )
+        add("--framework", default=FRAMEWORK, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
         add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
         add("--json", action="store_true")
@@ -103,7 +110,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("what", metavar="FILE.py:FUNCTION", help="the function returns (module, inputs of one GPU's micro-batch)")
     add("--gpu", required=True, help="python -m planner hardware lists them")
     add("--gpus", type=int, required=True)
-    add("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
+    add("--precision", help=f"{', '.join(PRECISIONS)}; by default mixed, in the GPU's own 16 bits")
     add("--constants", help="a file that calibrate wrote")
     add("--json", action="store_true")
     for name in ("models", "hardware"):
@@ -169,7 +176,9 @@ def cluster_of(args: argparse.Namespace) -> hardware.Cluster:
     return cluster(gpu, args.gpus, args.gpus_per_node, args.network, args.adapters)
 
 
-def precision_of(args: argparse.Namespace) -> str:
+def precision_of(args: argparse.Namespace, gpu: hardware.GPU) -> str:
+    if args.precision is None:
+        return usual_precision(gpu)
     name = PRECISION_ALIASES.get(args.precision, args.precision)
     lookup(name, PRECISIONS, "precision")
     return name
@@ -183,10 +192,10 @@ def named(args: argparse.Namespace) -> Estimate:
     layout = make_layout(
         model, gpus, mesh, batch_size=args.batch_size, micro_batch=args.micro_batch, sequence=args.sequence,
         zero_stage=stage, schedule=SCHEDULE_ALIASES.get(args.schedule.lower(), args.schedule.lower()),
-        stages_per_rank=args.stages_per_rank, recompute=args.recompute, precision=precision_of(args),
+        stages_per_rank=args.stages_per_rank, recompute=args.recompute, precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
-        overlap_gradients=args.overlap_gradients,
+        overlap_gradients=args.overlap_gradients, framework=args.framework,
     )  # fmt: skip
     return estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
 
@@ -214,10 +223,26 @@ def planned(args: argparse.Namespace, count: int, tool: str | None = None) -> li
     for name in ("batch_size", "sequence"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    gpus = cluster_of(args)
+    lookup(args.framework, FRAMEWORKS, "framework")
     return plan(
-        model_of(args), cluster_of(args), args.batch_size, args.sequence, precision_of(args), args.max_memory_gb,
-        count, constants.load(args.constants), *([expressed] if tool else []),
+        model_of(args), gpus, args.batch_size, args.sequence, precision_of(args, gpus.gpu), args.max_memory_gb,
+        count, constants.load(args.constants), expressed if tool else lambda _: True, args.framework,
     )  # fmt: skip
+
+
+def recommended(args: argparse.Namespace) -> tuple[Estimate, list[str]]:
+    """The first of `plan`, or, where the tool cannot express that, the first that it can; with a note then."""
+    first = planned(args, 1)[0].estimate
+    try:
+        emit(first, args.format)
+    except UserError as error:
+        found = planned(args, 1, args.format)[0].estimate
+        return found, [
+            f"`plan` recommends {first.layout.describe()}, but {error}; this one takes "
+            f"{found.seconds / first.seconds - 1:+.0%} time"
+        ]
+    return first, []
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -243,9 +268,14 @@ def run_emit(args: argparse.Namespace) -> None:
     given = [name for name, value in vars(layout.parse_args([])).items() if getattr(args, name) != value]
     if given and not args.mesh:
         raise UserError(f"--{given[0].replace('_', '-')} is of a layout that you name: add --mesh, or leave it out")
-    found = emit(named(args) if args.mesh else planned(args, 1, args.format)[0].estimate, args.format)
+    layout, notes = (named(args), []) if args.mesh else recommended(args)
+    found = emit(layout, args.format)
+    found.notes[:0] = notes
+    command = found.command
     if args.out:
         folder = Path(args.out)
+        # This course's own script stays where it is.
+        command = f"cd {shlex.quote(args.out)} && " + command.replace(COURSE, shlex.quote(str(ROOT / COURSE)))
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in found.files.items():
             (folder / name).write_text(text)
@@ -254,7 +284,7 @@ def run_emit(args: argparse.Namespace) -> None:
         return
     for name, text in found.files.items():
         print(f"written to {Path(args.out, name)}" if args.out else f"--- {name}\n{text}")
-    print("\n".join([*(f"note: {note}" for note in found.notes), found.command]))
+    print("\n".join([*(f"note: {note}" for note in found.notes), command]))
 
 
 def run_scoreboard(args: argparse.Namespace) -> None:
@@ -292,7 +322,7 @@ def run_measure(args: argparse.Namespace) -> None:
     from planner import any_module
 
     gpu = cluster_of(argparse.Namespace(**vars(args), gpus_per_node=None, network=None, adapters=None)).gpu
-    make, precision = any_module.load(args.what), precision_of(args)
+    make, precision = any_module.load(args.what), precision_of(args, gpu)
     said = any_module.report(make, gpu, args.gpus, precision, constants.load(args.constants))
     print(json.dumps(said, indent=1) if args.json else any_module.table(said))
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from common.constants import GIB
 from common.errors import UserError
-from planner import as_course
+from planner import as_course, train_file
 from planner.estimate import Estimate
 from planner.hardware import Cluster
 from planner.layout import Layout
 
-SCRIPT = "train.py"  # the reader's own
+COURSE = "distributed_training.py"  # the script of this repository
+SCRIPT = "train.py"  # planner/train_file.py
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,6 @@ def among(value: str, table: dict, what: str):
     return table[value]
 
 
-def plain_tensor(layout: Layout) -> None:
-    if layout.tensor > 1 and layout.sequence_parallel:
-        raise UserError("it cuts weights along 'tensor', and no activations; add --sequence-parallel no")
-
-
 def on_cpu(cluster: Cluster) -> bool:
     return cluster.gpu.name in ("cpu", "here")
 
@@ -93,10 +89,12 @@ def torchrun_words(cluster: Cluster) -> str:
     return f"torchrun {nodes if cluster.nodes > 1 else ''}--nproc_per_node={ranks_per_node(cluster)}"
 
 
-def in_script(layout: Layout) -> list[str]:
-    """What the reader's own script says, where the tool's file has no place for it."""
-    return [f"in {SCRIPT}: micro-batches of {layout.micro_batch} sequence(s) of {layout.sequence:,} tokens, "
-            f"{layout.micro_batches} of them accumulated before each optimizer step"]  # fmt: skip
+def trained(found: Estimate, tool: str, command: str) -> tuple[dict[str, str], list[str]]:
+    """The training file, and what a reader should know of it."""
+    notes = [f"{SCRIPT} reads bytes of text; put your own tokens there, or a checkpoint's weights"]
+    if unlike := train_file.differences(found.model):
+        notes.append(f"{SCRIPT} makes a model of this depth and width; {found.model.name} has {', '.join(unlike)}")
+    return {SCRIPT: train_file.written(found, tool, command)}, notes
 
 
 NOT_TEXT = ("", "no", "yes", "off", "on", "false", "true", "null")  # to YAML, where they are not quoted
@@ -134,7 +132,7 @@ def torchrun(found: Estimate) -> Emitted:
     if unlike := as_course.differences(found.model):
         notes = [f"trains the course's GPT of this depth and width; {found.model.name} has {', '.join(unlike)}"]
     words = torchrun_words(found.cluster)
-    return Emitted(f"{words} distributed_training.py --distributed --config course.yaml", {"course.yaml": text}, notes)
+    return Emitted(f"{words} {COURSE} --distributed --config course.yaml", {"course.yaml": text}, notes)
 
 
 def check(text: str) -> None:
@@ -174,8 +172,8 @@ def slurm(found: Estimate) -> Emitted:
 def accelerate(found: Estimate) -> Emitted:
     """`accelerate launch --config_file`: DistributedDataParallel, or fully_shard and what it goes together with."""
     layout, cluster = found.layout, found.cluster
-    axes = only(layout, "Accelerate", "data", "shard", "context", "tensor")
-    plain_tensor(layout)
+    # Transformers cuts a model along "tensor" only where it loads its weights, and train.py makes a new one.
+    axes = only(layout, "Accelerate", "data", "shard", "context")
     mixed = among(layout.precision, {"float32": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}, "precision")
     settings: dict = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if cluster.gpus > 1 else "NO",
@@ -183,7 +181,6 @@ def accelerate(found: Estimate) -> Emitted:
         "main_training_function": "main", "rdzv_backend": "static", "same_network": True,
         "use_cpu": on_cpu(cluster),
     }  # fmt: skip
-    notes = in_script(layout)
     if layout.zero_stage:
         if layout.zero_stage == 1:
             raise UserError("fully_shard divides gradients too; take --zero-stage 2 or 3, or --format deepspeed")
@@ -197,29 +194,29 @@ def accelerate(found: Estimate) -> Emitted:
         if set(axes) - {"shard"}:
             if axes.get("shard", 1) == 1 and "data" in axes:
                 raise UserError("beside other axes, 'data' needs an axis 'shard' larger than 1; give another --mesh")
-            names = {"data": "dp_replicate", "shard": "dp_shard", "context": "cp", "tensor": "tp"}
+            names = {"data": "dp_replicate", "shard": "dp_shard", "context": "cp"}
             settings["parallelism_config"] = {
                 f"parallelism_config_{names[axis]}_size": axes.get(axis, 1) for axis in names
             }
     elif set(axes) - {"data", "shard"} or layout.offload:
         raise UserError("without fully_shard it has no axis but 'data', and no offload; take --zero-stage 3")
-    elif layout.recompute != "none":
-        notes.append(f"in {SCRIPT}: model.gradient_checkpointing_enable(), for recomputation '{layout.recompute}'")
+    else:
+        among(layout.recompute, {"none": False, "full": True}, "recomputation")
     where = "--machine_rank $NODE --main_process_ip $HOST --main_process_port 29500 " if cluster.nodes > 1 else ""
-    return Emitted(
-        f"accelerate launch --config_file accelerate.yaml {where}{SCRIPT}",
-        {"accelerate.yaml": f"# {predicted(found)}\n{yaml(settings)}"}, notes,
-    )  # fmt: skip
+    command = f"accelerate launch --config_file accelerate.yaml {where}{SCRIPT}"
+    if on_cpu(cluster):  # where `accelerate launch` starts one process, and `prepare` divides nothing
+        if layout.zero_stage:
+            raise UserError("on CPUs it replicates; take --zero-stage 0")
+        command = f"{torchrun_words(cluster)} {SCRIPT}"
+    files, notes = trained(found, "accelerate", command)
+    return Emitted(command, {"accelerate.yaml": f"# {predicted(found)}\n{yaml(settings)}"} | files, notes)
 
 
 def deepspeed_settings(found: Estimate) -> dict:
     layout = found.layout
-    axes = only(layout, "DeepSpeed's configuration", "data", "shard", "tensor")
-    plain_tensor(layout)
+    axes = only(layout, "DeepSpeed's configuration", "data", "shard")
     if layout.zero_stage and {"data", "shard"} <= set(axes):
         raise UserError("it divides state over all ranks; take data or shard alone, or --format accelerate")
-    if layout.zero_stage == 3 and "tensor" in axes:
-        raise UserError("it has tensor parallelism with ZeRO stages 0 to 2; take one, or --format accelerate")
     precision = among(layout.precision, {"float32": "", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}, "precision")
     zero: dict = {"stage": layout.zero_stage}
     if layout.zero_stage:
@@ -234,27 +231,21 @@ def deepspeed_settings(found: Estimate) -> dict:
     }  # fmt: skip
     if precision:
         settings[precision] = {"enabled": True}
-    if "tensor" in axes:
-        settings["tensor_parallel"] = {"autotp_size": axes["tensor"]}
     return settings
-
-
-def recomputed_in_script(layout: Layout) -> list[str]:
-    how = f"in {SCRIPT}: model.gradient_checkpointing_enable(), for recomputation '{layout.recompute}'"
-    return [how] if among(layout.recompute, {"none": False, "full": True}, "recomputation") else []
 
 
 def deepspeed(found: Estimate) -> Emitted:
     """`deepspeed`, and the JSON that deepspeed.initialize reads."""
     settings, cluster = deepspeed_settings(found), found.cluster
+    among(found.layout.recompute, {"none": False, "full": True}, "recomputation")
     nodes = f"--hostfile hostfile --num_nodes {cluster.nodes} " if cluster.nodes > 1 else ""
     command = f"deepspeed {nodes}--num_gpus {ranks_per_node(cluster)} {SCRIPT} --deepspeed_config deepspeed.json"
     files = {"deepspeed.json": json.dumps(settings, indent=2) + "\n"}
     if nodes:
         lines = (f"node{number} slots={ranks_per_node(cluster)}\n" for number in range(cluster.nodes))
         files["hostfile"] = "".join(lines)
-    notes = [f"in {SCRIPT}: sequences of {found.layout.sequence:,} tokens", *recomputed_in_script(found.layout)]
-    return Emitted(command, files, notes)
+    more, notes = trained(found, "deepspeed", command)
+    return Emitted(command, files | more, notes)
 
 
 def hf_trainer(found: Estimate) -> Emitted:
@@ -282,10 +273,9 @@ def hf_trainer(found: Estimate) -> Emitted:
         settings |= {"fsdp": True, "fsdp_config": more}
     else:
         settings["gradient_checkpointing"] = recompute
-    files["training.json"] = json.dumps(settings, indent=2) + "\n"
-    read = f"in {SCRIPT}: HfArgumentParser(TrainingArguments).parse_json_file('training.json')"
-    notes = [f"{read}, and sequences of {layout.sequence:,} tokens"]
-    return Emitted(f"{torchrun_words(found.cluster)} {SCRIPT}", files, notes)
+    command = f"{torchrun_words(found.cluster)} {SCRIPT}"
+    more, notes = trained(found, "hf-trainer", command)
+    return Emitted(command, files | more | {"training.json": json.dumps(settings, indent=2) + "\n"}, notes)
 
 
 TITAN_MODELS = {

@@ -28,6 +28,7 @@ class GPU:
     pcie:       bytes per second to the host in one direction
     attention:  share of the peak that fused attention reaches, forward and backward together
     network:    the usual one between its nodes; adapters: how many of them a node has, 0: one for each GPU
+    bf16:       it has instructions for bfloat16
     cores:      of a processor: how many processes compute at once; more take turns, which makes all of
                 them slower by a factor (crowding). 0: each has a device of its own
     """
@@ -45,6 +46,7 @@ class GPU:
     gpus_per_node: int = 8
     network: str = "infiniband-400"
     adapters: int = 0
+    bf16: bool = True
     cores: int = 0
     crowding: float = 1.0
 
@@ -64,7 +66,7 @@ def _gpu(row: dict[str, str]) -> GPU:
     rates = {field: float(row[column] or 0) * unit for field, (column, unit) in units.items()}
     counts = {name: int(row[name] or 0) for name in ("gpus_per_node", "adapters")}
     given: dict[str, Any] = {**rates, **counts}
-    return GPU(row["name"], source=row["source"], network=row["network"], **given)
+    return GPU(row["name"], source=row["source"], network=row["network"], bf16=row["bf16"] != "no", **given)
 
 
 GPUS: dict[str, GPU] = {row["name"]: _gpu(row) for row in table.rows()}

@@ -8,10 +8,11 @@ from common.axes import AXES
 from common.errors import UserError
 from course.pipeline import schedules
 from planner.frameworks import FRAMEWORKS
-from planner.hardware import Cluster
+from planner.hardware import GPU, Cluster
 from planner.models import Model
 from planner.names import lookup
 
+FRAMEWORK = "torch"  # of planner/frameworks.py: whose layouts are compared, if nothing else is said
 RECOMPUTE = ("none", "selective", "attention", "operators", "products", "every-second", "full")
 ATTENTION = ("flash2", "flash3", "cudnn")
 STAGES = ("ddp", "zero1", "zero2", "fsdp")  # as chapter 06's formula names them, by ZeRO's stage
@@ -192,6 +193,19 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     return layout
 
 
+def usual_precision(gpu: GPU) -> str:
+    """Mixed precision in the 16-bit type that the GPU computes in; float32 on a processor."""
+    return "float32" if gpu.processor else "bf16-mixed" if gpu.bf16 else "fp16-mixed"
+
+
+def computes(gpu: GPU, precision: str) -> None:
+    """Raise UserError where the GPU has no instructions for a precision. (BLOOM's "bf16-mixed-16" was fp16.)"""
+    if precision.startswith("bf16") and not gpu.bf16:
+        raise UserError(f"--precision {precision}: {gpu.name} has no bfloat16; take fp16-mixed")
+    if precision.startswith("fp8") and not (gpu.peak_fp8 or gpu.processor):
+        raise UserError(f"--precision {precision}: {gpu.name} has no 8-bit products; take {usual_precision(gpu)}")
+
+
 def cut_by_tensor(model: Model) -> dict[str, int]:
     """What ranks along "tensor" divide among them. Heads of keys and values are not copied, as in torchtitan, and in
     Megatron-LM before its core 0.16."""
@@ -201,6 +215,7 @@ def cut_by_tensor(model: Model) -> dict[str, int]:
 
 def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     text = ",".join(f"{axis}={size}" for axis, size in layout.mesh if size > 1) or "of one rank"
+    computes(cluster.gpu, layout.precision)
     world = math.prod(size for _, size in layout.mesh)
     if world != cluster.gpus:
         raise UserError(f"--mesh {text} is {world} GPU(s), and --gpus is {cluster.gpus}; make them equal")

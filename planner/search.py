@@ -10,7 +10,7 @@ from planner import memory, scope, time
 from planner.constants import Constants, load
 from planner.estimate import Estimate, estimate, limited
 from planner.hardware import Cluster
-from planner.layout import Layout, cut_by_tensor
+from planner.layout import FRAMEWORK, Layout, computes, cut_by_tensor
 from planner.models import Model
 
 LONGEST_PIPELINE = 64  # stages in all, of a pipeline that is looked at
@@ -36,9 +36,12 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str,
-            offload: bool = False) -> Iterator[Layout]:  # fmt: skip
-    """Every layout that divides what it must divide. offload: those whose optimizer is in the host's memory."""
+            offload: bool = False, framework: str = FRAMEWORK) -> Iterator[Layout]:  # fmt: skip
+    """Every layout that divides what it must divide. offload: those whose optimizer is in the host's memory.
+    framework: of all of them, since layouts are compared here, and not frameworks."""
     gpus = cluster.gpus
+    if cluster.gpu.processor:
+        framework = "torch"  # as make_layout has it
     for tensor in divisors(gpus):
         if tensor > cluster.gpus_per_node or any(number % tensor for number in cut_by_tensor(model).values()):
             continue
@@ -56,9 +59,12 @@ def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, prec
                     if batch_size % readers:
                         continue
                     axes = {"pipeline": pipeline, "context": context, "expert": expert, "tensor": tensor}
-                    base = {"batch_size": batch_size, "sequence": sequence, "precision": precision}
-                    if cluster.gpu.processor:
-                        base["framework"] = "torch"  # as make_layout has it
+                    base = {
+                        "batch_size": batch_size,
+                        "sequence": sequence,
+                        "precision": precision,
+                        "framework": framework,
+                    }
                     yield from _with(model, cluster, axes, rest // expert, batch_size // readers, base, offload)
 
 
@@ -117,13 +123,13 @@ class Candidate:
 
 
 def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str, constants: Constants,
-               offload: bool = False) -> list[Candidate]:  # fmt: skip
+               offload: bool = False, framework: str = FRAMEWORK) -> list[Candidate]:  # fmt: skip
     """Each layout with its memory, and with its time where it could fit. Of those that differ in recomputation alone,
     what recomputes more is left out where less of it fits, and what recomputes less where more of it is far too much.
     """
     found = []
     room = cluster.gpu.memory
-    every = layouts(model, cluster, batch_size, sequence, precision, offload)
+    every = layouts(model, cluster, batch_size, sequence, precision, offload, framework)
     for alike in zip(*[every] * len(RECOMPUTE), strict=True):
         least = memory.estimate(model, alike[-1], constants)
         host = least.host * cluster.gpus_per_node > cluster.host_memory
@@ -149,7 +155,7 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
 def plan(
     model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str = "bf16-mixed",
     max_memory_gib: float | None = None, count: int = 5, constants: Constants | None = None,
-    accept: Callable[[Estimate], bool] = lambda _: True,
+    accept: Callable[[Estimate], bool] = lambda _: True, framework: str = FRAMEWORK,
 ) -> list[Choice]:  # fmt: skip
     """First the simplest of the layouts that the planner cannot tell from the fastest one that fits, since they are
     closer to it than its own error; then the fastest. Raises UserError where none fits, with the least memory that
@@ -159,16 +165,17 @@ def plan(
     accept:         whether a layout comes into question, for instance for a tool that has to express it
     """
     constants = constants or load()
+    computes(cluster.gpu, precision)
     cluster = limited(cluster, max_memory_gib)
     room = cluster.gpu.memory
-    found = candidates(model, cluster, batch_size, sequence, precision, constants)
+    found = candidates(model, cluster, batch_size, sequence, precision, constants, framework=framework)
 
     def fit_in(found):
         return [one for one in found if one.expected <= room]
 
     fitting = fit_in(found)
     if not fitting:
-        found += candidates(model, cluster, batch_size, sequence, precision, constants, offload=True)
+        found += candidates(model, cluster, batch_size, sequence, precision, constants, True, framework)
         fitting = fit_in(found)
     if not found:
         sizes = (size for size in divisors(cluster.gpus) if any(layouts(model, cluster, size, sequence, precision)))

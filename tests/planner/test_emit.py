@@ -2,6 +2,7 @@
 own file trains. The tools' own parsers read the files in tools/read_back.py.
 """
 
+import ast
 import json
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from common import ROOT
 from planner import emit
 from planner.__main__ import main
 from planner.emit import FORMATS
+from planner.models import find
 
 try:
     import tomllib
@@ -31,9 +33,13 @@ def say(capsys, tool: str, line: str) -> dict:
 
 
 def read(found: dict) -> list:
-    """The files, each as its format has it; a shell script as its lines."""
+    """The files of settings, each as its format has it; a shell script as its lines."""
     kinds = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
-    return [kinds.get(name.split(".")[-1], str.splitlines)(text) for name, text in found["files"].items()]
+    return [
+        kinds.get(name.split(".")[-1], str.splitlines)(text)
+        for name, text in found["files"].items()
+        if name != emit.SCRIPT
+    ]
 
 
 def test_yaml_is_read_as_what_was_written():
@@ -128,7 +134,9 @@ def test_the_best_layout_is_taken_and_trains(capsys, tmp_path):
     """What the command line starts, started: torchrun, two ranks, gloo."""
     main(["emit", "--format", "torchrun", "--out", str(tmp_path), *TOY.split(), "--gpus", "2", "--batch-size", "8"])
     *_, command = capsys.readouterr().out.splitlines()
-    words = shlex.split(command.replace("distributed_training.py", str(ROOT / "distributed_training.py")))
+    words = shlex.split(command)
+    assert words[:3] == ["cd", str(tmp_path), "&&"] and str(ROOT / "distributed_training.py") in words
+    words = words[3:]
     assert words[:2] == ["torchrun", "--nproc_per_node=2"]
     more = ["--steps=2", "--checkpoint-every=0", f"--run-dir={tmp_path / 'run'}"]
     process = torchrun("--standalone", *words[1:], *more, cwd=tmp_path)
@@ -139,6 +147,39 @@ def test_the_best_layout_is_taken_and_trains(capsys, tmp_path):
     mesh = ",".join(f"{axis}={size}" for axis, size in kept["mesh"].items())
     assert mesh == asked["mesh"] and kept["config"]["width"] == 32 and kept["world_size"] == 2
     assert len(metrics(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "hf-trainer"])
+def test_the_training_file_is_a_program_of_the_layouts_numbers(capsys, tool, model):
+    """Its model, by Transformers' names; tools/read_back.py trains with it."""
+    line = f"--model {model} --gpu b200 --gpus 8 --mesh data=8 --batch-size 64 --micro-batch 2 --recompute full"
+    program = ast.parse(say(capsys, tool, f"{line} --max-memory-gb 9999")["files"][emit.SCRIPT])
+    found = {ast.unparse(node.targets[0]): node.value for node in program.body if isinstance(node, ast.Assign)}
+    assert ast.literal_eval(found["(SEQUENCE, MICRO_BATCH, ACCUMULATE)"]) == (2048, 2, 4)
+    words = {word.arg: ast.literal_eval(word.value) for word in found["MODEL"].keywords}
+    shape = find(model)
+    names = {"n_layer": shape.layers, "num_hidden_layers": shape.layers, "n_embd": shape.width,
+             "hidden_size": shape.width, "num_key_value_heads": shape.kv_heads, "num_local_experts": shape.experts}  # fmt: skip
+    assert {name: value for name, value in names.items() if name in words and words[name] != value} == {}
+    assert len(set(names) & set(words)) >= 2 and words["vocab_size"] == shape.vocabulary
+    assert "gradient_checkpointing_enable" in ast.unparse(program) or tool == "hf-trainer"
+
+
+def test_what_is_emitted_is_what_is_planned(capsys):
+    """Where the tool can express it; else it is said what is taken instead. A V100 computes in fp16."""
+    base = "--model opt-1.3b --gpus 4 --batch-size 16 --sequence 512"
+    main(["plan", *f"{base} --gpu v100 --json".split()])
+    (first, *_) = json.loads(capsys.readouterr().out)
+    assert first["precision"] == "fp16-mixed"
+    (settings,) = read(say(capsys, "deepspeed", f"{base} --gpu v100"))
+    assert settings["zero_optimization"]["stage"] == first["zero_stage"] and settings["fp16"] == {"enabled": True}
+    assert settings["train_micro_batch_size_per_gpu"] == first["micro_batch"]
+    main(["emit", "--format", "accelerate", *base.split(), "--gpu", "v100", "--max-memory-gb", "9"])
+    assert (
+        "note: `plan` recommends shard 4, ZeRO-3, micro-batch 2, recompute selective, but --format"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def test_files_are_written_into_folders_old_and_new(monkeypatch, capsys, tmp_pat
     folder = tmp_path / "new" / "folder"
     for _ in range(2):
         out = said(capsys, f"emit --format slurm --gpu h100 --mesh data=2 {ESTIMATE[9:]} --out {folder}")
-        assert out == f"written to {folder / 'a.yaml'}\nwritten to {folder / 'b.json'}\nnote: a note\nrun it\n"
+        assert (
+            out
+            == f"written to {folder / 'a.yaml'}\nwritten to {folder / 'b.json'}\nnote: a note\ncd {folder} && run it\n"
+        )
         assert {file.name: file.read_text() for file in folder.iterdir()} == found.files, "what is in the folder"
 
 

@@ -148,7 +148,7 @@ def planned(monkeypatch, found: list[Candidate], offloaded: list[Candidate], cou
     """What a plan says of these candidates: seconds; and of which its search and its estimates were asked."""
     asked, estimated = [], []
 
-    def candidates(model, nodes, batch_size, sequence, precision, constants, offload=False):
+    def candidates(model, nodes, batch_size, sequence, precision, constants, offload=False, framework=""):
         asked.append((nodes.gpu.memory / GIB, batch_size, sequence, precision, constants, offload))
         return list(offloaded if offload else found)
 

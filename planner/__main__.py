@@ -268,8 +268,8 @@ def run_emit(args: argparse.Namespace) -> None:
     given = [name for name, value in vars(layout.parse_args([])).items() if getattr(args, name) != value]
     if given and not args.mesh:
         raise UserError(f"--{given[0].replace('_', '-')} is of a layout that you name: add --mesh, or leave it out")
-    layout, notes = (named(args), []) if args.mesh else recommended(args)
-    found = emit(layout, args.format)
+    one, notes = (named(args), []) if args.mesh else recommended(args)
+    found = emit(one, args.format)
     found.notes[:0] = notes
     command = found.command
     if args.out:

@@ -1,11 +1,13 @@
-"""What `python -m planner emit` writes, read back by the tools themselves: Accelerate, DeepSpeed and Transformers. The
-Python that runs this needs them.
+"""What `python -m planner emit` writes, read back by the tools themselves: Accelerate, DeepSpeed and Transformers, and
+two steps trained with each engine's training file. The Python that runs this needs them.
 
     python -m tools.read_back
 """
 
 import os
 import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from deepspeed.runtime import config as deepspeed_config
 from transformers import HfArgumentParser, TrainingArguments
 
 from common import ROOT
+from planner import models
 from planner.emit import Emitted, emit
 from planner.estimate import estimate
 from planner.hardware import cluster
@@ -50,7 +53,7 @@ def same(what: str, found, expected) -> None:
 def accelerate(folder: Path) -> None:
     for gpus, mesh, stage in (
         (8, {"data": 8}, 0), (8, {"shard": 8}, 3), (8, {"shard": 8}, 2), (16, {"data": 2, "shard": 8}, 3),
-        (16, {"data": 2, "shard": 2, "context": 2, "tensor": 2}, 3),
+        (16, {"data": 2, "shard": 4, "context": 2}, 3),
     ):  # fmt: skip
         command = written(folder, "accelerate", gpus, mesh, zero_stage=stage).command
         words = shlex.split(command.replace("$NODE", "0").replace("$HOST", "127.0.0.1").replace("29500", "0"))
@@ -69,8 +72,8 @@ def accelerate(folder: Path) -> None:
             same(f"{about} activation checkpointing", plugin.activation_checkpointing, True)
         if len(mesh) > 1:
             read = ParallelismConfig()
-            found = read.dp_replicate_size, read.dp_shard_size, read.cp_size, read.tp_size
-            same(f"{about} axes", found, tuple(mesh.get(a, 1) for a in ("data", "shard", "context", "tensor")))
+            found = read.dp_replicate_size, read.dp_shard_size, read.cp_size
+            same(f"{about} axes", found, tuple(mesh.get(a, 1) for a in ("data", "shard", "context")))
         os.environ.clear()
         os.environ.update(before)
 
@@ -89,7 +92,7 @@ def deepspeed(folder: Path) -> None:
     deepspeed_config.dist.get_rank = lambda: 0  # it asks a process group, before it asks for the number of ranks
     for gpus, mesh, stage, offload in (
         (8, {"data": 8}, 0, False), (8, {"shard": 8}, 1, False), (8, {"shard": 8}, 2, True),
-        (16, {"shard": 16}, 3, False), (8, {"shard": 4, "tensor": 2}, 2, False),
+        (16, {"shard": 16}, 3, False),
     ):  # fmt: skip
         command = written(folder, "deepspeed", gpus, mesh, zero_stage=stage, offload=offload).command
         readers = mesh.get("data", 1) * mesh.get("shard", 1)
@@ -100,7 +103,6 @@ def deepspeed(folder: Path) -> None:
         same(f"{about} batches", found, (64, 1, 64 // readers))
         same(f"{about} bf16", read.bfloat16_config.enabled, True)
         same(f"{about} offload", read.zero_config.offload_optimizer is not None, offload)
-        same(f"{about} tensor", read.tensor_parallel_config.autotp_size, mesh.get("tensor", 0))
         args = parse_deepspeed(shlex.split(command)[1:])
         same(f"{about} GPUs of a node", (args.num_gpus, args.user_script), (8, "train.py"))
         if gpus > 8:
@@ -125,8 +127,42 @@ def hf_trainer(folder: Path) -> None:
                  if read.deepspeed else 0, stage)  # fmt: skip
 
 
+SMALL = [  # of each kind of shape: what Transformers has as GPT-2, Llama and Mixtral
+    models.Model("gpt", 2, 64, 4, 512, positions=32, tied=True, bias="all"),
+    models.Model("llama", 2, 64, 4, 512, kv_heads=2, mlp_width=128, mlp="swiglu"),
+    models.Model("mixtral", 2, 64, 4, 512, mlp="swiglu", experts=4, top_k=2, expert_width=64),
+]
+
+
+def trains(folder: Path) -> None:
+    """Two steps of the training file on two ranks of this machine's processor."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    start = (
+        "import runpy, sys, common.vision; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    Path(folder, "start.py").write_text(f"{start}\n")
+    cases = [("accelerate", {"data": 2}, 0), ("hf-trainer", {"data": 2}, 0), ("deepspeed", {"shard": 2}, 1),
+             ("deepspeed", {"shard": 2}, 2), ("deepspeed", {"shard": 2}, 3)]  # fmt: skip
+    for model in SMALL:
+        for tool, mesh, stage in cases:
+            nodes = cluster("cpu", 2, 2)
+            layout = make_layout(model, nodes, mesh, batch_size=8, sequence=32, micro_batch=2, zero_stage=stage,
+                                 recompute="full", precision="float32")  # fmt: skip
+            for name, text in emit(estimate(model, nodes, layout), tool).files.items():
+                Path(folder, name).write_text(text)
+            words = ["--deepspeed_config", "deepspeed.json"] if tool == "deepspeed" else []
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "start.py"]
+            done = subprocess.run([*command, "train.py", "--steps", "2", *words], cwd=folder, env=environment,
+                                  capture_output=True, text=True)  # fmt: skip
+            said = done.stdout + done.stderr
+            if done.returncode:
+                print(said[-3000:])
+            steps = said.count("step 2: loss") if tool != "hf-trainer" else int("train_runtime" in said)
+            same(f"{tool}, {model.name}, stage {stage}: exit, second steps", (done.returncode, steps), (0, 1))
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        for tool in (accelerate, deepspeed, hf_trainer):
+        for tool in (trains, accelerate, deepspeed, hf_trainer):
             tool(Path(folder))
         os.chdir(ROOT)

@@ -159,8 +159,9 @@ def test_the_training_file_is_a_program_of_the_layouts_numbers(capsys, tool, mod
     assert ast.literal_eval(found["(SEQUENCE, MICRO_BATCH, ACCUMULATE)"]) == (2048, 2, 4)
     words = {word.arg: ast.literal_eval(word.value) for word in found["MODEL"].keywords}
     shape = find(model)
-    names = {"n_layer": shape.layers, "num_hidden_layers": shape.layers, "n_embd": shape.width,
-             "hidden_size": shape.width, "num_key_value_heads": shape.kv_heads, "num_local_experts": shape.experts}  # fmt: skip
+    shared = {"num_key_value_heads": shape.kv_heads, "num_local_experts": shape.experts}
+    names = {"n_layer": shape.layers, "num_hidden_layers": shape.layers} | shared
+    names |= {"n_embd": shape.width, "hidden_size": shape.width}
     assert {name: value for name, value in names.items() if name in words and words[name] != value} == {}
     assert len(set(names) & set(words)) >= 2 and words["vocab_size"] == shape.vocabulary
     assert "gradient_checkpointing_enable" in ast.unparse(program) or tool == "hf-trainer"

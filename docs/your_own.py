@@ -12,6 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
@@ -56,9 +57,10 @@ def train(how, device, steps=20):
     if how == "ddp":
         model = DistributedDataParallel(model)
     elif how == "fsdp":
+        mesh = init_device_mesh(device.type, (size,))
         for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif how == "pipeline":
         parts = [model.first, *model.layers, model.last]  # what the forward pass calls, in its order
         model = nn.Sequential(*parts[len(parts) * rank // size : len(parts) * (rank + 1) // size])

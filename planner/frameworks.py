@@ -33,6 +33,7 @@ class Framework:
     constant:      bytes outside of the allocator: the CUDA context, NCCL's buffers, what libraries keep
     foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
     fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
+    stops_early:   it recomputes by torch.utils.checkpoint, not reentrant, which ends where nothing more is needed
     """
 
     host: float = 1.0
@@ -42,16 +43,20 @@ class Framework:
     constant: float = 0.0
     foreach: bool = False
     fused_attention: bool = False
+    stops_early: bool = False
     source: str = ""
 
 
 FRAMEWORKS: dict[str, Framework] = {
     "torch": Framework(
-        host=0.5, source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused"
+        host=0.5, stops_early=True, source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused"
     ),
-    "course": Framework(host=0.5, foreach=True, source="this course's own strategies, with torch.optim.AdamW as it is"),
+    "course": Framework(
+        host=0.5, foreach=True, stops_early=True,
+        source="this course's own strategies, with torch.optim.AdamW as it is",
+    ),
     "torch-accumulating": Framework(
-        host=0.5, whole_logits=True, accumulates=True, foreach=True,
+        host=0.5, whole_logits=True, accumulates=True, foreach=True, stops_early=True,
         source="KempnerForge's memory, of which both are a quarter",
     ),
     "megatron": Framework(

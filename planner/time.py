@@ -123,6 +123,7 @@ def messages_in_layer(
         each = along.seconds("all_reduce", stream)
         if layout.async_tensor:
             each -= constants.async_kept * min(each, dense.products / 2)
+        # With the sum that PyTorch's checkpoints leave out (traffic.repeated_sums): so the constants have been fitted.
         found.append(("tensor", 2 * each, 2 * each * passes))
     if layout.context > 1:
         along = group(cluster, layout, constants, "context")

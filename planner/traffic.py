@@ -5,7 +5,7 @@ runs. Messages of a few numbers, such as those of the loss and of the gradient's
 """
 
 from common.lab.wire_bytes import wire_bytes
-from planner import stages
+from planner import frameworks, stages
 from planner.layout import PRECISIONS, Layout
 from planner.memory import parameters_of
 from planner.models import Model
@@ -14,6 +14,14 @@ from planner.models import Model
 def forward_passes(layout: Layout) -> float:
     """How often a layer's forward pass sends its messages: again where the layer is computed again."""
     return {"full": 2.0, "every-second": 1.5}.get(layout.kept, 1.0)
+
+
+def repeated_sums(layout: Layout) -> float:
+    """How many of a layer's two sums along "tensor" recomputation does again, in all-reduces. Megatron-LM computes the
+    whole layer again. PyTorch's checkpoints end with the last tensor that the backward pass needs, so before the second
+    sum, of which nothing is kept; with sequence parallelism that is a reduce-scatter, half an all-reduce."""
+    last = 0.5 if layout.sequence_parallel else 1.0
+    return (forward_passes(layout) - 1) * (2 - last * frameworks.of(layout).stops_early)
 
 
 def routed(model: Model, layout: Layout) -> float:
@@ -30,9 +38,9 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     stream = layout.tokens * model.width * itemsize
     layers, passes = model.layers / p * m, forward_passes(layout)  # layers that a rank computes in a step
     found = {}
-    # Two sums in the forward pass of a layer and two in its backward pass; one each for the embedding's output and the
+    # Two sums in the forward pass of a layer and two in its backward pass, beside what is done again; one each for the embedding's output and the
     # gradient of the head's input; and for the loss over a divided vocabulary three numbers per token.
-    found["tensor"] = wire_bytes("all_reduce", stream, t) * (2 * (passes + 1) * layers + 2 * m / p)
+    found["tensor"] = wire_bytes("all_reduce", stream, t) * ((4 + repeated_sums(layout)) * layers + 2 * m / p)
     found["tensor"] += wire_bytes("all_reduce", 3 * 4 * layout.tokens, t) * m / p
     # Keys and values go round the ring forward, again backward, and their gradients after them.
     kv = 2 * layout.tokens * model.key * itemsize / t * c

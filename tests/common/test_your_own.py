@@ -1,12 +1,15 @@
 """docs/your-own.md: the program on it trains the same in all of its ways, and the page shows that program."""
 
 import re
+import runpy
 import textwrap
 
 import pytest
+import torch
 from forks import Fork, torchrun
 
 from common import ROOT
+from common.lab.launch import launch
 
 PROGRAM, PAGE = ROOT / "docs" / "your_own.py", (ROOT / "docs" / "your-own.md").read_text()
 NUMBERS = r"loss ([\d.]+) at first, ([\d.]+) at the end"
@@ -37,6 +40,15 @@ def test_two_processes_need_a_way_to_train_together(how, tmp_path):
     process = Fork(PROGRAM, *how, cwd=tmp_path, rank=(0, 2, 1))
     said, errors = process.communicate(timeout=120)
     assert process.returncode != 0 and "ddp, fsdp or pipeline" in said + errors
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "pipeline"])
+def test_processes_without_a_gpu_of_their_own_train_on_the_cpu_where_there_is_one(how, monkeypatch):
+    """Two processes and one GPU: then the program takes the CPU. fully_shard by itself would take the accelerator."""
+    train = runpy.run_path(str(PROGRAM))["train"]
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    alone = launch(lambda: train("one process", torch.device("cpu"), steps=2), 1)[0]
+    assert launch(lambda: train(how, torch.device("cpu"), steps=2), 2)[1] == pytest.approx(alone, abs=2e-6)
 
 
 def test_the_page_shows_the_program():

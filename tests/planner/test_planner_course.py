@@ -31,12 +31,14 @@ from planner.layout import Layout
 SHAPE = {"layers": 2, "width": 16, "heads": 4, "context": equality.CONTEXT, "vocabulary": 64}  # of equality's GPTs
 
 
-def ledger_of(strategy: str, implementation: str, axes: dict[str, int], micro_batches: int):
+def ledger_of(strategy: str, implementation: str, axes: dict[str, int], micro_batches: int, recompute: str):
     """Bytes that this rank sends in a step, by axis. The first and the last stage are a group of their own."""
     mesh = make_mesh(axes)
     cls = load(strategy, implementation)
     torch.manual_seed(0)
     options = PipelineOptions(microbatches=micro_batches) if "pipeline" in axes else None
+    if recompute != "none":
+        options = cls.Options(recompute=recompute)
     made = cls(equality.tied(), equality.sgd, Setup(mesh, options))
     names = {tuple(dist.get_process_group_ranks(axis(mesh, name).group)): name for name in axes}
     indices = data.global_batch(0, 0, equality.BATCH, equality.Batches.size)
@@ -61,18 +63,21 @@ CASES = [  # strategy, axes, stage, micro-batches
     ("mesh", "by-hand", {"shard": 2, "context": 2}, 3, 1),
     ("mesh", "by-hand", {"pipeline": 2, "tensor": 2}, 0, 2),
     ("hsdp", "by-hand", {"data": 2, "shard": 2}, 3, 1),
+    ("mesh", "by-hand", {"data": 2, "tensor": 2}, 0, 1, "full"),
+    ("mesh", "pytorch", {"data": 2, "tensor": 2}, 0, 1, "full"),
 ]
 
 
-@pytest.mark.parametrize("strategy, kind, axes, stage, micro_batches", CASES, ids=str)
-def test_bytes_are_the_ledgers(strategy, kind, axes, stage, micro_batches):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bytes_are_the_ledgers(case):
     """On average over the ranks, along each axis."""
+    strategy, kind, axes, stage, micro_batches, recompute = *case, *["none"][len(case) - 5 :]
     size = math.prod(axes.values())
-    ranks = launch(ledger_of, size, (strategy, kind, axes, micro_batches), timeout=120)
+    ranks = launch(ledger_of, size, (strategy, kind, axes, micro_batches, recompute), timeout=120)
     readers = axes.get("data", 1) * axes.get("shard", 1)
     layout = Layout(
         tuple(axes.items()), equality.BATCH, equality.BATCH // readers // micro_batches, SHAPE["context"], stage,
-        precision="float32", sequence_parallel=False, shard_context=False,
+        precision="float32", sequence_parallel=False, shard_context=False, recompute=recompute, framework="course",
     )  # fmt: skip
     expected = traffic.sent(models.course_gpt(**SHAPE), layout)
     if "data" not in axes and stage == 0 and "context" in axes:  # all ranks have whole copies

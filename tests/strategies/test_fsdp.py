@@ -382,7 +382,7 @@ def go_on(versions, begin, state) -> list[dict]:
     states = []
     for number, (batch, (name, by_hand)) in enumerate(zip(batches, versions, strict=True), start=begin):
         torch.manual_seed(1 + number)  # begins with other weights, frozen ones too, than those that it takes up
-        strategy = make(name, by_hand, equality.frozen(), equality.adamw)
+        strategy = make(name, by_hand, equality.frozen(), equality.adamw, max_norm=float("inf"))
         if state is not None:
             strategy.step(micro_batches())  # something to be overwritten
             strategy.load_full_state(state)
@@ -392,18 +392,25 @@ def go_on(versions, begin, state) -> list[dict]:
     return states
 
 
-def test_states_are_handed_on():
-    """From version to version and from 2 ranks to 4, against one process alone."""
+def test_states_are_handed_on(tmp_path):
+    """From version to version and from 2 ranks to 4, against one process alone: bit for bit, since all ranks read the
+    same batch, and the mean of equal gradients is one of them. (Their norms are rounded in another order, so nothing is
+    clipped.) Once in thousands of runs the third differed by a hundredth: then all tensors are in a file."""
     versions = [("ddp", True), *VERSIONS, ("single", False)]
     two = launch(go_on, 2, (versions[:5], 0, None))[0]
     four = launch(go_on, 4, (versions[5:], 5, two[-1]))[0]
     alone = launch(go_on, 1, ([("single", False)] * len(versions), 0, None))[0]
-    for number, (version, state, expected) in enumerate(zip(versions, two + four, alone, strict=True)):
-        state, expected = equality.flatten(state), equality.flatten(expected)
-        assert state.keys() == expected.keys(), version
-        differences = {name: equality.difference(state[name], tensor) for name, tensor in expected.items()}
-        wrong = {name: d for name, d in differences.items() if not d <= equality.TOLERANCE}
-        assert not wrong, f"after the step of {version}, number {number}, which took up the state of the one before"
+    found, expected = ([equality.flatten(state) for state in states] for states in (two + four, alone))
+    for number, (version, state, right) in enumerate(zip(versions, found, expected, strict=True)):
+        assert state.keys() == right.keys(), version
+        wrong = {name: equality.difference(state[name], tensor) for name, tensor in right.items()}
+        wrong = {name: float(difference) for name, difference in wrong.items() if difference}
+        if wrong:
+            torch.save({"versions": versions, "found": found, "expected": expected}, tmp_path / "states.pt")
+        kept = f"all of them are in {tmp_path / 'states.pt'}"
+        assert not wrong, (
+            f"after the step of {version}, number {number}, which took up the state of the one before; {kept}"
+        )
 
 
 def unused(name: str, by_hand: bool) -> str:

@@ -49,7 +49,8 @@ class Framework:
 
 FRAMEWORKS: dict[str, Framework] = {
     "torch": Framework(
-        host=0.5, stops_early=True, source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused"
+        host=0.5, stops_early=True,
+        source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused",
     ),
     "course": Framework(
         host=0.5, foreach=True, stops_early=True,

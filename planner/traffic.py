@@ -38,8 +38,9 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     stream = layout.tokens * model.width * itemsize
     layers, passes = model.layers / p * m, forward_passes(layout)  # layers that a rank computes in a step
     found = {}
-    # Two sums in the forward pass of a layer and two in its backward pass, beside what is done again; one each for the embedding's output and the
-    # gradient of the head's input; and for the loss over a divided vocabulary three numbers per token.
+    # Two sums in the forward pass of a layer, two in its backward pass, and those done again; one each for the
+    # embedding's output and the gradient of the head's input; and for the loss over a divided vocabulary three numbers
+    # per token.
     found["tensor"] = wire_bytes("all_reduce", stream, t) * ((4 + repeated_sums(layout)) * layers + 2 * m / p)
     found["tensor"] += wire_bytes("all_reduce", 3 * 4 * layout.tokens, t) * m / p
     # Keys and values go round the ring forward, again backward, and their gradients after them.

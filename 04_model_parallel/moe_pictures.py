@@ -19,7 +19,8 @@ def draw_capacity(choices, capacity, factor):
             ax.text(expert, count + 0.15, label, ha="center", color=plotting.VERMILION, size=11)
     ax.axhline(capacity, color=plotting.BLACK, ls="--", lw=1.5)
     ax.text(len(choices) - 0.45, capacity, f" capacity {capacity}", va="bottom", size=11)
-    ax.set(xlabel="expert", ylabel="tokens that chose it", ylim=(0, 9.2), xlim=(-0.6, len(choices) + 0.9))
+    ax.set(xlabel="expert", ylabel="tokens that chose it", xlim=(-0.6, len(choices) + 0.9))
+    ax.set_ylim(0, max(choices) + 1.5)
     ax.set_xticks(experts)
     ax.set_title(f"capacity factor {factor}", fontsize=12)
     return fig

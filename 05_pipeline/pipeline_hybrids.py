@@ -152,11 +152,12 @@ def trained(module) -> bool:
 def require_for_ddp(name: str, ranks: int, microbatches: int) -> None:
     """Raise UserError for schedules with which stages in DDP do not train right, on so many ranks of a pipeline."""
     # In torch 2.13 the reducer of DistributedDataParallel fails an assertion in the second step where all forwards come
-    # before the first backward, and it never sees weight gradients that are computed apart from those of inputs.
+    # before the first backward, and it never sees weight gradients that are computed apart from those of inputs. (Under
+    # interleaved 1F1B it trains right if each stage has a forward left after its first backward; that isn't offered.)
     if name != "1f1b":
         sharded = "" if name in IN_A_V else " or --strategy pipeline+fsdp,"
         raise UserError(
-            f"--schedule {name}: PyTorch's DistributedDataParallel works in a pipeline with schedule 1f1b alone; take "
+            f"--schedule {name}: this strategy takes PyTorch's DistributedDataParallel with schedule 1f1b alone; take "
             f"that,{sharded} or add --by-hand"
         )
     if 1 < microbatches <= ranks:

@@ -3,7 +3,7 @@
 says: rank 0: weights moved by 0.0
 see:  No message: the loss does not fall. The optimizer has the old parameters, which nobody uses any more.
 find: Print the loss of ten steps, or how far a weight has moved after one.
-fix:  First the device, then fully_shard or DDP, then the optimizer.
+fix:  First the device, then fully_shard, then the optimizer. (DDP keeps the parameters, so there the order is free.)
 then: rank 0: weights moved by 0.4
 """
 

@@ -43,12 +43,33 @@ def global_mean(values: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError
 
 
+def repaired_training(
+    weights: list[torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor, rate: float, steps: int
+) -> list[torch.Tensor]:
+    """Return what `faulty_training` in faulty.py should return: the two weights after `steps` steps of SGD.
+
+    The model is `inputs @ weights[0] + inputs.square() @ weights[1]`, the loss the mean squared difference from
+    `targets`, over the examples of all ranks. `inputs` [examples, n] and `targets` [examples] are this rank's own, as
+    many on each rank; `weights`, two of [n], are the same on all ranks. All tensors are float64.
+
+    It was run on two ranks and held against one process. With the same examples on both ranks, everything was right.
+    With different ones, some steps were right and some were not. After a wrong step the ranks' weights were no longer
+    equal. On each rank, the change of `weights[0]` was wrong and so was that of `weights[1]`, but the two changes added
+    up to the right sum. Nothing was raised, and the loss was higher than it should be.
+
+    Find the mistake before you write. Exactly one `dist.all_reduce` for each weight and step, as in faulty.py.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
 def ring_bytes(rank: int, size: int, elements: int, itemsize: int) -> int:
     """Return how many bytes rank `rank` of `size` sends in one ring all-reduce of `elements` elements, exactly.
 
-    `itemsize` is the size of one element in bytes. The ring all-reduce is `ring_reduce_scatter` (after which rank r
-    holds the sum of chunk r) followed by `ring_all_gather`, both as described below. In each step every rank passes
-    one chunk to its right neighbour. Chunks may be uneven, so the familiar 2(N-1)/N is exact only where `size`
+    `itemsize` is the size of one element in bytes. The ring all-reduce is a reduce-scatter, after which rank r holds
+    the sum of chunk r, and then an all-gather. In each of their steps every rank passes one chunk to its right
+    neighbour. Chunks may be uneven, so the familiar 2(N-1)/N is exact only where `size`
     divides `elements`. Calculate only: send nothing.
 
     Difficulty ●●●○○   Importance ●●●○○   up to 15 minutes   2 points
@@ -75,6 +96,31 @@ def all_reduce_seconds(algorithm: str, size: int, nbytes: float, latency: float,
     raise NotImplementedError
 
 
+def inner_axis(
+    tensor: tuple[int, int, int],
+    data: tuple[int, int, int],
+    node: int,
+    inside: tuple[float, float],
+    between: tuple[float, float],
+) -> tuple[str, float]:
+    """Return (the axis whose ranks should be neighbours, "tensor" or "data"; seconds that a step then communicates).
+
+    A mesh has two axes. `tensor` and `data` say of each (its ranks, the all-reduces that each rank makes along it in a
+    step, the bytes of one of them). One axis is the inner one: each group along it is consecutive ranks. A group along
+    the outer axis has every so-many-th rank, as many as the inner axis has ranks. `torchrun` puts ranks 0 to `node` - 1
+    on the first node, and so on; all three numbers of ranks are powers of two.
+
+    An all-reduce is a ring, in chunks of bytes / ranks, whose messages of n bytes take latency + n / bandwidth.
+    `inside` and `between` are (latency, bandwidth), in seconds and bytes per second, inside a node and between nodes.
+    All rings of an axis run at the same time without disturbing each other, one all-reduce after the other; a ring is
+    as slow as its slowest link. Which axis is to be the inner one, so that the step communicates for the shortest time?
+    "tensor" if it makes no difference. Calculate only: send nothing.
+
+    Difficulty ●●●○○   Importance ●●●●●   up to 20 minutes   3 points
+    """
+    raise NotImplementedError
+
+
 def all_to_all(parts: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
     """Send `parts[j]` to each other rank j and return the list of what came: item i is from rank i.
 
@@ -95,29 +141,6 @@ def tree_broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
     once. `tensor` has the same shape and type on every rank; its values count on the root only.
 
     Difficulty ●●●○○   Importance ●●●○○   up to 20 minutes   3 points
-    """
-    raise NotImplementedError
-
-
-def ring_all_gather(chunk: torch.Tensor, elements: int) -> torch.Tensor:
-    """Return, on every rank, the tensor of `elements` elements of which rank r holds chunk r at the start.
-
-    In size - 1 steps: each time, every rank sends one chunk to its right neighbour, first its own `chunk`, then
-    always the one that it received last, as one message.
-
-    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
-    """
-    raise NotImplementedError
-
-
-def ring_reduce_scatter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return, on rank r, chunk r of the sum of all ranks' `tensor`s.
-
-    In size - 1 steps: each time, every rank sends one chunk to its right neighbour as one message, and adds the
-    chunk that it receives to its own copy. Which chunk must a rank send first, so that the last one that it
-    receives is the chunk that it keeps? `tensor` is one-dimensional, of the same length and type on every rank.
-
-    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
     """
     raise NotImplementedError
 

@@ -16,8 +16,6 @@ What holds for all of them:
 Dots say how difficult an exercise is and how important its idea is for the later chapters.
 """
 
-from collections.abc import Callable
-
 import torch
 
 
@@ -68,16 +66,21 @@ def gradients_of_copies(
     raise NotImplementedError
 
 
-def apply_in_threads(
-    functions: list[Callable[[torch.Tensor], torch.Tensor]], inputs: list[torch.Tensor], recording: bool
-) -> list[torch.Tensor | None]:
-    """Call `functions[i](inputs[i])` for every i, all at the same time, each in a thread of its own.
+def repaired_replicas(
+    weight: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor, devices: int, rate: float, steps: int
+) -> torch.Tensor:
+    """Return what `faulty_training` in faulty.py should return: the weight after `steps` steps of SGD.
 
-    Return the results in the order of the functions, not of their ending. Where a function raises an exception,
-    the item is None, and the others are not disturbed. All threads have ended when you return.
-    Inside its thread, each function must find `torch.is_grad_enabled()` to be `recording`. Threads do not inherit that.
+    Model and loss are those of `gradients_of_copies`, and each step sees the whole batch.
 
-    Difficulty ●●●○○   Importance ●●●○○   up to 25 minutes   3 points
+    It was held against the same training without devices. With one device everything was right, and the first step was
+    right with any number of them. From the second step on the gradient was wrong; the part of it that came from the
+    first slice was right, given the weight. The loss fell, went on falling below what the right training had reached by
+    then, and in a longer run it rose again, the sooner the more devices there were.
+
+    Find the mistake before you write.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
     """
     raise NotImplementedError
 

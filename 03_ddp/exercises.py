@@ -3,7 +3,7 @@
 Replace each `raise NotImplementedError` by your answer, then run the last cell of the notebook or
 
     python -m common.check 03_ddp                       all exercises
-    python -m common.check 03_ddp average_gradients     one of them
+    python -m common.check 03_ddp launch_order          one of them
 
 Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
 `dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
@@ -22,17 +22,6 @@ import torch
 import torch.distributed as dist  # noqa: F401  for your answers
 
 # --- the reducer, and training with it ---------------------------------------------------
-
-
-def average_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, on every rank, the averages of `gradients`, with one all-reduce of all gradients.
-
-    `gradients` holds tensors of different shapes, some perhaps without dimensions; all are of one type. Shapes and
-    type are the same on all ranks.
-
-    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
-    """
-    raise NotImplementedError
 
 
 def accumulated_gradient(micro_gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -61,20 +50,6 @@ def learning_rate(step: int, base_rate: float, base_batch: int, batch: int, warm
     raise NotImplementedError
 
 
-def assign_buckets(sizes: list[int], first_cap: int, cap: int) -> list[list[int]]:
-    """Return the buckets of a reducer: lists of indices of parameters, the first bucket first.
-
-    `sizes[i]` is the size, in bytes, of the gradient of parameter i, in the order in which the model uses its
-    parameters. The backward pass reaches them in reverse order, so the buckets are filled in reverse order: the
-    last parameter comes first in the first bucket. A bucket is full once it holds *at least* its cap; the next
-    parameter then begins a new one. The caps, in bytes, are `first_cap` for the first bucket and `cap` for every
-    other. A parameter is never cut, and no bucket is empty. Calculate only.
-
-    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
-    """
-    raise NotImplementedError
-
-
 def launch_order(buckets: list[list[int]], ready: list[int]) -> list[list[int]]:
     """Return which buckets a reducer launches at which gradient: one list of bucket numbers for each of `ready`.
 
@@ -83,19 +58,6 @@ def launch_order(buckets: list[list[int]], ready: list[int]) -> list[list[int]]:
     all-reduce starts as soon as the gradient of `ready[i]` is there: often none, sometimes several. A bucket is
     launched as early as possible, but only when it is complete and all buckets with smaller numbers are launched.
     So all ranks launch in the same order. Calculate only.
-
-    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
-    """
-    raise NotImplementedError
-
-
-def clipped_gradients(gradients: list[torch.Tensor], max_norm: float) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return (the clipped averages of `gradients`, their norm before clipping), the same on every rank.
-
-    The norm is the 2-norm of all averaged gradients together, as if they were one long vector; a float32 tensor
-    without dimensions. If it is larger than `max_norm`, every average is multiplied by `max_norm / norm`; otherwise
-    they stay as they are. `gradients` holds float32 tensors of different shapes. Exactly one all-reduce of all
-    gradients, and nothing else.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
     """
@@ -127,6 +89,24 @@ def average_with_unused(
     same layout on every rank.
 
     Difficulty ●●●○○   Importance ●●●●○   up to 25 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def repaired_reducer(steps: list[list[torch.Tensor | None]], shapes: list[tuple[int, ...]]) -> list[list[torch.Tensor]]:
+    """Return what `FaultyReducer(shapes)` in faulty.py should return from `average`, step by step.
+
+    `steps[k][i]` is this rank's gradient of parameter i in step k, of shape `shapes[i]` and type float32, or None where
+    parameter i took no part in this rank's forward pass; that counts as zeros in the average over all ranks.
+
+    It trained a model with four experts, of which a rank uses some in each step. The first step was right. From then on
+    all parameters that every rank used in every step were right, and the others were not. An expert that nobody used in
+    a step got exactly the average of the step before once more. Fingerprints of the ranks agreed all the time, nothing
+    was raised, and the loss fell.
+
+    Find the mistake before you write. Exactly one all-reduce of all gradients in each step, as in faulty.py.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """
     raise NotImplementedError
 
@@ -220,13 +200,20 @@ def speedup_and_efficiency(kind: str, ranks: int, alone: float, together: float)
     raise NotImplementedError
 
 
-def overlapped_seconds(compute: list[float], communicate: list[float]) -> tuple[float, float]:
-    """Return (seconds until backward pass and communication are both over, seconds of it that are exposed).
+def cheapest_in_time(
+    steps: int, gradients: float, offers: list[tuple[str, float, int, float, float, float]], hours: float
+) -> tuple[str, int, float] | None:
+    """Return (name of the offer, GPUs, dollars) with which a training is cheapest and over in time; None if none is.
 
-    The backward pass computes one bucket's gradients after another: `compute[b]` seconds for bucket b, without a
-    pause. `communicate[b]` is the time of that bucket's all-reduce. It runs beside the computation and starts as
-    soon as its bucket is computed and the all-reduce of the bucket before is over: one at a time, in order.
-    Communication is exposed while it goes on after the backward pass. Calculate only.
+    Each of `offers` is (name, seconds that one GPU computes in a step of the whole global batch, GPUs in a node,
+    bandwidth inside a node, bandwidth between nodes, dollars for one GPU and hour), with bandwidths in bytes/s.
+    You can have 1, 2, 4, 8, ... GPUs of one offer, 1,024 at most; a node is filled before the next is begun.
+
+    n GPUs compute the global batch in an n-th of the seconds, of which two thirds are the backward pass. The gradients,
+    `gradients` bytes, are all-reduced by a ring, which takes 2 (n - 1) / n * gradients / bandwidth: that inside a node
+    as long as all GPUs are in one, else that between. What of it doesn't fit beside the backward pass is exposed, and
+    makes the step longer. The training has `steps` steps and at most `hours` hours. Where dollars are equal, take fewer
+    GPUs. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
     """

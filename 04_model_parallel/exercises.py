@@ -3,7 +3,7 @@
 Replace each `raise NotImplementedError` by your answer, then run the last cell of a notebook or
 
     python -m common.check 04_model_parallel                  all exercises
-    python -m common.check 04_model_parallel parallel_mlp     one of them
+    python -m common.check 04_model_parallel split_step       one of them
 
 Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
 `dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
@@ -79,28 +79,15 @@ def naive_utilisation(forward: list[float], backward: list[float], message: floa
 # --- tensor and sequence parallel --------------------------------------------------------
 
 
-def parallel_mlp(
-    x: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor, down: torch.Tensor, down_bias: torch.Tensor
-) -> torch.Tensor:
-    """Return, on every rank, the output of an MLP whose hidden activations are spread over the ranks.
-
-    With whole tensors, it would be `torch.relu(x @ up + up_bias) @ down + down_bias`. Here `up` [width, hidden / N]
-    holds a part of the columns, `up_bias` [hidden / N] and `down` [hidden / N, width] the parts that go with them.
-    `x` [tokens, width] and `down_bias` [width] are whole and the same on all ranks. Exactly one `dist.all_reduce`,
-    of a tensor of the shape of the result.
-
-    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
-    """
-    raise NotImplementedError
-
-
 def parallel_mlp_backward(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (whole gradient of `x`, gradient of this rank's part `up`, gradient of its part `down`).
 
-    The MLP is that of `parallel_mlp` without biases. `grad_output`, the gradient of the loss with respect to the
-    whole output, is the same on all ranks, and so is the gradient of `x`. Exactly one `dist.all_reduce`, of a tensor
+    With whole tensors, the MLP would be `torch.relu(x @ up) @ down`. Here `up` [width, hidden / N] holds a part of the
+    columns, and `down` [hidden / N, width] the rows that go with them. `x` [tokens, width] is whole and the same on all
+    ranks; so are `grad_output`, the gradient of the loss with respect to the whole output, and the gradient of `x`. The
+    forward pass has been: its outputs are not needed again. Exactly one `dist.all_reduce`, of a tensor
     of the shape of `x`.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
@@ -144,13 +131,25 @@ def gradient_norm(gradients: list[torch.Tensor], sharded: list[bool]) -> float:
     raise NotImplementedError
 
 
-def sequence_parallel_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the tokens of the output: [time / N, width].
+def tensor_ranks(
+    width: int, tokens: int, gpus: int, smallest: int, flops: float, inside: float, between: float
+) -> tuple[int, float]:
+    """Return (ranks along tensor, seconds of one layer of a training step) of the quickest way to use `gpus` GPUs.
 
-    The MLP is that of `parallel_mlp` without biases, but `x` [time / N, width] is this rank's part of the tokens of
-    the whole input. Exactly one all-gather and one reduce-scatter, each of a tensor of the size of the whole input.
+    Nodes have 8 GPUs, and `gpus` is a power of two. With t ranks along tensor, a power of two of at least `smallest`
+    (with fewer a layer doesn't fit), there are d = gpus / t replicas, each of which has tokens / d tokens. All have
+    16-bit numbers, of 2 bytes. For a layer
 
-    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
+    * the GPUs compute: 72 * width**2 FLOPs for each token, over all GPUs, at `flops` FLOP/s;
+    * along tensor there are 4 all-reduces of the activations of a replica's tokens, `width` numbers each;
+    * along data there is one all-reduce of a GPU's gradients, 12 * width**2 / t numbers.
+
+    An all-reduce of n bytes on r ranks takes 2 (r - 1) / r * n / bandwidth seconds. Tensor is the inner axis: groups
+    along it are consecutive ranks, with the bandwidth `inside` up to 8 ranks, `between` with more. The replicas have
+    `inside` if all GPUs are in one node, else `between`. Nothing is hidden. Where two are equally quick, take fewer
+    ranks along tensor. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
     """
     raise NotImplementedError
 
@@ -174,30 +173,21 @@ def parallel_dropout(x: torch.Tensor, probability: float, seed: int, dimension: 
 # --- long contexts -------------------------------------------------------------------------------
 
 
-def combine_blocks(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (attention over the keys of both blocks, its log-sum-exp), from the attention over each block.
+def repaired_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return what `faulty_attention` in faulty.py should return: this rank's part of the output, [heads, time / N, d].
 
-    `out1` [queries, d] is softmax(scores) @ values over the keys of block 1 alone, `lse1` [queries] the logarithm of
-    the sum of exp(scores) over them; `out2` and `lse2` are those of block 2, which has other keys. A log-sum-exp may
-    be 1,000 or -1,000. Where a query sees no key of a block, its log-sum-exp there is minus infinity and its row of
-    zeros; it sees a key in at least one of the two. Calculate only.
+    `q`, `k` and `v` [heads, time / N, d], float64, belong to this rank's part of the tokens. Every query sees every key
+    of all ranks; scores are `q @ k^T / sqrt(d)`. Scores may be as large as 1,000.
 
-    Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
-    """
-    raise NotImplementedError
+    It was held against one process. On one rank everything was right, and on several nearly so at first, when all
+    scores were close to 0. As training went on and scores grew, the loss stayed above that of one process. With values
+    that are all 1 the output should be all 1: for some queries it was, to the last digit, for others it was less. With
+    keys and values dealt out to the ranks in another order, other queries were right.
 
+    Find the mistake before you write. Messages as in faulty.py: keys and values travel round the ring, to the next
+    rank, N - 1 times, together or apart.
 
-def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return the attention of this rank's queries over all ranks' keys and values: [heads, time / N, d].
-
-    `q`, `k` and `v` [heads, time / N, d], float64, belong to this rank's part of the tokens. There is no mask: every
-    query sees every key. Scores are `q @ k^T / sqrt(d)`. Keys and values travel round the ring, from each rank to
-    the next and from the last to rank 0. A rank sends its own and those that it receives, each once, except the next
-    rank's own, and nothing else. They may travel together or apart; sends and receives only.
-
-    Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
+    Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
     """
     raise NotImplementedError
 
@@ -238,22 +228,6 @@ def apply_capacity(probabilities: torch.Tensor, k: int, capacity: int) -> list[l
     The other choices are dropped, and no other expert takes their place. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
-    """
-    raise NotImplementedError
-
-
-def dispatch_and_combine(tokens: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what the experts make of this rank's tokens, row by row in the order of `tokens`: [n, width].
-
-    `tokens` [n, width] are this rank's, and token i belongs to expert `experts[i]` (int64): n may be another on each
-    rank, also 0. Expert r is on rank r, and makes `x @ weight` of a token x with its own weight [width, width].
-    There is no capacity: nothing is dropped, nothing padded.
-
-    Exactly three all-to-alls: first how many tokens each rank will get, N int64 numbers; then the tokens; then what
-    became of them, back to where they came from. Take `dist.all_to_all_single`: gloo's `dist.all_to_all` wants parts
-    of equal length.
-
-    Difficulty ●●●●○   Importance ●●●●●   up to 40 minutes   4 points
     """
     raise NotImplementedError
 

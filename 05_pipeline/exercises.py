@@ -5,8 +5,8 @@ Replace each `raise NotImplementedError` by your answer, then run the last cell 
     python -m common.check 05_pipeline                             all exercises
     python -m common.check 05_pipeline one_forward_one_backward    one of them
 
-Every function is called on all ranks at once, with a process group already set up. Only `neighbours`,
-`pipeline_step` and `repaired_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
+Every function is called on all ranks at once, with a process group already set up. Only `neighbours`
+and `repaired_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
 `dist.get_world_size()` tell who you are. All others calculate, the same on every rank: their `ranks` is an argument.
 
 * Return a new result and leave the arguments as they were. Where a tuple is asked for, a list will do.
@@ -77,24 +77,6 @@ def neighbours(
     raise NotImplementedError
 
 
-def pipeline_step(
-    weight: torch.Tensor, inputs: torch.Tensor | None, targets: torch.Tensor | None, batch: int, microbatches: int
-) -> torch.Tensor:
-    """Return the gradient of this rank's `weight`, in a model with one layer on each rank.
-
-    Layer r is on rank r, and makes `torch.tanh(x @ weight)` of x [batch, n] with its weight [n, m]; n and m may be
-    others on each rank. The inputs of the model are on rank 0 alone, the targets on the last rank alone; the others
-    get None. The loss is the mean over the whole batch, `(outputs - targets).square().mean()`. All tensors are
-    float64.
-
-    The batch goes through in `microbatches` equal parts, which are consecutive; each is sent on by itself, forward and
-    backward: `microbatches` messages to each neighbour, and nothing else. In which order is yours to choose.
-
-    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
-    """
-    raise NotImplementedError
-
-
 def repaired_step(
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -105,13 +87,17 @@ def repaired_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `faulty_step` in faulty.py should return: the gradients of this rank's weight and bias.
 
-    It is the pipeline of `pipeline_step`, with a bias: layer r makes `torch.tanh(x @ weight + bias)`. It was run on
-    three ranks and held against one process. With one micro-batch, everything was right. With several, the loss was
-    right at the first step, and so were the gradients of all biases, and of the weight of rank 0. The gradients of the
-    other ranks' weights were wrong, on the last rank too, by a factor that differs from element to element. Nothing
-    was raised, and the loss fell, though more slowly than it should.
+    Layer r of a model is on rank r, and makes `torch.tanh(x @ weight + bias)` of x [batch, n] with its weight [n, m]
+    and bias [m]; n and m may be others on each rank. The inputs are on rank 0 alone, the targets on the last rank
+    alone; the others get None. The loss is the mean over the whole batch, `(outputs - targets).square().mean()`. The
+    batch goes through in `microbatches` equal parts, which are consecutive. All tensors are float64.
 
-    Find the mistake before you write. Messages as in `pipeline_step`: one for each micro-batch and direction.
+    It was run on three ranks and held against one process. With one micro-batch, everything was right. With several,
+    the loss was right at the first step, and so were the gradients of all biases, and of the weight of rank 0. The
+    gradients of the other ranks' weights were wrong, on the last rank too, by a factor that differs from element to
+    element. Nothing was raised, and the loss fell, though more slowly than it should.
+
+    Find the mistake before you write. Messages as in faulty.py: for each micro-batch one to each neighbour.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
     """
@@ -155,18 +141,6 @@ def interleave(ranks: int, microbatches: int, stages_per_rank: int) -> list[list
     to arrive. Here they take none.)
 
     Difficulty ●●○○○   Importance ●●●○○   up to 15 minutes   2 points
-    """
-    raise NotImplementedError
-
-
-def place_weight_gradients(schedule: list[list[str]]) -> list[list[str]]:
-    """Return the schedule with the missing backwards for weight (W) put in, which fill its bubble.
-
-    `schedule` is 1F1B with I in place of each B, one stage on each rank and at least as many micro-batches as ranks;
-    leave its actions in their order. F, I and W take one unit each. Budget: makespan 3 * microbatches + ranks - 1, and
-    at most `ranks` activations stored on any rank. An activation is stored until its W is over.
-
-    Difficulty ●●●○○   Importance ●●●●○   up to 30 minutes   3 points
     """
     raise NotImplementedError
 

@@ -3,7 +3,7 @@
 Replace each `raise NotImplementedError` by your answer, then run the last cell of a notebook or
 
     python -m common.check 06_fsdp                   all exercises
-    python -m common.check 06_fsdp own_shard         one of them
+    python -m common.check 06_fsdp own_pieces       one of them
 
 Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
 `dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
@@ -23,17 +23,6 @@ import torch.distributed as dist  # noqa: F401  for your answers
 # --- ZeRO by hand --------------------------------------------------------------------------------
 
 
-def own_shard(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Return this rank's shard of all parameters, laid one after another in one vector and padded.
-
-    `parameters` holds tensors of different shapes, some perhaps without dimensions; all are of one type and the same
-    on all ranks. The shard is one-dimensional. Calculate only: every rank has all it needs.
-
-    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
-    """
-    raise NotImplementedError
-
-
 def own_pieces(sizes: list[int], rank: int, world: int) -> list[list[int]]:
     """Return which elements of which parameters are in the shard of rank `rank` of `world`.
 
@@ -43,18 +32,6 @@ def own_pieces(sizes: list[int], rank: int, world: int) -> list[list[int]]:
     parameter. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
-    """
-    raise NotImplementedError
-
-
-def sharded_gradient(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return this rank's shard of the average of all ranks' gradients.
-
-    `gradients` holds this rank's gradient of each parameter, of different shapes; shapes and type are the same on all
-    ranks. The average is the sum over all ranks divided by N. Exactly one reduce-scatter
-    (`dist.reduce_scatter_single`) of all gradients, padding included, and nothing else.
-
-    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
     """
     raise NotImplementedError
 
@@ -76,6 +53,27 @@ def sharded_step(
     tensors are float64. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
+    """
+    raise NotImplementedError
+
+
+def repaired_decay(
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], decays: list[bool], rate: float, decay: float
+) -> list[torch.Tensor]:
+    """Return what `faulty_step` in faulty.py should return: all parameters after a step, whole, on every rank.
+
+    Parameter i becomes `p - rate * (g + decay * p)` where `decays[i]`, else `p - rate * g`, with g the average of all
+    ranks' gradients. `parameters` and `decays` are the same on all ranks, `gradients` are this rank's own. All tensors
+    are float64. Weights decay; biases and the scales of norms usually don't.
+
+    It was held against one process. A model with 1,200 parameters was right with 2, 3 and 4 ranks, one with 1,201 was
+    not. The elements that were off had changed by `rate * decay` times their value too much or too little. Elements of
+    rank 0's shard were always right. Of rank 1's it was the first element of a weight or of a bias that was off, of
+    rank 2's it was the first two, of rank 3's the first three. All ranks agreed, and the loss showed nothing.
+
+    Find the mistake before you write. Exactly one reduce-scatter and one all-gather of all elements, padding included.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """
     raise NotImplementedError
 
@@ -254,27 +252,6 @@ def fewest_ranks(strategy: str, parameters: int, activations: int, budget: int) 
 
 
 # --- choosing ------------------------------------------------------------------------------------
-
-
-def tokens_to_hide(strategy: str, micro_batches: int, flops: float, bandwidth: float) -> float:
-    """Return the fewest tokens that a GPU must have in a step, so that no message takes longer than the pass beside it.
-
-    For each parameter and token a GPU does 2 FLOPs in a forward pass and 4 in a backward pass, at `flops` FLOP/s. It
-    sends `bandwidth` bytes per second. Gradients have 4 bytes, parameters that are gathered have 2. There are many
-    ranks: an all-gather or a reduce-scatter sends all of its bytes from each, an all-reduce twice as many. The GPU's
-    tokens are spread equally over `micro_batches`. What is sent, and beside what:
-
-    * "ddp": an all-reduce of the gradients beside the backward pass of the last micro-batch;
-    * "zero1": a reduce-scatter of the gradients beside that, an all-gather of the parameters beside the forward pass of
-      the first micro-batch;
-    * "fsdp": in every micro-batch an all-gather beside the forward pass, and another one together with a reduce-scatter
-      beside the backward pass.
-
-    Calculate only. The result need not be whole.
-
-    Difficulty ●●○○○   Importance ●●●●●   up to 15 minutes   2 points
-    """
-    raise NotImplementedError
 
 
 def fit_on_four_cards() -> tuple[int, int, int, str, bool]:

@@ -8,7 +8,7 @@ arguments of all ranks at once, without any message.
 import torch
 
 from common.grading.engine import Exercise, ExerciseCase, Wrong
-from common.grading.patterns import exactly, in_words, messages_of, nothing_sent, numbered
+from common.grading.patterns import collectives, exactly, in_words, messages_of, nothing_sent, numbered
 
 LENGTHS = (10, 8, 2)  # on 3 and 4 ranks: uneven, even on 2 and 4, fewer elements than ranks
 
@@ -102,6 +102,27 @@ def global_mean(size):
         yield ExerciseCase(what, [(x,) for x in inputs], [mean] * size, one_all_reduce)
 
 
+def repaired_training(size):
+    """One process with the examples of all ranks. Of the gradients of weights[0] and weights[1], even ranks have the
+    first as the longer one, odd ranks the second."""
+    for what, alike, steps in (("the same examples", True, 1), ("a step", False, 1), ("several steps", False, 4)):
+        inputs = []
+        for rank in range(size):
+            own = torch.randn(4, 3, generator=torch.Generator().manual_seed(0 if alike else rank), dtype=torch.float64)
+            inputs.append(own * (4.0 if rank % 2 and not alike else 0.25))
+        targets = [torch.arange(4.0, dtype=torch.float64) - (0 if alike else rank) for rank in range(size)]
+        weights = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64) / 4]
+        leaves = [weight.clone().requires_grad_() for weight in weights]
+        for _ in range(steps):
+            x = torch.cat(inputs)
+            loss = (x @ leaves[0] + x.square() @ leaves[1] - torch.cat(targets)).square().mean()
+            slopes = torch.autograd.grad(loss, leaves)
+            leaves = [(w - 0.001 * slope).detach().requires_grad_() for w, slope in zip(leaves, slopes, strict=True)]
+        arguments = [(weights, *own, 0.001, steps) for own in zip(inputs, targets, strict=True)]
+        pattern = collectives(*[("all_reduce", 24)] * (2 * steps))
+        yield ExerciseCase(what, arguments, [[w.detach() for w in leaves]] * size, pattern)
+
+
 def ring_bytes(size):
     """Counted step by step, as the chunks travel: chunk c starts at rank c + 1, collects on its way round the ring
     and ends at rank c, then goes round once more."""
@@ -143,6 +164,29 @@ def all_reduce_seconds(size):
         yield ExerciseCase(f"all_reduce_seconds{arguments}", [arguments] * size, [seconds] * size, nothing_sent)
 
 
+def inner_axis(size):
+    """Worked out by hand, with a latency of 1 s inside and 2 s between, and 10 and 1 bytes/s.
+
+    In the first row a ring of 4 ranks takes 6 * (1 + 20 / 10) = 18 s inside and 6 * (2 + 20) = 132 s between, one of 2
+    ranks 2 * (1 + 40 / 10) = 10 s and 2 * (2 + 40) = 84 s. Twice tensor inside and once data between are 120 s; the
+    other way round they are 10 s and 2 * 132 s. In the second, data makes more of them, in the third tensor has more
+    ranks than a node, and along both axes something is sent between nodes: 14 * (2 + 10) and 2 * (1 + 4), or 14 * 12
+    and 2 * (2 + 40). In the fourth all is in one node; in the last there is nothing to send along tensor.
+    """
+    if size > 2:
+        return
+    for tensor, data, node, expected in (
+        ((4, 2, 80), (2, 1, 80), 4, ["tensor", 120.0]),
+        ((4, 1, 80), (2, 9, 80), 4, ["data", 222.0]),
+        ((8, 1, 80), (2, 1, 80), 4, ["data", 178.0]),
+        ((2, 1, 80), (2, 1, 80), 4, ["tensor", 20.0]),
+        ((1, 5, 80), (4, 1, 80), 2, ["tensor", 132.0]),
+        ((2, 1, 80), (4, 1, 80), 4, ["data", 102.0]),
+    ):
+        arguments = (tensor, data, node, (1.0, 10.0), (2.0, 1.0))
+        yield ExerciseCase(f"inner_axis{arguments}", [arguments] * size, [expected] * size, nothing_sent)
+
+
 def all_to_all(size):
     for what, dtype, length in (
         ("float32 parts", torch.float32, lambda source, target: 1 + (2 * source + target) % 4),
@@ -164,32 +208,6 @@ def tree_broadcast(size):
         pattern = binomial_tree(root, elements * dtype.itemsize)
         arguments = [(x, root) for x in inputs]
         yield ExerciseCase(f"root {root}, {elements} elements", arguments, [inputs[root]] * size, pattern)
-
-
-def ring_all_gather(size):
-    for elements in LENGTHS:
-        whole = numbered(0, elements)
-        lengths = sizes_of_chunks(elements, size)
-        chunks = whole.split(lengths)
-        # Rank r sends chunks r, r - 1, ..., as it gets them.
-        messages = [
-            [((rank + 1) % size, 4 * lengths[(rank - step) % size]) for step in range(size - 1)] for rank in range(size)
-        ]
-        arguments = [(chunks[rank].clone(), elements) for rank in range(size)]
-        yield ExerciseCase(f"{elements} elements", arguments, [whole] * size, exactly(messages))
-
-
-def ring_reduce_scatter(size):
-    for elements in LENGTHS:
-        inputs = [numbered(rank, elements) for rank in range(size)]
-        lengths = sizes_of_chunks(elements, size)
-        chunks = torch.stack(inputs).sum(0).split(lengths)
-        # Chunk r ends at rank r, so it was with rank r - 1 a step before: rank r's last message is chunk r + 1.
-        messages = [
-            [((rank + 1) % size, 4 * lengths[(rank - 1 - step) % size]) for step in range(size - 1)]
-            for rank in range(size)
-        ]
-        yield ExerciseCase(f"{elements} elements", [(x,) for x in inputs], list(chunks), exactly(messages))
 
 
 def halving_doubling_all_reduce(size):
@@ -216,6 +234,13 @@ def draw_all_reduce_seconds(random):
     return algorithm, size, 10.0 * random.randint(1, 500), random.choice([0.5, 1.0, 3.0]), random.choice([4.0, 20.0])
 
 
+def draw_inner_axis(random):
+    def axis():
+        return 2 ** random.randint(1, 3), random.randint(1, 20), 80 * random.randint(1, 50)
+
+    return axis(), axis(), random.choice([4, 8]), (0.5, 20.0), (random.choice([1.0, 3.0]), random.choice([1.0, 5.0]))
+
+
 EXERCISES = [
     Exercise(
         name="ring_shift",
@@ -232,6 +257,18 @@ EXERCISES = [
         check=global_mean,
         hint="A mean of means counts a rank with one value as much as a rank with a thousand. Sums can be added, and "
         "so can counts: put both into one tensor.",
+    ),
+    Exercise(
+        name="repaired_training",
+        points=2,
+        difficulty="●●○○○",
+        check=repaired_training,
+        hint="Which all-reduce of rank 0 meets which of rank 1? Print, on each rank, in which order the two gradients "
+        "are sent. Collectives pair by the order in which they are called, and by nothing else.",
+        mistakes={
+            "a step, rank 0: ... got [-0.1336": "The gradients still meet in another order on each rank, so that sums "
+            "of two different weights come out. Any order will do that doesn't depend on what only this rank knows.",
+        },
     ),
     Exercise(
         name="ring_bytes",
@@ -252,6 +289,16 @@ EXERCISES = [
         "Add latency + bytes / bandwidth for each. In halving-doubling the sizes are n/2, n/4, ..., and back again.",
     ),
     Exercise(
+        name="inner_axis",
+        points=3,
+        difficulty="●●●○○",
+        check=inner_axis,
+        draw=draw_inner_axis,
+        hint="For each of the two orders ask of each axis: do the ranks of one of its groups lie in one node? The "
+        "inner group spans as many ranks as it has, the outer one as many as both axes together. Then it's arithmetic: "
+        "calls * 2 (ranks - 1) * (latency + bytes / ranks / bandwidth).",
+    ),
+    Exercise(
         name="all_to_all",
         points=2,
         difficulty="●●○○○",
@@ -266,22 +313,6 @@ EXERCISES = [
         check=tree_broadcast,
         hint="Number the ranks from the root: place = (rank - root) % size. In the round with distance d = 1, 2, 4, "
         "... the places below d have the tensor, and place p sends to place p + d if there is one.",
-    ),
-    Exercise(
-        name="ring_all_gather",
-        points=2,
-        difficulty="●●○○○",
-        check=ring_all_gather,
-        hint="In step s a rank sends chunk (rank - s) % size and receives chunk (rank - s - 1) % size. tensor_split of "
-        "an empty result gives views that you can receive into, each of the right length.",
-    ),
-    Exercise(
-        name="ring_reduce_scatter",
-        points=3,
-        difficulty="●●●○○",
-        check=ring_reduce_scatter,
-        hint="Start with chunk (rank - 1) % size; always send next the chunk that you have just added to. Work on a "
-        "copy of the tensor.",
     ),
     Exercise(
         name="halving_doubling_all_reduce",

@@ -10,6 +10,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from course.intro.faulty import faulty_training
+
 
 def exchange(outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int) -> None:
     """Send and receive at once. Batched, so that NCCL does not deadlock on it either."""
@@ -423,152 +425,6 @@ def broadcast_without_a_way_round(tensor, root):
     return result
 
 
-# --- ring_all_gather ------------------------------------------------------------------------------------------
-
-
-def ring_all_gather(chunk, elements):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    result = torch.empty(elements, dtype=chunk.dtype)
-    chunks = result.tensor_split(size)  # views: what is received into them is received into the result
-    chunks[rank].copy_(chunk)
-    for step in range(size - 1):
-        exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
-    return result
-
-
-def gather_in_order_of_arrival(chunk, elements):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    chunks = ring_all_gather(chunk, elements).tensor_split(size)
-    return torch.cat([chunks[(rank - step) % size] for step in range(size)])
-
-
-def gather_with_even_chunks(chunk, elements):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    left, right = neighbours()
-    length = math.ceil(elements / size)
-    result = torch.zeros(size * length)
-    chunks = result.split(length)
-    chunks[rank][: len(chunk)] = chunk
-    for step in range(size - 1):
-        exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
-    return result[:elements]
-
-
-def gather_from_everybody(chunk, elements):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    result = torch.empty(elements, dtype=chunk.dtype)
-    chunks = result.tensor_split(size)
-    chunks[rank].copy_(chunk)
-    for distance in range(1, size):
-        source = (rank - distance) % size
-        exchange(chunk, (rank + distance) % size, chunks[source], source)
-    return result
-
-
-def gather_with_a_step_too_many(chunk, elements):
-    result = ring_all_gather(chunk, elements)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    chunks = result.tensor_split(size)
-    exchange(chunks[(rank + 1) % size].clone(), right, chunks[rank], left)
-    return result
-
-
-def gather_without_messages_of_nothing(chunk, elements):
-    """Right: a chunk without elements needs no message."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    result = torch.empty(elements, dtype=chunk.dtype)
-    chunks = result.tensor_split(size)
-    chunks[rank].copy_(chunk)
-    for step in range(size - 1):
-        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        requests = [dist.isend(outgoing, right)] if len(outgoing) else []
-        requests += [dist.irecv(incoming, left)] if len(incoming) else []
-        for request in requests:
-            request.wait()
-    return result
-
-
-def gather_of_an_element_at_least(chunk, elements):
-    if elements < dist.get_world_size():
-        raise ValueError("there must be an element for each rank")
-    return ring_all_gather(chunk, elements)
-
-
-# --- ring_reduce_scatter --------------------------------------------------------------------------------------
-
-
-def ring_reduce_scatter(tensor):
-    return reduced_chunks(tensor, first=-1)[dist.get_rank()]
-
-
-def reduced_chunks(tensor, first):
-    """All chunks of this rank after the ring's steps, where it begins by sending chunk rank + first."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    chunks = [chunk.clone() for chunk in tensor.tensor_split(size)]
-    for step in range(size - 1):
-        mine = chunks[(rank + first - step - 1) % size]
-        received = torch.empty_like(mine)
-        exchange(chunks[(rank + first - step) % size], right, received, left)
-        mine += received
-    return chunks
-
-
-def scatter_of_the_next_chunk(tensor):
-    """Begins with its own chunk, as many descriptions do: then rank r ends with chunk r + 1."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return reduced_chunks(tensor, first=0)[(rank + 1) % size]
-
-
-def scatter_of_an_unfinished_chunk(tensor):
-    return reduced_chunks(tensor, first=0)[dist.get_rank()]
-
-
-def scatter_without_passing_on_sums(tensor):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    chunks = tensor.tensor_split(size)
-    total = chunks[rank].clone()
-    for step in range(size - 1):
-        received = torch.empty_like(chunks[(rank - step - 2) % size])
-        exchange(chunks[(rank - step - 1) % size], right, received, left)
-        if len(received) == len(total):
-            total += received
-    return total
-
-
-def scatter_of_whole_tensors(tensor):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    total, passing = tensor.clone(), tensor
-    for _ in range(size - 1):
-        received = torch.empty_like(tensor)
-        exchange(passing, right, received, left)
-        total, passing = total + received, received
-    return total.tensor_split(size)[rank]
-
-
-def scatter_in_the_argument(tensor):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left, right = neighbours()
-    chunks = tensor.tensor_split(size)  # views: this adds into the caller's tensor
-    for step in range(size - 1):
-        mine = chunks[(rank - step - 2) % size]
-        received = torch.empty_like(mine)
-        exchange(chunks[(rank - step - 1) % size], right, received, left)
-        mine += received
-    return chunks[rank]
-
-
-def scatter_of_an_element_at_least(tensor):
-    if len(tensor) < dist.get_world_size():
-        raise ValueError("there must be an element for each rank")
-    return ring_reduce_scatter(tensor)
-
-
 # --- halving_doubling_all_reduce ------------------------------------------------------------------------------
 
 
@@ -627,7 +483,11 @@ def ring_instead_of_halving(tensor):
     left, right = neighbours()
     result = tensor.clone()
     chunks = result.tensor_split(size)
-    chunks[rank].copy_(ring_reduce_scatter(tensor))
+    for step in range(size - 1):
+        mine = chunks[(rank - step - 2) % size]
+        received = torch.empty_like(mine)
+        exchange(chunks[(rank - step - 1) % size], right, received, left)
+        mine += received
     for step in range(size - 1):
         exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left)
     return result
@@ -688,12 +548,101 @@ def halving_the_other_way(tensor):
     return result
 
 
+# --- inner_axis -----------------------------------------------------------------------------------------------
+
+
+def inner_axis(tensor, data, node, inside, between, slowest=True, latency=True):
+    def seconds(axis, spans):
+        ranks, calls, nbytes = axis
+        alpha, bandwidth = between if spans > node else inside
+        return calls * 2 * (ranks - 1) * (alpha * latency + nbytes / ranks / bandwidth)
+
+    both = tensor[0] * data[0]
+    orders = {
+        "tensor": (seconds(tensor, tensor[0]), seconds(data, both)),
+        "data": (seconds(tensor, both), seconds(data, data[0])),
+    }
+    best = min(orders, key=lambda name: sum(orders[name]))
+    return best, sum(orders[best]) if slowest else max(orders[best])
+
+
+def axis_with_more_calls(tensor, data, node, inside, between):
+    _, seconds = inner_axis(tensor, data, node, inside, between)
+    return ("tensor" if tensor[1] >= data[1] else "data"), seconds
+
+
+def axis_always_tensor(tensor, data, node, inside, between):
+    """As everybody does it."""
+    return inner_axis(tensor, (data[0], 0, 0), node, inside, between)[0], inner_axis(
+        tensor, data, node, inside, between
+    )[1]
+
+
+def axis_of_the_slower_alone(tensor, data, node, inside, between):
+    return inner_axis(tensor, data, node, inside, between, slowest=False)
+
+
+def axis_by_bandwidth_alone(tensor, data, node, inside, between):
+    return inner_axis(tensor, data, node, inside, between, latency=False)
+
+
+def axis_whose_groups_are_all_inside(tensor, data, node, inside, between):
+    return inner_axis(tensor, data, 10**9, inside, between)
+
+
+# --- repaired_training ----------------------------------------------------------------------------------------
+
+
+def repaired_training(weights, inputs, targets, rate, steps, order=lambda gradients: gradients, divide=True):
+    features = [inputs, inputs.square()]
+    weights = [weight.clone() for weight in weights]
+    for _ in range(steps):
+        error = sum(x @ weight for x, weight in zip(features, weights, strict=True)) - targets
+        gradients = [2 * x.T @ error / len(targets) for x in features]
+        for gradient in order(gradients):
+            dist.all_reduce(gradient)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight -= rate * gradient / (dist.get_world_size() if divide else 1)
+    return weights
+
+
+def training_the_other_way_round(*arguments):
+    """Backwards, as a backward pass does it: the same order on every rank."""
+    return repaired_training(*arguments, order=reversed)
+
+
+def training_as_it_was(*arguments):
+    return faulty_training(*arguments)
+
+
+def training_with_the_smallest_first(*arguments):
+    return repaired_training(*arguments, order=lambda gradients: sorted(gradients, key=lambda g: g.norm()))
+
+
+def training_with_sums(*arguments):
+    return repaired_training(*arguments, divide=False)
+
+
+def training_in_one_message(weights, inputs, targets, rate, steps):
+    features = torch.cat([inputs, inputs.square()], 1)
+    weight = torch.cat(weights)
+    for _ in range(steps):
+        gradient = 2 * features.T @ (features @ weight - targets) / len(targets)
+        dist.all_reduce(gradient)
+        weight = weight - rate * gradient / dist.get_world_size()
+    return list(weight.chunk(2))
+
+
+def training_each_on_its_own(weights, inputs, targets, rate, steps):
+    return repaired_training(weights, inputs, targets, rate, steps, order=lambda gradients: [])
+
+
 # exercise -> other answers that are right, and must be accepted
 RIGHT = {
     "global_mean": [mean_by_sums_in_float64],
+    "repaired_training": [training_the_other_way_round],
     "all_to_all": [all_to_all_by_distance],
     "tree_broadcast": [broadcast_far_first],
-    "ring_all_gather": [gather_without_messages_of_nothing],
     "halving_doubling_all_reduce": [halving_the_other_way],
 }
 
@@ -759,30 +708,6 @@ WRONG = {
         (broadcast_in_pieces, "root 0, 5 elements, rank 0: expected messages of 20 bytes, got 12 bytes to rank 1, 8"),
         (broadcast_without_a_way_round, "size 2, root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]"),
     ],
-    "ring_all_gather": [
-        (
-            gather_in_order_of_arrival,
-            "world size 2, 10 elements, rank 1: expected [1, 2, 3, ... got [6, 7, 8, 9, 10, 1, 2, 3",
-        ),
-        (
-            gather_with_even_chunks,
-            "world size 3, 10 elements, rank 0: expected [1, 2, 3, ... got [1, 2, 3, 4, 5, 6, 7, 0, 8,",
-        ),
-        (gather_from_everybody, "rank 0: expected 16 bytes to rank 1, 12 bytes to rank 1, got 16 bytes to rank 1, 16"),
-        (gather_with_a_step_too_many, "expected 20 bytes to rank 1, got 20 bytes to rank 1, 20 bytes to rank 1"),
-        (gather_of_an_element_at_least, "size 3, 2 elements, rank 0: expected a result on every rank, got Value"),
-    ],
-    "ring_reduce_scatter": [
-        (scatter_of_the_next_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [66, 77, 88, 99, 110]"),
-        (scatter_of_an_unfinished_chunk, "rank 0: expected [11, 22, 33, 44, 55], got [1, 2, 3, 4, 5]"),
-        (
-            scatter_without_passing_on_sums,
-            "world size 3, 10 elements, rank 0: expected [111, 222, 333, 444] ... got [101, 202, 303, 404]",
-        ),
-        (scatter_of_whole_tensors, "rank 0: expected 20 bytes to rank 1, got 40 bytes to rank 1"),
-        (scatter_in_the_argument, "wrote into its arguments"),
-        (scatter_of_an_element_at_least, "size 3, 2 elements, rank 0: expected a result on every rank, got Value"),
-    ],
     "halving_doubling_all_reduce": [
         (doubling_of_whole_tensors, "expected messages to ranks [1, 1], got to ranks [1]"),
         (halving_without_doubling, "rank 0: expected [11, 22, 33, 44, 55, 66, 77, 88], got [11, 22, 33, 44, 0, 0"),
@@ -797,5 +722,19 @@ WRONG = {
             "10 elements, rank 0: expected ... got a tensor of shape (10,) and type float32",
         ),
         (halving_until_one_is_left, "world size 2, 1 element, rank 0: expected [11], got [1]"),
+    ],
+    "inner_axis": [
+        (axis_with_more_calls, "inner_axis((8, 1, 80), ... rank 0: expected data as item 0, got tensor"),
+        (axis_always_tensor, "inner_axis((4, 1, 80), ... rank 0: expected data as item 0, got tensor"),
+        (axis_of_the_slower_alone, "expected 120 as item 1, got 84"),
+        (axis_by_bandwidth_alone, "expected 120 as item 1, got 104"),
+        (axis_whose_groups_are_all_inside, "expected 120 as item 1, got 46"),
+    ],
+    "repaired_training": [
+        (training_as_it_was, "world size 2, a step, rank 0: expected ... in another order on each rank"),
+        (training_with_the_smallest_first, "a step, rank 0: expected"),
+        (training_with_sums, "world size 2, the same examples, rank 0: expected ... 2 times what it should be"),
+        (training_in_one_message, "expected all_reduce of 24 bytes, all_reduce of 24 bytes, ... got all_reduce of 48"),
+        (training_each_on_its_own, "world size 2, the same examples, rank 0: expected ... Each number is 0.5 times"),
     ],
 }

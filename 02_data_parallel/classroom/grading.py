@@ -4,9 +4,6 @@ One process does all that is asked for here, so every case is called on two rank
 Expected values are written down, or computed with all examples at once.
 """
 
-import threading
-import time
-
 import torch
 
 from common.grading.engine import Exercise, ExerciseCase
@@ -73,36 +70,17 @@ def gradients_of_copies(size):
         yield alike(size, f"{batch} examples on {devices} device(s)", (weight, inputs, targets, devices), expected)
 
 
-def replicas(count: int, failing: int | None = None):
-    """Functions that each wait until all of them run, then end in reverse order; they add 1 where autograd records."""
-    meeting = {}  # filled in the rank: a barrier does not travel between processes
-
-    def replica(place, tensor):
-        barrier = meeting.setdefault("barrier", threading.Barrier(count, timeout=2))
-        try:
-            barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RuntimeError(f"function {place} waited in vain: not all ran at the same time") from None
-        time.sleep(0.02 * (count - place))
-        if place == failing:
-            raise ValueError(f"bad example in slice {place}")
-        return tensor * 2 + float(torch.is_grad_enabled())
-
-    # Not functools.partial: what can be copied would be, to see whether the arguments were changed.
-    return [lambda tensor, place=place: replica(place, tensor) for place in range(count)]
-
-
-def apply_in_threads(size):
+def repaired_replicas(size):
     if size > 2:
         return
-    for count, recording in ((2, True), (4, False)):
-        inputs = [torch.tensor([10.0 * place]) for place in range(count)]
-        what = f"{count} functions, recording {recording}"
-        expected = [2 * tensor + recording for tensor in inputs]
-        yield alike(size, what, (replicas(count), inputs, recording), expected)
-    inputs = [torch.tensor([10.0 * place]) for place in range(3)]
-    expected = [torch.tensor([1.0]), None, torch.tensor([41.0])]
-    yield alike(size, "3 functions of which one raises", (replicas(3, failing=1), inputs, True), expected)
+    inputs = torch.randn(7, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    targets, weight = inputs.sum(1) + 1, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    for devices, steps in ((1, 3), (2, 1), (2, 2), (3, 4)):
+        expected = weight.clone()
+        for _ in range(steps):
+            expected = expected - 0.1 * 2 * inputs.T @ (inputs @ expected - targets) / len(inputs)
+        what = f"{devices} device(s), {steps} step(s)"
+        yield alike(size, what, (weight, inputs, targets, devices, 0.1, steps), expected)
 
 
 def running_mean(size):
@@ -229,12 +207,18 @@ EXERCISES = [
         "take one loss, and ask torch.autograd.grad for the gradients of all copies at once.",
     ),
     Exercise(
-        name="apply_in_threads",
-        points=3,
-        difficulty="●●●○○",
-        check=apply_in_threads,
-        hint="ThreadPoolExecutor needs as many workers as there are functions, or some wait for others. Catch the "
-        "exception inside the thread; `with torch.set_grad_enabled(recording):` belongs in there, too.",
+        name="repaired_replicas",
+        points=2,
+        difficulty="●●○○○",
+        check=repaired_replicas,
+        hint="Print the weight that each device computes with, in the first and in the second step. DataParallel "
+        "copies the parameters in every forward pass: which line does that here, and how often does it run?",
+        mistakes={
+            "2 device(s), 2 step(s) ... got [1.19675": "Devices other than the first still compute with the weight of "
+            "the first step: their copies have to be made anew once it has changed.",
+            "2 device(s), 1 step(s) ... got [1.10615": "The slices have 4 and 3 examples. Their means count alike "
+            "here, but the loss is the mean over all examples.",
+        },
     ),
     Exercise(
         name="running_mean",

@@ -5,14 +5,13 @@ answers it must accept; the tests hold it to that. Nothing in the course imports
 an instructor can leave it out.
 """
 
-import contextlib
 import functools
 import operator
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+
+from course.data_parallel.faulty import faulty_training
 
 # --- slice_sizes ----------------------------------------------------------------------------------------------
 
@@ -193,69 +192,6 @@ def gradients_of_the_weight_itself(weight, inputs, targets, devices):
     return list(torch.autograd.grad((outputs - targets).square().mean(), copies))
 
 
-# --- apply_in_threads -----------------------------------------------------------------------------------------
-
-
-def apply_in_threads(functions, inputs, recording):
-    def call(function, tensor):
-        try:
-            with torch.set_grad_enabled(recording):
-                return function(tensor)
-        except Exception:
-            return None
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(call, functions, inputs))
-
-
-def apply_one_by_one(functions, inputs, recording):
-    with torch.set_grad_enabled(recording):
-        return [function(tensor) for function, tensor in zip(functions, inputs, strict=True)]
-
-
-def apply_in_two_threads(functions, inputs, recording):
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda f, x: f(x), functions, inputs))
-
-
-def apply_as_they_end(functions, inputs, recording):
-    results = []
-    with ThreadPoolExecutor(len(functions)) as pool:
-        for function, tensor in zip(functions, inputs, strict=True):
-            pool.submit(lambda f=function, x=tensor: results.append(f(x)))
-    return results
-
-
-def apply_with_the_callers_setting(functions, inputs, recording):
-    with torch.set_grad_enabled(recording), ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(lambda f, x: f(x), functions, inputs))
-
-
-def apply_and_raise(functions, inputs, recording):
-    def call(function, tensor):
-        with torch.set_grad_enabled(recording):
-            return function(tensor)
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(call, functions, inputs))
-
-
-def apply_in_threads_of_its_own(functions, inputs, recording):
-    """Right: without a pool."""
-    results = [None] * len(functions)
-
-    def call(place):
-        with contextlib.suppress(Exception), torch.set_grad_enabled(recording):
-            results[place] = functions[place](inputs[place])
-
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 # --- running_mean ---------------------------------------------------------------------------------------------
 
 
@@ -390,8 +326,54 @@ def best_with_a_start_of_one_second(operations, start, compute, limit):
     return best_devices(operations, 1.0, compute, limit)
 
 
+# --- repaired_replicas ----------------------------------------------------------------------------------------
+
+
+def repaired_replicas(weight, inputs, targets, devices, rate, steps, mean=False):
+    for _ in range(steps):
+        slices = list(zip(inputs.chunk(devices), targets.chunk(devices), strict=True))
+        replicas = [weight.clone() for _ in slices]
+        gradients = [
+            2 * x.T @ (x @ replica - target) / (len(x) if mean else len(inputs))
+            for replica, (x, target) in zip(replicas, slices, strict=True)
+        ]
+        weight = weight - rate * sum(gradients) / (len(slices) if mean else 1)
+    return weight
+
+
+def replicas_as_they_were(*arguments):
+    return faulty_training(*arguments)
+
+
+def replicas_that_are_the_weight(weight, inputs, targets, devices, rate, steps):
+    """Right: there is one memory here."""
+    return repaired_replicas(weight, inputs, targets, 1, rate, steps)
+
+
+def replicas_written_in_place(weight, inputs, targets, devices, rate, steps):
+    weight.copy_(repaired_replicas(weight, inputs, targets, devices, rate, steps))
+    return weight
+
+
+def replicas_that_step_on_their_own(weight, inputs, targets, devices, rate, steps):
+    """Each trains on its slice, and the weights are averaged in the end."""
+    slices = zip(inputs.chunk(devices), targets.chunk(devices), strict=True)
+    ends = [repaired_replicas(weight, x, target, 1, rate, steps) for x, target in slices]
+    return sum(ends) / len(ends)
+
+
+def replicas_with_means_of_slices(*arguments):
+    return repaired_replicas(*arguments, mean=True)
+
+
+def replicas_for_one_step(weight, inputs, targets, devices, rate, steps):
+    return repaired_replicas(weight, inputs, targets, devices, rate, 1)
+
+
 # exercise -> other answers that are right, and must be accepted
-RIGHT = {"gradients_of_copies": [gradients_by_backward], "apply_in_threads": [apply_in_threads_of_its_own]}
+
+# exercise -> other answers that are right, and must be accepted
+RIGHT = {"repaired_replicas": [replicas_that_are_the_weight]}
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
@@ -437,16 +419,6 @@ WRONG = {
         ),
         (gradients_of_the_weight_itself, "4 examples on 2 device(s), rank 0: expected the arguments left as they were"),
     ],
-    "apply_in_threads": [
-        (apply_one_by_one, "RuntimeError: function 0 waited in vain: not all ran at the same time"),
-        (
-            apply_in_two_threads,
-            "4 functions, recording False, rank 0: expected a result on every rank ... got RuntimeError",
-        ),
-        (apply_as_they_end, "2 functions, recording True, rank 0: expected [1] as item 0, got [21]"),
-        (apply_with_the_callers_setting, "4 functions, recording False, rank 0: expected [0] as item 0, got [1]"),
-        (apply_and_raise, "3 functions of which one raises, rank 0: expected a result on every rank, got ValueError"),
-    ],
     "running_mean": [
         (
             running_mean_of_whole_batches,
@@ -480,5 +452,15 @@ WRONG = {
         (best_power_of_two, "best_devices(100, 1.0, 16.0, 3), rank 0: expected 3, got 2"),
         (best_never_alone, "best_devices(100, 1.0, 0.5, 8), rank 0: expected 1, got 2"),
         (best_with_a_start_of_one_second, "best_devices(10, 4.0, 16.0, 8), rank 0: expected 2, got 4"),
+    ],
+    "repaired_replicas": [
+        (
+            replicas_as_they_were,
+            "2 device(s), 2 step(s), rank 0: expected ... compute with the weight of the first step",
+        ),
+        (replicas_written_in_place, "1 device(s), 3 step(s), rank 0: ... wrote into its arguments"),
+        (replicas_that_step_on_their_own, "2 device(s), 1 step(s), rank 0: expected"),
+        (replicas_with_means_of_slices, "2 device(s), 1 step(s), rank 0: expected ... 4 and 3 examples"),
+        (replicas_for_one_step, "1 device(s), 3 step(s), rank 0: expected"),
     ],
 }

@@ -31,14 +31,6 @@ def mean(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 # --- the reducer, and training with it ---------------------------------------------------
 
 
-def average_gradients(size):
-    for dtype, shapes in ((torch.float32, SHAPES), (torch.float64, ((5,),))):
-        inputs = [tensors(rank, shapes, dtype) for rank in range(size)]
-        nbytes = sum(x.numel() for x in inputs[0]) * dtype.itemsize
-        what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
-        yield ExerciseCase(what, [(x,) for x in inputs], [mean(inputs)] * size, collectives(("all_reduce", nbytes)))
-
-
 def accumulated_gradient(size):
     for count in (3, 1):
         inputs = [[numbered(rank, 4).view(2, 2) * (k + 1) for k in range(count)] for rank in range(size)]
@@ -61,20 +53,6 @@ def learning_rate(size):
     )
 
 
-def assign_buckets(size):
-    """Worked out by hand; the same as torch's `_compute_bucket_assignment_by_size` of the reversed list."""
-    yield from calculated(
-        size,
-        "assign_buckets",
-        [
-            ([4, 4, 8, 8, 4], 4, 12, [[4], [3, 2], [1, 0]]),
-            ([4, 32, 8, 8, 20, 4, 12], 8, 16, [[6], [5, 4], [3, 2], [1], [0]]),
-            ([100, 100, 100], 1000, 50, [[2, 1, 0]]),
-            ([8, 8], 8, 8, [[1], [0]]),
-        ],
-    )
-
-
 def launch_order(size):
     buckets = [[3, 2], [1], [0]]
     yield from calculated(
@@ -87,19 +65,6 @@ def launch_order(size):
             (buckets, [0, 1, 2, 3], [[], [], [], [0, 1, 2]]),
         ],
     )
-
-
-def clipped_gradients(size):
-    """The mean is (3, 4) among zeros, its norm 5; the ranks' own gradients are far from it, and add up to it."""
-    inputs = []
-    for rank in range(size):
-        away = 10.0 * (2 * rank - size + 1)
-        inputs.append([torch.tensor([[3 + away], [0]]), torch.tensor([0, 4 - away, 0])])
-    for max_norm, scale in ((2.5, 0.5), (10.0, 1.0)):
-        clipped = [scale * torch.tensor([[3.0], [0]]), scale * torch.tensor([0, 4.0, 0])]
-        arguments = [(x, max_norm) for x in inputs]
-        expected = [[clipped, torch.tensor(5.0)]] * size
-        yield ExerciseCase(f"max_norm {max_norm}", arguments, expected, collectives(("all_reduce", 20)))
 
 
 def bf16_average(size):
@@ -130,6 +95,29 @@ def average_with_unused(size):
         nbytes = 4 * sum(x.numel() for x in full[0])
         pattern = collectives(("all_reduce", len(shapes)), ("all_reduce", nbytes))
         yield ExerciseCase(what, [(x, shapes) for x in inputs], [result] * size, pattern)
+
+
+def repaired_reducer(size):
+    shapes = [(2,), (2, 2), (), (3,)]
+    for what, missing in (
+        ("one step, some unused", lambda rank, step, index: step or index == 1 + rank % 3),
+        ("all used in two steps", lambda rank, step, index: step == 2),
+        ("gradient 1 used by nobody in step 1", lambda rank, step, index: index == 1 and step == 1),
+        ("rank 0 alone has gradient 2 in step 2", lambda rank, step, index: index == 2 and step == 2 and rank > 0),
+    ):
+        count = 1 if "one" in what else 2 if "two" in what else 3
+        own = [[[x * (step + 1) for x in tensors(rank, shapes)] for step in range(count)] for rank in range(size)]
+        given = [
+            [[None if missing(rank, step, index) else x for index, x in enumerate(own[rank][step])]
+             for step in range(count)] for rank in range(size)
+        ]  # fmt: skip
+        expected = []
+        for step in range(count):
+            present = [[torch.zeros_like(x) if y is None else y for x, y in zip(own[rank][step], given[rank][step],
+                        strict=True)] for rank in range(size)]  # fmt: skip
+            expected.append(mean(present))
+        pattern = collectives(*[("all_reduce", 4 * 10)] * count)
+        yield ExerciseCase(what, [(steps, shapes) for steps in given], [expected] * size, pattern)
 
 
 def first_difference(size):
@@ -226,20 +214,28 @@ def speedup_and_efficiency(size):
     )
 
 
-def overlapped_seconds(size):
-    """Worked out by hand. The all-reduces go on from 1 to 3, 3 to 5 and 5 to 7 s in the first row; from 4 to 5 and
-    5 to 6 s in the second; from 1 to 4, 4 to 5 and 6 to 7 s in the third; from 1 to 2, 4 to 7 and 7 to 8 s in the
-    last, where the network is idle in between."""
+def cheapest_in_time(size):
+    """Worked out by hand. 3600 steps, so that a second of a step is an hour, and 100 bytes of gradients.
+
+    A: 24 s on one GPU, nodes of 2, 100 bytes/s inside and 10 between, 1 dollar. 1 GPU takes 24 h, 2 take 12 h (the
+    all-reduce of 1 s fits beside 8 s), 4 take 6 h + the 15 - 4 s that are exposed, 17 h, and 8 take 3 + 15.5 h.
+    B: 12 s, nodes of 8, 1,000 bytes/s inside, 3 dollars: 2 GPUs take 6 h and 36 dollars, 4 take 3 h, 8 take 1.5 h; on
+    16 the network between nodes gives 0.75 + 18.75 / 2 - 0.5 h with 20 bytes/s.
+    C: 16 h on one GPU, 8 + (10 - 5.33) h on 2, 4 + (15 - 2.67) on 4.
+    """
+    one, other = ("A", 24.0, 2, 100.0, 10.0, 1.0), ("B", 12.0, 8, 1000.0, 20.0, 3.0)
     yield from calculated(
         size,
-        "overlapped_seconds",
+        "cheapest_in_time",
         [
-            ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [7.0, 4.0]),
-            ([4.0, 1.0], [1.0, 1.0], [6.0, 1.0]),
-            ([1.0, 1.0, 4.0], [3.0, 1.0, 1.0], [7.0, 1.0]),
-            ([3.0], [2.0], [5.0, 2.0]),
-            ([1.0, 2.0], [0.0, 0.0], [3.0, 0.0]),
-            ([1.0, 3.0, 1.0], [1.0, 3.0, 1.0], [8.0, 3.0]),
+            (3600, 100.0, [one, other], 30.0, ["A", 1, 24.0]),
+            (3600, 100.0, [one, other], 20.0, ["A", 2, 24.0]),
+            (3600, 100.0, [one, other], 10.0, ["B", 2, 36.0]),
+            (3600, 100.0, [one, other], 2.0, ["B", 8, 36.0]),
+            (3600, 100.0, [one, other], 1.0, None),
+            (3600, 100.0, [("C", 16.0, 1, 100.0, 10.0, 1.0)], 13.0, ["C", 2, 2 * (8 + 10 - 16 / 3)]),
+            (3600, 100.0, [("C", 16.0, 1, 100.0, 10.0, 1.0)], 12.0, None),
+            (3600, 100.0, [], 10.0, None),
         ],
     )
 
@@ -249,11 +245,6 @@ def overlapped_seconds(size):
 
 def draw_learning_rate(random):
     return random.randint(0, 12), random.randint(1, 40) / 64, 256, 256 * random.randint(2, 32), random.randint(4, 10)
-
-
-def draw_assign_buckets(random):
-    sizes = [4 * random.randint(1, 20) for _ in range(random.randint(3, 9))]
-    return sizes, random.choice([4, 16, 40]), random.choice([40, 64, 100])
 
 
 def draw_launch_order(random):
@@ -283,10 +274,14 @@ def draw_speedup_and_efficiency(random):
     return kind, random.randint(2, 64), random.randint(8, 80) / 8, random.randint(8, 80) / 8
 
 
-def draw_overlapped_seconds(random):
-    buckets = random.randint(2, 6)
-    compute, communicate = ([random.randint(1, 16) / 2 for _ in range(buckets)] for _ in range(2))
-    return compute, communicate
+def draw_cheapest_in_time(random):
+    """Gradients and a step's seconds are of one order, so that some offers expose what they send."""
+    offers = [
+        (name, random.randint(8, 40) / 2, random.choice([2, 4, 8]), random.choice([50.0, 200.0]),
+         random.choice([5.0, 10.0, 20.0]), random.randint(2, 12) / 4)
+        for name in ("A", "B", "C")
+    ]  # fmt: skip
+    return 3600, float(random.randint(5, 60)), offers, random.randint(3, 40) / 4
 
 
 def draw_exact_accuracy(random, size):
@@ -295,13 +290,6 @@ def draw_exact_accuracy(random, size):
 
 
 EXERCISES = [
-    exercise(
-        average_gradients,
-        points=1,
-        dots=1,
-        hint="torch.cat of all tensors, each as reshape(-1), is the flat tensor. split cuts it again, and view_as "
-        "gives each piece its shape back. Who divides, and by what?",
-    ),
     exercise(
         accumulated_gradient,
         points=1,
@@ -318,27 +306,12 @@ EXERCISES = [
         draw=draw_learning_rate,
     ),
     exercise(
-        assign_buckets,
-        points=2,
-        dots=2,
-        hint="Go through reversed(range(len(sizes))). Ask whether the bucket is full before you add to it: then there "
-        "is never an empty one at the end, and a parameter may carry a bucket past its cap.",
-        draw=draw_assign_buckets,
-    ),
-    exercise(
         launch_order,
         points=2,
         dots=2,
         hint="Keep the number of the next bucket to launch, and the set of gradients that are there. After each "
         "gradient launch while, not if, that next bucket is complete.",
         draw=draw_launch_order,
-    ),
-    exercise(
-        clipped_gradients,
-        points=2,
-        dots=2,
-        hint="The mean of clipped gradients is not the clipped mean: average first. After that every rank has the "
-        "whole gradient and can take its norm without a message.",
     ),
     exercise(
         bf16_average,
@@ -353,6 +326,18 @@ EXERCISES = [
         dots=3,
         hint="A rank without a gradient must still take part, or its peers add up tensors that do not belong "
         "together. Add up the bitmaps: an element of 0 says that no rank has that gradient.",
+    ),
+    exercise(
+        repaired_reducer,
+        points=2,
+        dots=2,
+        hint="What is in the flat tensor at the beginning of the second step? Print it before and after the gradients "
+        "are copied in, for a step in which one of them is None.",
+        mistakes={
+            "gradient 1 used by nobody ... got [[16.5, 22]": "What the step before has left in the flat tensor is "
+            "averaged again where this step has no gradient: make it zero first.",
+            "one step, some unused ... 'NoneType' object": "A gradient may be None: it counts as zeros of its shape.",
+        },
     ),
     exercise(
         first_difference,
@@ -400,11 +385,11 @@ EXERCISES = [
         draw=draw_speedup_and_efficiency,
     ),
     exercise(
-        overlapped_seconds,
+        cheapest_in_time,
         points=2,
         dots=2,
-        hint="Keep two clocks: when the computation of this bucket ends, and when the network is free. An all-reduce "
-        "starts at the later of the two.",
-        draw=draw_overlapped_seconds,
+        hint="Two loops, over offers and over numbers of GPUs. More GPUs cost the same as long as all is hidden, "
+        "and more from there on; and a step can become longer where the second node begins.",
+        draw=draw_cheapest_in_time,
     ),
 ]

@@ -9,10 +9,12 @@ import functools
 import math
 import operator
 import zlib
-from itertools import accumulate, cycle, islice
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
+
+from course.ddp.faulty import FaultyReducer
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -24,49 +26,10 @@ def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-# --- average_gradients ----------------------------------------------------------------------------------------
-
-
-def average_gradients(gradients):
+def average(gradients):
     flat = flatten(gradients) / dist.get_world_size()
     dist.all_reduce(flat)
     return unflatten(flat, gradients)
-
-
-def average_is_a_sum(gradients):
-    flat = flatten(gradients)
-    dist.all_reduce(flat)
-    return unflatten(flat, gradients)
-
-
-def average_divided_twice(gradients):
-    flat = flatten(gradients) / dist.get_world_size()
-    dist.all_reduce(flat)
-    return unflatten(flat / dist.get_world_size(), gradients)
-
-
-def average_one_by_one(gradients):
-    averages = [gradient / dist.get_world_size() for gradient in gradients]
-    for average in averages:
-        dist.all_reduce(average)
-    return averages
-
-
-def average_in_place(gradients):
-    for gradient, average in zip(gradients, average_gradients(gradients), strict=True):
-        gradient.copy_(average)
-    return gradients
-
-
-def average_left_flat(gradients):
-    return [average.flatten() for average in average_gradients(gradients)]
-
-
-def average_always_float32(gradients):
-    flat = torch.zeros(sum(gradient.numel() for gradient in gradients))
-    flat.copy_(flatten(gradients))
-    dist.all_reduce(flat)
-    return unflatten(flat / dist.get_world_size(), gradients)
 
 
 # --- accumulated_gradient -------------------------------------------------------------------------------------
@@ -148,67 +111,6 @@ def rate_without_asking_for_a_warmup(step, base_rate, base_batch, batch, warmup)
     return base_rate + (base_rate * batch / base_batch - base_rate) * min(1.0, step / warmup)
 
 
-# --- assign_buckets -------------------------------------------------------------------------------------------
-
-
-def assign_buckets(sizes, first_cap, cap):
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        if filled >= (first_cap if len(buckets) == 1 else cap):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
-
-
-def buckets_forward(sizes, first_cap, cap):
-    return [[len(sizes) - 1 - index for index in bucket] for bucket in assign_buckets(sizes[::-1], first_cap, cap)]
-
-
-def buckets_with_one_cap(sizes, first_cap, cap):
-    return assign_buckets(sizes, cap, cap)
-
-
-def buckets_never_over_their_cap(sizes, first_cap, cap):
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        if buckets[-1] and filled + sizes[index] > (first_cap if len(buckets) == 1 else cap):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
-
-
-def buckets_with_an_empty_one(sizes, first_cap, cap):
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        buckets[-1].append(index)
-        filled += sizes[index]
-        if filled >= (first_cap if len(buckets) == 1 else cap):
-            buckets.append([])
-            filled = 0
-    return buckets
-
-
-def buckets_with_large_ones_alone(sizes, first_cap, cap):
-    """A parameter that is larger than the cap gets a bucket of its own."""
-    buckets, filled = [[]], 0
-    for index in reversed(range(len(sizes))):
-        limit = first_cap if len(buckets) == 1 else cap
-        if buckets[-1] and (filled >= limit or sizes[index] > limit):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
-
-
-def buckets_with_the_smaller_cap_first(sizes, first_cap, cap):
-    return assign_buckets(sizes, min(first_cap, cap), cap)
-
-
 # --- launch_order ---------------------------------------------------------------------------------------------
 
 
@@ -267,51 +169,6 @@ def launched_two_at_most(buckets, ready):
     return launched
 
 
-# --- clipped_gradients ----------------------------------------------------------------------------------------
-
-
-def clipped_gradients(gradients, max_norm):
-    averages = average_gradients(gradients)
-    norm = flatten(averages).norm()
-    return [average * (max_norm / norm).clamp(max=1) for average in averages], norm
-
-
-def clipped_before_averaging(gradients, max_norm):
-    norm = flatten(gradients).norm()
-    return average_gradients([gradient * (max_norm / norm).clamp(max=1) for gradient in gradients]), norm
-
-
-def clipped_each_by_its_own_norm(gradients, max_norm):
-    averages = average_gradients(gradients)
-    norm = flatten(averages).norm()
-    return [average * (max_norm / average.norm()).clamp(max=1) for average in averages], norm
-
-
-def clipped_and_stretched(gradients, max_norm):
-    averages = average_gradients(gradients)
-    norm = flatten(averages).norm()
-    return [average * (max_norm / norm) for average in averages], norm
-
-
-def clipped_by_an_all_reduced_norm(gradients, max_norm):
-    averages = average_gradients(gradients)
-    square = flatten(averages).square().sum()
-    dist.all_reduce(square)
-    norm = (square / dist.get_world_size()).sqrt()
-    return [average * (max_norm / norm).clamp(max=1) for average in averages], norm
-
-
-def clipped_sum(gradients, max_norm):
-    totals = average_is_a_sum(gradients)
-    norm = flatten(totals).norm()
-    return [total * (max_norm / norm).clamp(max=1) for total in totals], norm
-
-
-def clipped_norm_afterwards(gradients, max_norm):
-    clipped, _ = clipped_gradients(gradients, max_norm)
-    return clipped, flatten(clipped).norm()
-
-
 # --- bf16_average ---------------------------------------------------------------------------------------------
 
 
@@ -357,7 +214,7 @@ def average_with_unused(gradients, shapes):
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     dist.all_reduce(used)
     full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    averages = average_gradients(full)
+    averages = average(full)
     return [average if count else None for average, count in zip(averages, used, strict=True)]
 
 
@@ -374,7 +231,7 @@ def unused_not_in_the_mean(gradients, shapes):
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     dist.all_reduce(used)
     full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    totals = average_is_a_sum(full)
+    totals = [dist.get_world_size() * each for each in average(full)]
     return [total / count if count else None for total, count in zip(totals, used, strict=True)]
 
 
@@ -393,7 +250,7 @@ def unused_one_by_one(gradients, shapes):
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     dist.all_reduce(used)
     full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    averages = average_one_by_one(full)
+    averages = [average([each])[0] for each in full]
     return [average if count else None for average, count in zip(averages, used, strict=True)]
 
 
@@ -402,7 +259,7 @@ def unused_by_a_maximum(gradients, shapes):
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     dist.all_reduce(used, dist.ReduceOp.MAX)
     full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    averages = average_gradients(full)
+    averages = average(full)
     return [average if count else None for average, count in zip(averages, used, strict=True)]
 
 
@@ -749,53 +606,110 @@ def speedup_upside_down(kind, ranks, alone, together):
     return speedup_and_efficiency(kind, ranks, together, alone)
 
 
-# --- overlapped_seconds ---------------------------------------------------------------------------------------
+# --- repaired_reducer -----------------------------------------------------------------------------------------
 
 
-def overlapped_seconds(compute, communicate):
-    free = 0.0
-    for ready, seconds in zip(accumulate(compute), communicate, strict=True):
-        free = max(free, ready) + seconds
-    end = max(free, sum(compute))
-    return end, end - sum(compute)
+def repaired_reducer(steps, shapes, clear=lambda place: place.zero_(), each=False):
+    flat, results = torch.zeros(sum(map(math.prod, shapes))), []
+    for gradients in steps:
+        places = flat.split([math.prod(shape) for shape in shapes])
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None:
+                clear(place)
+            else:
+                place.copy_(gradient.flatten())
+        for part in places if each else [flat]:
+            dist.all_reduce(part)
+        flat /= dist.get_world_size()
+        results.append([place.view(shape).clone() for place, shape in zip(places, shapes, strict=True)])
+    return results
 
 
-def seconds_not_overlapped(compute, communicate):
-    return sum(compute) + sum(communicate), sum(communicate)
+def reducer_as_it_was(steps, shapes):
+    reducer = FaultyReducer(shapes)
+    return [reducer.average(gradients) for gradients in steps]
 
 
-def seconds_of_the_longer(compute, communicate):
-    """As if communication could begin with the first layer, when there is nothing to send yet."""
-    end = max(sum(compute), sum(communicate))
-    return end, end - sum(compute)
+def reducer_anew_in_every_step(steps, shapes):
+    return [FaultyReducer(shapes).average(gradients) for gradients in steps]
 
 
-def seconds_all_at_once(compute, communicate):
-    """As if all-reduces that are under way together did not share the network."""
-    end = max(ready + seconds for ready, seconds in zip(accumulate(compute), communicate, strict=True))
-    return end, end - sum(compute)
+def reducer_that_asks_for_gradients(steps, shapes):
+    return [average([gradient.clone() for gradient in gradients]) for gradients in steps]
 
 
-def seconds_that_stop_the_computation(compute, communicate):
-    """As if a bucket were computed only when the bucket before is sent."""
-    pairs = zip(compute, [0.0, *communicate], strict=False)
-    end = sum(max(pair) for pair in pairs) + communicate[-1]
-    return end, end - sum(compute)
+def reducer_with_a_message_for_each(steps, shapes):
+    return repaired_reducer(steps, shapes, each=True)
 
 
-def seconds_exposed_in_all(compute, communicate):
-    return overlapped_seconds(compute, communicate)[0], sum(communicate)
+def reducer_that_returns_its_places(steps, shapes):
+    """Views of the flat tensor, into which the next step writes."""
+    flat = torch.zeros(sum(map(math.prod, shapes)))
+    places = [p.view(shape) for p, shape in zip(flat.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+    results = []
+    for gradients in steps:
+        for place, gradient in zip(places, gradients, strict=True):
+            place.copy_(torch.zeros_like(place) if gradient is None else gradient)
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        results.append(places)
+    return results
 
 
-def seconds_without_a_pause_of_the_network(compute, communicate):
-    """As if the all-reduces followed one another from the first bucket on, whenever the others are computed."""
-    end = max(compute[0] + sum(communicate), sum(compute) + communicate[-1])
-    return end, end - sum(compute)
+def reducer_that_leaves_unused_out_of_the_mean(steps, shapes):
+    results = []
+    for gradients in steps:
+        have = dist.get_world_size() - sum(gradient is None for gradient in gradients)
+        full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+        results.append([x * dist.get_world_size() / max(have, 1) for x in average(full)])
+    return results
 
 
-def seconds_of_two_buckets_at_least(compute, communicate):
-    """As if a bucket alone were hidden by its own computation."""
-    return overlapped_seconds(compute, communicate) if len(compute) > 1 else (max(*compute, *communicate), 0.0)
+# --- cheapest_in_time -----------------------------------------------------------------------------------------
+
+
+def cheapest_in_time(steps, gradients, offers, hours, hidden=2 / 3, best=min, spans=lambda ranks, node: ranks > node):
+    found = []
+    for name, compute, node, inside, between, price in offers:
+        for ranks in (2**power for power in range(11)):
+            network = between if spans(ranks, node) else inside
+            exposed = 2 * (ranks - 1) / ranks * gradients / network - hidden * compute / ranks
+            took = steps * (compute / ranks + max(0, exposed)) / 3600
+            if took <= hours:
+                found.append((ranks * took * price, ranks, name))
+    if not found:
+        return None
+    dollars, ranks, name = best(found, key=lambda one: (round(one[0], 9), one[1]))
+    return name, ranks, dollars
+
+
+def cheapest_however_long(steps, gradients, offers, hours):
+    return cheapest_in_time(steps, gradients, offers, math.inf)
+
+
+def cheapest_is_the_quickest(steps, gradients, offers, hours):
+    def quickest(found, key):
+        prices = {offer[0]: offer[5] for offer in offers}
+        return min(found, key=lambda one: one[0] / one[1] / prices[one[2]])
+
+    return cheapest_in_time(steps, gradients, offers, hours, best=quickest)
+
+
+def cheapest_with_nothing_hidden(steps, gradients, offers, hours):
+    return cheapest_in_time(steps, gradients, offers, hours, hidden=0)
+
+
+def cheapest_with_everything_hidden(steps, gradients, offers, hours):
+    return cheapest_in_time(steps, 0.0, offers, hours)
+
+
+def cheapest_inside_nodes(steps, gradients, offers, hours):
+    return cheapest_in_time(steps, gradients, offers, hours, spans=lambda ranks, node: False)
+
+
+def cheapest_by_the_price_of_an_hour(steps, gradients, offers, hours):
+    offers = sorted(offers, key=lambda offer: offer[5])[:1]
+    return cheapest_in_time(steps, gradients, offers, hours)
 
 
 # exercise -> other answers that are right, and must be accepted
@@ -808,14 +722,6 @@ RIGHT = {
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
-    "average_gradients": [
-        (average_is_a_sum, "rank 0: expected [[5.5, 11, 16.5], [22, 27.5, 33]] as item 0, got [[11, 22, 33], [44"),
-        (average_divided_twice, "expected [[5.5, 11, 16.5], [22, 27.5, 33]] as item 0, got [[2.75, 5.5, 8.25], ["),
-        (average_one_by_one, "expected all_reduce of 44 bytes, got all_reduce of 24 bytes, all_reduce of 4 bytes, all"),
-        (average_in_place, "wrote into its arguments"),
-        (average_left_flat, "a tensor of shape (2, 3) and type float32 as item 0, got a tensor of shape (6,)"),
-        (average_always_float32, "a tensor of shape (5,) and type float64 as item 0, got a tensor of shape (5,) and"),
-    ],
     "accumulated_gradient": [
         (accumulated_last_only, "3 micro-batches on each rank, rank 0: expected [[11, 22], [33, 44]], got [[6.5, 13]"),
         (accumulated_without_dividing, "rank 0: expected [[11, 22], [33, 44]], got [[33, 66], [99, 132]]"),
@@ -831,28 +737,12 @@ WRONG = {
         (rate_by_square_root, "learning_rate(2, 0.1, 256, 1024, 5), rank 0: expected 0.22, got 0.14"),
         (rate_without_asking_for_a_warmup, "expected a result on every rank, got ZeroDivisionError"),
     ],
-    "assign_buckets": [
-        (buckets_forward, "expected [[4], [3, 2], [1, 0]], got [[0], [1, 2], [3, 4]]"),
-        (buckets_with_one_cap, "expected [[4], [3, 2], [1, 0]], got [[4, 3], [2, 1], [0]]"),
-        (buckets_never_over_their_cap, "expected [[4], [3, 2], [1, 0]], got [[4], [3], [2, 1], [0]]"),
-        (buckets_with_an_empty_one, "assign_buckets([8, 8], 8, 8), rank 0: expected [[1], [0]], got [[1], [0], []]"),
-        (buckets_with_large_ones_alone, "expected [[6], [5, 4], [3, 2], [1], [0]], got [[6], [5], [4], [3, 2], [1], ["),
-        (buckets_with_the_smaller_cap_first, "100], 1000, 50), rank 0: expected [[2, 1, 0]], got [[2], [1], [0"),
-    ],
     "launch_order": [
         (launched_when_complete, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[1], [], [0], [2]]"),
         (launched_one_at_a_time, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[], [], [0], [1]]"),
         (launched_at_the_end, "[3, 2, 1, 0]), rank 0: expected [[], [0], [1], [2]], got [[], [], [], [0, 1, 2]]"),
         (launched_at_the_first_gradient, "expected [[], [0], [1], [2]], got [[0], [], [1], [2]]"),
         (launched_two_at_most, "[0, 1, 2, 3]), rank 0: expected [[], [], [], [0, 1, 2]], got [[], [], [], [0, 1]]"),
-    ],
-    "clipped_gradients": [
-        (clipped_before_averaging, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0 ... got [[0.575"),
-        (clipped_each_by_its_own_norm, "max_norm 2.5, rank 0: expected [[1.5], [0]] as item 0 as item 0, got [[2.5]"),
-        (clipped_and_stretched, "max_norm 10.0, rank 0: expected [[3], [0]] as item 0 as item 0, got [[6], [0]]"),
-        (clipped_by_an_all_reduced_norm, "expected all_reduce of 20 bytes, got all_reduce of 20 bytes, all_reduce of"),
-        (clipped_sum, "max_norm 2.5, rank 0: expected 5 as item 1, got 10"),
-        (clipped_norm_afterwards, "max_norm 2.5, rank 0: expected 5 as item 1, got 2.5"),
     ],
     "bf16_average": [
         (bf16_in_float16, "rank 0: expected [[3], [1.7014118e+38]], got [[3.0039062], [inf]]"),
@@ -935,13 +825,19 @@ WRONG = {
         (speedup_of_the_step_alone, "('weak', 4, 2.0, 2.5), rank 0: expected [3.2, 0.8], got [0.8, 0.8]"),
         (speedup_upside_down, "('strong', 4, 8.0, 2.5), rank 0: expected [3.2, 0.8], got [0.3125, 0.078125]"),
     ],
-    "overlapped_seconds": [
-        (seconds_not_overlapped, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [9, 6]"),
-        (seconds_of_the_longer, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [6, 3]"),
-        (seconds_all_at_once, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [5, 2]"),
-        (seconds_that_stop_the_computation, "([1.0, 1.0, 4.0], [3.0, 1.0, 1.0]), rank 0: expected [7, 1], got [9, 3]"),
-        (seconds_exposed_in_all, "([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]), rank 0: expected [7, 4], got [7, 6]"),
-        (seconds_without_a_pause_of_the_network, "[1.0, 3.0, 1.0]), rank 0: expected [8, 3], got [6, 1]"),
-        (seconds_of_two_buckets_at_least, "overlapped_seconds([3.0], [2.0]), rank 0: expected [5, 2], got [3, 0]"),
+    "repaired_reducer": [
+        (reducer_as_it_was, "size 2, gradient 1 used by nobody in step 1, rank 0: expected ... averaged again"),
+        (reducer_that_asks_for_gradients, "one step, some unused, rank 0: expected ... counts as zeros"),
+        (reducer_with_a_message_for_each, "expected all_reduce of 40 bytes, got all_reduce of 8 bytes, all_reduce"),
+        (reducer_that_returns_its_places, "all used in two steps, rank 0: expected"),
+        (reducer_that_leaves_unused_out_of_the_mean, "one step, some unused, rank 0: expected"),
+    ],
+    "cheapest_in_time": [
+        (cheapest_however_long, "20.0), rank 0: expected 2 as item 1, got 1"),
+        (cheapest_is_the_quickest, "30.0), rank 0: expected A as item 0, got B"),
+        (cheapest_with_nothing_hidden, "20.0), rank 0: expected 24 as item 2, got 26"),
+        (cheapest_with_everything_hidden, "10.0), rank 0: expected B as item 0, got A"),
+        (cheapest_inside_nodes, "10.0), rank 0: expected B as item 0, got A"),
+        (cheapest_by_the_price_of_an_hour, "10.0), rank 0: expected"),
     ],
 }

@@ -108,16 +108,6 @@ def mlp(size: int, hidden: int, width: int = 3, tokens: int = 4):
     return integers(3, tokens, width), up, down, parts
 
 
-def parallel_mlp(size):
-    for hidden in (2, 5):
-        x, up, down, parts = mlp(size, hidden)
-        up_bias, down_bias = 2 * integers(4, hidden * size), 100 * integers(5, 3)
-        whole = torch.relu(x @ up + up_bias) @ down + down_bias
-        arguments = [(x, u, bias, d, down_bias) for bias, (u, d) in zip(up_bias.chunk(size), parts, strict=True)]
-        pattern = collectives(("all_reduce", nbytes(whole)))
-        yield ExerciseCase(f"{hidden} hidden features on each rank", arguments, [whole] * size, pattern)
-
-
 def parallel_mlp_backward(size):
     for hidden in (2, 5):
         x, up, down, parts = mlp(size, hidden)
@@ -170,13 +160,22 @@ def gradient_norm(size):
         yield ExerciseCase(what, arguments, [norm] * size, pattern)
 
 
-def sequence_parallel_mlp(size):
-    for each, hidden in ((2, 3), (1, 1)):
-        x, up, down, parts = mlp(size, hidden, tokens=each * size)
-        whole = torch.relu(x @ up) @ down
-        arguments = [(own, *part) for own, part in zip(x.chunk(size), parts, strict=True)]
-        pattern = collectives(("all_gather", nbytes(x)), ("reduce_scatter", nbytes(x)))
-        yield ExerciseCase(f"{each} token{'s' * (each > 1)} on each rank", arguments, list(whole.chunk(size)), pattern)
+def tensor_ranks(size):
+    """Worked out by hand, with a width of 10, 1,000 tokens and 7,200 FLOP/s: 16 GPUs compute 62.5 s.
+
+    Along tensor 4 * 2 (t - 1) / t * 20,000 t / 16 bytes, which is 10,000 (t - 1), along data 2 (d - 1) / d * 2,400 / t.
+    On 16 GPUs with 1,000 and 100 bytes/s: t = 1 takes 62.5 + 45 s, t = 2 10 + 21, t = 4 30 + 9, t = 16 15 * 100. With
+    10 bytes/s between t = 2 takes 10 + 210 s, t = 4 30 + 90, t = 8 70 + 30.
+    """
+    rows = [
+        (10, 1000, 16, 1, 7200.0, 1000.0, 100.0, [2, 93.5]),
+        (10, 1000, 16, 4, 7200.0, 1000.0, 100.0, [4, 101.5]),
+        (10, 1000, 16, 1, 7200.0, 1000.0, 10.0, [8, 162.5]),
+        (10, 1000, 16, 16, 7200.0, 1000.0, 100.0, [16, 1562.5]),
+        (10, 1000, 8, 1, 7200.0, 1000.0, 1.0, [1, 129.2]),
+        (10, 1000, 1, 1, 7200.0, 1000.0, 100.0, [1, 1000.0]),
+    ]
+    yield from calculated(size, "tensor_ranks", rows)
 
 
 def parallel_dropout(size):
@@ -199,18 +198,6 @@ def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor,
     return torch.nan_to_num(scores.softmax(-1)) @ values, scores.logsumexp(-1)
 
 
-def combine_blocks(size):
-    if size > 2:
-        return
-    scores, values = normal(9, 4, 7), normal(10, 7, 3)
-    unseen = scores.clone()
-    unseen[0, :3] = unseen[2, 3:] = -math.inf
-    large = scores + torch.tensor([1000.0, -1000.0, 0.0, 500.0]).double()[:, None]
-    for what, s in (("small scores", scores), ("scores near +-1,000", large), ("a block without keys", unseen)):
-        blocks = [*attention(s[:, :3], values[:3]), *attention(s[:, 3:], values[3:])]
-        yield ExerciseCase(what, [tuple(blocks)] * size, [list(attention(s, values))] * size, nothing_sent)
-
-
 def round_the_ring(total: int):
     """All messages go to the next rank, `total` bytes from each."""
 
@@ -226,13 +213,22 @@ def round_the_ring(total: int):
     return pattern
 
 
-def ring_attention(size):
-    for heads, each, d in ((2, 3, 4), (1, 1, 2)):
-        q, k, v = (normal(11 + n, heads, each * size, d) * (1 + n) for n in range(3))
+def repaired_attention(size):
+    """In the second case the scores of a key grow with its rank, so that the largest comes last to some and first to
+    others."""
+    for what, heads, each, d, growth in (
+        ("scores close to 0", 2, 3, 4, 0.0),
+        ("keys that grow with the rank", 1, 2, 2, 1.0),
+        ("scores as large as 1,000", 1, 1, 2, 300.0),
+    ):
+        q, k, v = (normal(11 + n, heads, each * size, d) for n in range(3))
+        if growth:
+            q, k = q.abs() + 0.5, k.abs() * (1 + growth * torch.arange(each * size).view(1, -1, 1) // each)
+        else:
+            q = q / 100
         whole = F.scaled_dot_product_attention(q, k, v)
         arguments = [tuple(x.chunk(size, 1)[rank].contiguous() for x in (q, k, v)) for rank in range(size)]
         pattern = round_the_ring((size - 1) * 2 * nbytes(arguments[0][1]))
-        what = f"{heads} head{'s' * (heads > 1)}, {each} token{'s' * (each > 1)} on each rank"
         yield ExerciseCase(what, arguments, list(whole.chunk(size, 1)), pattern)
 
 
@@ -291,24 +287,6 @@ def three_all_to_alls(counts: list[list[int]], row: int):
     return pattern
 
 
-def dispatch_and_combine(size):
-    for what, experts in (
-        ("as many tokens for each", [[0, 1, 2, 3, 2, 1]] * 4),
-        ("unequal numbers", [[1, 0, 1], [2], [], [1, 1, 3, 0]]),
-        ("all tokens for expert 0", [[0, 0], [0, 0, 0], [0], [0, 0]]),
-    ):
-        experts = [torch.tensor([e % size for e in own], dtype=torch.int64) for own in experts[:size]]
-        weights = [integers(20 + rank, 3, 3) * 10**rank for rank in range(size)]
-        tokens = [integers(30 + rank, len(own), 3) for rank, own in enumerate(experts)]
-        expected = [
-            torch.stack([x @ weights[e] for x, e in zip(own, chosen, strict=True)]) if len(own) else own
-            for own, chosen in zip(tokens, experts, strict=True)
-        ]
-        counts = [torch.bincount(chosen, minlength=size).tolist() for chosen in experts]
-        arguments = list(zip(tokens, experts, weights, strict=True))
-        yield ExerciseCase(what, arguments, expected, three_all_to_alls(counts, 12))
-
-
 def load_balancing_loss(size):
     for what, counts in (("3 tokens on each rank", (3, 3, 3, 3)), ("unequal numbers", (1, 4, 0, 2))):
         parts = [normal(40 + rank, count, 4).mul(2).softmax(-1) for rank, count in enumerate(counts[:size])]
@@ -336,6 +314,12 @@ def draw_naive_utilisation(random):
     ranks = random.randint(2, 6)
     forward, backward = ([random.randint(1, 16) / 4 for _ in range(ranks)] for _ in range(2))
     return forward, backward, random.choice([0.0, 0.25, 0.5, 2.0])
+
+
+def draw_tensor_ranks(random):
+    gpus, width = random.choice([8, 16, 32]), random.choice([4096, 8192])
+    smallest, tokens = random.choice([1, 2, 4]), 1024 * random.randint(4, 64)
+    return width, tokens, gpus, smallest, 795e12, random.choice([350e9, 700e9]), random.choice([25e9, 150e9, 300e9])
 
 
 def draw_ring_pairs(random):
@@ -377,13 +361,6 @@ EXERCISES = [
         draw=draw_naive_utilisation,
     ),
     exercise(
-        parallel_mlp,
-        points=2,
-        dots=2,
-        hint="Columns of up make whole hidden features, so relu needs nobody else. Rows of down make a summand of the "
-        "output. Which of the two biases would be summed as well?",
-    ),
-    exercise(
         parallel_mlp_backward,
         points=3,
         dots=3,
@@ -412,11 +389,12 @@ EXERCISES = [
         "replicated ones, which each rank has already, are added after it.",
     ),
     exercise(
-        sequence_parallel_mlp,
+        tensor_ranks,
         points=2,
         dots=2,
-        hint="An all-reduce is a reduce-scatter and an all-gather. Here they stand apart: gather the tokens before "
-        "up, and of the sum after down keep this rank's tokens only.",
+        hint="More ranks along tensor: a replica has more tokens to all-reduce, and each GPU fewer gradients. Compute "
+        "all three times for t = smallest, 2 * smallest, ..., gpus, and take the least sum.",
+        draw=draw_tensor_ranks,
     ),
     exercise(
         parallel_dropout,
@@ -426,18 +404,16 @@ EXERCISES = [
         "cut, then take this rank's part of it.",
     ),
     exercise(
-        combine_blocks,
-        points=2,
-        dots=2,
-        hint="torch.logaddexp gives the new log-sum-exp without overflow. exp(lse1 - lse) is the share of block 1 in "
-        "the weights; both shares add up to 1.",
-    ),
-    exercise(
-        ring_attention,
-        points=4,
-        dots=4,
-        hint="Every turn: attention and log-sum-exp over the keys that are here, combined with what was before as in "
-        "combine_blocks; then pass keys and values on (isend, recv, wait), but not after the last turn.",
+        repaired_attention,
+        points=3,
+        dots=3,
+        hint="Take one query and two turns, with one key in each, and compute out and total by hand: first with the "
+        "larger score in the first turn, then in the second. What are the summands of total divided by, at the end?",
+        mistakes={
+            "scores close to 0, rank 0: ... got 0.17427": "The sum of the weights still holds those of earlier turns, "
+            "relative to a maximum that has grown since: total needs the factor that out has.",
+            "scores as large as 1,000 ... nan": "exp(1,000) overflows: subtract the largest score so far first.",
+        },
     ),
     exercise(
         ring_pairs,
@@ -459,13 +435,6 @@ EXERCISES = [
         points=2,
         dots=2,
         hint="probabilities.topk(k).indices has a token's choices from left to right. The outer loop is over tokens.",
-    ),
-    exercise(
-        dispatch_and_combine,
-        points=4,
-        dots=4,
-        hint="experts.argsort(stable=True) sorts the tokens by the rank they go to, torch.bincount counts them. "
-        "all_to_all_single takes both lists of lengths. Swap them for the way back, and undo the sorting at the end.",
     ),
     exercise(
         load_balancing_loss,

@@ -11,6 +11,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from course.model_parallel.faulty import faulty_attention, passed_on
+
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.clone()
@@ -265,41 +267,6 @@ def utilisation_is_one_over_n(forward, backward, message):
     return step, [1 / len(forward)] * len(forward)
 
 
-# --- parallel_mlp ---------------------------------------------------------------------------------------------
-
-
-def parallel_mlp(x, up, up_bias, down, down_bias):
-    return summed(torch.relu(x @ up + up_bias) @ down) + down_bias
-
-
-def mlp_with_a_bias_of_every_rank(x, up, up_bias, down, down_bias):
-    return summed(torch.relu(x @ up + up_bias) @ down + down_bias)
-
-
-def mlp_of_this_rank(x, up, up_bias, down, down_bias):
-    return torch.relu(x @ up + up_bias) @ down + down_bias
-
-
-def mlp_by_gathering(x, up, up_bias, down, down_bias):
-    """Each rank then needs the whole of `down`, and makes the same sum as all others."""
-    hidden = torch.cat(gathered(torch.relu(x @ up + up_bias)), 1)
-    return hidden @ torch.cat(gathered(down)) + down_bias
-
-
-def mlp_averaged(x, up, up_bias, down, down_bias):
-    return summed(torch.relu(x @ up + up_bias) @ down) / dist.get_world_size() + down_bias
-
-
-def mlp_summed_twice(x, up, up_bias, down, down_bias):
-    """As if the hidden activations of the ranks were summands, not neighbours."""
-    return summed(torch.relu(summed(x @ up + up_bias)) @ down) + down_bias
-
-
-def mlp_with_relu_at_the_end(x, up, up_bias, down, down_bias):
-    """relu of a sum is not the sum of relus: where it stands is not free."""
-    return torch.relu(summed((x @ up + up_bias) @ down) + down_bias)
-
-
 # --- parallel_mlp_backward ------------------------------------------------------------------------------------
 
 
@@ -499,44 +466,6 @@ def norm_by_gathering(gradients, sharded):
     return math.sqrt(sum(part.double().square().sum() for part in whole))
 
 
-# --- sequence_parallel_mlp ------------------------------------------------------------------------------------
-
-
-def sequence_parallel_mlp(x, up, down):
-    partial = torch.relu(torch.cat(gathered(x)) @ up) @ down
-    own = torch.empty_like(x)
-    dist.reduce_scatter(own, list(partial.chunk(dist.get_world_size())))
-    return own
-
-
-def sequence_by_all_reduce(x, up, down):
-    """The right tokens, after twice the bytes, and every rank has held the whole sum."""
-    total = summed(torch.relu(torch.cat(gathered(x)) @ up) @ down)
-    return total.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def sequence_left_whole(x, up, down):
-    return summed(torch.relu(torch.cat(gathered(x)) @ up) @ down)
-
-
-def sequence_without_gathering(x, up, down):
-    """Adds up the outputs of different tokens."""
-    return summed(torch.relu(x @ up) @ down)
-
-
-def sequence_cut_but_not_summed(x, up, down):
-    partial = torch.relu(torch.cat(gathered(x)) @ up) @ down
-    return partial.chunk(dist.get_world_size())[dist.get_rank()].clone()
-
-
-def sequence_gathered_along_the_width(x, up, down):
-    return sequence_parallel_mlp(torch.cat(gathered(x), 1), up, down)
-
-
-def sequence_averaged(x, up, down):
-    return sequence_parallel_mlp(x, up, down) / dist.get_world_size()
-
-
 # --- parallel_dropout -----------------------------------------------------------------------------------------
 
 
@@ -586,155 +515,6 @@ def dropout_told_by_rank_0(x, probability, seed, dimension):
     keep = (torch.rand(x.shape, generator=generator(seed)) >= probability).float()
     dist.broadcast(keep, src=0)
     return x * keep / (1 - probability)
-
-
-# --- combine_blocks -------------------------------------------------------------------------------------------
-
-
-def combine_blocks(out1, lse1, out2, lse2):
-    lse = torch.logaddexp(lse1, lse2)
-    return out1 * (lse1 - lse).exp()[:, None] + out2 * (lse2 - lse).exp()[:, None], lse
-
-
-def combine_by_average(out1, lse1, out2, lse2):
-    return (out1 + out2) / 2, torch.logaddexp(lse1, lse2)
-
-
-def combine_by_sum(out1, lse1, out2, lse2):
-    return out1 + out2, lse1 + lse2
-
-
-def combine_without_shift(out1, lse1, out2, lse2):
-    share1, share2 = lse1.exp(), lse2.exp()
-    total = share1 + share2
-    return (out1 * share1[:, None] + out2 * share2[:, None]) / total[:, None], total.log()
-
-
-def combine_weights_not_renormalised(out1, lse1, out2, lse2):
-    largest = torch.maximum(lse1, lse2)
-    out = out1 * (lse1 - largest).exp()[:, None] + out2 * (lse2 - largest).exp()[:, None]
-    return out, torch.logaddexp(lse1, lse2)
-
-
-def combine_by_logarithms(out1, lse1, out2, lse2):
-    """Weights in proportion to the logarithms of the sums, not to the sums."""
-    share = (lse1 / (lse1 + lse2))[:, None]
-    return out1 * share + out2 * (1 - share), torch.logaddexp(lse1, lse2)
-
-
-def combine_shifted_by_the_first(out1, lse1, out2, lse2):
-    share = (lse2 - lse1).exp()
-    return (out1 + out2 * share[:, None]) / (1 + share)[:, None], lse1 + (1 + share).log()
-
-
-# --- ring_attention -------------------------------------------------------------------------------------------
-
-
-def attend(q, k, v):
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
-
-
-def pass_on(tensor):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty_like(tensor)
-    request = dist.isend(tensor, (rank + 1) % size)
-    dist.recv(received, (rank - 1) % size)
-    request.wait()
-    return received
-
-
-def ring_attention(q, k, v):
-    out, lse = attend(q, k, v)
-    kv = torch.stack([k, v])
-    for _ in range(dist.get_world_size() - 1):
-        kv = pass_on(kv)
-        block, block_lse = attend(q, *kv)
-        total = torch.logaddexp(lse, block_lse)
-        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
-    return out
-
-
-def ring_of_keys_and_values_apart(q, k, v):
-    """Right: two messages have as many bytes as one."""
-    out, lse = attend(q, k, v)
-    for _ in range(dist.get_world_size() - 1):
-        k, v = pass_on(k), pass_on(v)
-        block, block_lse = attend(q, k, v)
-        total = torch.logaddexp(lse, block_lse)
-        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
-    return out
-
-
-def ring_of_gathered_keys(q, k, v):
-    return attend(q, torch.cat(gathered(k), 1), torch.cat(gathered(v), 1))[0]
-
-
-def ring_with_a_turn_too_many(q, k, v):
-    out = ring_attention(q, k, v)
-    pass_on(torch.stack([k, v]))
-    return out
-
-
-def ring_with_a_turn_too_few(q, k, v):
-    out, lse = attend(q, k, v)
-    kv = torch.stack([k, v])
-    for _ in range(dist.get_world_size() - 2):
-        kv = pass_on(kv)
-        block, block_lse = attend(q, *kv)
-        total = torch.logaddexp(lse, block_lse)
-        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
-    return out
-
-
-def ring_of_averages(q, k, v):
-    outs, kv = [attend(q, k, v)[0]], torch.stack([k, v])
-    for _ in range(dist.get_world_size() - 1):
-        kv = pass_on(kv)
-        outs.append(attend(q, *kv)[0])
-    return sum(outs) / len(outs)
-
-
-def ring_of_this_rank(q, k, v):
-    return attend(q, k, v)[0]
-
-
-def ring_of_queries_too(q, k, v):
-    out = ring_attention(q, k, v)
-    for _ in range(dist.get_world_size() - 1):
-        q = pass_on(q)
-    return out
-
-
-def ring_that_forgets_to_scale(q, k, v):
-    return ring_attention(q * math.sqrt(q.shape[-1]), k, v)
-
-
-def ring_of_keys_only(q, k, v):
-    """The keys travel; the values stay, and are taken for those of other tokens."""
-    out, lse = attend(q, k, v)
-    for _ in range(dist.get_world_size() - 1):
-        k = pass_on(k)
-        block, block_lse = attend(q, k, v)
-        total = torch.logaddexp(lse, block_lse)
-        out, lse = out * (lse - total).exp() + block * (block_lse - total).exp(), total
-    return out
-
-
-def ring_to_everybody(q, k, v):
-    """Each rank sends its own to each other one: as many bytes, but no ring."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.stack([k, v])
-    others = [torch.empty_like(own) for _ in range(size)]
-    others[rank] = own
-    requests = [dist.isend(own, peer) for peer in range(size) if peer != rank]
-    for peer in range(size):
-        if peer != rank:
-            dist.recv(others[peer], peer)
-    for request in requests:
-        request.wait()
-    keys, values = torch.cat(others, 2)
-    return attend(q, keys, values)[0]
 
 
 # --- ring_pairs -----------------------------------------------------------------------------------------------
@@ -885,85 +665,6 @@ def capacity_for_all_choices_or_none(probabilities, k, capacity):
     return taken
 
 
-# --- dispatch_and_combine -------------------------------------------------------------------------------------
-
-
-def exchange_counts(experts):
-    out = torch.bincount(experts, minlength=dist.get_world_size())
-    back = torch.empty_like(out)
-    dist.all_to_all_single(back, out)
-    return out.tolist(), back.tolist()
-
-
-def exchange(rows, send, receive):
-    received = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), receive, send)
-    return received
-
-
-def dispatch_and_combine(tokens, experts, weight):
-    order = experts.argsort(stable=True)
-    out, back = exchange_counts(experts)
-    arrived = exchange(tokens[order], out, back)
-    result = torch.empty_like(tokens)
-    result[order] = exchange(arrived @ weight, back, out)
-    return result
-
-
-def dispatch_left_in_the_experts_order(tokens, experts, weight):
-    order = experts.argsort(stable=True)
-    out, back = exchange_counts(experts)
-    return exchange(exchange(tokens[order], out, back) @ weight, back, out)
-
-
-def dispatch_sorted_back_the_wrong_way(tokens, experts, weight):
-    """Sorts once more by the same order, where it takes the inverse one."""
-    return dispatch_left_in_the_experts_order(tokens, experts, weight)[experts.argsort(stable=True)]
-
-
-def dispatch_without_sorting(tokens, experts, weight):
-    out, back = exchange_counts(experts)
-    return exchange(exchange(tokens, out, back) @ weight, back, out)
-
-
-def dispatch_and_stay(tokens, experts, weight):
-    """The tokens stay, and all of them meet the expert that happens to be here."""
-    return tokens @ weight
-
-
-def dispatch_by_moving_the_experts(tokens, experts, weight):
-    weights = gathered(weight)
-    return torch.stack([x @ weights[e] for x, e in zip(tokens, experts, strict=True)]) if len(tokens) else tokens
-
-
-def dispatch_padded(tokens, experts, weight):
-    """Room for as many tokens as any rank has from each rank to each: what a fixed capacity costs."""
-    most = torch.tensor(len(tokens))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    size = dist.get_world_size()
-    room = tokens.new_zeros(size, int(most), tokens.shape[1])
-    for target in range(size):
-        chosen = tokens[experts == target]
-        room[target, : len(chosen)] = chosen
-    arrived = torch.empty_like(room)
-    dist.all_to_all_single(arrived, room)
-    returned = torch.empty_like(room)
-    dist.all_to_all_single(returned, arrived @ weight)
-    result = torch.empty_like(tokens)
-    for target in range(size):
-        result[experts == target] = returned[target, : int((experts == target).sum())]
-    return result
-
-
-def dispatch_of_guessed_numbers(tokens, experts, weight):
-    """Expects from each rank as many tokens as it sends there itself."""
-    order = experts.argsort(stable=True)
-    out = torch.bincount(experts, minlength=dist.get_world_size()).tolist()
-    result = torch.empty_like(tokens)
-    result[order] = exchange(exchange(tokens[order], out, out) @ weight, out, out)
-    return result
-
-
 # --- load_balancing_loss --------------------------------------------------------------------------------------
 
 
@@ -1017,12 +718,113 @@ def loss_by_gathering(probabilities):
     return loss_of_this_rank(whole[whole[:, 0] >= 0])
 
 
+# --- repaired_attention ---------------------------------------------------------------------------------------
+
+
+def repaired_attention(q, k, v, shift=True, rescale=True, scale=True):
+    """The largest score so far is subtracted; what was summed relative to an earlier one is scaled to it."""
+    largest = q.new_full((*q.shape[:-1], 1), -torch.inf if shift else 0.0)
+    total, out = torch.zeros_like(largest), torch.zeros_like(q)
+    for turn in range(dist.get_world_size()):
+        if turn > 0:
+            k, v = passed_on(k.contiguous()), passed_on(v.contiguous())
+        scores = q @ k.transpose(-2, -1) / (q.shape[-1] ** 0.5 if scale else 1)
+        now = torch.maximum(largest, scores.amax(-1, keepdim=True)) if shift else largest
+        weights, factor = (scores - now).exp(), (largest - now).exp()
+        out = out * (factor if rescale else 1) + weights @ v
+        total, largest = total * factor + weights.sum(-1, keepdim=True), now
+    return out / total
+
+
+def attention_by_log_sum_exp(q, k, v):
+    out, lse, both = torch.zeros_like(q), q.new_full((*q.shape[:-1], 1), -torch.inf), torch.stack([k, v])
+    for turn in range(dist.get_world_size()):
+        both = passed_on(both) if turn else both
+        scores = q @ both[0].transpose(-2, -1) / q.shape[-1] ** 0.5
+        block = scores.logsumexp(-1, keepdim=True)
+        now = torch.logaddexp(lse, block)
+        out, lse = out * (lse - now).exp() + (scores - now).exp() @ both[1], now
+    return out
+
+
+def attention_as_it_was(q, k, v):
+    return faulty_attention(q, k, v)
+
+
+def attention_without_a_maximum(q, k, v):
+    return repaired_attention(q, k, v, shift=False)
+
+
+def attention_with_nothing_scaled(q, k, v):
+    return repaired_attention(q, k, v, rescale=False)
+
+
+def attention_of_whole_tensors(q, k, v):
+    k, v = (torch.cat(gathered(x), 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def attention_as_a_mean_of_the_turns(q, k, v):
+    outs = [torch.nn.functional.scaled_dot_product_attention(q, k, v)]
+    for _ in range(dist.get_world_size() - 1):
+        k, v = passed_on(k), passed_on(v)
+        outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    return sum(outs) / len(outs)
+
+
+def attention_of_this_rank_alone(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+# --- tensor_ranks ---------------------------------------------------------------------------------------------
+
+
+def tensor_ranks(width, tokens, gpus, smallest, flops, inside, between, gradients=True, across=8, each=True):
+    def all_reduce(ranks, nbytes, bandwidth):
+        return 2 * (ranks - 1) / ranks * nbytes / bandwidth
+
+    found, ranks = [], smallest
+    while ranks <= gpus:
+        replicas = gpus // ranks
+        activations = 2 * width * tokens / (replicas if each else 1)
+        took = 72 * width**2 * tokens / gpus / flops
+        took += 4 * all_reduce(ranks, activations, inside if ranks <= across else between)
+        if gradients:
+            took += all_reduce(replicas, 24 * width**2 / ranks, inside if gpus <= 8 else between)
+        found.append((took, ranks))
+        ranks *= 2
+    took, ranks = min(found)
+    return ranks, took
+
+
+def ranks_of_a_whole_node(width, tokens, gpus, smallest, *more):
+    return tensor_ranks(width, tokens, gpus, max(smallest, min(8, gpus)), *more)
+
+
+def ranks_of_the_fewest(width, tokens, gpus, smallest, *more):
+    """That a layer fits is enough, one thinks."""
+    _, took = tensor_ranks(width, tokens, gpus, smallest, *more)
+    return smallest, took
+
+
+def ranks_without_gradients(*arguments):
+    return tensor_ranks(*arguments, gradients=False)
+
+
+def ranks_with_one_bandwidth(*arguments):
+    return tensor_ranks(*arguments, across=1024)
+
+
+def ranks_with_all_tokens_in_each_replica(*arguments):
+    return tensor_ranks(*arguments, each=False)
+
+
 # exercise -> other answers that are right, and must be accepted
 RIGHT = {
+    "repaired_attention": [attention_by_log_sum_exp],
     "tied_gradient": [tied_in_turns],
     "parallel_cross_entropy": [entropy_in_three_messages],
     "gradient_norm": [norm_in_float32],
-    "ring_attention": [ring_of_keys_and_values_apart],
 }
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
@@ -1067,14 +869,6 @@ WRONG = {
             "naive_utilisation([1.0, 2.0, 1.0], [2.0, 4.0, 2.0], 1.0), rank 0: expected [16, ... got [16, [0.3333",
         ),
     ],
-    "parallel_mlp": [
-        (mlp_with_a_bias_of_every_rank, " [302, -826, -458], [359, -703, -355]], got [[885, -1023, -577], [919, -1133"),
-        (mlp_of_this_rank, "-355], [302, -826, -458], [359, -703, -355]], got [[385, -523, -277], [445, -511, -289],"),
-        (mlp_by_gathering, "expected all_reduce of 48 bytes, got all_gather of 64 bytes, all_gather of 48 bytes"),
-        (mlp_averaged, ", -355], [302, -826, -458], [359, -703, -355]], got [[442.5, -511.5, -288.5], [459.5, -566.5,"),
-        (mlp_summed_twice, "-355], [302, -826, -458], [359, -703, -355]], got [[412, -632, -344], [380, -680, -360],"),
-        (mlp_with_relu_at_the_end, "], [302, -826, -458], [359, -703, -355]], got [[574, 0, 0], [574, 0, 0], [522, 0,"),
-    ],
     "parallel_mlp_backward": [
         (backward_without_f, "9], [44, 40, 34], [-89, -85, 41]] as item 0, got [[25, -15, -25], [15, -9, -15], [0, 0,"),
         (backward_with_an_all_reduce_in_g, ", 40, 34], [-89, -85, 41]] as item 0, got [[50, -30, -50], [30, -18, -30]"),
@@ -1114,14 +908,6 @@ WRONG = {
         (norm_parameter_by_parameter, "expected all_reduce of at most 8 bytes, got all_reduce of 8 bytes, all_reduce"),
         (norm_by_gathering, "expected all_reduce of at most 8 bytes, got all_gather of 16 bytes, all_gather of 16 byt"),
     ],
-    "sequence_parallel_mlp": [
-        (sequence_by_all_reduce, "expected all_gather of 48 bytes, reduce_scatter of 48 bytes, got all_gather of 48 b"),
-        (sequence_left_whole, "expected a tensor of shape (2, 3) and type float32, got a tensor of shape (4, 3) and t"),
-        (sequence_without_gathering, "expected [[52, -106, -44], [-21, -177, -33]], got [[210, -126, 110], [-55, -117"),
-        (sequence_cut_but_not_summed, "expected [[52, -106, -44], [-21, -177, -33]], got [[0, 0, 0], [-125, -75, -25]"),
-        (sequence_gathered_along_the_width, "expected a result on every rank, got RuntimeError: mat1 and mat2 shapes"),
-        (sequence_averaged, "expected [[52, -106, -44], [-21, -177, -33]], got [[26, -53, -22], [-10.5, -88.5, -16.5]"),
-    ],
     "parallel_dropout": [
         (
             dropout_with_the_same_mask,
@@ -1139,25 +925,6 @@ WRONG = {
             dropout_scaled_by_two,
             "probability 0.25, dimension None, rank 0: expected [[1.3333 ... got [[2, 6, 0, 0], [-0, 0, 6",
         ),
-    ],
-    "combine_blocks": [
-        (combine_by_average, "small scores, rank 0: expected [[0.11 ... got [[0.0286"),
-        (combine_by_sum, "small scores, rank 0: expected [[0.11 ... got [[0.0573"),
-        (combine_without_shift, "scores near +-1,000, rank 0: expected [[0.11 ... got [[nan, nan, nan], [nan"),
-        (combine_weights_not_renormalised, "small scores, rank 0: expected [[0.11 ... got [[0.2011"),
-        (combine_by_logarithms, "small scores, rank 0: expected [[0.11 ... got [[0.1251"),
-        (combine_shifted_by_the_first, "a block without keys, rank 0: expected [[0.50 ... got [[nan"),
-    ],
-    "ring_attention": [
-        (ring_of_gathered_keys, "rank 0: expected only sends and receives, got a call of all_gather"),
-        (ring_with_a_turn_too_many, "rank 0: expected 384 bytes to the next rank, got 768 bytes"),
-        (ring_with_a_turn_too_few, "2 heads, 3 tokens on each rank, rank 0: expected 2.87 ... got 2.4171"),
-        (ring_of_averages, "2 heads, 3 tokens on each rank, rank 0: expected 2.87 ... got 2.6502"),
-        (ring_of_this_rank, "2 heads, 3 tokens on each rank, rank 0: expected 2.87 ... got 2.4171"),
-        (ring_of_queries_too, "rank 0: expected 384 bytes to the next rank, got 576 bytes"),
-        (ring_that_forgets_to_scale, "2 heads, 3 tokens on each rank, rank 0: expected 2.87 ... got 2.9098"),
-        (ring_of_keys_only, "2 heads, 3 tokens on each rank, rank 0: expected 2.87 ... got 0.771"),
-        (ring_to_everybody, "rank 0: expected messages to rank 1, got to ranks [1, 2]"),
     ],
     "ring_pairs": [
         (pairs_of_the_busiest_rank, "ring_pairs([[0, 1], [2, 5], [4, 3]]), rank 0: expected 11, got 9"),
@@ -1183,15 +950,6 @@ WRONG = {
         (capacity_for_the_last, "rank 0: expected [[0, 1], [3], []], got [[2, 4], [3], []]"),
         (capacity_for_all_choices_or_none, "k 2, capacity 1, rank 0: expected [[0], [0], [1]], got [[0], [0], []]"),
     ],
-    "dispatch_and_combine": [
-        (dispatch_left_in_the_experts_order, "expected 30 at element [1, 0], got -27 (12 of 18 elements differ)"),
-        (dispatch_sorted_back_the_wrong_way, "expected 30 at element [1, 0], got -1 (12 of 18 elements differ)"),
-        (dispatch_without_sorting, "rank 0: expected 30 at element [1, 0], got 23 (6 of 18 elements differ)"),
-        (dispatch_and_stay, "rank 0: expected 30 at element [1, 0], got 23 (9 of 18 elements differ)"),
-        (dispatch_by_moving_the_experts, "all_to_all of 72 bytes, got all_gather of 72 bytes"),
-        (dispatch_padded, "all_to_all of 72 bytes, got all_reduce of 8 bytes, all_to_all of 144 bytes"),
-        (dispatch_of_guessed_numbers, "died with SIGABRT"),
-    ],
     "load_balancing_loss": [
         (loss_of_this_rank, "3 tokens on each rank, rank 0: expected 1.33 ... got 1.8183"),
         (loss_as_a_mean_of_losses, "3 tokens on each rank, rank 0: expected 1.33 ... got 1.6899"),
@@ -1199,5 +957,20 @@ WRONG = {
         (loss_of_probabilities_only, "3 tokens on each rank, rank 0: expected 1.33 ... got 1.2391"),
         (loss_of_a_mean_of_means, "unequal numbers, rank 0: expected 1.18 ... got 1.4243"),
         (loss_by_gathering, "expected all_reduce of at most 72 bytes, got all_reduce of 8 bytes, all_gather of 192 by"),
+    ],
+    "repaired_attention": [
+        (attention_as_it_was, "scores close to 0, rank 0: expected ... a maximum that has grown"),
+        (attention_without_a_maximum, "scores as large as 1,000, ... exp(1,000) overflows"),
+        (attention_with_nothing_scaled, "scores close to 0, rank 0: expected ... got 0.18768"),
+        (attention_of_whole_tensors, "expected only sends and receives, got a call of all_gather"),
+        (attention_as_a_mean_of_the_turns, "rank 0: expected"),
+        (attention_of_this_rank_alone, "rank 0: expected"),
+    ],
+    "tensor_ranks": [
+        (ranks_of_a_whole_node, "tensor_ranks(10, 1000, 16, 1, 7200.0, 1000.0, 100.0), rank 0: expected [2, 93.5]"),
+        (ranks_of_the_fewest, "rank 0: expected [2, 93.5], got [1, 93.5]"),
+        (ranks_without_gradients, "rank 0: expected [2, 93.5], got [1, 62.5]"),
+        (ranks_with_one_bandwidth, "16, 16, 7200.0, 1000.0, 100.0), rank 0: expected [16, 1562.5], got [16, 212.5]"),
+        (ranks_with_all_tokens_in_each_replica, "rank 0: expected [2, 93.5], got [1, 107.5]"),
     ],
 }

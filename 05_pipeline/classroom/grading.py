@@ -138,29 +138,6 @@ def neighbours(size):
         yield ExerciseCase(f"tensors of {rows} x 1000", arguments, expected, exactly(messages, any_order=True))
 
 
-def pipeline_step(size):
-    for microbatches, each, features in ((1, 3, 2), (4, 2, 3), (3, 1, 1)):
-        batch = microbatches * each
-        widths = [features + rank % 2 for rank in range(size + 1)]
-        weights = [normal(rank, n, m).requires_grad_() for rank, (n, m) in enumerate(pairwise(widths))]
-        inputs, targets = normal(11, batch, widths[0]), normal(12, batch, widths[-1])
-        x = inputs
-        for weight in weights:
-            x = torch.tanh(x @ weight)
-        gradients = torch.autograd.grad((x - targets).square().mean(), weights)
-        arguments = [
-            (weight.detach(), inputs if rank == 0 else None, targets if rank == size - 1 else None, batch, microbatches)
-            for rank, weight in enumerate(weights)
-        ]
-        messages = [
-            [(rank + 1, 8 * each * widths[rank + 1])] * (microbatches * (rank < size - 1))
-            + [(rank - 1, 8 * each * widths[rank])] * (microbatches * (rank > 0))
-            for rank in range(size)
-        ]
-        what = f"batch {batch}, {microbatches} micro-batch{'es' * (microbatches > 1)}"
-        yield ExerciseCase(what, arguments, list(gradients), exactly(messages, any_order=True))
-
-
 def repaired_step(size):
     for microbatches, each, features in ((1, 3, 2), (4, 2, 3), (3, 1, 2)):
         batch = microbatches * each
@@ -231,25 +208,6 @@ def interleave(size, shapes=((4, 8, 2), (2, 4, 3), (3, 3, 2), (2, 2, 2))):
         stored = [(v - 1) * p + p - rank for rank in range(p)]
         rows.append((p, m, v, budget(2 * (v * m + p - 1), stored, p, m, stages=v * p)))
     yield from judged(size, "interleave", rows)
-
-
-def place_weight_gradients(size, shapes=((4, 8), (2, 4), (3, 3), (4, 5))):
-    rows = []
-    for p, m in shapes:
-        given = [
-            [action._replace(kind="I") if action.kind == "B" else action for action in actions]
-            for actions in schedules.build("1f1b", p, m)
-        ]
-
-        def in_their_order(schedule, given=given):
-            for rank, (want, actions) in enumerate(zip(given, schedule, strict=True)):
-                if want != (kept := [action for action in actions if action.kind != "W"]):
-                    place = next(place for place, pair in enumerate(zip(want, kept, strict=True)) if len({*pair}) > 1)
-                    raise Wrong(f"{want[place]} next on rank {rank}, in the order as given", str(kept[place]))
-
-        judge = budget(3 * m + p - 1, [p] * p, p, m, kinds="FIW", times=Times(1, 1, 1), also=in_their_order)
-        rows.append((text_of(given), judge))
-    yield from judged(size, "place_weight_gradients", rows)
 
 
 SWAPPED = (
@@ -433,11 +391,6 @@ def draw_interleave(random, size):
     yield from interleave(size, [(ranks, ranks * random.randint(1, 3), random.randint(2, 4))])
 
 
-def draw_place_weight_gradients(random, size):
-    ranks = random.randint(2, 5)
-    yield from place_weight_gradients(size, [(ranks, random.randint(ranks, 9))])
-
-
 def draw_mend(random, size):
     """A backward before its forward, on the last rank; and one so early on the first that ranks wait for each other,
     which takes fewer micro-batches than ranks: with more, other ranks need not wait for rank 0's next forward."""
@@ -490,13 +443,6 @@ EXERCISES = [
         "the sends, receive, then wait; or hand all to dist.batch_isend_irecv.",
     ),
     exercise(
-        pipeline_step,
-        points=3,
-        dots=3,
-        hint="Keep inputs and outputs of all micro-batches in lists. The mean over the batch is the mean over the "
-        "micro-batches of their means: where is it divided?",
-    ),
-    exercise(
         repaired_step,
         points=3,
         dots=3,
@@ -525,14 +471,6 @@ EXERCISES = [
         hint="How far must a rank be ahead of its backwards if messages take no time? Compare 1F1B's warm-up with the "
         "one of the notebook's interleaved schedule.",
         draw_cases=draw_interleave,
-    ),
-    exercise(
-        place_weight_gradients,
-        points=3,
-        dots=3,
-        hint="Let each W wait for a few more of the rank's I: on the last rank, which 1F1B lets store one activation "
-        "only, the longest. What waits then fills the end.",
-        draw_cases=draw_place_weight_gradients,
     ),
     exercise(
         mend,

@@ -257,117 +257,6 @@ def neighbours_without_gradients(activations, gradient):
     return result, None if activations is None else torch.zeros_like(activations)
 
 
-# --- pipeline_step --------------------------------------------------------------------------------------------
-
-
-def pipeline_step(weight, inputs, targets, batch, microbatches, loss_of=None, mean=True, used=None, kept=None):
-    """GPipe. The arguments after `microbatches` are for the wrong answers below."""
-    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
-    weight, xs, ys = weight.detach().clone().requires_grad_(), [], []
-    for m in range(microbatches):
-        if rank == 0:
-            x = inputs[m * each : (m + 1) * each]
-        else:
-            x = torch.empty(each, weight.shape[0], dtype=weight.dtype)
-            dist.recv(x, rank - 1)
-            x.requires_grad_()
-        xs.append(x)
-        ys.append(torch.tanh(x @ weight))
-        if rank < size - 1:
-            dist.send(ys[-1].detach(), rank + 1)
-    total = torch.zeros_like(weight)
-    for m in range(microbatches):
-        weight.grad = None
-        if rank < size - 1:
-            gradient = torch.empty_like(ys[m])
-            dist.recv(gradient, rank + 1)
-            ys[m].backward(gradient)
-        else:
-            loss = (ys[m] - targets[m * each : (m + 1) * each]).square().mean()
-            (loss / microbatches if mean else loss).backward()
-        if rank > 0:
-            dist.send(xs[m].grad, rank - 1)
-        total = weight.grad if kept == "last" else total + weight.grad
-        if used and m == used - 1:
-            result = total.clone()
-    return result if used else total
-
-
-def step_with_one_micro_batch_after_the_other(weight, inputs, targets, batch, microbatches):
-    """Right: each micro-batch goes there and back before the next begins, which takes longer."""
-    each, total = batch // microbatches, torch.zeros_like(weight)
-    for m in range(microbatches):
-        own = [None if x is None else x[m * each : (m + 1) * each] for x in (inputs, targets)]
-        total += pipeline_step(weight, *own, each, 1) / microbatches
-    return total
-
-
-def step_m_times_too_large(weight, inputs, targets, batch, microbatches):
-    """A mean of each micro-batch, and the sum of their gradients."""
-    return pipeline_step(weight, inputs, targets, batch, microbatches, mean=False)
-
-
-def step_of_the_last_microbatch(weight, inputs, targets, batch, microbatches):
-    return pipeline_step(weight, inputs, targets, batch, microbatches, kept="last")
-
-
-def step_without_the_last_microbatch(weight, inputs, targets, batch, microbatches):
-    return pipeline_step(weight, inputs, targets, batch, microbatches, used=max(1, microbatches - 1))
-
-
-def step_divided_on_every_rank(weight, inputs, targets, batch, microbatches):
-    return pipeline_step(weight, inputs, targets, batch, microbatches) / microbatches
-
-
-def step_in_one_piece(weight, inputs, targets, batch, microbatches):
-    return pipeline_step(weight, inputs, targets, batch, 1)
-
-
-def step_with_a_list_too_few(weight, inputs, targets, batch, microbatches):
-    """Only the newest output is kept, so all gradients but the last flow into the wrong graph."""
-    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
-    weight = weight.detach().clone().requires_grad_()
-    for m in range(microbatches):
-        x = inputs[m * each : (m + 1) * each] if rank == 0 else torch.empty(each, len(weight), dtype=weight.dtype)
-        if rank > 0:
-            dist.recv(x, rank - 1)
-            x.requires_grad_()
-        y = torch.tanh(x @ weight)
-        if rank < size - 1:
-            dist.send(y.detach(), rank + 1)
-    for m in range(microbatches):
-        if rank < size - 1:
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, rank + 1)
-        else:
-            loss = (y - targets[m * each : (m + 1) * each]).square().mean() / microbatches
-            (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
-        x.grad = None
-        y.backward(gradient, retain_graph=True)
-        if rank > 0:
-            dist.send(x.grad, rank - 1)
-    return weight.grad
-
-
-def step_that_waits_for_gradients_at_once(weight, inputs, targets, batch, microbatches):
-    """One micro-batch there and back, but the last rank wants all of them before it begins."""
-    rank, size, each = dist.get_rank(), dist.get_world_size(), batch // microbatches
-    if rank < size - 1:
-        x = torch.empty(each, len(weight), dtype=weight.dtype)
-        gradient = torch.empty(each, weight.shape[1], dtype=weight.dtype)
-        for m in range(microbatches):
-            if rank > 0:
-                dist.recv(x, rank - 1)
-            else:
-                x = inputs[m * each : (m + 1) * each]
-            dist.send(torch.tanh(x @ weight), rank + 1)
-            dist.recv(gradient, rank + 1)
-            if rank > 0:
-                dist.send(torch.zeros_like(x), rank - 1)
-        return torch.zeros_like(weight)
-    return pipeline_step(weight, inputs, targets, batch, microbatches)
-
-
 # --- repaired_step --------------------------------------------------------------------------------------------
 
 
@@ -569,57 +458,6 @@ def interleave_all_forwards_first(ranks, microbatches, stages_per_rank):
 
 def interleave_one_microbatch_at_a_time(ranks, microbatches, stages_per_rank):
     return interleave(ranks, microbatches, stages_per_rank, per_round=1)
-
-
-# --- place_weight_gradients -----------------------------------------------------------------------------------
-
-
-def place_weight_gradients(schedule, delay=lambda ranks, rank: rank):
-    placed = []
-    for rank, actions in enumerate(schedule):
-        wait, waiting, out = delay(len(schedule), rank), [], []
-        for action in actions:
-            out.append(action)
-            if "I" in action:
-                waiting.append(action.replace("I", "W"))
-                if len(waiting) > wait:
-                    out.append(waiting.pop(0))
-        placed.append(out + waiting)
-    return placed
-
-
-def weights_at_once(schedule):
-    """I and W one after the other are B: the neighbour waits for both."""
-    return place_weight_gradients(schedule, lambda ranks, rank: 0)
-
-
-def weights_at_the_end(schedule):
-    return place_weight_gradients(schedule, lambda ranks, rank: 10**9)
-
-
-def weights_delayed_alike(schedule):
-    return place_weight_gradients(schedule, lambda ranks, rank: ranks - 1)
-
-
-def weights_delayed_on_the_first_rank(schedule):
-    return place_weight_gradients(schedule, lambda ranks, rank: ranks - 1 - rank)
-
-
-def weights_that_wait_no_longer(schedule):
-    """What waits at the end is forgotten."""
-    return [actions[: len(actions) - rank] for rank, actions in enumerate(place_weight_gradients(schedule))]
-
-
-def weights_before_inputs(schedule):
-    return [[a.replace("I", kind) for a in actions for kind in ("WI" if "I" in a else "F")] for actions in schedule]
-
-
-def weights_in_another_schedule(schedule):
-    """Legal, and quick, but not what was given: all forwards first."""
-    microbatches = len(schedule[0]) // 2
-    return place_weight_gradients(
-        [[f"{rank}{kind}{m}" for kind in "FI" for m in range(microbatches)] for rank in range(len(schedule))]
-    )
 
 
 # --- mend -----------------------------------------------------------------------------------------------------
@@ -886,7 +724,6 @@ def factors_the_other_way_round(tokens):
 RIGHT = {
     "one_forward_one_backward": [in_one_text],
     "neighbours": [neighbours_with_gradients_first],
-    "pipeline_step": [step_with_one_micro_batch_after_the_other],
     "mend": [mend_from_the_last],
     "blocks_per_stage": [blocks_filled_from_the_last],
 }
@@ -928,21 +765,6 @@ WRONG = {
         (neighbours_in_one_message, "expected 1600000 bytes to rank 1, got 3200000 bytes to rank 1"),
         (neighbours_without_gradients, "got 0 (400000 of 400000 elements differ)"),
     ],
-    "pipeline_step": [
-        (step_m_times_too_large, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.5050"),
-        (step_of_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0735"),
-        (step_without_the_last_microbatch, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0527"),
-        (step_divided_on_every_rank, "batch 8, 4 micro-batches, rank 0: expected [[0.126 ... got [[0.0315"),
-        (
-            step_in_one_piece,
-            "expected 64 bytes to rank 1, 64 bytes to rank 1, 64 bytes to rank 1, ... got 256 bytes to rank 1",
-        ),
-        (step_with_a_list_too_few, "[0.11063944, 0.027235749, -0.058362691, 0.0034276998]], got [[0.0539"),
-        (
-            step_that_waits_for_gradients_at_once,
-            "batch 3, 1 micro-batch, rank 0: expected [[0.030 ... got [[0, 0, 0], [0, 0, 0]]",
-        ),
-    ],
     "repaired_step": [
         (repaired_nothing, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),
         (repaired_the_other_buffer, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),
@@ -976,15 +798,6 @@ WRONG = {
         (interleave_of_consecutive_stages, "expected each action once on rank 0, got rank 0 does not do 4B0"),
         (interleave_all_forwards_first, "got deadlock: rank 0 waits at 4F5 for 3F5 of rank 3; rank 3 waits at 3B0 for"),
         (interleave_one_microbatch_at_a_time, "interleave(4, 8, 2): expected a makespan of at most 38, got 72"),
-    ],
-    "place_weight_gradients": [
-        (weights_at_once, "place_weight_gradients(...): expected a makespan of at most 27, got 30"),
-        (weights_at_the_end, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [8, 8, 8, 8]"),
-        (weights_delayed_alike, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [7, 6, 5, 4]"),
-        (weights_delayed_on_the_first_rank, "expected at most [4, 4, 4, 4] activations stored on the ranks, got [7, 5"),
-        (weights_that_wait_no_longer, "expected each action once on rank 1, got rank 1 does not do 1W7"),
-        (weights_before_inputs, "expected a legal schedule, got wrong order: rank 0 does 0W0 before 0I0"),
-        (weights_in_another_schedule, "expected 0I0 next on rank 0, in the order as given, got 0F4"),
     ],
     "mend": [
         (mend_nothing, "mend(...): expected two neighbouring actions of one rank swapped, got 0 places are different"),

@@ -11,8 +11,8 @@ import math
 import torch
 
 from common.grading.engine import ExerciseCase, Wrong, exercise
-from common.grading.patterns import calculated, collectives, exactly, nothing_sent, numbered
-from course.fsdp.classroom.grading_choosing import best_offer, fit_on_four_cards, tokens_to_hide
+from common.grading.patterns import calculated, collectives, exactly, numbered
+from course.fsdp.classroom.grading_choosing import best_offer, fit_on_four_cards
 
 SHAPES = ((2, 3), (), (4,))
 
@@ -35,15 +35,6 @@ def padded(vector: torch.Tensor, size: int) -> torch.Tensor:
 # --- ZeRO by hand --------------------------------------------------------------------------------
 
 
-def own_shard(size):
-    for dtype, shapes in ((torch.float32, SHAPES), (torch.float64, ((size, 2), (2 * size,))), (torch.float32, ((2,),))):
-        inputs = tensors(0, shapes, dtype)
-        vector = numbered(0, sum(x.numel() for x in inputs), dtype)
-        what = f"{str(dtype).removeprefix('torch.')} tensors of shapes {', '.join(map(str, shapes))}"
-        shards = [shard.clone() for shard in padded(vector, size).chunk(size)]
-        yield ExerciseCase(what, [(inputs,)] * size, shards, nothing_sent)
-
-
 def own_pieces(size):
     """Worked out by hand."""
     rows = [
@@ -55,15 +46,6 @@ def own_pieces(size):
         ([4, 4], 0, 2, [[0, 0, 4]]),
     ]
     yield from calculated(size, "own_pieces", rows)
-
-
-def sharded_gradient(size):
-    for what, shapes in ((f"shapes {', '.join(map(str, SHAPES))}", SHAPES), ("2 elements for each rank", ((2, size),))):
-        inputs = [tensors(rank, shapes) for rank in range(size)]
-        flat = [torch.cat([x.reshape(-1) for x in own]) for own in inputs]
-        mean = padded(torch.stack(flat).sum(0) / size, size)
-        pattern = collectives(("reduce_scatter", 4 * len(mean)))
-        yield ExerciseCase(what, [(x,) for x in inputs], [shard.clone() for shard in mean.chunk(size)], pattern)
 
 
 def sharded_step(size):
@@ -85,6 +67,26 @@ def sharded_step(size):
         nbytes = 8 * len(vector)
         pattern = collectives(("reduce_scatter", nbytes), ("all_gather", nbytes))
         yield ExerciseCase(f"{each} elements for each rank, step {step}", arguments, expected, pattern)
+
+
+def repaired_decay(size):
+    """In the first case nothing is padded. In the second, shards begin elsewhere than at a multiple of 7 // size."""
+    for what, lengths, decays in (
+        ("nothing to pad", (2 * size, size), (True, False)),
+        ("7 and 6 elements, of which the last decay", (7, 6), (False, True)),
+        ("a bias of 1 between weights", (3, 1, 3, 1, 3), (True, False, True, False, True)),
+    ):
+        parameters = [normal(n, length).view(1, -1) for n, length in enumerate(lengths)]
+        own = [[normal(10 * rank + n + 20, length).view(1, -1) for n, length in enumerate(lengths)]
+               for rank in range(size)]  # fmt: skip
+        expected = [
+            p - 0.1 * (torch.stack(g).sum(0) / size + 0.5 * on * p)
+            for p, on, *g in zip(parameters, decays, *own, strict=True)
+        ]
+        whole = 8 * (sum(lengths) + -sum(lengths) % size)
+        pattern = collectives(("reduce_scatter", whole), ("all_gather", whole))
+        arguments = [(parameters, gradients, list(decays), 0.1, 0.5) for gradients in own]
+        yield ExerciseCase(what, arguments, [expected] * size, pattern)
 
 
 def global_norm(size):
@@ -330,11 +332,6 @@ def draw_fewest_ranks(random):
     return random.choice(STRATEGIES), parameters, random.randint(0, 40) * 10**9, random.choice([24, 40, 80]) * 10**9
 
 
-def draw_tokens_to_hide(random):
-    flops, bandwidth = random.randint(1, 9) * 100e12, random.choice([10e9, 25e9, 50e9, 400e9])
-    return random.choice(["ddp", "zero1", "fsdp"]), random.randint(1, 8), flops, bandwidth
-
-
 def draw_best_offer(random):
     gpus = random.sample(["a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200"], 3)
     offers = [(gpu, random.choice([8, 16]), random.randint(50, 400) / 100) for gpu in gpus]
@@ -342,13 +339,6 @@ def draw_best_offer(random):
 
 
 EXERCISES = [
-    exercise(
-        own_shard,
-        points=1,
-        dots=1,
-        hint="torch.cat of all tensors, each as reshape(-1), is the vector. -length % N is the padding that it lacks: "
-        "0 where N divides; chunk(N) cuts it.",
-    ),
     exercise(
         own_pieces,
         points=2,
@@ -358,18 +348,22 @@ EXERCISES = [
         draw=draw_own_pieces,
     ),
     exercise(
-        sharded_gradient,
-        points=2,
-        dots=2,
-        hint="Flatten and pad as in own_shard. The output of a reduce-scatter has 1/N of the elements of its input. "
-        "Who divides, and by what?",
-    ),
-    exercise(
         sharded_step,
         points=3,
         dots=3,
         hint="Reduce-scatter gives the shard of the gradient, chunk(N)[rank] that of the vector. The rest is AdamW on "
         "short vectors, and then everybody needs everybody's result.",
+    ),
+    exercise(
+        repaired_decay,
+        points=2,
+        dots=2,
+        hint="Which element of the vector is the first one of rank 1's shard, and which element of the mask is used "
+        "for it? Print both for 7 elements on 2 ranks.",
+        mistakes={
+            "7 and 6 elements, of which the last decay, rank 0: ... as item 1, got": "Mask and vector are cut at "
+            "different places: cut both after padding, or a rank decays another element than its mask means.",
+        },
     ),
     exercise(
         global_norm,
@@ -460,14 +454,6 @@ EXERCISES = [
         hint="Some bytes stay however many ranks there are. If those fit, try 1, 2, 4, ... in "
         "turn; and mind the budget that they fill to the last byte, with nothing else to keep, or with something.",
         draw=draw_fewest_ranks,
-    ),
-    exercise(
-        tokens_to_hide,
-        points=2,
-        dots=2,
-        hint="A message of b bytes per parameter takes b / bandwidth. The pass beside it takes 2 or 4 times its "
-        "tokens / flops. Which of them have all tokens of the step beside them? Of several messages the worst counts.",
-        draw=draw_tokens_to_hide,
     ),
     exercise(
         fit_on_four_cards,

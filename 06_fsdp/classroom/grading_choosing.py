@@ -1,4 +1,4 @@
-"""The checks of notebook 04's exercises, which the planner judges. grading.py has them in its table."""
+"""The checks of the page Choosing's exercises, which the planner judges. grading.py has them in its table."""
 
 from common.constants import GIB
 from common.errors import UserError
@@ -9,19 +9,6 @@ from planner.estimate import Estimate, estimate
 from planner.layout import make_layout
 
 MOST_HOST, LEAST_TOKENS = 256, 3200  # GiB, and tokens per second
-
-
-def tokens_to_hide(size):
-    """In units of F / B: 8 bytes beside 4 FLOPs; 4 beside 4, and 2 beside 2; 2 beside 2, and 2 + 4 beside 4."""
-    rows = [
-        ("ddp", 1, 400e12, 50e9, 16_000.0),
-        ("ddp", 4, 400e12, 50e9, 64_000.0),
-        ("zero1", 1, 400e12, 50e9, 8_000.0),
-        ("zero1", 3, 700e12, 300e9, 7_000.0),
-        ("fsdp", 1, 400e12, 50e9, 12_000.0),
-        ("fsdp", 2, 600e12, 10e9, 180_000.0),
-    ]
-    yield from calculated(size, "tokens_to_hide", rows)
 
 
 def fit_on_four_cards(size):

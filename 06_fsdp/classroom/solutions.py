@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import init_device_mesh
 
+from course.fsdp.faulty import faulty_step
 from planner import hardware, models
 from planner.estimate import estimate
 from planner.layout import make_layout
@@ -35,42 +36,6 @@ def reduced(vector, group=None, size=None):
     shard = vector.new_empty(len(vector) // (size or dist.get_world_size()))
     dist.reduce_scatter_single(shard, vector, group=group)
     return shard
-
-
-# --- own_shard ------------------------------------------------------------------------------------------------
-
-
-def own_shard(parameters):
-    return own(flattened(parameters))
-
-
-def shard_without_padding(parameters):
-    rank, size = rank_and_size()
-    return torch.cat([p.reshape(-1) for p in parameters]).tensor_split(size)[rank].clone()
-
-
-def shard_dealt_out_in_turns(parameters):
-    rank, size = rank_and_size()
-    return flattened(parameters)[rank::size].clone()
-
-
-def shard_of_each_parameter(parameters):
-    return torch.cat([own(flattened([p])) for p in parameters])
-
-
-def shard_padded_always(parameters):
-    vector = torch.cat([p.reshape(-1) for p in parameters])
-    size = dist.get_world_size()
-    return own(torch.cat([vector, vector.new_zeros(size - len(vector) % size)]))
-
-
-def shard_padded_in_front(parameters):
-    vector = torch.cat([p.reshape(-1) for p in parameters])
-    return own(torch.cat([vector.new_zeros(-len(vector) % dist.get_world_size()), vector]))
-
-
-def shard_as_float32(parameters):
-    return own_shard(parameters).float()
 
 
 # --- own_pieces -----------------------------------------------------------------------------------------------
@@ -108,36 +73,6 @@ def pieces_of_whole_parameters(sizes, rank, world):
 def pieces_rounded_down(sizes, rank, world):
     each = sum(sizes) // world
     return own_pieces([*sizes, each * world - sum(sizes)], rank, world)
-
-
-# --- sharded_gradient -----------------------------------------------------------------------------------------
-
-
-def sharded_gradient(gradients):
-    return reduced(flattened(gradients)) / dist.get_world_size()
-
-
-def gradient_summed(gradients):
-    return reduced(flattened(gradients))
-
-
-def gradient_by_all_reduce(gradients):
-    vector = flattened(gradients)
-    dist.all_reduce(vector)
-    return own(vector) / dist.get_world_size()
-
-
-def gradient_of_this_rank(gradients):
-    return own(flattened(gradients))
-
-
-def gradient_one_by_one(gradients):
-    return torch.cat([reduced(flattened([g])) for g in gradients]) / dist.get_world_size()
-
-
-def gradient_of_the_next_rank(gradients):
-    vector = flattened(gradients)
-    return reduced(vector.roll(-len(vector) // dist.get_world_size())) / dist.get_world_size()
 
 
 # --- sharded_step ---------------------------------------------------------------------------------------------
@@ -727,36 +662,6 @@ def ranks_by_division(strategy, parameters, activations, budget):
     return -(-16 * parameters // (budget - activations)) if budget > activations else 0
 
 
-# --- tokens_to_hide -------------------------------------------------------------------------------------------
-
-
-def tokens_to_hide(strategy, micro_batches, flops, bandwidth):
-    worst = {"ddp": 8 / 4, "zero1": max(4 / 4, 2 / 2), "fsdp": max(2 / 2, (2 + 4) / 4)}[strategy]
-    return micro_batches * worst * flops / bandwidth
-
-
-def tokens_of_one_micro_batch(strategy, micro_batches, flops, bandwidth):
-    return tokens_to_hide(strategy, 1, flops, bandwidth)
-
-
-def tokens_beside_the_whole_step(strategy, micro_batches, flops, bandwidth):
-    return {"ddp": 8, "zero1": 6, "fsdp": 8 * micro_batches}[strategy] / 6 * flops / bandwidth
-
-
-def tokens_with_an_all_reduce_once(strategy, micro_batches, flops, bandwidth):
-    return tokens_to_hide("zero1" if strategy == "ddp" else strategy, micro_batches, flops, bandwidth)
-
-
-def tokens_of_the_forward_pass(strategy, micro_batches, flops, bandwidth):
-    """In the backward pass two messages are beside one computation."""
-    return micro_batches * {"ddp": 2, "zero1": 1, "fsdp": 1}[strategy] * flops / bandwidth
-
-
-def tokens_in_float32(strategy, micro_batches, flops, bandwidth):
-    worst = {"ddp": 2, "zero1": 2, "fsdp": 2}[strategy]
-    return micro_batches * worst * flops / bandwidth
-
-
 # --- fit_on_four_cards ----------------------------------------------------------------------------------------
 
 
@@ -835,6 +740,46 @@ def offer_if_there_is_one(model, offers, sequence):
     return best[0], best[1]
 
 
+# --- repaired_decay -------------------------------------------------------------------------------------------
+
+
+def repaired_decay(parameters, gradients, decays, rate, decay, mask_of=lambda p, on: torch.full_like(p, on), mean=True):
+    rank, size = rank_and_size()
+    length, mask = sum(p.numel() for p in parameters), map(mask_of, parameters, map(float, decays))
+    vector, gradient, mask = (flattened(tensors) for tensors in (parameters, gradients, [*mask]))  # and padded
+    shard, on = vector.chunk(size)[rank].clone(), mask.chunk(size)[rank]
+    own = torch.empty_like(shard)
+    dist.reduce_scatter_single(own, gradient)
+    shard -= rate * (own / (size if mean else 1) + decay * on * shard)
+    dist.all_gather_single(vector, shard)
+    pieces = vector[:length].split([p.numel() for p in parameters])
+    return [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+
+
+def decay_as_it_was(*arguments):
+    return faulty_step(*arguments)
+
+
+def decay_of_everything(*arguments):
+    return repaired_decay(*arguments, mask_of=lambda p, on: torch.ones_like(p))
+
+
+def decay_of_nothing(*arguments):
+    return repaired_decay(*arguments, mask_of=lambda p, on: torch.zeros_like(p))
+
+
+def decay_of_summed_gradients(*arguments):
+    return repaired_decay(*arguments, mean=False)
+
+
+def decay_on_every_rank(parameters, gradients, decays, rate, decay):
+    """Right, and no longer sharded."""
+    average = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(average)
+    pieces = (average / dist.get_world_size()).split([p.numel() for p in parameters])
+    return [p - rate * (g.view_as(p) + decay * on * p) for p, g, on in zip(parameters, pieces, decays, strict=True)]
+
+
 # exercise -> other answers that are right, and must be accepted
 RIGHT = {
     "global_norm": [norm_in_float64],
@@ -844,23 +789,6 @@ RIGHT = {
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
 WRONG = {
-    "own_shard": [
-        (
-            shard_without_padding,
-            "world size 2, float32 tensors of ... rank 1: expected a tensor of ... got a tensor of shape (5,)",
-        ),
-        (shard_dealt_out_in_turns, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 3, 5, 7, 9, 11]"),
-        (shard_of_each_parameter, "rank 0: expected [1, 2, 3, 4, 5, 6], got [1, 2, 3, 7, 8, 9]"),
-        (
-            shard_padded_always,
-            "world size 2, float64 tensors of ... rank 0: expected a tensor of shape ... got a tensor of shape (5,)",
-        ),
-        (shard_padded_in_front, "rank 0: expected [1, 2, 3, 4, 5, 6], got [0, 1, 2, 3, 4, 5]"),
-        (
-            shard_as_float32,
-            "rank 0: expected a tensor of shape (4,) and type float64, got a tensor of shape (4,) and ty",
-        ),
-    ],
     "own_pieces": [
         (
             pieces_of_the_vector,
@@ -879,16 +807,6 @@ WRONG = {
             "own_pieces([3, 4, 1], 0, 2), rank 0: expected [[0, 0, 3], [1, 0, 1]], got [[0, 0",
         ),
         (pieces_rounded_down, "own_pieces([5, 4], 3, 4), rank 0: expected [], got [[1, 1, 3]]"),
-    ],
-    "sharded_gradient": [
-        (gradient_summed, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [11, 22, 33, 44, 55, 66]"),
-        (gradient_by_all_reduce, "expected reduce_scatter of 48 bytes, got all_reduce of 48 bytes"),
-        (gradient_of_this_rank, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [1, 2, 3, 4, 5, 6]"),
-        (gradient_one_by_one, "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [5.5, 11, 16.5, 38.5, 44, 49.5]"),
-        (
-            gradient_of_the_next_rank,
-            "rank 0: expected [5.5, 11, 16.5, 22, 27.5, 33], got [38.5, 44, 49.5, 55, 60.5, 0]",
-        ),
     ],
     "sharded_step": [
         (step_with_the_sum, "rank 0: expected [-0.10460285, -0.018566794] as item 1, got [-0.2092057"),
@@ -1059,16 +977,6 @@ WRONG = {
             "fewest_ranks('zero2', 7500000000, 50000000000, 80000000000), rank 0: expected 8, got 0",
         ),
     ],
-    "tokens_to_hide": [
-        (tokens_of_one_micro_batch, "rank 0: expected 64000, got 16000"),
-        (tokens_beside_the_whole_step, "rank 0: expected 16000, got 10666.667"),
-        (tokens_with_an_all_reduce_once, "rank 0: expected 16000, got 8000"),
-        (tokens_in_float32, "rank 0: expected 8000, got 16000"),
-        (
-            tokens_of_the_forward_pass,
-            "tokens_to_hide('fsdp', 1, 400000000000000.0, 50000000000.0), rank 0: expected 12000, got 8000",
-        ),
-    ],
     "fit_on_four_cards": [
         (cards_without_offload, "got fits: no ("),
         (cards_with_tensor_parallelism, "got fits: tight"),
@@ -1085,6 +993,16 @@ WRONG = {
         (
             offer_if_there_is_one,
             "expected a result on every rank, got TypeError",
+        ),
+    ],
+    "repaired_decay": [
+        (decay_as_it_was, "world size 2, 7 and 6 elements, ... cut at different places"),
+        (decay_of_everything, "nothing to pad, rank 0: expected ... as item 1, got"),
+        (decay_of_nothing, "nothing to pad, rank 0: expected ... as item 0, got"),
+        (decay_of_summed_gradients, "world size 2, nothing to pad, rank 0: expected"),
+        (
+            decay_on_every_rank,
+            "expected reduce_scatter of 48 bytes, all_gather of 48 bytes, got all_reduce of 48",
         ),
     ],
 }

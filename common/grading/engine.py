@@ -16,7 +16,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from operator import is_
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
+from common.grading.reasons import WRITTEN, of_a_deadlock, of_an_error, relation
 from common.grading.values import Printed, difference, inputs, plain
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger, LedgerEntry
@@ -45,11 +46,11 @@ class Drawing:
 
 class Wrong(Exception):
     """What a pattern or a judge raises: what was expected, what came, on which rank (None: on all together), and a
-    drawing of what came, if there is one."""
+    drawing of what came, if there is one; and why, where that is known."""
 
-    def __init__(self, expected: str, got: str, rank: int | None = None, drawing: Drawing | None = None):
+    def __init__(self, expected: str, got: str, rank: int | None = None, drawing: Drawing | None = None, why: str = ""):
         super().__init__(expected, got, rank)
-        self.expected, self.got, self.rank, self.drawing = expected, got, rank, drawing
+        self.expected, self.got, self.rank, self.drawing, self.why = expected, got, rank, drawing, why
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Exercise:
     check:      check(world size) gives the cases to try there: none where it has none
     draw:       for an exercise that calculates: draw(random) gives the arguments of a call that nobody has seen
     draw_cases: draw_cases(random, world size) gives whole cases that nobody has seen, where arguments do not say it
+    mistakes:   for mistakes that are known: words of the verdict (" ... " is for any words between) -> why
 
     An exercise with neither has tensors among its arguments, whose numbers can be others (common/grading/fresh.py).
     """
@@ -87,11 +89,16 @@ class Exercise:
     hint: str
     draw: Callable[[random.Random], tuple] | None = None
     draw_cases: Callable[[random.Random, int], Iterable[ExerciseCase]] | None = None
+    mistakes: Mapping[str, str] = field(default_factory=dict)
 
 
-def exercise(check: Callable, points: int, dots: int, hint: str, **drawn: Callable) -> Exercise:
+def exercise(
+    check: Callable, points: int, dots: int, hint: str, mistakes: Mapping[str, str] | None = None, **drawn: Callable
+) -> Exercise:
     """A row under its check's name, `dots` of five difficult; `drawn` is `draw` or `draw_cases` of the row."""
-    return Exercise(check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint, **drawn)
+    return Exercise(
+        check.__name__, points, "●" * dots + "○" * (5 - dots), check, hint, mistakes=mistakes or {}, **drawn
+    )
 
 
 @dataclass(frozen=True)
@@ -106,10 +113,26 @@ class Verdict:
     drawing: Drawing | None = None
     inputs: tuple[str, ...] = ()  # the call that went wrong, rank by rank
     printed: tuple[str, ...] = ()  # lines that it printed, headed by their rank
+    why: str = ""  # where the kind of mistake is known
 
     @property
     def points(self) -> int:
         return self.exercise.points if self.status == "right" else 0
+
+    @property
+    def text(self) -> str:
+        """What is wrong, in one line."""
+        return f"{self.where}: expected {self.expected}, got {self.got}"
+
+    def with_known_mistake(self) -> "Verdict":
+        """This verdict with the reason that the exercise's table of mistakes knows for its words, if it does."""
+        known = [why for words, why in self.exercise.mistakes.items() if says(words, self.text)]
+        return replace(self, why=known[0]) if known else self
+
+
+def says(words: str, text: str) -> bool:
+    """Whether a text contains these words, where " ... " stands for any words between."""
+    return bool(re.search(".*".join(map(re.escape, words.split(" ... "))), text))
 
 
 @dataclass
@@ -363,7 +386,8 @@ def _judge(
     exercise: Exercise, size: int, cases: list[ExerciseCase], ranks: list[list[CallOutcome]] | str, name: str
 ) -> Verdict:
     if isinstance(ranks, str):
-        return Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
+        verdict = Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
+        return verdict.with_known_mistake()
     printed: tuple[str, ...] = ()
     for number, case in enumerate(cases):  # after a failed case there are no more outcomes
         outcomes = [rank[number] for rank in ranks if number < len(rank)]
@@ -378,7 +402,8 @@ def _judge(
         except Wrong as wrong:
             where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
             called = tuple(inputs(case.arguments, name))
-            return Verdict(exercise, "wrong", where, wrong.expected, wrong.got, wrong.drawing, called, printed)
+            told = wrong.expected, wrong.got, wrong.drawing, called, printed, wrong.why
+            return Verdict(exercise, "wrong", where, *told).with_known_mistake()
     return Verdict(exercise, "right", printed=printed)
 
 
@@ -386,13 +411,14 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
     """Raise Wrong for the first thing that is not as it should be; causes come before their consequences."""
     for rank, outcome in enumerate(outcomes):
         if outcome.status in ("raised", "not attempted"):
-            raise Wrong("a result on every rank", outcome.text, rank)
+            raise Wrong("a result on every rank", outcome.text, rank, why=of_an_error(outcome.text))
     if any(outcome.status == "waited" for outcome in outcomes):
         stories: dict[str, list[str]] = {}
         for rank, outcome in enumerate(outcomes):
             stories.setdefault(outcome.text or "had returned", []).append(f"rank {rank}")
         ends = "; ".join(f"{' and '.join(who)} {story}" for story, who in stories.items())
-        raise Wrong("a result on every rank", f"a deadlock, no answer for {PATIENCE:g} s: {ends}")
+        waits = f"a deadlock, no answer for {PATIENCE:g} s: {ends}"
+        raise Wrong("a result on every rank", waits, why=of_a_deadlock(list(stories)))
     entries = [outcome.entries for outcome in outcomes]
     _every_message_received(entries)
     for rank, (expected, outcome) in enumerate(zip(case.expected, outcomes, strict=True)):
@@ -401,10 +427,11 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
             continue
         differs = difference(expected, outcome.value)
         if differs:
-            raise Wrong(*differs, rank)
+            ranks = len(outcomes) if any(entries) else 0  # where nothing is sent, their number says nothing
+            raise Wrong(*differs, rank, why=relation(expected, outcome.value, ranks))
     for rank, outcome in enumerate(outcomes):
         if outcome.changed_input:
-            raise Wrong("the arguments left as they were", "the function wrote into its arguments", rank)
+            raise Wrong("the arguments left as they were", "the function wrote into its arguments", rank, why=WRITTEN)
     case.pattern(entries)
 
 

@@ -1,6 +1,7 @@
 """What a learner reads: the table of verdicts, what is wrong with an answer, hints in stages."""
 
 import re
+import textwrap
 
 from common.grading.engine import Exercise, Verdict
 
@@ -41,6 +42,7 @@ def explained(result: Verdict, drawings: bool = True) -> list[str]:
     lines = [f"{result.exercise.name}: {result.where}"]
     lines += column_of("input", result.inputs)
     lines += [f"  expected  {result.expected}", f"  got       {result.got}"]
+    lines += column_of("why", tuple(textwrap.wrap(result.why, 100)))
     lines += column_of("printed", result.printed)
     lines.append(f"  hint      python -m common.check {result.exercise.name} --hint")
     if drawings and result.drawing:

@@ -17,7 +17,7 @@ from common.lab.ledger import Ledger
 from common.model import GPT
 from common.random_state import random_state
 from common.strategy import Setup
-from course.pipeline import by_hand, faulty, schedules, simulator, sleeping
+from course.pipeline import by_hand, schedules, simulator, sleeping
 from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
 from course.pipeline.executor import Executor, timeline, with_random_state
@@ -500,26 +500,3 @@ def test_a_parameter_that_is_used_twice_is_refused():
     x = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(UserError, match="used twice in one stage"):
         backward_for_input(x, layer(layer(x)), torch.ones(2, 4))
-
-
-# A pipeline that trains wrongly, for the exercise `repaired_step`
-
-
-def with_symptoms(microbatches):
-    """For this rank: are the gradients of weight and bias those of a process that has all layers?"""
-    torch.manual_seed(0)
-    rank, size, batch = dist.get_rank(), dist.get_world_size(), 2 * microbatches
-    layers = [[torch.randn(*shape).requires_grad_() for shape in ((3, 3), (3,))] for _ in range(size)]
-    inputs, targets = torch.randn(batch, 3), torch.randn(batch, 3)
-    x = inputs
-    for weight, bias in layers:
-        x = torch.tanh(x @ weight + bias)
-    expected = torch.autograd.grad((x - targets).square().mean(), layers[rank])
-    own = [None if rank else inputs, targets if rank == size - 1 else None]
-    found = faulty.faulty_step(*(p.detach() for p in layers[rank]), *own, batch, microbatches)
-    return [torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True)]
-
-
-def test_the_symptoms_that_are_told_of_the_faulty_program_are_those_that_it_has():
-    assert launch(with_symptoms, 3, (1,)) == [[True, True]] * 3
-    assert launch(with_symptoms, 3, (4,)) == [[True, True], [False, True], [False, True]]

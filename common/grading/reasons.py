@@ -1,0 +1,121 @@
+"""Why an answer is wrong, where that can be told from the answer alone, whatever the exercise.
+
+What is known of one exercise only stands in its row (`mistakes`, common/grading/engine.py), and comes before these.
+"""
+
+import math
+from numbers import Real
+
+import torch
+
+WRITTEN = (
+    "An operation in place has changed a tensor that belongs to the caller: a collective or recv into an argument, or "
+    "`+=`, or a view of it. Work on a clone."
+)
+
+
+def of_a_deadlock(ends: list[str]) -> str:
+    """Why ranks wait for each other, from how each of them ended ("waiting in send, ...", "had returned")."""
+    waits = [end for end in ends if end.startswith("waiting")]
+    if any(end == "had returned" for end in ends):
+        return (
+            "A rank has returned while another still waits for it: one of the two sends or receives once too often, or "
+            "names another partner. Write down both lists of messages, side by side."
+        )
+    if all(end.startswith("waiting in send") for end in waits):
+        return (
+            "dist.send waits until the other rank receives, and all of these are still sending. Start sends with "
+            "dist.isend and wait for them after the receives, or use dist.batch_isend_irecv."
+        )
+    if all(end.startswith(("waiting in recv", "waiting for a recv")) for end in waits):
+        return "All of these ranks wait for a message that nobody has sent yet: who sends first?"
+    if any("recv" in end or "send" in end or "message" in end for end in waits):
+        return (
+            "For each line above: which rank should answer, and is it waiting in the same message, the same direction? "
+            "A send needs a receive from exactly this rank."
+        )
+    return "Every rank of the group has to make the same collectives in the same order: one of them makes another."
+
+
+def of_an_error(text: str) -> str:
+    if "is not connected" in text:
+        return "Messages go to another rank, and one that exists: is the partner this rank itself? Print it."
+    if "not NoneType" in text or "'NoneType' object" in text:
+        return "One of the arguments is None on this rank: its docstring says on which ranks, and what they do instead."
+    if "must match the size" in text or "cannot be multiplied" in text:
+        return "Two tensors of different shapes meet in this line: print both. Is one whole, and the other a part?"
+    if "doesn't match" in text and "dimension" in text or "invalid for input of size" in text:
+        return "The shape is not what this line takes it for: print it. Lengths need not divide by the world size."
+    return ""
+
+
+def relation(expected, got, ranks: int) -> str:
+    """How what came is related to what was expected, in words; empty where nothing is known.
+
+    ranks: the world size, or 0 where all ranks calculate the same and their number says nothing
+    """
+    if isinstance(expected, list) and isinstance(got, list):
+        return of_lists(expected, got, ranks)
+    if isinstance(expected, bool) or isinstance(got, bool):
+        return ""
+    if isinstance(expected, Real) and isinstance(got, Real):
+        return of_a_factor(float(got) / float(expected), ranks) if ranks and expected and got else ""
+    if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor) and expected.numel():
+        return of_tensors(expected, got, ranks)
+    return ""
+
+
+def of_lists(expected: list, got: list, ranks: int) -> str:
+    if len(expected) != len(got):
+        return ""
+    wrong = [place for place, (a, b) in enumerate(zip(expected, got, strict=True)) if not same(a, b)]
+    if len(wrong) > 1 and all(any(same(expected[a], got[b]) for b in wrong) for a in wrong):
+        return f"These are the right results, but items {', '.join(map(str, wrong))} have changed places."
+    return relation(expected[wrong[0]], got[wrong[0]], ranks) if wrong else ""
+
+
+def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
+    if expected.dtype != got.dtype:
+        return ""
+    if expected.shape != got.shape:
+        if expected.dim() == 2 and same(expected.T, got):
+            return "This is the transpose of the right result."
+        if expected.numel() == got.numel() and same(expected.flatten(), got.flatten()):
+            return "These are the right numbers in another shape."
+        return ""
+    there, here = expected.double().flatten(), got.double().flatten()
+    if not here.any():
+        return "There are zeros only: was this read before it had arrived (wait), or never written?"
+    if there.any() and here.isfinite().all():
+        factor = float(here @ there / (there @ there))
+        if there.numel() > 1 and factor and torch.allclose(here, factor * there, rtol=1e-4, atol=0):
+            return of_a_factor(factor, ranks) or f"Each number is {factor:.4g} times what it should be."
+    if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
+        return "These are the right numbers in another order."
+    return ""
+
+
+def of_a_factor(factor: float, ranks: int) -> str:
+    if math.isclose(factor, -1, rel_tol=1e-4):
+        return "The sign is turned round."
+    if ranks and math.isclose(factor, ranks, rel_tol=1e-4):
+        return (
+            f"This is {ranks} times what it should be, and there are {ranks} ranks: a sum where the mean was asked "
+            "for, or something that every rank has already was summed over them."
+        )
+    if ranks and math.isclose(factor, 1 / ranks, rel_tol=1e-4):
+        return (
+            f"This is 1/{ranks} of what it should be, and there are {ranks} ranks: divided by their number once too "
+            "often, or by it at all where a sum was asked for."
+        )
+    return ""
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=0)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Real) and isinstance(b, Real):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return type(a) is type(b) and a == b

@@ -7,7 +7,8 @@
     python -m common.check --submission FILE           another file in place of exercises.py
     python -m common.check --submission FILE_OR_FOLDER --csv    grade a class: a row for each submission
 
-In a notebook: `check.notebook(CHAPTER)`, and `check.hint(EXERCISE)`. Exit code: 0 if all is right, 1 if not, 2 if the
+In a notebook: `check.notebook(CHAPTER)`, `check.hint(EXERCISE)`, and after the first of them `%exercise EXERCISE`, which
+brings a function of exercises.py into a cell. That cell, run, is written back and checked. Exit code: 0 if all is right, 1 if not, 2 if the
 command is wrong; with --csv 0 once every submission has its row.
 """
 
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 from common import ROOT
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
-from common.grading import classes, fresh
+from common.grading import cells, classes, fresh
 from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import bar, explained, stages, table
 
@@ -76,6 +77,10 @@ def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
     return chosen
 
 
+def exercises_file(chapter: str) -> Path:
+    return ROOT / chapter / "exercises.py"
+
+
 def minutes_of(chapter: str) -> dict[str, str]:
     """How many minutes each exercise allows, as the chapter's exercises.py says."""
     text = (ROOT / chapter / "exercises.py").read_text(errors="replace")
@@ -109,13 +114,51 @@ def hint(name: str, stage: int = 1, chapter: str | None = None) -> None:
 def notebook(chapter: str, *names: str) -> None:
     """Check the chapter's exercises.py as it is on disk now, print the table, and show what there is to see: of all
     exercises, or of those named."""
-    results = [result for result in verdicts(chapter) if not names or result.exercise.name in names]
+    show([result for result in verdicts(chapter) if not names or result.exercise.name in names], chapter)
+
+
+def show(results: list[Verdict], chapter: str) -> None:
+    """In a notebook: the table, how to go on in a cell, and what there is to see."""
     print(table(results, drawings=False, minutes=minutes_of(chapter)))
+    left = [result.exercise.name for result in results if result.status != "right"]
+    file = exercises_file(chapter)
+    left += [one.name for one in exercises_of(chapter) if cells.is_stub(file, one.name)]
+    if left and with_magic():
+        print(f"in a cell: %exercise {left[0]}")
     for result in results:
         if result.drawing:
-            from common.lab.plotting import show  # imports matplotlib, which a terminal can do without
+            from common.lab import plotting  # imports matplotlib, which a terminal can do without
 
-            show(result.drawing.figure(), result.drawing.alt)
+            plotting.show(result.drawing.figure(), result.drawing.alt)
+
+
+def with_magic() -> bool:
+    """In IPython, make `exercise` a magic there; whether this is IPython."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        shell.register_magic_function(exercise, "line_cell", "exercise")
+    return shell is not None
+
+
+def exercise(name: str, cell: str | None = None) -> None:
+    """`%exercise NAME`: the function as it is in exercises.py, in a new cell that begins with `%%exercise NAME`. Run, that
+    cell is written into exercises.py and checked."""
+    from IPython import get_ipython
+
+    try:
+        name = name.strip()
+        chapter = chapter_with(name)
+        file = exercises_file(chapter)
+        if cell is None:
+            get_ipython().set_next_input(f"%%exercise {name}\n{cells.function_in(file, name)}")
+            return
+        cells.put_into(file, name, cell)
+    except UserError as error:  # one line in a notebook, too
+        print(f"error: {error}")
+        return
+    show(verdicts(chapter, file, name), chapter)
 
 
 # --- watching -------------------------------------------------------------------------------------------------

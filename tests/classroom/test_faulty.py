@@ -37,7 +37,7 @@ def descent(weights, inputs, targets, rate, steps):
 
 
 def in_another_order(alike):
-    """(is the step right, is the sum of both changes, this rank's weights after it, loss after 40 steps, right loss)."""
+    """(is the step right, the sum of both changes, this rank's weights after it, its loss after 40, the right one)."""
     data = [normal(0 if alike else rank, 6, 3) * (0.9 if rank and not alike else 0.3) for rank in range(2)]
     targets = [x.sum(1) + x.square().sum(1) for x in data]
     weights = [torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]

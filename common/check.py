@@ -7,9 +7,9 @@
     python -m common.check --submission FILE           another file in place of exercises.py
     python -m common.check --submission FILE_OR_FOLDER --csv    grade a class: a row for each submission
 
-In a notebook: `check.notebook(CHAPTER)`, `check.hint(EXERCISE)`, and after the first of them `%exercise EXERCISE`, which
-brings a function of exercises.py into a cell. That cell, run, is written back and checked. Exit code: 0 if all is right, 1 if not, 2 if the
-command is wrong; with --csv 0 once every submission has its row.
+In a notebook: `check.notebook(CHAPTER)`, and `check.hint(EXERCISE)`. After the first of them, `%exercise EXERCISE`
+brings a function of exercises.py into a cell; run, that cell is written back and checked. Exit code: 0 if all is
+right, 1 if not, 2 if the command is wrong; with --csv 0 once every submission has its row.
 """
 
 import argparse
@@ -143,8 +143,8 @@ def with_magic() -> bool:
 
 
 def exercise(name: str, cell: str | None = None) -> None:
-    """`%exercise NAME`: the function as it is in exercises.py, in a new cell that begins with `%%exercise NAME`. Run, that
-    cell is written into exercises.py and checked."""
+    """`%exercise NAME`: the function as it is in exercises.py, in a new cell that begins with `%%exercise NAME`. That
+    cell, run, is written into exercises.py and checked."""
     from IPython import get_ipython
 
     try:
@@ -165,7 +165,8 @@ def exercise(name: str, cell: str | None = None) -> None:
 
 
 def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | None = None) -> None:
-    """Check one exercise after the other, and the one that is not right again whenever `file` is saved.
+    """Check one exercise after the other, and the one that is not right again whenever `file` is saved. Those that are
+    begun come first, in whatever order they were, so that none need be done before another.
 
     wait(file, before): returns when the file is no longer as it was at `before`, its time of change; raises
     KeyboardInterrupt to end
@@ -174,9 +175,11 @@ def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | No
     exercises, right = chosen_from(chapter, only), set()
     while True:
         before = file.stat().st_mtime_ns
-        for exercise in exercises:
-            if exercise.name in right:
-                continue
+        left = [exercise for exercise in exercises if exercise.name not in right]
+        for stub, exercise in sorted(((cells.is_stub(file, one.name), one) for one in left), key=lambda pair: pair[0]):
+            if stub:
+                result = Verdict(exercise, "not attempted")
+                break
             (result,) = verdicts(chapter, file, exercise.name, progress=show_progress)
             show_progress("")
             if result.status != "right":

@@ -257,6 +257,13 @@ EXERCISES = [
         check=global_mean,
         hint="A mean of means counts a rank with one value as much as a rank with a thousand. Sums can be added, and "
         "so can counts: put both into one tensor.",
+        mistakes={
+            "1, 3 values ... expected 15.25, got 10.5": "A mean of means: a rank with one value counts as much as "
+            "one with three.",
+            "1, 3 values ... expected 15.25, got 30.5": "The sum over all ranks is divided by this rank's own "
+            "number of values.",
+            "got all_reduce, all_reduce": "Put sum and number into one tensor: then one message carries both.",
+        },
     ),
     Exercise(
         name="repaired_training",
@@ -313,6 +320,35 @@ EXERCISES = [
         check=tree_broadcast,
         hint="Number the ranks from the root: place = (rank - root) % size. In the round with distance d = 1, 2, 4, "
         "... the places below d have the tensor, and place p sends to place p + d if there is one.",
+        mistakes={
+            "got 3 rounds: rank 0: 20 bytes to rank 1, 20 bytes to rank 2": (
+                "The root sends to everybody itself. Whoever has received the tensor can send as well, from the "
+                "next round on."
+            ),
+            "rank 1: 20 bytes to rank 2; rank 2": (
+                "Each rank sends to one other only. In every round all ranks that have the tensor should send it."
+            ),
+            "root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]": (
+                "The tree starts at rank 0, which isn't the root here. Number the ranks from the root: place = "
+                "(rank - root) % size."
+            ),
+            "root 1 ... not connected": (
+                "The place in the tree is taken for a rank. Place p belongs to rank (p + root) % size."
+            ),
+            "SIGABRT, after": (
+                "A message went to a place beyond the last rank, or one came that nobody expected: ask whether "
+                "place + distance is below the size, and turn a place into a rank by (place + root) % size."
+            ),
+            "size 3, root 0, 5 elements, rank 2: expected [1, 1, 1, 1, 1], got [100": (
+                "Nothing has come to the last rank: there has to be a round for each distance 1, 2, 4, ... below "
+                "the size."
+            ),
+            "root 0, 5 elements: ... a deadlock": (
+                "A rank sends in a round in which it has yet to receive. In the round with distance d only the "
+                "places below d have the tensor."
+            ),
+            "got a call of broadcast": ("The exercise is to build the broadcast out of dist.send and dist.recv."),
+        },
     ),
     Exercise(
         name="halving_doubling_all_reduce",

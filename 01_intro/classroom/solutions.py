@@ -412,6 +412,27 @@ def broadcast_in_pieces(tensor, root):
     return torch.cat([tree_broadcast(half, root) for half in tensor.tensor_split(2)])
 
 
+def broadcast_to_places(tensor, root, rounds=lambda distance, size: distance < size, ready=1, turn=0, check=True):
+    """With `turn` the root, places are ranks again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place, result, distance = (rank - root) % size, tensor.clone(), 1
+    while rounds(distance, size):
+        if place < ready * distance and (place + distance < size or not check):
+            dist.send(result, (place + distance + turn) % size if check else place + distance)
+        if distance <= place < 2 * distance:
+            dist.recv(result, (place - distance + turn) % size)
+        distance *= 2
+    return result
+
+
+def broadcast_a_round_short(tensor, root):
+    return broadcast_to_places(tensor, root, lambda distance, size: 2 * distance <= size, turn=root)
+
+
+def broadcast_before_it_is_there(tensor, root):
+    return broadcast_to_places(tensor, root, ready=2, turn=root)
+
+
 def broadcast_without_a_way_round(tensor, root):
     """Ranks before the root are not reached."""
     rank, size, result = dist.get_rank(), dist.get_world_size(), tensor.clone()
@@ -707,6 +728,9 @@ WRONG = {
         (broadcast_of_torch, "expected only sends and receives, got a call of broadcast"),
         (broadcast_in_pieces, "root 0, 5 elements, rank 0: expected messages of 20 bytes, got 12 bytes to rank 1, 8"),
         (broadcast_without_a_way_round, "size 2, root 1, 3 elements, rank 0: expected [10, 10, 10], got [1, 1, 1]"),
+        (broadcast_to_places, "world size 2, root 1, 3 elements, ... is taken for a rank"),
+        (broadcast_a_round_short, "size 3, root 0, 5 elements, rank 2: ... Nothing has come to the last rank"),
+        (broadcast_before_it_is_there, "size 3, root 0, 5 elements: ... has yet to receive"),
     ],
     "halving_doubling_all_reduce": [
         (doubling_of_whole_tensors, "expected messages to ranks [1, 1], got to ranks [1]"),

@@ -361,6 +361,40 @@ EXERCISES = [
         hint="Place k of rank r is place k * world + r of the list that was dealt out. Which places are repetitions? "
         "Accuracies of ranks are not to be averaged; numbers of right answers can be added.",
         draw_cases=draw_exact_accuracy,
+        mistakes={
+            "expected 0.33333333, got 0.44444444": (
+                "Repeated examples that were recognised are counted, and the share is taken of fewer. Leave the "
+                "repetitions out on the ranks that have them."
+            ),
+            "expected 0.33333333, got 0.4": (
+                "The mean is over ten answers for nine examples: one is a repetition. Rank r has the examples r, "
+                "r + world size, ...: which of these are below `size`?"
+            ),
+            "expected 0.33333333, got 0.325": (
+                "A mean of accuracies counts each rank the same, but one has five examples and the other four. "
+                "Add up numbers of right answers."
+            ),
+            "1 example, rank 0: expected 1, got 0": (
+                "What doesn't divide is dropped: here rank 0 has an example that counts. How many examples rank r"
+                " has depends on r."
+            ),
+            "expected 0.375, got 0.5": (
+                "This is rank 0's share of its own examples: nothing has been added up over the ranks."
+            ),
+            "8 examples, rank 0: expected 0.375, got 0": (
+                "Three of eight, as a whole number: `//` and integer tensors drop the rest. Divide by `/`."
+            ),
+            "10 examples, rank 0: expected 0.4, got 0.5": (
+                "The repetitions are not where they are looked for: examples were dealt out in turns, so with 10 "
+                "on 3 ranks the last place of rank 1 and of rank 2 is a repetition."
+            ),
+            "got all_reduce of 8 bytes, all_reduce of 8 bytes": (
+                "Put both numbers into one tensor; or send one only, since every rank knows `size`."
+            ),
+            "expected float 0.375, got a tensor": (
+                "A Python float is asked for: .item() makes one of a tensor without dimensions."
+            ),
+        },
     ),
     exercise(
         examples_of_step,

@@ -437,6 +437,24 @@ def accuracy_as_a_tensor(correct, size):
     return torch.tensor(exact_accuracy(correct, size))
 
 
+def accuracy_without_the_remainder(correct, size):
+    right = correct[: size // dist.get_world_size()].sum()
+    dist.all_reduce(right)
+    return right.item() / size
+
+
+def accuracy_as_a_whole_number(correct, size):
+    return int(exact_accuracy(correct, size))
+
+
+def accuracy_of_two_all_reduces(correct, size):
+    own = correct[: len(range(dist.get_rank(), size, dist.get_world_size()))]
+    right, count = own.sum(), torch.tensor(len(own))
+    dist.all_reduce(right)
+    dist.all_reduce(count)
+    return right.item() / count.item()
+
+
 def accuracy_by_two_sums(correct, size):
     """Right: two numbers of 8 bytes travel."""
     own = correct[: len(range(dist.get_rank(), size, dist.get_world_size()))]
@@ -792,6 +810,9 @@ WRONG = {
         (accuracy_as_a_tensor, "expected float 0.375, got a tensor of shape () and type float32"),
         (accuracy_with_padding_on_the_last_rank, "world size 3, 10 examples, rank 0: expected 0.4, got 0.5"),
         (accuracy_of_means_with_weights, "world size 2, 1 example, rank 0: expected 1, got nan"),
+        (accuracy_without_the_remainder, "1 example, rank 0: expected 1, got 0. ... depends on r"),
+        (accuracy_as_a_whole_number, "8 examples, rank 0: expected 0.375, got 0. Three of eight"),
+        (accuracy_of_two_all_reduces, "expected all_reduce of at most 16 bytes, ... one only"),
     ],
     "examples_of_step": [
         (examples_of_whole_batches, "examples_of_step(2, 4, 10, 0, 1, 2), rank 0: expected [ ... got [1, 2]"),

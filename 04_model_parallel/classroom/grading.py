@@ -366,6 +366,35 @@ EXERCISES = [
         dots=3,
         hint="Forward: x is copied to all ranks, and the outputs are summed. Backward, a sum copies the gradient to "
         "its summands, and a copy sums the gradients of its copies.",
+        mistakes={
+            "as item 0, got [[25, -15, -25], [15, -9, -15]": (
+                "This is rank 0's summand. `x` went to all ranks, so its gradient is the sum of what comes back "
+                "through each rank's hidden features."
+            ),
+            "as item 0, got [[50, -30, -50], [30, -18, -30]": (
+                "`grad_output` was summed, which every rank has whole already; the gradient of `x`, which each "
+                "rank has a part of, was not."
+            ),
+            "as item 0, got [[50, -30, -50], [118": (
+                "Both were summed. Every rank has the whole `grad_output` already: only the gradient of `x` is a "
+                "sum over the ranks."
+            ),
+            "as item 0, got [[-4, -88, 20]": (
+                "The relu is missing: it lets a gradient through where its input was positive, and nowhere else."
+            ),
+            "as item 0, got [[-13, -43, 29]": (
+                "The relu was applied to the gradient. Its derivative is 1 where x @ up was positive and 0 "
+                "elsewhere: a mask."
+            ),
+            "as item 1, got [[-24, -43]": (
+                "The gradient of `up` was summed over the ranks, as in data parallelism. But each rank has other "
+                "columns: their gradients stay apart."
+            ),
+            "expected all_reduce of 48 bytes, got all_reduce of 48 bytes, all_reduce": (
+                "One of these all-reduces is too many: the outputs of the forward pass are not needed, only where"
+                " x @ up is positive."
+            ),
+        },
     ),
     exercise(
         parallel_embedding,

@@ -306,6 +306,16 @@ def backward_without_relu(x, up, down, grad_output):
     return summed(grad_hidden @ up.T), x.T @ grad_hidden, torch.relu(x @ up).T @ grad_output
 
 
+def backward_with_relu_of_the_gradient(x, up, down, grad_output):
+    grad_hidden = torch.relu(grad_output @ down.T)
+    return summed(grad_hidden @ up.T), x.T @ grad_hidden, torch.relu(x @ up).T @ grad_output
+
+
+def backward_with_the_forward_pass(x, up, down, grad_output):
+    summed(torch.relu(x @ up) @ down)
+    return parallel_mlp_backward(x, up, down, grad_output)
+
+
 # --- parallel_embedding ---------------------------------------------------------------------------------------
 
 
@@ -876,6 +886,8 @@ WRONG = {
         (backward_with_an_average, " [44, 40, 34], [-89, -85, 41]] as item 0, got [[12.5, -7.5, -12.5], [29.5, -64.5,"),
         (backward_that_sums_the_weights_too, "expected [[-45, 18], [45, 4], [15, -30]] as item 1, got [[-24, -43], [4"),
         (backward_without_relu, "], [44, 40, 34], [-89, -85, 41]] as item 0, got [[-4, -88, 20], [20, -168, 36], [4,"),
+        (backward_with_relu_of_the_gradient, "as item 0, got [[-13, -43, 29], ... a mask"),
+        (backward_with_the_forward_pass, "expected all_reduce of 48 bytes, got all_reduce of 48 ... too many"),
     ],
     "parallel_embedding": [
         (embedding_without_a_mask, "rank 0: expected 11 at element [0, 0, 0], got 16 (20 of 20 elements differ)"),

@@ -441,6 +441,16 @@ EXERCISES = [
         dots=2,
         hint="A blocking send of a large message returns only when it is received. dist.isend returns at once: start "
         "the sends, receive, then wait; or hand all to dist.batch_isend_irecv.",
+        mistakes={
+            "rank 0: expected None as item 0, got a tensor": (
+                "Nobody is before rank 0 and nobody is after the last rank: there the result is None, not an "
+                "empty buffer. (Or the two results have changed places.)"
+            ),
+            "rank 0 waiting for a message ... rank 1 waiting for a recv": (
+                "Both ranks wait to receive, and neither has sent what it has: activations go to rank + 1, "
+                "gradients to rank - 1."
+            ),
+        },
     ),
     exercise(
         repaired_step,

@@ -235,6 +235,25 @@ def neighbours_swapped(activations, gradient):
     return tuple(reversed(neighbours(activations, gradient)))
 
 
+def neighbours_the_wrong_way(activations, gradient):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    like = gradient if activations is None else activations
+    before, after, operations = None, None, []
+    if rank > 0:
+        before = torch.empty_like(like)
+        if activations is not None:
+            operations.append(dist.P2POp(dist.isend, activations, rank - 1))
+        operations.append(dist.P2POp(dist.irecv, before, rank - 1))
+    if rank < last:
+        after = torch.empty_like(like)
+        if gradient is not None:
+            operations.append(dist.P2POp(dist.isend, gradient, rank + 1))
+        operations.append(dist.P2POp(dist.irecv, after, rank + 1))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return before, after
+
+
 def neighbours_in_one_message(activations, gradient):
     """Both tensors to both sides: twice the bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -764,6 +783,7 @@ WRONG = {
         (neighbours_swapped, "expected None as item 0, got a tensor of shape (400, 1000) and type float32"),
         (neighbours_in_one_message, "expected 1600000 bytes to rank 1, got 3200000 bytes to rank 1"),
         (neighbours_without_gradients, "got 0 (400000 of 400000 elements differ)"),
+        (neighbours_the_wrong_way, "a deadlock, no answer for 5 s: ... activations go to rank + 1"),
     ],
     "repaired_step": [
         (repaired_nothing, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),

@@ -353,6 +353,30 @@ EXERCISES = [
         dots=3,
         hint="Reduce-scatter gives the shard of the gradient, chunk(N)[rank] that of the vector. The rest is AdamW on "
         "short vectors, and then everybody needs everybody's result.",
+        mistakes={
+            "0.52069601] as item 0, got [0.7613": (
+                "The parameters don't decay. AdamW's decay, 0.1 * 0.01 * vector, is subtracted by itself: added "
+                "to the gradient instead, it is divided away again by sqrt(s)."
+            ),
+            "0.52069601] as item 0, got [0.7351": (
+                "`step` counts from 1 here: 1 - 0.9**step is 0.1 in the first step."
+            ),
+            "0.52069601] as item 0, got [0.76059082": ("What decays is the vector as it was before the step."),
+            "step 10, rank 0: ... as item 0, got [0.66341787": (
+                "The corrections are those of the first step in every step: they depend on `step`."
+            ),
+            "got all_reduce of 32 bytes": (
+                "An all-reduce gives all of the average to all ranks, but each needs its shard only: "
+                "reduce_scatter_single(shard, vector) sends half as much."
+            ),
+            "as item 0, got a tensor of shape (2,)": (
+                "Every rank has stepped its own shard. An all-gather of the shards makes the whole vector again."
+            ),
+            "got [0.76069082, 0.36665717, 0.0616": (
+                "The other ranks have stepped their shards, and here they are the old ones: all-gather what each "
+                "of them has stepped."
+            ),
+        },
     ),
     exercise(
         repaired_decay,

@@ -128,6 +128,16 @@ def step_after_an_all_reduce(vector, gradient, moment, square, step):
     return whole, moment, square
 
 
+def step_that_decays_afterwards(vector, gradient, moment, square, step):
+    whole, moment, square = sharded_step(vector, gradient, moment, square, step, decay=0)
+    return whole * (1 - 0.1 * 0.01), moment, square
+
+
+def step_of_the_shard_alone(vector, gradient, moment, square, step):
+    whole, moment, square = sharded_step(vector, gradient, moment, square, step)
+    return own(whole), moment, square
+
+
 # --- global_norm ----------------------------------------------------------------------------------------------
 
 
@@ -818,6 +828,8 @@ WRONG = {
             "expected reduce_scatter of 32 bytes, all_gather of 32 bytes, got all_reduce of 32 b",
         ),
         (step_always_the_first, "3 elements for each rank, step 10, rank 0: expected [0.6620118 ... got [0.6634"),
+        (step_that_decays_afterwards, "0.52069601] as item 0, got [0.76059 ... before the step"),
+        (step_of_the_shard_alone, "as item 0, got a tensor of shape (2,) ... makes the whole vector again"),
     ],
     "global_norm": [
         (norm_of_this_rank, "two units that need no padding, rank 0: expected 6.6332496, got 4.69041"),

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
-from common.grading.reasons import WRITTEN, of_a_deadlock, of_an_error, relation
+from common.grading.reasons import WRITTEN, given, of_a_deadlock, of_an_error, relation
 from common.grading.values import Printed, difference, inputs, plain
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger, LedgerEntry
@@ -428,7 +428,8 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
         differs = difference(expected, outcome.value)
         if differs:
             ranks = len(outcomes) if any(entries) else 0  # where nothing is sent, their number says nothing
-            raise Wrong(*differs, rank, why=relation(expected, outcome.value, ranks))
+            why = given(outcome.value, case.arguments, rank) or relation(expected, outcome.value, ranks)
+            raise Wrong(*differs, rank, why=why)
     for rank, outcome in enumerate(outcomes):
         if outcome.changed_input:
             raise Wrong("the arguments left as they were", "the function wrote into its arguments", rank, why=WRITTEN)

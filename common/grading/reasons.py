@@ -28,7 +28,9 @@ def of_a_deadlock(ends: list[str]) -> str:
             "dist.isend and wait for them after the receives, or use dist.batch_isend_irecv."
         )
     if all(end.startswith(("waiting in recv", "waiting for a recv")) for end in waits):
-        return "All of these ranks wait for a message that nobody has sent yet: who sends first?"
+        return (
+            "These ranks wait for messages that nobody has sent: does anybody send to them, and before it waits itself?"
+        )
     if any("recv" in end or "send" in end or "message" in end for end in waits):
         return (
             "For each line above: which rank should answer, and is it waiting in the same message, the same direction? "
@@ -40,12 +42,23 @@ def of_a_deadlock(ends: list[str]) -> str:
 def of_an_error(text: str) -> str:
     if "is not connected" in text:
         return "Messages go to another rank, and one that exists: is the partner this rank itself? Print it."
-    if "not NoneType" in text or "'NoneType' object" in text:
+    if "not NoneType" in text or "of type torch.Tensor" in text or "'NoneType' object" in text:
         return "One of the arguments is None on this rank: its docstring says on which ranks, and what they do instead."
     if "must match the size" in text or "cannot be multiplied" in text:
         return "Two tensors of different shapes meet in this line: print both. Is one whole, and the other a part?"
     if "doesn't match" in text and "dimension" in text or "invalid for input of size" in text:
         return "The shape is not what this line takes it for: print it. Lengths need not divide by the world size."
+    return ""
+
+
+def given(got, arguments: list[tuple], rank: int) -> str:
+    """Whether what came on a rank is what some rank was given."""
+    if not isinstance(got, torch.Tensor) or not got.numel():
+        return ""
+    for other in [rank, *range(len(arguments))]:
+        if any(same(got, argument) for argument in arguments[other]):
+            who = "this rank itself" if other == rank else f"rank {other}"
+            return f"This is what {who} was given, unchanged."
     return ""
 
 

@@ -1,6 +1,11 @@
 """What learners and teachers read of verdicts: the table, hints, a class's rows and pages."""
 
-from common.grading import engine
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.grading import engine, reasons
 from common.grading.engine import Exercise, Verdict
 from common.grading.feedback import bar, stages, table
 
@@ -44,6 +49,63 @@ def test_what_one_exercise_printed_is_shown_and_why_a_file_cannot_be_used():
     assert "rank 0: 6" in alone and "rank 1: 6" in alone and "1 of 1" in alone
     unused = table([Verdict(exercise, "not graded", got="SyntaxError: invalid syntax")])
     assert unused.splitlines()[-1].endswith("SyntaxError: invalid syntax") and "0 of 1" in unused
+
+
+def test_why_is_that_of_the_exercise_where_it_knows_the_mistake():
+    known = replace(some_verdicts()[1].exercise, mistakes={"rank 1: ... got 6": "Twice.", "got 60": "No."})
+    wrong = Verdict(known, "wrong", "world size 2, rank 1", "5", "6", why="in general")
+    assert wrong.with_known_mistake().why == "Twice." and "Twice." in table([wrong.with_known_mistake()])
+    assert replace(wrong, got="7").with_known_mistake().why == "in general"
+
+
+@pytest.mark.parametrize(
+    "expected, got, says",
+    [
+        ([1.0, 2.0], [3.0, 6.0], "3 ranks"),
+        ([3.0, 6.0], [1.0, 2.0], "1/3"),
+        ([1.0, 2.0], [-1.0, -2.0], "sign"),
+        ([1.0, 2.0], [5.0, 10.0], "5 times"),
+        ([1.0, 2.0], [0.0, 0.0], "zeros"),
+        ([1.0, 2.0, 4.0], [2.0, 1.0, 4.0], "another order"),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 3.0], [2.0, 4.0]], ""),
+        ([[1.0, 2.0, 3.0]], [[1.0], [2.0], [3.0]], "transpose"),
+        ([1.0, 2.0], [[1.0], [2.0]], "another shape"),
+        ([1.0, 2.0], [1.0, 3.0], ""),
+        ([0.0, 0.0], [1.0, 3.0], ""),
+        ([1.0], [float("nan")], ""),
+        ([], [1.0], ""),
+    ],
+)
+def test_how_a_wrong_tensor_is_related_to_the_right_one(expected, got, says):
+    found = reasons.relation(torch.tensor(expected), torch.tensor(got), ranks=3)
+    assert says in found and bool(says) == bool(found)
+
+
+def test_how_other_wrong_results_are_related_to_right_ones():
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    assert "0, 1" in reasons.relation([one, two, one], [two, one, one], 3), "which have changed places"
+    assert "2 ranks" in reasons.relation([one, two], [one, 2 * two], 2)
+    assert "2 ranks" in reasons.relation(3.0, 6.0, 2) and not reasons.relation(3.0, 6.0, 0), "calculated alike"
+    for expected, got in ((0.0, 1.0), (True, 2), ("a", "b"), (one, None), ([one], [one, two]), (1.0, None)):
+        assert reasons.relation(expected, got, 2) == ""
+    mine, yours = (one, 3), (two, [one])
+    assert "this rank itself" in reasons.given(one.clone(), [mine, yours], 0)
+    assert "rank 1" in reasons.given(two.clone(), [mine, yours], 0)
+    assert not reasons.given(one + two, [mine, yours], 0) and not reasons.given(3, [mine, yours], 0)
+
+
+@pytest.mark.parametrize(
+    "ends, says",
+    [
+        (["waiting in send, line 3 of f"], "isend"),
+        (["waiting in recv, line 3 of f", "waiting for a recv, line 4 of f"], "nobody has sent"),
+        (["waiting in recv, line 3 of f", "had returned"], "returned"),
+        (["waiting in recv, line 3 of f", "waiting in send, line 3 of f"], "exactly this rank"),
+        (["waiting in all_reduce, line 3 of f", "waiting in broadcast, line 4 of f"], "same order"),
+    ],
+)
+def test_why_ranks_wait_for_each_other(ends, says):
+    assert says in reasons.of_a_deadlock(ends)
 
 
 def test_hints_come_sentence_by_sentence():

@@ -92,6 +92,29 @@ def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypa
     ], "what is right is checked again in the end"  # fmt: skip
 
 
+def test_watch_begins_with_what_is_begun(tmp_path, monkeypatch, capfd):
+    """An exercise that is still as it was handed out stops nobody, and takes no launch."""
+    file, checked = tmp_path / "exercises.py", []
+    shipped = (check.ROOT / "01_intro" / "exercises.py").read_text()
+    file.write_text(shipped + "\n\ndef all_to_all(parts, lengths):\n    return []\n")
+
+    def verdicts(chapter, path, only, progress=None):
+        checked.append(only)
+        return [engine.Verdict(named(only), "right" if len(checked) > 1 else "wrong", "here", "1", "2")]
+
+    def wait(path, before):
+        said = capfd.readouterr().out
+        assert ("all_to_all: here" in said) == (len(checked) == 1)
+        if len(checked) == 2:
+            assert "1 of 9" in said and "now ring_shift" in said, "by itself"
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "verdicts", verdicts)
+    with contextlib.suppress(KeyboardInterrupt):
+        check.watch("01_intro", file, wait=wait)
+    assert checked == ["all_to_all", "all_to_all"]
+
+
 def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, capfd):
     """Not attempted, or a file that cannot be used."""
     (tmp_path / "exercises.py").touch()

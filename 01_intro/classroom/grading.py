@@ -335,10 +335,6 @@ EXERCISES = [
             "root 1 ... not connected": (
                 "The place in the tree is taken for a rank. Place p belongs to rank (p + root) % size."
             ),
-            "SIGABRT, after": (
-                "A message went to a place beyond the last rank, or one came that nobody expected: ask whether "
-                "place + distance is below the size, and turn a place into a rank by (place + root) % size."
-            ),
             "size 3, root 0, 5 elements, rank 2: expected [1, 1, 1, 1, 1], got [100": (
                 "Nothing has come to the last rank: there has to be a round for each distance 1, 2, 4, ... below "
                 "the size."

@@ -412,13 +412,13 @@ def broadcast_in_pieces(tensor, root):
     return torch.cat([tree_broadcast(half, root) for half in tensor.tensor_split(2)])
 
 
-def broadcast_to_places(tensor, root, rounds=lambda distance, size: distance < size, ready=1, turn=0, check=True):
+def broadcast_to_places(tensor, root, rounds=lambda distance, size: distance < size, ready=1, turn=0):
     """With `turn` the root, places are ranks again."""
     rank, size = dist.get_rank(), dist.get_world_size()
     place, result, distance = (rank - root) % size, tensor.clone(), 1
     while rounds(distance, size):
-        if place < ready * distance and (place + distance < size or not check):
-            dist.send(result, (place + distance + turn) % size if check else place + distance)
+        if place < ready * distance and place + distance < size:
+            dist.send(result, (place + distance + turn) % size)
         if distance <= place < 2 * distance:
             dist.recv(result, (place - distance + turn) % size)
         distance *= 2

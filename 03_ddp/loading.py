@@ -28,8 +28,8 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
-    """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step. The slices are on
-    the CPU, so on GPUs the group has gloo beside NCCL, as that of common/ranks.py has."""
+    """Rank 0 loads whole global batches and sends every rank its slice; all take part in each step. On GPUs the slices
+    travel from rank 0's GPU to the others', by NCCL."""
     described, group = None, dist.group.WORLD  # data parallelism alone: all ranks read slices of each batch
     for step in range(start, plan.steps):
         batch = []
@@ -38,9 +38,10 @@ def dispatch(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
         if described is None:  # once: what the tensors are that the others shall receive
             described = [[(tensor.shape[1:], tensor.dtype) for tensor in batch]]
             dist.broadcast_object_list(described, group=group, group_src=0)
-        mine = [torch.empty(plan.slice_size, *shape, dtype=dtype) for shape, dtype in described[0]]
+        mine = [torch.empty(plan.slice_size, *shape, dtype=dtype, device=plan.device) for shape, dtype in described[0]]
         for number, part in enumerate(mine):
-            slices = [piece.contiguous() for piece in batch[number].chunk(plan.data_size)] if batch else None
+            whole = batch[number].to(plan.device).chunk(plan.data_size) if batch else None
+            slices = [piece.contiguous() for piece in whole] if whole else None
             dist.scatter(part, slices, group=group, group_src=0)
         yield plan.cut(*mine)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from forks import ranks_of, start, torchrun, wait_for_step
 from helpers import TEXT, configure, metrics, numbers, saved, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import ROOT, manifest
 from common.data import Plan, Text, epoch_order
@@ -23,6 +24,7 @@ from common.run_dir import RunDirectory
 from common.task import check_batch
 from course.ddp import loading
 from course.ddp.classroom import check_loading as proof
+from course.fsdp.compare import pretend
 
 LOADING = loading.LOADING
 
@@ -30,6 +32,28 @@ LOADING = loading.LOADING
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_every_way_gives_the_same_micro_batches(nproc):
     proof.check_loading(list(LOADING.values()), nproc)
+
+
+class Scattered(TorchDispatchMode):
+    """Notes the devices of what is scattered."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "scatter_":
+            self.devices += [tensor.device.type for tensor in (*args[0], *sum(args[1], []))]
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatched_slices_go_from_device_to_device():
+    """A group of NCCL alone, as the programs to copy make it, has no way for tensors on the CPU."""
+    plan = Plan(seed=0, batch_size=8, examples=8, data_size=2, accumulate=2, device="meta")
+    with pretend(2), Scattered() as scattered:
+        (parts,) = loading.dispatch(proof.Numbered(), plan)
+    assert set(scattered.devices) == {"meta"} and len(scattered.devices) >= 6, "both slices and where one arrives"
+    assert {part.device.type for pair in parts for part in pair} == {"meta"}
 
 
 # name -> what is broken, right, wrong, refused by
@@ -61,7 +85,7 @@ MISTAKES = {
     ),
     "one buffer for all steps": (
         "dispatch",
-        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype) for shape, dtype in described[0]]",
+        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype, device=plan.device) for shape, dtype in described[0]]",
         "mine = mine if step > start else [torch.empty(plan.slice_size, *s, dtype=d) for s, d in described[0]]",
         "order",
     ),

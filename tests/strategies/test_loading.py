@@ -85,7 +85,8 @@ MISTAKES = {
     ),
     "one buffer for all steps": (
         "dispatch",
-        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype, device=plan.device) for shape, dtype in described[0]]",
+        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype, device=plan.device) for shape, dtype in "
+        "described[0]]",
         "mine = mine if step > start else [torch.empty(plan.slice_size, *s, dtype=d) for s, d in described[0]]",
         "order",
     ),

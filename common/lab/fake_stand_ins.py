@@ -23,7 +23,7 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(ROOT) and f"{os.sep}.venv{os.sep}" not in file and f"{os.sep}fake_" not in file
+        ours = file.startswith(ROOT) and f"{os.sep}site-packages{os.sep}" not in file and f"{os.sep}fake_" not in file
         if ours or file == f"<{frame.f_globals.get('__name__')}>" and file in linecache.cache:  # common/lab/bugs.py
             return f"{os.path.basename(file)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

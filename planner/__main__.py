@@ -65,7 +65,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
                      "expert-width", "shared-experts", "head-width"):  # fmt: skip
             add(f"--{what}", type=int)
         add("--mlp", help="gelu (two matrices; biases, learned positions and a tied head, as GPT-2) or swiglu (three)")
-        add("--gpu", required=True, help="python -m planner hardware lists them")
+        more = "; without it, all are compared" if name == "plan" else ""
+        add("--gpu", required=name != "plan", help=f"python -m planner hardware lists them{more}")
         add("--gpus", type=int, required=True)
         add("--gpus-per-node", type=int, help="in one NVLink domain; by default as usual with this GPU")
         add("--network", help="between nodes; by default as usual with this GPU")
@@ -87,6 +88,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--out", metavar="FOLDER", help="write the files there, in place of printing them")
     add = subs["plan"].add_argument
     add("--count", type=int, default=5, help="layouts to print")
+    add("--price", metavar="GPU=DOLLARS", nargs="*", default=[], help="per GPU and hour, for a comparison of GPUs")
+    add("--by", choices=["time", "money", "energy"], default="time", help="the order of GPUs that are compared")
     add("--plot", metavar="FILE.png", help="a picture of the best layouts: memory and time by parts")
     for name in ("estimate", "emit"):
         add_layout(subs[name].add_argument)
@@ -105,6 +108,37 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--steps", type=int, default=10, help="that are timed")
     add("--constants", help="a file that calibrate wrote")
     add("--run", action="store_true", help="train each, and compare; without this the grid is printed")
+    add("--json", action="store_true")
+    add = subs["explain"].add_argument
+    add("file", metavar="FILE", help="config.json, torchtitan's TOML, Megatron-LM's arguments, nanotron's YAML, "
+        "DeepSpeed's JSON, Accelerate's YAML, TrainingArguments as JSON, or this course's YAML")  # fmt: skip
+    add("--model", help="where the file has none (python -m planner models), or in its place")
+    add("--gpu", required=True, help="python -m planner hardware lists them")
+    add("--gpus", type=int, help="where the file does not say")
+    add("--gpus-per-node", type=int)
+    add("--network")
+    add("--adapters", type=int)
+    add("--batch-size", type=int, help="sequences of a step; what is said here wins over the file")
+    add("--micro-batch", type=int)
+    add("--sequence", type=int)
+    add("--precision", help=", ".join(PRECISIONS))
+    add("--recompute", help=", ".join(RECOMPUTE))
+    add("--zero-stage", type=int)
+    add("--framework", help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
+    add("--constants", help="a file that calibrate wrote")
+    add("--format", help=f"write it for another tool: {', '.join(FORMATS)}")
+    add("--json", action="store_true")
+    add = subs["goodput"].add_argument
+    add("--gpus", type=int, required=True)
+    add("--failures", type=float, required=True, help="of a GPU per hour, with its share of the node, as 1.5e-5")
+    add("--checkpoint-seconds", type=float, required=True, help="that training stands still for a checkpoint")
+    add("--restart-minutes", type=float, default=10, help="from a failure to the next step")
+    add("--interval-minutes", type=float, help="between checkpoints; by default the best, by Daly")
+    add("--gpus-per-node", type=int, default=8)
+    add("--repair-hours", type=float, default=24, help="that a failed node is away")
+    add("--spares", type=int, help="nodes; by default as many as are needed")
+    add("--tokens", type=float, help="to train on, as 1e12; with --tokens-per-second of all GPUs, as `plan` says")
+    add("--tokens-per-second", type=float)
     add("--json", action="store_true")
     add = subs["measure"].add_argument
     add("what", metavar="FILE.py:FUNCTION", help="the function returns (module, inputs of one GPU's micro-batch)")
@@ -143,6 +177,8 @@ COMMANDS = {
     "scoreboard": "how good the planner is: published runs, each predicted without its own source",
     "calibrate": "measure this machine, and write constants for it",
     "benchmark": "a grid of small trainings; with --run each is trained here and compared with what was predicted",
+    "explain": "a configuration of another tool: what it means, its memory and time, and what is risky",
+    "goodput": "the time until so many tokens are trained on machines that fail, and how often to checkpoint",
     "measure": "any torch.nn.Module of yours: what it keeps and computes, and which stage of ZeRO it fits under",
     "models": "shapes that have a name",
     "hardware": "GPUs and networks that have a name",
@@ -248,6 +284,9 @@ def recommended(args: argparse.Namespace) -> tuple[Estimate, list[str]]:
 def run_plan(args: argparse.Namespace) -> None:
     if args.count < 1:
         raise UserError(f"--count must be at least 1, not {args.count}")
+    if args.gpu is None:
+        compare_gpus(args)
+        return
     chosen = planned(args, args.count)
     if args.plot:
         from planner.plot import picture
@@ -259,6 +298,49 @@ def run_plan(args: argparse.Namespace) -> None:
     print(table(chosen))
     if args.explain:
         print("\n" + explain(chosen[0].estimate))
+
+
+def compare_gpus(args: argparse.Namespace) -> None:
+    """The best layout of each GPU of the table, for the same job."""
+    from planner import compare
+
+    given = compare.prices(args.price)
+    offers = []
+    for gpu in (gpu for gpu in hardware.GPUS.values() if not gpu.processor):
+        args.gpu = gpu.name
+        try:
+            found = planned(args, 1)[0].estimate
+        except UserError as error:
+            offers.append(compare.Offer(gpu.name, None, why=str(error)))
+        else:
+            offers.append(compare.offer(gpu, found, given.get(gpu.name)))
+    if not any(one.found for one in offers):
+        raise UserError(offers[-1].why)
+    if args.json:
+        kept = ("gpu", "dollars", "kilowatt_hours", "why")
+        print(json.dumps([{name: getattr(one, name) for name in kept} | (one.found.as_dict() if one.found else {})
+                          for one in offers], indent=1))  # fmt: skip
+        return
+    print(compare.table(offers, args.by))
+
+
+def run_goodput(args: argparse.Namespace) -> None:
+    from planner import goodput
+
+    if (args.tokens is None) != (args.tokens_per_second is None):
+        raise UserError("--tokens and --tokens-per-second go together; give both, or none")
+    work = None
+    if args.tokens is not None:
+        if not (args.tokens > 0 and args.tokens_per_second > 0):
+            raise UserError("--tokens and --tokens-per-second must be more than 0")
+        work = args.tokens / args.tokens_per_second
+    interval = None if args.interval_minutes is None else 60 * args.interval_minutes
+    found = goodput.goodput(
+        args.gpus, args.failures, args.checkpoint_seconds, 60 * args.restart_minutes, interval, args.gpus_per_node,
+        3600 * args.repair_hours, args.spares,
+    )  # fmt: skip
+    wall = {"wall_seconds": found.wall(work)} if work else {}
+    print(json.dumps(vars(found) | wall, indent=1) if args.json else goodput.text(found, work))
 
 
 def run_emit(args: argparse.Namespace) -> None:
@@ -318,6 +400,33 @@ def run_benchmark(args: argparse.Namespace) -> None:
     print(json.dumps(runs, indent=1) if args.json or not args.run else benchmark.table(runs))
 
 
+def run_explain(args: argparse.Namespace) -> None:
+    from planner import explain_file, read_config
+
+    config = read_config.read(args.file)
+    model = models.find(args.model) if args.model else config.model
+    if model is None:
+        raise UserError(f"{args.file} ({config.kind}) has no shape of a model; give --model")
+    args.gpus = args.gpus or config.gpus
+    if args.gpus is None:
+        raise UserError(f"{args.file} ({config.kind}) does not say how many GPUs; give --gpus")
+    names = ("batch_size", "micro_batch", "sequence", "recompute", "zero_stage", "framework")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    gpus = cluster_of(args)
+    if args.precision:
+        given["precision"] = precision_of(args, gpus.gpu)
+    layout = explain_file.layout_of(config, model, gpus, given)
+    found = estimate(model, gpus, layout, constants.load(args.constants))
+    if args.format:
+        lookup(args.format, FORMATS, "format")
+        for name, text in emit(found, args.format).files.items():
+            print(f"--- {name}\n{text}")
+    elif args.json:
+        print(json.dumps(found.as_dict() | {"kind": config.kind, "risks": explain_file.risks(found, config)}, indent=1))
+    else:
+        print(explain_file.described(found, config, args.file))
+
+
 def run_measure(args: argparse.Namespace) -> None:
     from planner import any_module
 
@@ -353,9 +462,9 @@ def run_hardware(args: argparse.Namespace) -> None:
         print(f"{name:16} {one.rate / 1e9:6.2f} GB/s per adapter   {one.source}")
 
 
-RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "scoreboard": run_scoreboard,
-       "calibrate": run_calibrate, "benchmark": run_benchmark, "measure": run_measure, "models": run_models,
-       "hardware": run_hardware}  # fmt: skip
+RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "explain": run_explain, "goodput": run_goodput,
+       "scoreboard": run_scoreboard, "calibrate": run_calibrate, "benchmark": run_benchmark, "measure": run_measure,
+       "models": run_models, "hardware": run_hardware}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

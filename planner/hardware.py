@@ -28,7 +28,7 @@ class GPU:
     pcie:       bytes per second to the host in one direction
     attention:  share of the peak that fused attention reaches, forward and backward together
     network:    the usual one between its nodes; adapters: how many of them a node has, 0: one for each GPU
-    bf16:       it has instructions for bfloat16
+    bf16:       it has instructions for bfloat16; watts: thermal design power of the data sheet, 0 where it is unknown
     cores:      of a processor: how many processes compute at once; more take turns, which makes all of
                 them slower by a factor (crowding). 0: each has a device of its own
     """
@@ -47,6 +47,7 @@ class GPU:
     network: str = "infiniband-400"
     adapters: int = 0
     bf16: bool = True
+    watts: float = 0.0
     cores: int = 0
     crowding: float = 1.0
 
@@ -65,7 +66,7 @@ def _gpu(row: dict[str, str]) -> GPU:
     }  # fmt: skip
     rates = {field: float(row[column] or 0) * unit for field, (column, unit) in units.items()}
     counts = {name: int(row[name] or 0) for name in ("gpus_per_node", "adapters")}
-    given: dict[str, Any] = {**rates, **counts}
+    given: dict[str, Any] = {**rates, **counts, "watts": float(row["watts"] or 0)}
     return GPU(row["name"], source=row["source"], network=row["network"], bf16=row["bf16"] != "no", **given)
 
 

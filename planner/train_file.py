@@ -84,10 +84,11 @@ loader = torch.utils.data.DataLoader(data, MICRO_BATCH, sampler=sampler, drop_la
 while engine.global_steps < args.steps:
     sampler.set_epoch(sampler.epoch + 1)
     for batch in loader:
+        before = engine.global_steps
         loss = engine(**{{name: value.to(engine.device) for name, value in batch.items()}}).loss
         engine.backward(loss)
         engine.step()  # does something after ACCUMULATE micro-batches
-        if engine.is_gradient_accumulation_boundary() and engine.global_rank == 0:
+        if engine.global_steps > before and engine.global_rank == 0:
             print(f"step {{engine.global_steps}}: loss {{loss.item():.3f}}", flush=True)
         if engine.global_steps == args.steps:
             break

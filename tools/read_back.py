@@ -137,10 +137,15 @@ SMALL = [  # of each kind of shape: what Transformers has as GPT-2, Llama and Mi
 def trains(folder: Path) -> None:
     """Two steps of the training file on two ranks of this machine's processor."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    start = (
-        "import runpy, sys, common.vision; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    Path(folder, "start.py").write_text(f"{start}\n")
+    start = """import runpy, sys
+import common.vision  # first: transformers imports torchvision
+sys.argv = sys.argv[1:]
+if "deepspeed.json" in sys.argv:
+    import deepspeed  # as in 06_fsdp/with_deepspeed.py: on CPUs it would compile an all-reduce of its own
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    Path(folder, "start.py").write_text(start)
     cases = [("accelerate", {"data": 2}, 0), ("hf-trainer", {"data": 2}, 0), ("deepspeed", {"shard": 2}, 1),
              ("deepspeed", {"shard": 2}, 2), ("deepspeed", {"shard": 2}, 3)]  # fmt: skip
     for model in SMALL:

@@ -1,0 +1,391 @@
+"""Configurations of other tools as what the planner asks for: model, mesh, batch, what is kept. `planner explain FILE`.
+
+Read are Hugging Face's config.json, torchtitan's TOML, Megatron-LM's arguments (also in a shell script), nanotron's
+YAML, DeepSpeed's and Accelerate's configuration, this course's YAML, and TrainingArguments as JSON. What a file
+doesn't say is left out, and comes from the command line.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.axes import parse_axes
+from common.errors import UserError
+from planner import models
+from planner.emit import TITAN_SCHEDULES
+from planner.models import Model
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    tomllib = None  # type: ignore[assignment]  # said where a TOML is given
+
+
+@dataclass
+class Config:
+    """What a file says.
+
+    mesh:   sizes of axes; -1 for what is left of the GPUs; "reading" is data or shard, whatever the stage says
+    layout: fields of planner.layout.Layout
+    local:  sequences of a rank and step that the file gives in place of the batch of all ranks
+    notes:  what could not be read, or is a risk as it stands
+    """
+
+    kind: str
+    model: Model | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    gpus: int | None = None
+    local: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def number(table: dict, name: str, otherwise: int | None = None, least: int = 1) -> int | None:
+    """A whole number of a table. Raises UserError that names the field."""
+    value = table.get(name)
+    if value is None or value == "auto":
+        return otherwise
+    if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)) or int(value) < least:
+        raise UserError(f"{name}: expected a whole number of at least {least}, not {value!r}")
+    return int(value)
+
+
+def inner(table: dict, name: str) -> dict:
+    """A table in a table; empty where it is not there."""
+    found = table.get(name) or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{name}: expected a table, not {found!r}")
+    return found
+
+
+def known(**fields) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# --- the tools --------------------------------------------------------------------------------------------------------
+
+
+def hugging_face(table: dict) -> Config:
+    """A model's config.json. GPT-2's and OPT's own names are read too."""
+
+    def one(*names, **more):
+        return next((found for name in names if (found := number(table, name)) is not None), more.get("otherwise"))
+
+    kind = str(table.get("model_type", "")).lower()
+    width, heads = one("hidden_size", "n_embd", "d_model"), one("num_attention_heads", "n_head")
+    layers, vocabulary = one("num_hidden_layers", "n_layer"), one("vocab_size")
+    for name, value in (("hidden_size", width), ("num_attention_heads", heads), ("num_hidden_layers", layers),
+                        ("vocab_size", vocabulary)):  # fmt: skip
+        if value is None:
+            raise UserError(f"{name}: is missing")
+    gelu = kind in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_bigcode", "bert", "falcon", "phi", "starcoder2")
+    experts = one("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
+    fields = known(
+        kv_heads=one("num_key_value_heads"), head_width=one("head_dim"),
+        mlp_width=one("intermediate_size", "ffn_dim", "n_inner"),
+        positions=one("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt", "bert") else None,
+    )  # fmt: skip
+    if experts:
+        fields |= known(experts=experts, top_k=one("num_experts_per_tok", otherwise=1),
+                        expert_width=one("moe_intermediate_size", "intermediate_size"),
+                        shared_experts=one("n_shared_experts"), dense_layers=one("first_k_dense_replace"))  # fmt: skip
+    tied = bool(table.get("tie_word_embeddings", gelu and kind != "gpt_neox"))
+    model = Model(kind or "config.json", layers, width, heads, vocabulary, mlp="gelu" if gelu else "swiglu", tied=tied,
+                  bias="all" if gelu else "none", source="config.json", **fields)  # fmt: skip
+    notes = [] if table.get("kv_lora_rank") is None else ["attention with latent keys is counted as plain attention"]
+    return Config("Hugging Face config.json", model, notes=notes)
+
+
+TITAN_SCHEDULE = {theirs.lower(): ours for ours, theirs in TITAN_SCHEDULES.items()}
+
+
+def torchtitan(table: dict) -> Config:
+    shape, training, parallel = inner(table, "model"), inner(table, "training"), inner(table, "parallelism")
+    name = f"{shape.get('name', '')}-{shape.get('flavor', '')}".lower().replace("llama3", "llama-3")
+    name = name.replace("deepseek_v3-671b", "deepseek-v3")
+    notes, model = [], None
+    if name in models.MODELS or name in models.ALIASES:
+        model = models.find(name)
+    else:
+        notes.append(f"model '{name}' is none of the planner's; give --model")
+    degree = {axis: number(parallel, f"{axis}_parallel_degree", 1, least=-1) or 1
+              for axis in ("tensor", "pipeline", "context")}  # fmt: skip
+    degree["data"] = number(parallel, "data_parallel_replicate_degree", 1) or 1
+    degree["shard"] = number(parallel, "data_parallel_shard_degree", -1, least=-1) or 1
+    expert = number(parallel, "expert_parallel_degree", 1) or 1
+    again = inner(table, "activation_checkpoint")
+    mode, how = again.get("mode", "selective"), str(again.get("selective_ac_option", "2"))
+    recompute = {"none": "none", "full": "full"}.get(mode, "operators" if how == "op" else "every-second")
+    whole = degree["shard"] == 1 and degree["context"] == 1
+    compiled = inner(table, "compile")
+    local = number(training, "local_batch_size", number(training, "batch_size", 1)) or 1
+    micro = number(parallel, "pipeline_parallel_microbatch_size", 1) if degree["pipeline"] != 1 else local
+    stage = 0 if whole else 2 if parallel.get("fsdp_reshard_after_forward") == "never" else 3
+    layout = known(
+        zero_stage=stage, recompute=recompute, micro_batch=micro, sequence=number(training, "seq_len", 2048),
+        batch_size=number(training, "global_batch_size", None, least=-1), offload=training.get("enable_cpu_offload"),
+        precision="fp8-mixed" if "float8" in str(shape.get("converters", "")) else
+        {"float32": "float32"}.get(str(training.get("mixed_precision_param")), "bf16-mixed"),
+        fused=bool(compiled.get("enable", compiled.get("compile", False))),
+        async_tensor=parallel.get("enable_async_tensor_parallel"), framework="torch",
+    )  # fmt: skip
+    if layout.get("batch_size", 1) < 1:
+        del layout["batch_size"]
+    if degree["pipeline"] > 1:
+        said = str(parallel.get("pipeline_parallel_schedule", "Interleaved1F1B"))
+        layout["schedule"] = TITAN_SCHEDULE.get(said.lower(), said.lower())
+        each = number(parallel, "pipeline_parallel_layers_per_stage")
+        if each and model:
+            layout["stages_per_rank"] = max(1, -(-(model.layers + 2) // each) // degree["pipeline"])
+        elif layout["schedule"] not in ("1f1b", "gpipe"):
+            layout["stages_per_rank"] = 2
+    if expert > 1 and degree["shard"] > 0:
+        degree["shard"], degree["expert"] = max(1, degree["shard"] // expert), expert
+    return Config("torchtitan", model, degree, layout, local=local, notes=notes)
+
+
+def words_of(text: str) -> dict[str, str]:
+    """--name value pairs of a command, a shell script, or a file of arguments; an option without a value is ""."""
+    found: dict[str, str] = {}
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)(^|\s)#.*$", "", text))
+    variables = dict(re.findall(r"(?m)^\s*(?:export\s+)?(\w+)=(\d+)\s*$", text))
+    for name, value in re.findall(r"(--[a-z][\w-]+)(?:[= \t]+(?!--)([^\s()]+))?", text):
+        value = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), value.strip("\"'"))
+        found[name[2:].replace("_", "-")] = value
+    return found
+
+
+def megatron(table: dict) -> Config:
+    """table: arguments without their dashes."""
+
+    def one(name, otherwise=None):
+        if str(table.get(name, "")).startswith("$"):
+            return otherwise
+        return number(table, name, otherwise)
+
+    layers, width, heads = one("num-layers"), one("hidden-size"), one("num-attention-heads")
+    model = None
+    gated = "swiglu" in table
+    if layers and width and heads:
+        experts = one("num-experts", 0)
+        fields = known(kv_heads=one("num-query-groups") if "group-query-attention" in table else None,
+                       mlp_width=one("ffn-hidden-size"), head_width=one("kv-channels"))  # fmt: skip
+        if experts:
+            fields |= known(experts=experts, top_k=one("moe-router-topk", 2),
+                            expert_width=one("moe-ffn-hidden-size", one("ffn-hidden-size", 4 * width)))  # fmt: skip
+        rotary = table.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in table
+        model = Model(
+            "Megatron's", layers, width, heads, one("vocab-size", 51200), mlp="swiglu" if gated else "gelu",
+            positions=0 if rotary else one("max-position-embeddings", 0),
+            tied="untie-embeddings-and-output-weights" not in table,
+            bias="none" if "disable-bias-linear" in table else "all", source="Megatron-LM's arguments", **fields,
+        )  # fmt: skip
+    names = {"tensor": "tensor-model", "pipeline": "pipeline-model", "context": "context", "expert": "expert-model"}
+    mesh = {axis: one(f"{name}-parallel-size", 1) for axis, name in names.items()}
+    stage = 3 if table.keys() & {"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp"} else (
+        1 if "use-distributed-optimizer" in table else 0)  # fmt: skip
+    granular = table.get("recompute-granularity", "full" if "recompute-activations" not in table else "selective")
+    recompute = {"full": "full", "selective": "attention"}.get(granular, "none")
+    if not table.keys() & {"recompute-granularity", "recompute-activations"}:
+        recompute = "none"
+    layout = known(
+        zero_stage=stage, recompute=recompute, micro_batch=one("micro-batch-size", 1),
+        batch_size=one("global-batch-size"), sequence=one("seq-length"),
+        precision="fp8-mixed" if "fp8-format" in table or "fp8-hybrid" in table else
+        "bf16-mixed" if "bf16" in table else "fp16-mixed" if "fp16" in table else "float32",
+        sequence_parallel="sequence-parallel" in table,
+        dropout=str(table.get("hidden-dropout", "0.1")) not in ("0", "0.0"),
+        flash=bool(table.keys() & {"use-flash-attn", "attention-backend", "transformer-impl"}),
+        overlap_gradients="overlap-grad-reduce" in table, framework="megatron",
+    )  # fmt: skip
+    each = one("num-layers-per-virtual-pipeline-stage")
+    if each and layers and (mesh["pipeline"] or 1) > 1:
+        layout |= {"schedule": "interleaved", "stages_per_rank": max(1, layers // (mesh["pipeline"] or 1) // each)}
+    nodes, local = one("nnodes", 1), one("nproc-per-node")
+    notes = []
+    if layout["precision"] == "float32":
+        notes.append("neither --bf16 nor --fp16: Megatron-LM trains in float32")
+    if (mesh["tensor"] or 1) > 1 and not layout["sequence_parallel"]:
+        notes.append("--sequence-parallel is missing: each tensor rank keeps whole activations of norms and dropout")
+    sizes = {axis: size or 1 for axis, size in mesh.items()}
+    return Config("Megatron-LM", model, sizes | {"reading": -1}, layout, (nodes or 1) * local if local else None,
+                  notes=notes)  # fmt: skip
+
+
+def nanotron(table: dict) -> Config:
+    shape, parallel, tokens = (
+        inner(inner(table, "model"), "model_config"),
+        inner(table, "parallelism"),
+        inner(table, "tokens"),
+    )
+    optimizer = inner(table, "optimizer")
+    stage = number(optimizer, "zero_stage", 0, least=0) or 0
+    mesh = {"reading": number(parallel, "dp", 1) or 1, "pipeline": number(parallel, "pp", 1) or 1,
+            "tensor": number(parallel, "tp", 1) or 1, "context": number(parallel, "context_parallel_size", 1) or 1,
+            "expert": number(parallel, "expert_parallel_size", 1) or 1}  # fmt: skip
+    mesh["reading"] = max(1, mesh["reading"] // mesh["expert"])
+    micro, many = number(tokens, "micro_batch_size", 1) or 1, number(tokens, "batch_accumulation_per_replica", 1) or 1
+    readers = mesh["reading"] * mesh["expert"]
+    said = str(inner(table, "model").get("dtype", "bfloat16"))
+    layout = known(
+        zero_stage=stage, micro_batch=micro, batch_size=readers * micro * many,
+        sequence=number(tokens, "sequence_length", 2048), sequence_parallel=parallel.get("tp_mode") == "REDUCE_SCATTER",
+        precision={"float32": "float32", "float16": "fp16-mixed"}.get(
+            said, "bf16-mixed" if optimizer.get("accumulate_grad_in_fp32", True) else "bf16"),
+        schedule={"afab": "gpipe"}.get(str(parallel.get("pp_engine", "1f1b")).lower(), "1f1b"),
+        recompute="full" if parallel.get("recompute_layer") else "none",
+    )  # fmt: skip
+    gpus = readers * mesh["pipeline"] * mesh["tensor"] * mesh["context"]
+    return Config("nanotron", hugging_face(shape).model if shape else None, mesh, layout, gpus)
+
+
+def deepspeed(table: dict) -> Config:
+    zero = inner(table, "zero_optimization")
+    stage = number(zero, "stage", 0, least=0) or 0
+    if stage > 3:
+        raise UserError(f"zero_optimization.stage: expected 0 to 3, not {stage}")
+    on = [kind for kind in ("bf16", "fp16") if inner(table, kind).get("enabled") in (True, "auto")]
+    offload = inner(zero, "offload_optimizer").get("device", "none") != "none"
+    notes = []
+    if inner(zero, "offload_param").get("device", "none") != "none" and not offload:
+        notes.append("parameters offloaded without the optimizer: the planner has no such layout, and ignores it")
+    if offload and inner(zero, "offload_optimizer").get("device") == "nvme":
+        notes.append("offload to NVMe is counted as offload to the host's memory, which is faster")
+    if len(on) > 1 and "auto" not in (inner(table, "bf16").get("enabled"), inner(table, "fp16").get("enabled")):
+        raise UserError("bf16 and fp16 are both enabled; take one")
+    layout = known(
+        zero_stage=stage, batch_size=number(table, "train_batch_size"), offload=offload or None,
+        micro_batch=number(table, "train_micro_batch_size_per_gpu"),
+        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}[on[0]] if on else "float32",
+        overlap_gradients=zero.get("overlap_comm"),
+    )  # fmt: skip
+    many = number(table, "gradient_accumulation_steps", 1) or 1
+    local = layout["micro_batch"] * many if "micro_batch" in layout else None
+    tensor = number(inner(table, "tensor_parallel"), "autotp_size", 1) or 1
+    mesh = {"reading": -1} | ({"tensor": tensor} if tensor > 1 else {})
+    if "auto" in json.dumps(table):
+        notes.append("'auto' is filled in by the Trainer; give those values as options")
+    return Config("DeepSpeed", None, mesh, layout, local=local, notes=notes)
+
+
+def accelerate(table: dict) -> Config:
+    gpus, kind = number(table, "num_processes", 1), str(table.get("distributed_type", "NO"))
+    mixed = str(table.get("mixed_precision", "no"))
+    layout: dict[str, Any] = {"precision": {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed"}.get(
+        mixed, "float32"), "zero_stage": 0}  # fmt: skip
+    notes, mesh = [], {"reading": -1}
+    if kind == "FSDP":
+        fsdp, axes = inner(table, "fsdp_config"), inner(table, "parallelism_config")
+        strategy = str(fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+        keeps = fsdp.get("fsdp_reshard_after_forward") is False or strategy in ("SHARD_GRAD_OP", "2")
+        layout["zero_stage"] = 0 if strategy in ("NO_SHARD", "3") else 2 if keeps else 3
+        layout["offload"] = fsdp.get("fsdp_offload_params") is True
+        layout["recompute"] = "full" if fsdp.get("fsdp_activation_checkpointing") is True else "none"
+        sizes = {axis: number(axes, f"parallelism_config_{name}_size", 1) or 1 for axis, name in (
+            ("data", "dp_replicate"), ("context", "cp"), ("tensor", "tp"))}  # fmt: skip
+        mesh |= {axis: size for axis, size in sizes.items() if size > 1}
+        if strategy.startswith("HYBRID"):
+            notes.append(f"{strategy} copies the model in each node; give --mesh with data and shard")
+    elif kind == "DEEPSPEED":
+        found = inner(table, "deepspeed_config")
+        layout["zero_stage"] = number(found, "zero_stage", 2, least=0) or 0
+        layout["offload"] = found.get("offload_optimizer_device", "none") not in ("none", None)
+        notes.append("gradient accumulation is the script's") if "gradient_accumulation_steps" not in found else None
+    elif kind not in ("MULTI_GPU", "NO", "MULTI_CPU"):
+        raise UserError(
+            f"distributed_type: '{kind}' is none that the planner reads; it has NO, MULTI_GPU, FSDP, DEEPSPEED"
+        )
+    return Config("Accelerate", None, mesh, layout, gpus, notes=notes)
+
+
+def trainer(table: dict) -> Config:
+    fsdp = table.get("fsdp")
+    layout = {
+        "zero_stage": 3 if fsdp else 0, "micro_batch": number(table, "per_device_train_batch_size", 8),
+        "precision": "bf16-mixed" if table.get("bf16") else "fp16-mixed" if table.get("fp16") else "float32",
+        "recompute": "full" if table.get("gradient_checkpointing") or inner(table, "fsdp_config").get(
+            "activation_checkpointing") else "none",
+    }  # fmt: skip
+    many = number(table, "gradient_accumulation_steps", 1) or 1
+    local = many * (number(table, "per_device_train_batch_size", 8) or 8)
+    notes = ["its DeepSpeed JSON says the rest: explain that one"] if table.get("deepspeed") else []
+    return Config("TrainingArguments", None, {"reading": -1}, layout, local=local, notes=notes)
+
+
+def course(table: dict) -> Config:
+    axes = parse_axes(str(table.get("mesh", "data=1")))
+    strategy = str(table.get("strategy", ""))
+    stage = {"zero1": 1, "zero2": 2}.get(strategy, 3 if axes.get("shard", 1) != 1 else 0)
+    batch = number(table, "batch-size", 16) or 16
+    many = number(table, "microbatches", number(table, "accumulation-steps", 1)) or 1
+    readers = axes.get("data", 1) * axes.get("shard", 1) * axes.get("expert", 1)
+    layout = known(
+        zero_stage=stage, batch_size=batch, micro_batch=max(1, batch // (readers * many)),
+        sequence=number(table, "context", 64), recompute=str(table.get("recompute", "none")),
+        schedule=table.get("schedule"), stages_per_rank=number(table, "stages-per-rank"), offload=table.get("offload"),
+        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(str(table.get("precision", "fp32")), "float32"),
+        sequence_parallel=strategy == "sequence", framework="course", shard_context=False,
+    )  # fmt: skip
+    layers, width, heads = (number(table, name, usual) or usual for name, usual in (
+        ("layers", 2), ("width", 64), ("heads", 4)))  # fmt: skip
+    model = models.course_gpt(layers, width, heads, layout["sequence"])
+    return Config("this course", model, dict(axes), layout)
+
+
+KINDS: tuple[tuple[Callable[[dict], bool], Callable[[dict], Config]], ...] = (
+    (lambda t: "zero_optimization" in t or "train_micro_batch_size_per_gpu" in t or "train_batch_size" in t, deepspeed),
+    (lambda t: "distributed_type" in t or "compute_environment" in t, accelerate),
+    (lambda t: "per_device_train_batch_size" in t, trainer),
+    (lambda t: "tokens" in t and "parallelism" in t, nanotron),
+    (lambda t: "parallelism" in t or "activation_checkpoint" in t or isinstance(t.get("training"), dict), torchtitan),
+    (lambda t: "hidden_size" in t or "n_embd" in t or "d_model" in t, hugging_face),
+    (lambda t: "batch-size" in t or "mesh" in t or "strategy" in t, course),
+    (lambda t: bool({"num-layers", "tensor-model-parallel-size", "micro-batch-size"} & set(t)), megatron),
+)
+
+
+def read(path: str) -> Config:
+    """What the file says. Raises UserError that names the file, and the field."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
+    try:
+        table = parsed(file, text)
+        kind = next((reader for fits, reader in KINDS if fits(table)), None)
+        if kind is None:
+            raise UserError("no configuration that the planner knows: config.json, torchtitan, Megatron-LM, nanotron, "
+                            "DeepSpeed, Accelerate, TrainingArguments, or this course's")  # fmt: skip
+        return kind(table)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def parsed(file: Path, text: str) -> dict:
+    try:
+        if file.suffix == ".json":
+            table = json.loads(text)
+        elif file.suffix == ".toml":
+            if tomllib is None:
+                raise UserError("TOML is read by Python 3.11 and later")
+            table = tomllib.loads(text)
+        elif file.suffix in (".yaml", ".yml"):
+            table = yaml.safe_load(text)
+            if isinstance(table, dict) and isinstance(table.get("MODEL_ARGS"), dict):  # Megatron-LM's functional tests
+                table = {str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items()}
+        else:
+            return words_of(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"is no valid {file.suffix[1:].upper()}: {str(error).splitlines()[0]}") from error
+    if not isinstance(table, dict):
+        raise UserError("has no names and values")
+    return table
+
+
+__all__ = ["Config", "read"]

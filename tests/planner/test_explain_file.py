@@ -1,0 +1,123 @@
+"""`python -m planner explain FILE`: what `emit` writes is read back as the layout that it was written for; files of
+other tools as their documentation has them; and what is wrong in one line that names the field.
+"""
+
+import json
+
+import pytest
+
+from common.errors import UserError
+from planner import explain_file, models, read_config
+from planner.__main__ import main
+from planner.emit import emit
+from planner.estimate import estimate
+from planner.hardware import cluster
+from planner.layout import make_layout
+
+BACK = [  # tool, its file, GPUs, mesh, fields of the layout
+    ("torchtitan", "torchtitan.toml", 64, {"data": 2, "shard": 4, "pipeline": 4, "tensor": 2}, {
+        "zero_stage": 3, "micro_batch": 2, "recompute": "operators"}),
+    ("torchtitan", "torchtitan.toml", 32, {"shard": 8, "context": 4}, {"zero_stage": 3, "recompute": "full"}),
+    ("torchtitan", "torchtitan.toml", 16, {"shard": 8, "pipeline": 2}, {
+        "zero_stage": 3, "schedule": "interleaved", "stages_per_rank": 2, "precision": "fp8-mixed"}),
+    ("deepspeed", "deepspeed.json", 8, {"shard": 8}, {"zero_stage": 2, "micro_batch": 2, "offload": True}),
+    ("deepspeed", "deepspeed.json", 8, {"data": 8}, {"precision": "fp16-mixed"}),
+    ("accelerate", "accelerate.yaml", 16, {"data": 2, "shard": 8}, {"zero_stage": 3, "recompute": "full"}),
+    ("accelerate", "accelerate.yaml", 8, {"shard": 8}, {"zero_stage": 2}),
+    ("hf-trainer", "training.json", 8, {"shard": 8}, {"zero_stage": 3, "micro_batch": 4, "recompute": "full"}),
+    ("torchrun", "course.yaml", 8, {"data": 2, "shard": 4}, {"zero_stage": 3, "precision": "float32"}),
+    ("torchrun", "course.yaml", 8, {"shard": 8}, {"zero_stage": 1, "micro_batch": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool, name, gpus, mesh, fields", BACK)
+def test_what_is_emitted_is_read_back(tmp_path, tool, name, gpus, mesh, fields):
+    model, nodes = models.find("llama-3-8b"), cluster("h100-80gb", gpus, 8)
+    asked = make_layout(model, nodes, mesh, batch_size=64, sequence=2048, **fields)
+    file = tmp_path / name
+    file.write_text(emit(estimate(model, nodes, asked, max_memory_gib=2000), tool).files[name])
+    config = read_config.read(str(file))
+    given = {} if tool in ("torchtitan", "torchrun") else {"batch_size": 64, "sequence": 2048}
+    if tool == "accelerate":
+        given["micro_batch"] = asked.micro_batch  # which is the script's
+    found = explain_file.layout_of(config, model, nodes, given)
+    for what in ("mesh", "zero_stage", "micro_batch", "micro_batches", "kept", "precision", "offload", "sequence",
+                 "schedule", "stages_per_rank"):  # fmt: skip
+        assert getattr(found, what) == getattr(asked, what), f"{what}, read from {name}"
+
+
+MEGATRON = """#!/bin/bash
+GPUS=8   # of a node
+ARGS=(
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
+    --micro-batch-size 1 --global-batch-size 1536 --bf16  # and not --fp16
+    --tensor-model-parallel-size 8 \\
+    --pipeline-model-parallel-size 16 --use-distributed-optimizer --recompute-granularity selective
+)
+torchrun --nproc_per_node $GPUS --nnodes 32 pretrain_gpt.py ${ARGS[@]}
+"""
+NANOTRON = """
+model: {dtype: bfloat16, model_config: {hidden_size: 2048, num_hidden_layers: 24, num_attention_heads: 16,
+        num_key_value_heads: 4, intermediate_size: 8192, vocab_size: 49152, tie_word_embeddings: true}}
+optimizer: {zero_stage: 1, accumulate_grad_in_fp32: true}
+parallelism: {dp: 8, pp: 2, tp: 4, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
+tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 16, sequence_length: 4096}
+"""
+QWEN = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}  # fmt: skip
+
+
+def test_files_of_other_tools(tmp_path, capsys):
+    """Sizes of models are those of their papers; readers of Megatron-LM are what is left of the GPUs."""
+    (tmp_path / "run.sh").write_text(MEGATRON)
+    main(["explain", str(tmp_path / "run.sh"), "--gpu", "a100", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 256 and found["mesh"]["shard"] == 2 and found["zero_stage"] == 1
+    assert found["micro_batches"] == 768 and found["precision"] == "bf16-mixed" and found["recompute"] == "attention"
+    assert any("--sequence-parallel is missing" in risk for risk in found["risks"])
+    model = read_config.read(str(tmp_path / "run.sh")).model
+    assert model.parameters == pytest.approx(175e9, rel=0.01)
+
+    (tmp_path / "run.yaml").write_text(NANOTRON)
+    main(["explain", str(tmp_path / "run.yaml"), "--gpu", "h100"])
+    said = capsys.readouterr().out
+    assert "64 x h100-80gb" in said and "256 sequences of 4,096 tokens" in said
+    assert "tensor        4   rank 0 with 0 1 2 3: in a node" in said and "between nodes" in said
+    assert "pipeline rank 1: 12 layers, head" in said and said.count("measured,") == 3
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    assert read_config.read(str(tmp_path / "config.json")).model.parameters == models.find("qwen2.5-7b").parameters
+    main(["explain", str(tmp_path / "config.json"), "--gpu", "rtx-4090", "--gpus", "2"])
+    assert "it runs out of memory: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("a.json", '{"train_batch_size": "many"}', "train_batch_size: expected a whole number"),
+        ("a.json", '{"zero_optimization": {"stage": 7}}', "zero_optimization.stage: expected 0 to 3, not 7"),
+        ("a.json", '{"zero_optimization": 3}', "zero_optimization: expected a table"),
+        ("a.json", '{"hidden_size": 64, "num_attention_heads": 4}', "num_hidden_layers: is missing"),
+        ("a.json", "{", "is no valid JSON"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 0.5", "tensor_parallel_degree: expected a whole number"),
+        ("a.yaml", "distributed_type: TPU", "distributed_type: 'TPU'"),
+        ("a.yaml", "- 1", "has no names and values"),
+        ("a.sh", "echo hello", "no configuration that the planner knows"),
+        ("a.sh", "--num-layers two", "num-layers: expected a whole number"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, name, text, says):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_config.read(str(file))
+    assert str(error.value).startswith(f"{file}: ") and says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_file_does_not_say_is_asked_for(tmp_path, capsys):
+    (tmp_path / "zero.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
+    for line, says in (("", "has no shape of a model; give --model"), ("--model llama-7b", "give --gpus"),
+                       ("--model llama-7b --gpus 48", "--batch-size 64 does not divide")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(["explain", str(tmp_path / "zero.json"), "--gpu", "h100", *line.split()])
+        assert says in capsys.readouterr().err

@@ -189,24 +189,15 @@ def mesh_by_hand(s: Sizes) -> Said:
     return fsdp(s) if s.n > 1 else plain(s)
 
 
+# Of a strategy that is not here, `plain` is true.
 SAYS: dict[tuple[str, str], Callable] = {
-    ("single", "pytorch"): plain,
     ("dp", "pytorch"): functools.partial(replicas, by_hand=False),
     ("dp", "by-hand"): functools.partial(replicas, by_hand=True),
     ("ddp", "pytorch"): ddp_pytorch,
     ("ddp", "by-hand"): buckets,
-    ("model", "pytorch"): plain,
-    ("model", "by-hand"): plain,
     ("tensor", "pytorch"): tensor_pytorch,
-    ("tensor", "by-hand"): plain,
-    ("sequence", "by-hand"): plain,
-    ("context", "by-hand"): plain,
-    ("ulysses", "by-hand"): plain,
     ("expert", "by-hand"): experts,
-    ("pipeline", "pytorch"): plain,
-    ("pipeline", "by-hand"): plain,
     ("pipeline+ddp", "pytorch"): buckets,
-    ("pipeline+ddp", "by-hand"): plain,
     ("pipeline+fsdp", "pytorch"): stages_fsdp,
     ("zero1", "pytorch"): zero1_pytorch,
     ("zero1", "by-hand"): zero1,
@@ -220,6 +211,11 @@ SAYS: dict[tuple[str, str], Callable] = {
     ("mesh", "pytorch"): mesh_pytorch,
     ("mesh", "by-hand"): mesh_by_hand,
 }
+
+
+def stated(s: Sizes) -> Said:
+    """Of a strategy as (name, implementation) in `s.who`."""
+    return SAYS.get(s.who, plain)(s)
 
 
 # --- with activations ---------------------------------------------------------------------------------------------
@@ -253,7 +249,7 @@ def peak(s: Sizes, tokens: int) -> int:
     there are gradients of activations and of a weight besides everything that layers have kept.
     """
     name, kind = s.who
-    moments = [sum(said.values()) for said in SAYS[s.who](s)[1]]
+    moments = [sum(said.values()) for said in stated(s)[1]]
     pipeline = s.axes.get("pipeline", 1)
     own = tokens // s.axes.get("context", 1) // (s.micro_batches if pipeline > 1 else 1)
     own //= s.size if name == "dp" else 1  # one process cuts the micro-batch for its devices

@@ -1,7 +1,6 @@
 """The check of a cluster: what it finds on ranks of which one is slow, one link is slow, one is another host's."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -42,8 +41,7 @@ def calm(monkeypatch):
 def test_ranks_that_are_alike(calm):
     page, wrong = run(4)
     assert not wrong, f"{wrong} of ranks of one machine"
-    for line in ("4 ranks on 1 host(s), gloo", "versions        the same", "links           within a host: 6 pairs"):
-        assert line in page, page
+    assert "4 ranks" in page and "gloo" in page and "6 pairs" in page, page
 
 
 def test_what_is_planted_is_named(calm, monkeypatch):
@@ -67,14 +65,9 @@ def test_what_is_planted_is_named(calm, monkeypatch):
     monkeypatch.setattr(cluster_check, "compare_clocks", lambda ranks: (clock(ranks)[0] + only(2, 7, 0), 1e-3))
     wrong = run(4)[1]
     said = "\n".join(wrong)
-    for words in (
-        "NCCL_IB_HCA is mlx5 on most ranks, but (not set) on rank 3",
-        "torch is 2.13.0 on most ranks, but 2.12.0 on rank 3",
-        "the clock of rank 2 on",
-        "rank 1 on",
-        "the link between rank 2 on",
-    ):
-        assert words in said, f"not found: {words}\n{said}"
+    for words in (("NCCL_IB_HCA", "mlx5", "rank 3"), ("torch", "2.12.0", "rank 3"), ("clock", "rank 2"),
+                  ("GFLOP/s", "rank 1"), ("link", "rank 2", "rank 3")):  # fmt: skip
+        assert [line for line in wrong if all(word in line for word in words)], f"not found: {words}\n{said}"
     assert len(wrong) == 5, f"and nothing else:\n{said}"
 
 
@@ -112,21 +105,24 @@ def wrong_of(ranks, links) -> list[str]:
     return cluster_check.report(ranks, links, 1e9, MB, "gloo")[1]
 
 
+def says(lines: list[str], *each: tuple[str, ...]) -> None:
+    """As many lines, each with its words."""
+    assert len(lines) == len(each), lines
+    missing = [(word, line) for line, words in zip(lines, each, strict=True) for word in words if word not in line]
+    assert not missing, missing
+
+
 def test_a_slow_host_is_named_once():
     ranks, links = cluster(4, 2)
     its = {4, 5}  # the ranks of host2
     wrong = wrong_of(ranks, slowed(links, lambda link: len({link.a, link.b} & its) == 1))
-    its = "12 pairs, 100 to 100 µs for a byte, 100 MB/s to 100 MB/s each way"
-    usual = "the median of such links is 100 µs and 550 MB/s"  # 12 of 24 are slow
-    assert wrong == [f"all links of host host2 are slow: {its}; {usual}"]
+    says(wrong, ("host2", "12 pairs", "100 MB/s", "550 MB/s"))  # the median: 12 of 24 are slow
 
 
 def test_a_slow_rank_is_named_once():
     ranks, links = cluster(1, 6)
     wrong = wrong_of(ranks, slowed(links, lambda link: 3 in (link.a, link.b)))
-    its = "5 pairs, 100 to 100 µs for a byte, 100 MB/s to 100 MB/s each way"
-    usual = "the median of such links is 100 µs and 1.00 GB/s"
-    assert wrong == [f"all links of rank 3 on host0 are slow: {its}; {usual}"]
+    says(wrong, ("rank 3 on host0", "5 pairs", "100 MB/s", "1.00 GB/s"))
 
 
 def test_links_between_hosts_may_be_slower_than_those_within():
@@ -134,10 +130,7 @@ def test_links_between_hosts_may_be_slower_than_those_within():
     links = slowed(links, lambda link: ranks[link.a].host != ranks[link.b].host)
     assert wrong_of(ranks, links) == []
     late = [replace(link, latency=1.0) if (link.a, link.b) == (1, 6) else link for link in links]
-    (line,) = wrong_of(ranks, late)
-    its = "1 pairs, 1,000,000 to 1,000,000 µs for a byte, 100 MB/s to 100 MB/s each way"
-    usual = "the median of such links is 100 µs and 100 MB/s"
-    assert line == f"the link between rank 1 on host0 and rank 6 on host1 is slow: {its}; {usual}"
+    says(wrong_of(ranks, late), ("rank 1 on host0", "rank 6 on host1", "1,000,000", "100 µs"))
 
 
 def test_nccls_own_view():
@@ -147,20 +140,19 @@ def test_nccls_own_view():
     )
     lines, wrong = cluster_check.network_of(log)
     assert lines[0].endswith("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>") and not wrong
-    assert cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n") == (
-        ["NCCL            Using network Socket"],
-        ["NCCL goes through TCP sockets; if there is InfiniBand, see NCCL_IB_HCA in docs/cluster.md"],
-    )
+    lines, wrong = cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n")
+    says(lines, ("Using network Socket",))
+    says(wrong, ("TCP", "NCCL_IB_HCA", "docs/cluster.md"))
 
 
 def test_the_exit_code(tmp_path):
     """Of one process, as one types it; and 1 where there is something to look at."""
     command = [sys.executable, "-m", "common.cluster_check", "--device=cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing to look at"), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     code = "import common.cluster_check as c, sys; c.report = lambda *a: (['page'], ['a fault']); sys.exit(c.main([]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "page\nLOOK AT: a fault\n"), json.dumps(done.stderr)
+    assert done.returncode == 1 and done.stdout.startswith("page\n") and "a fault" in done.stdout, done.stderr
 
 
 def test_a_message_of_no_size_is_refused():
@@ -209,41 +201,33 @@ def ranks_with(**each) -> list[Rank]:
 
 def test_a_clock_is_told_when_it_is_further_off_than_asking_took():
     for clock, said in {
-        (-7.0, 1e-3): "the clock of rank 1 on host0 is -7.0 s from rank 0's",
-        (0.6, 0.05): "the clock of rank 1 on host0 is +0.6 s from rank 0's",
+        (-7.0, 1e-3): "-7.0 s",
+        (0.6, 0.05): "+0.6 s",
         (0.4, 0.0): "",
         (0.9, 0.6): "",  # the network is slow: it may as well be 0.3 s
     }.items():
         wrong = wrong_of(ranks_with(clock=[(0.0, 0.0), clock, (0.3, 0.0)]), [])
-        expected = [f"{said}: logs cannot be compared; run NTP"] if said else []
-        assert wrong == expected, f"seconds, give or take: {clock}"
+        says(wrong, *([("rank 1 on host0", said, "NTP")] if said else []))
 
 
 def test_a_straggler_is_slower_than_half_of_the_ranks_by_much():
     assert wrong_of(ranks_with(flops=[1e12, 0.85e12, 1e12, 5e12]), []) == [], "15 % less, and a faster one"
-    (line,) = wrong_of(ranks_with(flops=[1e12, 1e12, 0.7e12]), [])
-    speed = "700 GFLOP/s, and the median is 1,000"
-    why = "is something else running there, or is it throttled?"
-    assert line == f"rank 2 on host0 is a straggler: {speed}; {why}"
+    says(wrong_of(ranks_with(flops=[1e12, 1e12, 0.7e12]), []), ("rank 2 on host0", "700 GFLOP/s", "1,000"))
 
 
 def test_what_differs_is_told_against_what_most_ranks_have():
     threads, card = {"OMP_NUM_THREADS": "1"}, {"NCCL_IB_HCA": "mlx5"}
-    card_line, threads_line = wrong_of(ranks_with(variables=[{"OMP_NUM_THREADS": "4"}, threads, threads | card]), [])
-    assert all(word in card_line for word in ("NCCL_IB_HCA", "mlx5", "rank 2 on host0"))
-    assert all(word in threads_line for word in ("OMP_NUM_THREADS", " 1 ", " 4 ", "rank 0 on host0"))
-    (line,) = wrong_of(ranks_with(versions=[{"torch": "2.13.0"}] * 7 + [{"torch": "2.12.0"}] * 6), [])
-    assert all(f"rank {rank} on host0" in line for rank in range(7, 11)) and " 2 more" in line, "four of six are named"
+    wrong = wrong_of(ranks_with(variables=[{"OMP_NUM_THREADS": "4"}, threads, threads | card]), [])
+    says(wrong, ("NCCL_IB_HCA", "mlx5", "rank 2 on host0"), ("OMP_NUM_THREADS", " 1 ", " 4 ", "rank 0 on host0"))
+    wrong = wrong_of(ranks_with(versions=[{"torch": "2.13.0"}] * 7 + [{"torch": "2.12.0"}] * 6), [])
+    says(wrong, (*(f"rank {rank} on host0" for rank in range(7, 11)), " 2 more"))  # four of six are named
 
 
 def test_slow_links_are_told_the_slowest_first_and_microseconds_are_none():
     ranks, links = cluster(1, 4)
     slow = {(0, 1): 3e8, (2, 3): 1e8}
     wrong = wrong_of(ranks, [replace(link, bandwidth=slow.get((link.a, link.b), 1e9)) for link in links])
-    assert [line.split(" is slow")[0] for line in wrong] == [
-        "the link between rank 2 on host0 and rank 3 on host0",
-        "the link between rank 0 on host0 and rank 1 on host0",
-    ]
+    says(wrong, ("rank 2 on host0", "rank 3 on host0"), ("rank 0 on host0", "rank 1 on host0"))
     quick = [replace(link, latency=5e-5 if link.a == 2 else 1e-6, bandwidth=1e9 - 2e8 * link.a) for link in links]
     assert wrong_of(ranks, quick) == [], "50 µs in place of 1 µs, and 40 % of the bandwidth less"
     late = [replace(link, latency=2e-4 if (link.a, link.b) == (0, 1) else 1e-6) for link in links]
@@ -253,8 +237,7 @@ def test_slow_links_are_told_the_slowest_first_and_microseconds_are_none():
 def test_of_two_slow_links_the_fault_may_be_at_their_other_ends():
     ranks, links = cluster(2, 3)
     its = slowed(links, lambda link: (link.a, link.b) in ((0, 1), (0, 2)))
-    told = [line.split(" is slow")[0] for line in wrong_of(ranks, its)]
-    assert told == [f"the link between rank 0 on host0 and rank {other} on host0" for other in (1, 2)], told
+    says(wrong_of(ranks, its), *(("rank 0 on host0", f"rank {other} on host0") for other in (1, 2)))
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
@@ -312,7 +295,8 @@ def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch,
         monkeypatch.delenv(name)
     assert cluster_check.main(["--device=cpu", "--megabytes=2"]) == 0
     sizes = "2097152.0 and 2097152.0 bytes, 2 MiB"
-    assert capsys.readouterr().out.splitlines() == [sizes, "NCCL            Using network IB", "nothing to look at"]
+    page = capsys.readouterr().out
+    assert sizes in page and page.count("Using network IB") == 1
     assert repeated == [], "without a fault nothing is repeated"
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_DEBUG_FILE", "mine")
@@ -322,8 +306,7 @@ def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch,
     capsys.readouterr()
     assert cluster_check.main(["--device=cpu"]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "8388608.0 and 8388608.0 bytes, 8 MiB", "a large message"
-    repeated.pop()
-    assert repeated == ["LOOK AT: one\nLOOK AT: two"], "in torchrun's report"
+    assert "one" in repeated[0] and "two" in repeated[0], "in torchrun's report"
 
 
 def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):

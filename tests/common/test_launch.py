@@ -182,19 +182,6 @@ def be_killed():
     dist.all_reduce(torch.ones(2))
 
 
-def exit_without_a_word():
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(3)
-    dist.all_reduce(torch.ones(2))
-
-
-def never_end():
-    """Rank 0 computes, rank 1 waits."""
-    while True:
-        time.sleep(0.01 * dist.get_rank())
-
-
 FAILURES = {
     fail_with_value_error: (
         1,
@@ -213,21 +200,17 @@ FAILURES = {
         r"(.*\n)*meanwhile\n  rank 1 was at line \d+ of sleep_instead",
     ),
     be_killed: (1, r"rank 1 of 2: died with SIGKILL\nmeanwhile\n  rank 0 was waiting in all_reduce, line \d+ of"),
-    exit_without_a_word: (1, r"rank 1 of 2: died with exit code 3\nmeanwhile\n  rank 0 was waiting in all_reduce"),
-    never_end: (None, r"rank \d of 2: not finished in time: was at line \d+ of never_end\nmeanwhile\n"),
 }
 
 
 @pytest.mark.parametrize("fn", FAILURES, ids=lambda fn: fn.__name__)
-def test_failures_name_rank_place_and_cause(fn, monkeypatch):
-    if fn is never_end:
-        monkeypatch.setattr(launching, "LEEWAY", 0.7)  # of a core's time
+def test_failures_name_rank_place_and_cause(fn):
     rank, pattern = FAILURES[fn]
     before = running()
     with pytest.raises(RankFailed) as failure:
         launch(fn, 2, timeout=2)
     assert re.match(pattern, str(failure.value)), str(failure.value)
-    assert rank in (None, failure.value.rank)
+    assert rank == failure.value.rank
     assert len(failure.value.where) == len(failure.value.output) == 2
     assert running() <= before
 

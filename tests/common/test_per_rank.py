@@ -73,13 +73,12 @@ def test_a_straggler_is_one_rank_by_much():
         ranks = [{(s, "g", 1): s + seconds for s in range(4)} for seconds in late]
         return straggler(reports(*ranks, step_seconds=step_seconds))
 
-    assert found(0, 0.03, 0) == {
-        ("late", 1): "warning: rank 1 on node1 is a straggler: in a step of 100 ms the others wait 30 ms for it; see "
-        "what else runs there, and what it does that they don't"
-    }
+    said = found(0, 0.03, 0)
+    assert {*said} == {("late", 1)}
+    assert not [word for word in ("rank 1 on node1", "100 ms", "30 ms") if word not in said["late", 1]], said
     uneven = reports(*[{(s, "g", 1): s + seconds for s in range(4)} for seconds in (0, 0.03, 0)])
     uneven[0].step_seconds = 0.5
-    assert "in a step of 100 ms" in straggler(uneven)["late", 1], "a step of most ranks"
+    assert "100 ms" in straggler(uneven)["late", 1], "a step of most ranks"
     assert not found(0, 0.03, 0, step_seconds=0.2), "less than a quarter of a step"
     assert not found(0, 0.01, 0, step_seconds=0.02), "a few milliseconds"
     assert not found(0, 0.03, 0.02, 0), "two ranks are late"
@@ -90,9 +89,9 @@ def test_much_more_memory_than_the_others_is_named():
     ranks = reports({}, {}, {}, memory=GIB)
     assert not memory_outliers(ranks)
     ranks[2].memory_bytes = 2 * GIB
-    assert memory_outliers(ranks) == {
-        ("memory", 2): "warning: rank 2 on node2 has held 2.0 GiB, and the others 1.0 GiB"
-    }
+    said = memory_outliers(ranks)
+    assert {*said} == {("memory", 2)}
+    assert not [word for word in ("rank 2 on node2", "2.0 GiB", "1.0 GiB") if word not in said["memory", 2]], said
     assert not memory_outliers(ranks[2:])
     for megabytes in ((1024, 1024, 1400), (60, 60, 200)):  # not half as much again; little in any case
         for report, number in zip(ranks, megabytes, strict=True):
@@ -126,9 +125,9 @@ def test_a_warning_is_given_once_and_a_report_is_of_all_ranks(monkeypatch):
         everybody[rank].memory_bytes = gigabytes * GIB
         rows, warnings = watch.report()
         assert [one["host"] for one in rows] == ["node0", "node1", "node2"]
-        told.append([text.partition(" has held")[0] for text in warnings])
+        told.append([word for text in warnings for word in ("rank 1", "rank 2") if word in text])
         everybody[2].memory_bytes = GIB
-    assert told == [["warning: rank 2 on node2"], [], [], [], ["warning: rank 1 on node1"]], "each rank once"
+    assert told == [["rank 2"], [], [], [], ["rank 1"]], "each rank once"
     assert len(begun) == 6, "each report begins a window of time"
 
 
@@ -219,8 +218,7 @@ def test_a_slowed_rank_is_named_and_the_ranks_are_in_the_metrics(tmp_path, capfd
         launch(work, 2, (config,), timeout=120)
         said = capfd.readouterr().out
         if work is slowed:
-            assert "warning: rank 1 on " in said and "is a straggler: in a step of" in said
-            assert "rank 0 on" not in said
+            assert "straggler" in said and "rank 1 on " in said and "rank 0 on" not in said
     with_rows = [record for record in metrics(tmp_path / "busy") if "ranks" in record]
     assert [record["step"] for record in with_rows] == [6]
     one, other = with_rows[0]["ranks"]

@@ -112,15 +112,6 @@ def test_what_a_resumed_run_may_not_change(begun):
         configure(run_dir=folder, resume=True, seed=1, lr=0.5)
 
 
-def test_the_newest_run_is_resumed(begun):
-    for age, seed in ((300, 1), (100, 2), (200, 3)):  # seconds; the names sort in another order
-        folder = begun(f"runs/{'bca'[seed - 1]}", seed=seed)
-        then = (folder / "config.json").stat().st_mtime - age
-        os.utime(folder / "config.json", (then, then))
-    config = configure(resume=True)
-    assert (config.run_dir, config.seed) == ("runs/c", 2), "the newest of three runs"
-
-
 def steps_begun(config) -> list[int]:
     """Train; after how many steps each run began."""
     begins, steps = [], Run.steps
@@ -132,15 +123,6 @@ def steps_begun(config) -> list[int]:
     Run.steps = begun
     train([config])
     return begins
-
-
-def test_the_newest_checkpoint_is_resumed(tmp_path):
-    """Of those after steps 2 and 3."""
-    folder = tmp_path / "run"
-    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=3, **TINY),)) == [[0]]
-    assert [manifest.step_of(path) for path in manifest.checkpoints(folder)] == [2, 3]
-    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[3]], "steps done before"
-    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
 
 
 def killed_while_it_writes(config, after: int) -> int:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TEXT, configure, do_not_draw, metrics
+from helpers import TEXT, configure, do_not_draw, metrics, refused
 
 from common import manifest, run_dir
 from common.checkpoint import Saver
@@ -55,11 +55,11 @@ def train(run: Run, losses=(4.0, 3.0, 2.0, 1.0), norm: float = 1.0) -> None:
 def test_what_a_run_says(tmp_path, capsys):
     with alone(tmp_path / "run", log_every=3) as run:
         train(run)
-    told = [line.partition("  loss")[0] for line in capsys.readouterr().err.splitlines() if "|" not in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "|" not in line and line.strip()]
     folder = tmp_path / "run"
-    assert [line for line in told if line.strip()] == [
-        f"single on 1 process(es), cpu: {folder}", "step 3/4", "step 4/4", f"done: {folder}"
-    ], "lines of --log-every 3 and of the last step"  # fmt: skip
+    words = ("single", "cpu", str(folder)), ("3/4", "loss"), ("4/4", "loss"), (str(folder),)
+    for line, asked in zip(told, words, strict=True):  # --log-every 3, and the last step
+        assert not [word for word in asked if word not in line], line
     about, _ = manifest.read(folder / "checkpoint-000004")
     kept = {name: about[name] for name in ("step", "examples", "strategy", "implementation", "mesh", "world_size")}
     assert about["settings"] == run.config.settings(), "what a run that goes on from here takes over"
@@ -84,9 +84,8 @@ def test_losses_and_norms_that_are_no_numbers(tmp_path):
     with alone(tmp_path / "run") as run:
         train(run, norm=float("inf"))
     assert [record["grad_norm"] for record in metrics(tmp_path / "run")] == [None] * 4, "JSON has no infinity"
-    with alone(tmp_path / "nan") as run:
-        with pytest.raises(UserError, match="^the loss is nan at step 3; try a smaller --lr than 0.002$"):
-            train(run, [4.0, 3.0, float("nan")])
+    with alone(tmp_path / "nan") as run, refused("nan", "step 3", "--lr", "0.002"):
+        train(run, [4.0, 3.0, float("nan")])
 
 
 def test_reports_and_validation_are_no_part_of_a_steps_time(tmp_path, monkeypatch):
@@ -120,23 +119,11 @@ def test_pictures_are_counted_one_by_one(tmp_path):
         )
 
 
-def test_a_sample_is_as_long_as_asked_for(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("common.run.sample", lambda model, *about: str(asked.append(about)))
-    with alone(tmp_path / "run", sample=30) as run:
-        train(run)
-    assert asked == [(16, 30)] * 2, "context and bytes, before and after training"
-
-
 def test_who_did_not_answer_is_told(monkeypatch):
-    for gone, told in {
-        (): "ranks waited for each other, within 3 s (--timeout): their collectives differ; --check-collectives shows "
-        "where",
-        ("rank 1", "rank 3 on b"): "rank 1 and rank 3 on b did not answer within 3 s (--timeout): see what happened "
-        "there, and to the network",
-    }.items():
+    for gone, words in {(): ("--check-collectives",), ("rank 1", "rank 3 on b"): ("rank 1", "rank 3 on b")}.items():
         monkeypatch.setattr("common.run.silent", lambda gone=gone: list(gone))
-        assert explanation(RuntimeError("Timed out waiting 3000ms"), 3.0) == told
+        told = explanation(RuntimeError("Timed out waiting 3000ms"), 3.0)
+        assert not [word for word in (*words, "3 s", "--timeout") if word not in told], told
 
 
 @pytest.mark.parametrize("said", ["Timed out waiting 3000ms for recv", "Application timeout caused pair closure"])
@@ -144,8 +131,8 @@ def test_a_timeout_is_told_whatever_gloo_says(said, tmp_path, monkeypatch):
     monkeypatch.setattr("common.run.silent", lambda: ["rank 1"])
     with alone(tmp_path / "run") as run, pytest.raises(UserError) as error, run:
         raise RuntimeError(said)
-    waited = "rank 1 did not answer within 300 s (--timeout): see what happened there, and to the network"
-    assert str(error.value) == f"{waited}; then start again (there is no checkpoint yet)"
+    told = str(error.value)
+    assert not [word for word in ("rank 1", "300 s", "--timeout", "start again") if word not in told], told
 
 
 class Bar:
@@ -182,20 +169,6 @@ def told(monkeypatch) -> list[str]:
     monkeypatch.setattr("common.record.Usage", lambda config, device: lambda seconds: {"mfu": seconds})
     monkeypatch.setattr(PerRank, "due", lambda *about: False)
     return Bar.told
-
-
-def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, told, monkeypatch):
-    folder, reported = tmp_path / "run", []
-    monkeypatch.setattr("common.run.into_report", reported.append)
-    monkeypatch.setattr("common.run.sample", lambda *about: pytest.fail("a sample of a run that was stopped"))
-    with alone(folder, steps=4, sample=9) as run, pytest.raises(SystemExit) as leaving, run:
-        for step in run.steps():
-            run.strategy.step(run.task.micro_batches(step, run.strategy))
-            run.log(step, torch.ones(()), torch.ones(()))
-            if step == 1:
-                run.progress.ask_to_stop(signal.SIGTERM, None)
-    line = f"stopped after step 2 with {folder}/checkpoint-000002; go on with --resume --run-dir {folder}"
-    assert (leaving.value.code, told[-1], reported) == (130, line, [line]), "the exit code of Ctrl-C, and what to do"
 
 
 def test_what_a_run_refuses(tmp_path, told, monkeypatch):
@@ -235,16 +208,6 @@ def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path, told):
         run.progress.done, kept = 2, run.batches
         assert asked == [(12, 1)], "the global batch, and the first step that is read"
     assert asked[1:] == ["closed"] and kept, "a loader's processes end with the run"
-
-
-def test_what_the_model_writes_before_and_after(tmp_path, told, monkeypatch):
-    monkeypatch.setattr("common.run.sample", lambda model, *about: f"bias {bool(model.head.norm.bias.any())}")
-    with alone(tmp_path / "run", steps=1, sample=9) as run:
-        train(run)
-    assert [line for line in told if line.startswith("---")] == [
-        "--- what the model writes before training:\nbias False",
-        "--- what the model writes after training:\nbias True",
-    ], "the first model has biases of zero"
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])

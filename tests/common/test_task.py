@@ -14,7 +14,6 @@ from torch import nn
 
 from common import data
 from common.lab.launch import launch
-from common.learning_rate import learning_rate
 from common.mesh import make_mesh
 from common.random_state import random_state, set_random_state
 from common.strategy import Engine, Setup, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
@@ -81,9 +80,6 @@ def test_a_plan_has_the_runs_settings_and_the_strategys_place():
     assert [tuple(inputs.shape) for inputs, _ in parts] == [(3, 16)] * 2
 
 
-PARTS = "2 data-parallel rank(s) x 2 micro-batch(es) = 4"
-
-
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
@@ -119,16 +115,6 @@ def test_validation_text_is_of_four_packages():
     text = bytes(data.validation_text(16).tokens.tolist())
     for package in (asyncio, email, json, logging):
         assert Path(package.__file__).read_bytes() in text, f"{package.__name__} is held out"
-
-
-def test_the_learning_rate_step_by_step():
-    """Half a cosine from 1 to 0.1: 0.1 + 0.9 (1 + cos(pi x)) / 2 at x = 1/4, 1/2, 3/4 and 1."""
-    config = SimpleNamespace(lr=1.0, warmup_steps=2, steps=6, lr_schedule="cosine")
-    rates = [learning_rate(config, step) for step in (*range(6), 6, 20)]
-    assert rates == pytest.approx([0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1, 0.1], abs=1e-6), "and after the end"
-    assert learning_rate(SimpleNamespace(**vars(config) | {"steps": 3}), 2) == pytest.approx(0.1), "one step of cosine"
-    constant = SimpleNamespace(**vars(config) | {"lr_schedule": "constant"})
-    assert [learning_rate(constant, step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_the_loss_of_16_bit_logits_is_computed_in_float32():

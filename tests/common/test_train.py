@@ -5,7 +5,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import time
@@ -14,19 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from forks import ranks_of, start, wait_for_step
 from helpers import TEXT, configure, metrics, numbers, refused, train
 
 from common import manifest, meter
 from common.errors import UserError
 from common.keeper import Keeper
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.progress import Progress
 from common.ranks import process_group
 from common.run import INTERRUPTED, Run
-from common.run_dir import RunDirectory, require_writable
+from common.run_dir import RunDirectory
 from common.task import make_task
 from course.ddp.loading import WORKERS
 
@@ -81,53 +79,6 @@ def test_the_run_directory(tmp_path):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_resume_elsewhere_and_differently(tmp_path):
-    """Stopped on two ranks with DDP, resumed on one process: as if it had never stopped."""
-    parts = tmp_path / "parts"
-    whole = configure(**TEXT | {"steps": 6}, strategy="single", run_dir=tmp_path / "whole")
-    launch(train, 1, ([whole],))
-    first = configure(size=2, **TEXT | {"steps": 3}, strategy="ddp", run_dir=parts)
-    launch(train, 2, ([first],))
-    then = configure(**TEXT | {"steps": 5}, strategy="single", accumulation_steps=3, run_dir=parts, resume=True)
-    launch(train, 1, ([then],))
-    # A checkpoint that is older than the metrics: the steps after it are done again, and stand there once.
-    shutil.rmtree(parts / "checkpoint-000005")
-    last = configure(size=2, **TEXT | {"steps": 6}, strategy="ddp", by_hand=True, run_dir=parts, resume=True)
-    launch(train, 2, ([last],))
-    assert [record["step"] for record in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
-    assert numbers(tmp_path / "parts") == pytest.approx(numbers(tmp_path / "whole"), rel=2e-5)
-
-
-def drawing_at_random(config) -> list[float]:
-    """Train, and draw a number after each step, of a sequence that is each rank's own: what dropout would do."""
-    drawn, log = [], Run.log
-
-    def draw(run, step, loss, grad_norm):
-        if step == 0:
-            torch.manual_seed(100 + dist.get_rank())
-        drawn.append(torch.rand(()).item())
-        log(run, step, loss, grad_norm)
-
-    Run.log = draw
-    try:
-        train([config])
-    finally:
-        Run.log = log
-    return drawn
-
-
-def test_a_resumed_run_draws_the_random_numbers_that_it_would_have_drawn(tmp_path):
-    def run(steps, folder, **more):
-        config = configure(size=2, **TEXT | {"steps": steps}, strategy="ddp", run_dir=tmp_path / folder, **more)
-        return launch(drawing_at_random, 2, (config,))
-
-    whole, first = run(4, "whole"), run(2, "parts")
-    then = run(4, "parts", resume=True)
-    assert len(set(whole[0] + whole[1])) == 8  # another number in every step on every rank
-    assert [drawn[:2] for drawn in whole] == first
-    assert [drawn[2:] for drawn in whole] == then, "random numbers of each rank after resuming"
-
-
 def alone(folder, **settings) -> Run:
     """A run of one process, which is the process group's only one."""
     config = configure(**TEXT | {"checkpoint_every": 0}, strategy="single", run_dir=folder, **settings)
@@ -174,25 +125,6 @@ def test_on_a_gpu_the_host_reads_a_step_when_the_next_one_is_queued(tmp_path):
             seen.append(list(OnAGPU.reads))
     assert seen == [[], [0, 10], [0, 10, 1, 11], [0, 10, 1, 11, 2, 12]]
     assert [record["loss"] for record in metrics(tmp_path / "run")] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("precision, by_hand", [("bf16", {}), ("fp16", {}), ("fp16", {"by_hand": True})])
-def test_half_precision_is_near(precision, by_hand, tmp_path):
-    config = configure(size=2, **TEXT, **by_hand, strategy="ddp", precision=precision, run_dir=tmp_path / "half")
-    full = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "full")
-    launch(train, 2, ([config, full],))
-    half, full = metrics(tmp_path / "half"), metrics(tmp_path / "full")
-    assert [r["loss"] for r in half] == pytest.approx([r["loss"] for r in full], rel=2e-2)
-    assert [r["loss"] for r in half] != [r["loss"] for r in full]
-    # The norm is that of the gradients, not of those that fp16 scales; None where they overflowed.
-    norms = [(h["grad_norm"], f["grad_norm"]) for h, f in zip(half, full, strict=True) if h["grad_norm"] is not None]
-    assert norms and [h for h, _ in norms] == pytest.approx([f for _, f in norms], rel=5e-2), "gradient norms"
-
-
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    config = configure(**TEXT | {"optimizer": "sgd", "lr": 1e38}, strategy="single", run_dir=tmp_path / "run")
-    with pytest.raises(RankFailed, match=r"the loss is nan at step \d; try a smaller --lr"):
-        launch(train, 1, ([config],))
 
 
 def family(process: subprocess.Popen) -> list[psutil.Process]:
@@ -327,20 +259,3 @@ def train_until_refused(config) -> str | None:
     except UserError as error:
         return str(error)
     return None
-
-
-def test_a_disk_that_is_full_already(tmp_path, monkeypatch):
-    def full(**_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("common.run_dir.tempfile.TemporaryFile", full)
-    with refused("No space left on device"):
-        require_writable(tmp_path, "")
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    for step in (5, 10, 100, 1000):
-        (tmp_path / manifest.name_of(step)).mkdir()
-    RunDirectory(in_folder(tmp_path), world_size=1).keep_newest()
-    there = [path.name for path in manifest.checkpoints(tmp_path)]
-    assert there == ["checkpoint-000100", "checkpoint-001000"], "the newest two"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import SMALL, configure, metrics, refused, train
+from helpers import SMALL, configure, metrics, train
 
 from common import meter
 from common.lab.launch import launch
@@ -107,13 +107,6 @@ def length_of_step(config) -> float:
     before = config.strategy_class.make_model(config)
     pairs = zip(before.parameters(), after, strict=True)
     return math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))
-
-
-def test_a_falling_learning_rate_keeps_its_end(tmp_path):
-    first = configure("--lr-schedule cosine", strategy="single", run_dir=tmp_path / "run", **TEXT)
-    launch(train, 1, ([first],))
-    with refused("--resume", "--steps", "3"):
-        configure("--resume --steps 9", strategy="single", run_dir=tmp_path / "run")
 
 
 # --- memory and MFU -------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """What the planner says of time: the chapters' formulas, the simulator continued, and published runs it was not fitted
 on."""
 
-import math
-
 import pytest
 
 from common.lab.wire_bytes import wire_bytes
@@ -10,7 +8,6 @@ from course.intro.classroom.solutions import all_reduce_seconds
 from course.intro.costs import collective_seconds, fit
 from course.pipeline import schedules, simulator
 from planner import constants, layer_time, models, published, stages, time
-from planner import fit as fitting
 from planner.constants import PRIOR
 from planner.hardware import cluster, find_gpu
 from planner.layout import Layout, make_layout
@@ -106,15 +103,6 @@ def test_model_flops_are_megatrons_formula():
         assert model.flops(s) * s == pytest.approx(layers + logits, rel=1e-3), f"FLOPs of a sequence, {model.name}"
 
 
-def test_parts_of_a_step_add_up():
-    for run in published.runs()[::7]:
-        step = time.estimate(run.model, run.cluster, run.layout, PRIOR)
-        assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) >= 0, (
-            f"parts of {run.name}"
-        )
-        assert 0 <= step.bubble < 1 and 0 <= step.exposed < step.seconds, f"bubble and messages of {run.name}"
-
-
 def test_more_of_a_resource_is_never_slower():
     """Twice the GPUs along "data", a faster network, less recomputation, more micro-batches per rank of a pipeline."""
     model = models.find("llama-2-13b")
@@ -141,18 +129,6 @@ def test_a_published_throughput_is_of_the_tokens_of_a_whole_batch():
         if run.seconds:
             rate = run.layout.batch_size * run.layout.sequence / run.seconds / run.cluster.gpus
             assert rate == pytest.approx(float(row["tokens_per_s_per_gpu"])), f"{run.name}: tokens per second and GPU"
-
-
-def test_a_fit_finds_constants_again():
-    """Runs whose times another planner made up are predicted better than before."""
-    true = constants.replace(PRIOR, matmul=0.75, passes=3.0)
-    runs = [run for run in published.runs() if run.source == "torchtitan 2024-04" and run.seconds]
-    made_up = [constants.replace(run, seconds=fitting.seconds(run, true)) for run in runs]
-    found = fitting.fit(made_up)
-    worst = max(abs(math.log(fitting.seconds(run, found) / run.seconds)) for run in made_up)
-    assert worst < 0.04 < max(abs(math.log(fitting.seconds(run, PRIOR) / run.seconds)) for run in made_up), (
-        "the fit's worst error"
-    )
 
 
 def test_what_each_pass_sends_along_context():

@@ -14,13 +14,12 @@ from forks import ranks_of, start, torchrun, wait_for_step
 from helpers import TEXT, configure, metrics, numbers, saved, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import ROOT, manifest
+from common import ROOT
 from common.data import Plan, Text, epoch_order
 from common.errors import UserError
 from common.lab.equality import NotEqual
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.run_dir import RunDirectory
 from common.task import check_batch
 from course.ddp import loading
 from course.ddp.classroom import check_loading as proof
@@ -143,24 +142,6 @@ def test_what_ranks_read_is_compared():
     assert targets.startswith("order: dealt on 2 rank(s): from step 1 on, micro-batch 0 of step 1 on rank 0 is ")
     said = "count: dealt on 2 rank(s): from step 1 on, ranks got [3, 2] batches, expected 3 each"
     assert refused(lambda of_ranks: of_ranks[1].pop()) == said
-
-
-def test_a_check_of_loading_asks_for_every_plan_and_start(monkeypatch):
-    seen = []
-
-    def dealt(dataset, plan, start):
-        return [(plan.accumulate, start, plan.batch_size, plan.examples, plan.seed, plan.data_rank, plan.data_size)]
-
-    monkeypatch.setattr(proof.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(proof.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(proof, "launch", lambda function, nproc, timeout: [function()] * nproc)
-    monkeypatch.setattr(proof, "compare", lambda *about: seen.append(about))
-    proof.check_loading([dealt], 2)
-    asked = [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert [(about[1:3], about[3]) for about in seen] == [
-        (case, f"dealt on 2 rank(s), accumulate {case[0]}") for case in asked
-    ]
-    assert [about[0] for about in seen] == [[[(*case, 24, 113, 1, 1, 2)]] * 2 for case in asked]
 
 
 class Counted(proof.Numbered):
@@ -332,31 +313,6 @@ def test_torchrun_restarts_a_run_after_a_rank_was_killed(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
     launch(train, 2, ([configure(size=2, **settings, strategy="ddp", run_dir=tmp_path / "whole")],))
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-
-
-def test_only_the_same_launch_goes_on_with_a_run(tmp_path, monkeypatch):
-    def attempt(launched: str, number: int) -> RunDirectory:
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"logs/{launched}/attempt_{number}/0/error.json")
-        return RunDirectory(configure(), world_size=1)
-
-    monkeypatch.chdir(tmp_path)
-    first = attempt("none_ab", 0)
-    assert not first.resumes
-    first.log({"step": 1})
-    second = attempt("none_ab", 1)  # the first died before its first checkpoint: from the beginning
-    assert second.path == first.path and not second.resumes and second.records() == []
-    second.log({"step": 1})
-    (second.path / manifest.name_of(1)).mkdir()
-    third = attempt("none_ab", 2)
-    assert third.path == first.path and third.resumes and third.records() == [{"step": 1}]
-    other = attempt("none_cd", 1)
-    assert other.path != first.path and not other.resumes
-    with pytest.raises(UserError, match="--run-dir.*--resume"):
-        configure(run_dir=first.path)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "logs/none_ef/attempt_0/0/error.json")
-    two_nodes = RunDirectory(configure(), 2, ["none_ef", "none_gh"])
-    (two_nodes.path / manifest.name_of(1)).mkdir()
-    assert attempt("none_gh", 1).path == two_nodes.path, "the first node is lost, and the other's rank is rank 0"
 
 
 def test_ranks_that_share_no_data_are_told_so(tmp_path, capfd):

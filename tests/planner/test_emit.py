@@ -49,52 +49,6 @@ def test_yaml_is_read_as_what_was_written():
     assert yaml.safe_load(emit.yaml(settings)) == settings
 
 
-def test_torchtitan_has_all_axes(capsys):
-    line = f"{LLAMA} --gpus 384 --mesh data=2,shard=4,pipeline=3,context=8,tensor=2 --zero-stage 3 --micro-batch 2"
-    found = say(capsys, "torchtitan", line)
-    (tables,) = read(found)
-    degrees = {
-        "data_parallel_replicate": 2, "data_parallel_shard": 4, "pipeline_parallel": 3, "context_parallel": 8,
-        "tensor_parallel": 2,
-    }  # fmt: skip
-    assert {name: tables["parallelism"][f"{name}_degree"] for name in degrees} == degrees, "degrees"
-    assert tables["parallelism"]["pipeline_parallel_schedule"] == "1F1B"
-    assert tables["parallelism"]["pipeline_parallel_microbatch_size"] == 2
-    assert tables["training"]["local_batch_size"] == 8 and tables["training"]["global_batch_size"] == 64
-    assert tables["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
-    assert tables["activation_checkpoint"] == {"mode": "full"}
-    assert found["command"].startswith("torchrun --nnodes=48 --node_rank=$NODE")
-
-
-def test_accelerate_has_two_axes_and_more(capsys):
-    line = f"{LLAMA} --gpus 16 --mesh data=2,shard=8 --zero-stage 3"
-    (settings,) = read(say(capsys, "accelerate", line))
-    assert settings["distributed_type"] == "FSDP" and settings["num_processes"] == 16
-    assert settings["fsdp_config"]["fsdp_reshard_after_forward"] is True
-    assert settings["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
-    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_has_stages_and_batches_that_multiply(capsys, stage):
-    line = f"{LLAMA} --gpus 16 --mesh shard=16 --zero-stage {stage} --micro-batch 2 --offload"
-    found = say(capsys, "deepspeed", line)
-    settings, hosts = read(found)
-    assert settings["zero_optimization"]["stage"] == stage
-    assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    batches = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
-    assert batches == (2, 2) and settings["train_batch_size"] == 64 == 2 * 2 * 16
-    assert hosts == ["node0 slots=8", "node1 slots=8"] and "--num_nodes 2 --num_gpus 8" in found["command"]
-
-
-def test_the_trainer_takes_deepspeed_for_the_stages_that_fsdp_has_not(capsys):
-    (settings,) = read(say(capsys, "hf-trainer", f"{LLAMA} --gpus 8 --mesh shard=8 --zero-stage 3"))
-    assert settings["fsdp"] is True and settings["fsdp_config"]["activation_checkpointing"] is True
-    zero, settings = read(say(capsys, "hf-trainer", f"{LLAMA} --gpus 8 --mesh shard=8 --zero-stage 2 --offload"))
-    assert settings["deepspeed"] == "deepspeed.json" and "fsdp" not in settings
-    assert zero["zero_optimization"]["stage"] == 2
-
-
 def test_slurm_starts_torchrun_on_each_node(capsys):
     found = say(capsys, "slurm", f"{LLAMA.replace('full', 'selective')} --gpus 16 --mesh data=2,shard=8 --zero-stage 3")
     job, course = found["files"]["job.sbatch"], yaml.safe_load(found["files"]["course.yaml"])

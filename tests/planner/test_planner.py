@@ -139,6 +139,10 @@ def test_the_search_of_16384_gpus_is_narrow_enough():
 ESTIMATE = "estimate --model llama-7b --gpus 8 --gpu a100-80gb --batch-size 64"
 WRONG = {  # and words of the one line that is said of it: what is wrong, and what there is
     "pln --gpus 8": "pln plan",
+    "zyzzyva": "zyzzyva plan estimate calibrate",
+    "models --jsn": "--jsn '--json'",
+    "estimate --gpus 2 --gpu zyzzyva --batch-size 64 --model llama-7b": " ".join(["zyzzyva", *GPUS]),
+    "estimate --gpus 2 --gpu h100 --batch-size 64 --mod 3": "--mod '--model'",
     "plan --model lama-7b --gpus 8 --gpu h100 --batch-size 8": "lama-7b llama-7b",
     "plan --model llama-7b --gpus 8 --gpu h10 --batch-size 8": "h10 h100",
     PLAN + " --max-memory 10": "--max-memory --max-memory-gb",
@@ -151,7 +155,7 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     PLAN + " --sequence 0": "--sequence 1 0",
     ESTIMATE.replace("estimate", "emit") + " --format nosuch": "nosuch torchtitan deepspeed",
     "calibrate --ranks 100000": "--ranks 100000 cores",
-    PLAN + " --precision bf17": "bf17 bf16",
+    PLAN + " --precision bf17": "bf17 float32 bf16-mixed fp16-mixed",
     PLAN + " --constants nowhere.json": "--constants",
     PLAN.replace("--gpus 8", "--gpus 12"): "--gpus 12 8",
     PLAN.replace("--gpus 8", "--gpus 0"): "--gpus 1 0",

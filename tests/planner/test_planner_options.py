@@ -109,10 +109,12 @@ def test_a_plan_explains_its_best_layout_and_an_estimate_itself(capsys):
 
 
 def test_every_file_is_written(capsys, tmp_path):
-    line = f"emit --format slurm --out {tmp_path} --mesh data=8 {ESTIMATE[9:]} --max-memory-gb 900"
-    main(line.split())
-    assert {file.name for file in tmp_path.iterdir()} == {"job.sbatch", "course.yaml"}
-    assert f"written to {tmp_path / 'course.yaml'}" in capsys.readouterr().out
+    folder = tmp_path / "new" / "folder"
+    for _ in range(2):  # the second time it is there
+        main(f"emit --format slurm --out {folder} --mesh data=8 {ESTIMATE[9:]} --max-memory-gb 900".split())
+        assert {file.name for file in folder.iterdir()} == {"job.sbatch", "course.yaml"}
+        out = capsys.readouterr().out
+        assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
 
 
 def test_this_machine_has_what_calibrate_measured():

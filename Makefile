@@ -12,7 +12,7 @@ BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
 ENGINES := $(VENV)/.installed-engines
-NOTEBOOKS := $(sort $(wildcard 0*/*.ipynb))
+NOTEBOOKS := distributed_training.ipynb $(sort $(wildcard 0*/*.ipynb))
 
 # Ranks share the cores: one thread each. And what a recipe or a notebook starts comes from the environment.
 export OMP_NUM_THREADS := 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from common import compiled
 from common.constants import PRECISIONS
 from common.errors import UserError
 from common.installed import missing
@@ -66,6 +67,10 @@ class Config:
     width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
     heads: int = option(4, "the GPT's attention heads; they divide the width", identity=True, at_least=1)
     precision: str = option("fp32", "of the forward pass", PRECISIONS)
+    tf32: bool = option(False, "on GPUs, round what float32 products multiply to TF32")
+    compile: str = option(
+        "", "compile each block by torch.compile's backend of this name; bare: inductor", bare="inductor"
+    )
     seed: int = option(0, "of the initial weights and of the order of the data", identity=True, at_least=0)
     optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)
     lr: float = option(2e-3, "learning rate, reached after a linear warm-up", identity=True)
@@ -76,6 +81,7 @@ class Config:
     weight_decay: float = option(0.1, "of adamw: a step takes this x lr of a weight away", identity=True, at_least=0)
     beta1: float = option(0.9, "of adamw: how slowly the mean of gradients changes", identity=True, at_least=0)
     beta2: float = option(0.95, "of adamw: the same, of squared gradients", identity=True, at_least=0)
+    fused: bool = option(False, "of adamw: a step in one kernel, in place of one for each operation")
     max_norm: float = option(1.0, "the gradient's 2-norm is clipped to this; inf: not at all", identity=True)
     task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
@@ -142,6 +148,8 @@ def check(config: Config) -> None:
             raise UserError(f"--task images: {lacking}")
     if config.tensorboard and missing(("tensorboard",)):
         raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
+    if config.compile:
+        compiled.require(config)
     config.strategy_class.require(config, config.axes)
 
 
@@ -171,8 +179,8 @@ def check_values(config: Config) -> None:
 def check_combinations(config: Config) -> None:
     """Raise UserError for options that do not belong together."""
     for item in shared():
-        changed = item.name in ("weight_decay", "beta1", "beta2") and getattr(config, item.name) != item.default
-        if changed and config.optimizer == "sgd":
+        of_adamw = item.name in ("weight_decay", "beta1", "beta2", "fused")
+        if of_adamw and getattr(config, item.name) != item.default and config.optimizer == "sgd":
             raise UserError(f"{flag(item.name)} belongs to --optimizer adamw; leave one of them out")
     for name in ("sample", "validate_every", "text"):
         if getattr(config, name) and config.task != "text":

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common import data
+from common.compiled import compile_blocks
 from common.config import Config
 from common.errors import INTERRUPTED, UserError, into_report
 from common.keeper import Keeper
@@ -27,7 +28,7 @@ from common.progress import Progress
 from common.ranks import silent
 from common.record import Record, print_line
 from common.sample import sample
-from common.strategy import Strategy, require_precision
+from common.strategy import Strategy, require_precision, use_tf32
 from common.task import Task, check_batch
 
 
@@ -47,6 +48,10 @@ class Run:
     def __init__(self, config: Config, strategy: Strategy, task: Task):
         check_batch(config, strategy)
         require_precision(strategy.device, config.precision)
+        if config.compile:
+            compile_blocks(strategy.model, config.compile)
+        if config.tf32:
+            use_tf32(strategy.device)
         self.config, self.strategy, self.task = config, strategy, task
         self.keeper = Keeper(config, strategy, task)
         self.main_rank = self.keeper.directory.writes

@@ -53,6 +53,7 @@ class Strategy:
     from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
     Options:     a subclass of common.options.StrategyOptions, with its own options
     main:        a function of the run's configuration that trains, in the place of the chapter's
+    uncompiled:  why --compile cannot be used with it: a clause
     uncounted:   what a dry run, which computes without numbers, cannot count: a sentence
     """
 
@@ -65,6 +66,7 @@ class Strategy:
     Options: type[StrategyOptions] = StrategyOptions
     main: Callable | None = None
     uncounted = ""
+    uncompiled = ""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -277,6 +279,14 @@ def require_precision(device: torch.device, precision: str) -> None:
     """Raise UserError for a precision that a device cannot compute in."""
     if not can_compute(device.type, precision):
         raise UserError(f"--precision {precision}: {device} cannot multiply matrices in it; try another, or fp32")
+
+
+def use_tf32(device: torch.device) -> None:
+    """Have float32 matrices multiplied in TF32 from here on, in this process. Raises UserError for a device without."""
+    if device.type != "cuda" or torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(f"--tf32: {device} has no TF32; NVIDIA's GPUs have it from A100 on: leave it out")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
 
 
 def require_gradients(model: nn.Module, without: set[nn.Parameter] | None = None) -> None:

@@ -39,7 +39,8 @@ class Task:
         if self.config.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.config.lr, momentum=0.9)
         c = self.config
-        return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
+        betas, fused = (c.beta1, c.beta2), c.fused or None  # None: PyTorch's default, which is another on GPUs
+        return torch.optim.AdamW(parameters, lr=c.lr, betas=betas, weight_decay=c.weight_decay, fused=fused)
 
     def micro_batches(self, step: int, strategy: Strategy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What this rank reads in step `step`, counted from 0."""

@@ -165,7 +165,7 @@ def main():
             command = [*TORCHRUN, f"--nproc_per_node={ranks}", ROOT / program, *arguments.split()]
             row = f"{program} {arguments}".strip() + f", {ranks} rank(s)"
             failed += soak(row, SCRIPT_RUNS, lambda _run_dir, _number, command=command: command, None)
-    for path in sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("0*/*.ipynb")):
+    for path in sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.ipynb"), *ROOT.glob("0*/*.ipynb"))):
         failed += soak(path, NOTEBOOK_RUNS, lambda _run_dir, _number, path=path: notebook(path), ROOT)
     print(f"{failed} failed")
     return failed

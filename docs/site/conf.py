@@ -22,6 +22,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/*.md",
     "planner/published/README.md",
+    "*.ipynb",
     "0*/*.ipynb",
 ]
 nb_execution_mode = "off"
@@ -51,7 +52,8 @@ def contents() -> str:
     outline = README[README.index("in reading order") :]
     notebooks.sort(key=outline.find)
     titles = {folder: folder.replace("_", " ") for folder in sorted({page.split("/")[0] for page in notebooks})}
-    blocks = [(titles[folder], [p for p in notebooks if p.startswith(folder)]) for folder in titles]
+    blocks = [("To begin with", ["distributed_training.ipynb"])]
+    blocks += [(titles[folder], [p for p in notebooks if p.startswith(folder)]) for folder in titles]
     blocks.append(("Documents", [*sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
                                  "planner/published/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
     return "".join(

@@ -81,7 +81,7 @@ def test_a_chapter_imports_earlier_chapters_only(number, folder):
 
 
 def test_nothing_imports_a_chapters_file_by_its_bare_name():
-    for path in [*FILES, *ROOT.glob("0*/*.ipynb")]:
+    for path in [*FILES, *ROOT.glob("*.ipynb"), *ROOT.glob("0*/*.ipynb")]:
         for code in code_of(path):
             bare = {name for name in imported(code) if name.split(".")[0] in OWN - {"helpers"}}
             assert not bare, f"{path} imports {bare}; say `from course.CHAPTER import ...`"

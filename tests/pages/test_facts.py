@@ -35,7 +35,7 @@ def test_a_page_that_is_out_of_date_is_named_and_written(tmp_path, monkeypatch, 
     page = tmp_path / "page.md"
     page.write_text("It waits <!-- facts: seconds of a collective -->7<!-- end --> seconds.\n")
     monkeypatch.setattr(facts, "PAGES", [page])
-    monkeypatch.setattr(facts, "NOTEBOOKS", [])
+    monkeypatch.setattr(facts, "EVERY_NOTEBOOK", [])
     monkeypatch.setattr(facts, "ROOT", tmp_path)
     for line, code, told in ((["--check"], 1, "run `make facts`"), ([], 0, "page.md"), (["--check"], 0, "")):
         with pytest.raises(SystemExit, check=lambda end, code=code: end.code == code):

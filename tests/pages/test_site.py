@@ -23,7 +23,8 @@ def conf():
 def test_every_page_is_in_the_contents_once(conf):
     listed = re.findall(r"^[\w/-]+\.(?:ipynb|md)$", conf.contents(), re.MULTILINE)
     notebooks = [page for page in listed if page.endswith(".ipynb")]
-    assert sorted(notebooks) == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("0*/*.ipynb")), "pages of the site"
+    there = [*ROOT.glob("*.ipynb"), *ROOT.glob("0*/*.ipynb")]
+    assert sorted(notebooks) == sorted(str(path.relative_to(ROOT)) for path in there), "pages of the site"
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} < {*listed}
     assert len(listed) == len({*listed})
 

@@ -19,7 +19,7 @@ from common.axes import parse_axes, resolve
 from common.constants import GIB
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
-from planner import constants, hardware, models
+from planner import as_course, constants, hardware, models
 from planner.emit import COURSE, FORMATS, emit
 from planner.estimate import Estimate, estimate
 from planner.frameworks import FRAMEWORKS
@@ -104,9 +104,11 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add = subs["benchmark"].add_argument
     add("--models", default="tiny", help="comma-separated: tiny, small, wide, deep")
     add("--max-gpus", type=int, default=2, help="processes at most; 1, 2, 4, ... are tried")
-    add("--batch-size", type=int, default=16, help="sequences of a step, of all processes together")
+    add("--batch-size", default="16", help="comma-separated: sequences of a step, of all processes together")
+    add("--precision", default="float32", help=f"comma-separated: {', '.join(as_course.PRECISION)}")
     add("--steps", type=int, default=10, help="that are timed")
     add("--constants", help="a file that calibrate wrote")
+    add("--output", metavar="FILE.json", help="write the grid, or with --run what was measured, there as well")
     add("--run", action="store_true", help="train each, and compare; without this the grid is printed")
     add("--json", action="store_true")
     add = subs["explain"].add_argument
@@ -389,14 +391,24 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def run_benchmark(args: argparse.Namespace) -> None:
     from planner import benchmark
 
-    for name in ("max_gpus", "steps", "batch_size"):
+    for name in ("max_gpus", "steps"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    sizes = args.batch_size.split(",")
+    if wrong := next((size for size in sizes if not size.isdecimal() or int(size) < 1), None):
+        raise UserError(f"--batch-size: expected numbers of at least 1, not '{wrong}'")
+    precisions = [PRECISION_ALIASES.get(name, name) for name in args.precision.split(",")]
+    for name in precisions:
+        lookup(name, as_course.PRECISION, "precision")
     measured = args.constants and constants.load(args.constants) and hardware.read_here(args.constants)
     gpu, found = measured or "cpu", constants.load(args.constants)
-    runs = benchmark.grid(args.models.split(","), args.max_gpus, gpu, found, args.batch_size)
+    names = args.models.split(",")
+    runs = [run for size in sizes for precision in precisions
+            for run in benchmark.grid(names, args.max_gpus, gpu, found, int(size), precision)]  # fmt: skip
     if args.run:
         runs = benchmark.compare(runs, args.steps)
+    if args.output:
+        Path(args.output).write_text(json.dumps(runs, indent=1) + "\n")
     print(json.dumps(runs, indent=1) if args.json or not args.run else benchmark.table(runs))
 
 

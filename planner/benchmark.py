@@ -44,7 +44,8 @@ LAYOUTS: dict[str, tuple[str, dict]] = {  # strategy: the axis along which all p
 WARM = 3  # steps before those that are timed
 
 
-def grid(names: list[str], most: int, gpu: str | GPU, constants: Constants, batch_size: int = 16) -> list[dict]:
+def grid(names: list[str], most: int, gpu: str | GPU, constants: Constants, batch_size: int = 16,
+         precision: str = "float32") -> list[dict]:  # fmt: skip
     """Every strategy that divides the model on 1, 2, 4, ... processes. Raises UserError for an unknown model."""
     found = []
     for name in names:
@@ -55,7 +56,7 @@ def grid(names: list[str], most: int, gpu: str | GPU, constants: Constants, batc
             for strategy, (axis, more) in LAYOUTS.items() if size > 1 else [("ddp", ("data", {}))]:
                 micro = batch_size // size if axis in ("data", "shard") else batch_size
                 micro = batch_size // (2 * size) if axis == "pipeline" else micro
-                fields = {"batch_size": batch_size, "sequence": context, "precision": "float32", "micro_batch": micro}
+                fields = {"batch_size": batch_size, "sequence": context, "precision": precision, "micro_batch": micro}
                 try:
                     layout = make_layout(model, nodes, {axis: size}, fused=False, **fields, **more)
                 except UserError:
@@ -73,6 +74,8 @@ def described(found: Estimate, strategy: str) -> dict:
         "model": found.model.name,
         "processes": found.cluster.gpus,
         "strategy": strategy,
+        "batch_size": found.layout.batch_size,
+        "precision": found.layout.precision,
         "options": words,
         "predicted": {"step_seconds": found.seconds, "parts": dict(found.step.parts)},
     }
@@ -116,11 +119,15 @@ def attribute(predicted: dict, seconds: float, work: float) -> dict:
 def works(runs: list[dict], measured: list[float], cores: int) -> list[float]:
     """For each run, the work of one of its ranks: a process's step over the number of processes that compute at once,
     since every strategy here divides the same work. Raises UserError where the grid lacks the run of one process."""
-    alone = {run["model"]: seconds for run, seconds in zip(runs, measured, strict=True) if run["processes"] == 1}
+
+    def same_work(run):
+        return run["model"], run.get("batch_size"), run.get("precision")
+
+    alone = {same_work(run): seconds for run, seconds in zip(runs, measured, strict=True) if run["processes"] == 1}
     for run in runs:
-        if run["model"] not in alone:
+        if same_work(run) not in alone:
             raise UserError(f"the grid has no run of '{run['model']}' on one process, whose work is compared with")
-    return [alone[run["model"]] / min(run["processes"], cores) for run in runs]
+    return [alone[same_work(run)] / min(run["processes"], cores) for run in runs]
 
 
 def compare(runs: list[dict], steps: int) -> list[dict]:

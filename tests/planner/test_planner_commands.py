@@ -35,6 +35,20 @@ def test_a_machine_that_was_measured_is_the_gpu_here(monkeypatch, tmp_path):
     assert cluster_of(read(f"{ESTIMATE} --gpu h100 --constants {file}".split())).gpu.name == "h100-80gb"
 
 
+def test_a_grid_of_batches_and_precisions_is_written_to_a_file(capsys, tmp_path):
+    """The work of each is compared with that of its own batch and precision on one process."""
+    file = tmp_path / "grid.json"
+    said(capsys, f"benchmark --max-gpus 2 --batch-size 8,16 --precision fp32,bf16 --output {file}")
+    runs = json.loads(file.read_text())
+    alone = [run for run in runs if run["processes"] == 1]
+    assert [(run["batch_size"], run["precision"]) for run in alone] == [
+        (8, "float32"), (8, "bf16-mixed"), (16, "float32"), (16, "bf16-mixed")]  # fmt: skip
+    measured = [8.0 * run["batch_size"] + (run["precision"] == "float32") for run in runs]
+    per_rank = benchmark.works(runs, measured, cores=4)
+    expected = [seconds / run["processes"] for run, seconds in zip(runs, measured, strict=True)]
+    assert per_rank == expected and len(runs) > 8
+
+
 def test_head_may_stop_reading(monkeypatch):
     def closed(args):
         raise BrokenPipeError

@@ -100,6 +100,8 @@ def own_options() -> dict[str, set[str]]:
     own["common.generate"] = options_of(generate.parser())
     commands_of_runs = next(action.choices for action in runs.parser()._actions if action.dest == "command")
     own["common.runs"] = set().union(*map(options_of, commands_of_runs.values()))
+    # This one cannot be imported without the engines' packages.
+    own["with_qlora.py"] = set(re.findall(r'"(--[\w-]+)"', (ROOT / "06_fsdp" / "with_qlora.py").read_text()))
     engines = ("with_accelerate.py", "with_fabric.py", "with_deepspeed.py", "with_trainer.py")
     return dict.fromkeys(("distributed_training.py", *engines), scripts) | own
 

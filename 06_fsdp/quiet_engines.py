@@ -1,0 +1,11 @@
+"""What engines say and what means nothing here, silenced one by one, by name. Import this before them."""
+
+import logging
+import warnings
+
+# bitsandbytes could download a faster kernel, and takes its own without it.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# peft asks for a name that Transformers 5 has given up.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+# Accelerate imports DeepSpeed where it is installed, which then says that there is no GPU.
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -105,7 +105,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--models", default="tiny", help="comma-separated: tiny, small, wide, deep")
     add("--max-gpus", type=int, default=2, help="processes at most; 1, 2, 4, ... are tried")
     add("--batch-size", default="16", help="comma-separated: sequences of a step, of all processes together")
-    add("--precision", default="float32", help=f"comma-separated: {', '.join(as_course.PRECISION)}")
+    add("--precision", default="fp32", help=f"comma-separated: {', '.join(as_course.PRECISION.values())}")
     add("--steps", type=int, default=10, help="that are timed")
     add("--constants", help="a file that calibrate wrote")
     add("--output", metavar="FILE.json", help="write the grid, or with --run what was measured, there as well")
@@ -397,9 +397,8 @@ def run_benchmark(args: argparse.Namespace) -> None:
     sizes = args.batch_size.split(",")
     if wrong := next((size for size in sizes if not size.isdecimal() or int(size) < 1), None):
         raise UserError(f"--batch-size: expected numbers of at least 1, not '{wrong}'")
-    precisions = [PRECISION_ALIASES.get(name, name) for name in args.precision.split(",")]
-    for name in precisions:
-        lookup(name, as_course.PRECISION, "precision")
+    known = {name: precision for precision, name in as_course.PRECISION.items()}
+    precisions = [lookup(name, known, "precision") for name in args.precision.split(",")]
     measured = args.constants and constants.load(args.constants) and hardware.read_here(args.constants)
     gpu, found = measured or "cpu", constants.load(args.constants)
     names = args.models.split(",")

@@ -446,10 +446,6 @@ EXERCISES = [
                 "Nobody is before rank 0 and nobody is after the last rank: there the result is None, not an "
                 "empty buffer. (Or the two results have changed places.)"
             ),
-            "rank 0 waiting for a message ... rank 1 waiting for a recv": (
-                "Both ranks wait to receive, and neither has sent what it has: activations go to rank + 1, "
-                "gradients to rank - 1."
-            ),
         },
     ),
     exercise(

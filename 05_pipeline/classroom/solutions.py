@@ -783,7 +783,7 @@ WRONG = {
         (neighbours_swapped, "expected None as item 0, got a tensor of shape (400, 1000) and type float32"),
         (neighbours_in_one_message, "expected 1600000 bytes to rank 1, got 3200000 bytes to rank 1"),
         (neighbours_without_gradients, "got 0 (400000 of 400000 elements differ)"),
-        (neighbours_the_wrong_way, "a deadlock, no answer for 5 s: ... activations go to rank + 1"),
+        (neighbours_the_wrong_way, "a deadlock, no answer for 5 s: ... in this direction"),
     ],
     "repaired_step": [
         (repaired_nothing, "batch 8, 4 micro-batches, rank 1: expected [[0.045 ... as item 0"),

@@ -27,9 +27,11 @@ def of_a_deadlock(ends: list[str]) -> str:
             "dist.send waits until the other rank receives, and all of these are still sending. Start sends with "
             "dist.isend and wait for them after the receives, or use dist.batch_isend_irecv."
         )
-    if all(end.startswith(("waiting in recv", "waiting for a recv")) for end in waits):
+    # "A message" is what a rank says whose partner has given up first.
+    if all(end.startswith(("waiting in recv", "waiting for a recv", "waiting for a message")) for end in waits):
         return (
-            "These ranks wait for messages that nobody has sent: does anybody send to them, and before it waits itself?"
+            "These ranks wait for messages that nobody has sent: does anybody send to them, in this direction, and "
+            "before it waits itself?"
         )
     if any("recv" in end or "send" in end or "message" in end for end in waits):
         return (

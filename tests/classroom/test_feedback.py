@@ -98,7 +98,7 @@ def test_how_other_wrong_results_are_related_to_right_ones():
     "ends, says",
     [
         (["waiting in send, line 3 of f"], "isend"),
-        (["waiting in recv, line 3 of f", "waiting for a recv, line 4 of f"], "nobody has sent"),
+        (["waiting in recv, line 3 of f", "waiting for a message, line 4 of f"], "nobody has sent"),
         (["waiting in recv, line 3 of f", "had returned"], "returned"),
         (["waiting in recv, line 3 of f", "waiting in send, line 3 of f"], "exactly this rank"),
         (["waiting in all_reduce, line 3 of f", "waiting in broadcast, line 4 of f"], "same order"),

@@ -122,15 +122,8 @@ def test_spaces_between_axes_do_not_matter():
 
 
 def test_what_others_call_an_option():
+    """Names of other programs, end to end, are in test_errors.py."""
     known = {item.name for item in shared()} | {"microbatches", "recompute"}
-    names = {
-        "Learning_Rate": "lr", "epochs": "steps", "max_steps": "steps", "hidden_size": "width", "n_embd": "width",
-        "num_layers": "layers", "n_layer": "layers", "depth": "layers", "n_heads": "heads", "num_heads": "heads",
-        "block_size": "context", "seq_len": "context", "gradient_accumulation_steps": "accumulation_steps",
-        "grad_accum": "accumulation_steps", "bs": "batch_size", "train_batch_size": "batch_size",
-        "output_dir": "run_dir", "save_dir": "run_dir", "dtype": "precision", "amp": "precision",
-        "num_microbatches": "microbatches", "activation_checkpointing": "recompute",
-    }  # fmt: skip
-    assert {name: nearest_option(name, known) for name in names} == names and {*names.values()} == {*ELSEWHERE}
+    assert {*ELSEWHERE} <= known, "what they mean is an option here"
     assert nearest_option("dtype", {"lr", "steps"}) is None, "an option that there is not"
     assert nearest_option("stepz", {"lr", "steps"}) == "steps"

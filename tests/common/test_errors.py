@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import Fork
-from helpers import LAUNCHER, configure, launcher, refused
+from helpers import LAUNCHER, configure, refused
 
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
 from common.keeper import Keeper
-from common.task import make_task
-from course.strategies import STRATEGIES
 
 SCRIPT = ROOT / "distributed_training.py"
 SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12"]
@@ -127,13 +125,6 @@ def test_torch_still_says_so():
             raise UserError(out_of_memory(error)) from None
 
 
-def test_a_batch_larger_than_the_data(tmp_path):
-    config = configure(task="images", batch_size=1798, run_dir=tmp_path / "run")
-    with refused("--batch-size 1798", "1797"):
-        make_task(config)
-    assert make_task(configure(task="images", batch_size=1797, run_dir=tmp_path / "run")).dataset.size == 1797
-
-
 def without(*names: str):
     """Called in a process: its Python lacks these packages from now on."""
     find = importlib.util.find_spec
@@ -232,22 +223,3 @@ def test_names_of_other_programs_are_understood(given, meant, tmp_path):
     file.write_text(f"{given}: 1")
     with refused(given, meant):
         configure(f"--config={file}")
-
-
-def help_text(line: str, capsys, monkeypatch) -> str:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit), launcher():
-        configure(f"{line} --help")
-    return capsys.readouterr().out
-
-
-def test_help_fits_a_screen_per_group_and_lists_strategies_and_schedules(capsys, monkeypatch):
-    for strategy in STRATEGIES:
-        by_hand = "pytorch" not in STRATEGIES[strategy].implementations
-        text = help_text(f"--strategy {strategy}" + by_hand * " --by-hand", capsys, monkeypatch)
-        groups = text.split(":\n  ")
-        assert len(groups) >= 5 and max(len(group.splitlines()) for group in groups) <= 24, strategy
-        assert max(map(len, text.splitlines())) <= 80
-        assert all(f" {name}" in text for name in STRATEGIES)
-        flat = " ".join(text.replace("{", " ").replace(",", ", ").split())
-        assert "gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zbv, dualpipev" in flat

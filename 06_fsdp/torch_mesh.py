@@ -147,7 +147,8 @@ class MeshParallel(Strategy):
         self.divisor, losses = self.options.microbatches * equal_parts, []
         for stage in self.own:
             stage.last_pass = last
-        self.schedule.step(*[inputs] * self.stages.first, target=targets, losses=losses, return_outputs=False)
+        given = [inputs] if self.stages.first else []  # other stages get theirs from the rank before
+        self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)
         total = sum(losses) / self.scaler.get_scale()
         return total.full_tensor() if isinstance(total, DTensor) else total
 

@@ -72,7 +72,8 @@ def train(how, device, steps=20):
         optimizer.zero_grad()
         if how == "pipeline":
             of_parts = []
-            schedule.step(*[inputs] * (rank == 0), target=targets, losses=of_parts)  # the first one has the inputs
+            given = [inputs] if rank == 0 else []  # the others get theirs from the process before
+            schedule.step(*given, target=targets, losses=of_parts, return_outputs=False)
             loss = sum(part.detach() for part in of_parts) / 4
         else:
             inputs, targets = inputs.chunk(size)[rank], targets.chunk(size)[rank]  # this process' slice

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from common import stored
 from common.config import Config, check, shared
 from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import UserError
@@ -63,6 +64,7 @@ def parse(
         if item.name in content:
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
+    kept = as_options(kept, shared())
     chosen = {**content, **early}
     if chosen.get("strategy") == "auto" and auto:
         return parse(table, default_strategy, auto(argv), by_axes, default_implementation)
@@ -92,6 +94,7 @@ def parse(
         from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known[key])
     values = {**from_file, **given}
     if kept:
+        kept = as_options(kept, fields(Options))
         values = resumed(kept, values, known, same_strategy=kept.get("strategy") == name)
     own = {item.name: values.pop(item.name) for item in fields(Options) if item.name in values}
     config = Config(**values, options=Options(**own), entry=entry)
@@ -300,17 +303,30 @@ def refuse_key(table, where: str, key: str, spelled: str, strategy: str, impleme
     raise UserError(f"{where}: unknown key '{spelled}'{hint}")
 
 
+class NoAliases(yaml.SafeLoader):
+    """Takes no alias: a few lines of them stand for more than there is memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(
+                f"line {self.peek_event().start_mark.line + 1}: an alias; write out what it stands for"
+            )
+        return super().compose_node(parent, index)
+
+
 # --- the configuration file -----------------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
     """Options from a YAML file, by field name, and how the file spells each. Raises UserError."""
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:  # of brackets without end
-        raise UserError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
+        content = yaml.load(stored.read(path).decode(), NoAliases) or {}
+    except UserError as error:
+        raise UserError(f"--config {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, brackets without end, the 40th of May
+        raise UserError(
+            f"--config {path}: not YAML ({stored.printable(' '.join(str(error).split())[:300])})"
+        ) from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
     for key in content:
@@ -321,6 +337,18 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
     if isinstance(values.get("mesh"), dict):
         values["mesh"] = ",".join(f"{axis}={number}" for axis, number in values["mesh"].items())
     return values, names
+
+
+def as_options(kept: dict, items) -> dict:
+    """Settings that somebody has stored, those of `items` as their options have them. Raises UserError."""
+    found = dict(kept)
+    for item in items:
+        if item.name in found:
+            where = f"--resume: {kept.get('run_dir', 'the run')} has {flag(item.name)}"
+            value = found[item.name] = convert(where, found[item.name], item)
+            if isinstance(value, str) and not value.isprintable():
+                raise UserError(f"{where}: {stored.printable(value)!r} is no text")
+    return found
 
 
 def convert(where: str, value, item):

@@ -322,14 +322,19 @@ def last_run():
     found = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         return ["none under runs/"]
+    from common.errors import UserError  # not at the top: this file runs where the course cannot
+
     try:
-        facts = json.loads(found[-1].read_text())
-        lines = [f"{key}: {value}" for key, value in facts.items() if key not in ("config", "launch")]
-        lines += [f"  {key}: {value}" for key, value in facts["config"].items() if not key.endswith("_dir")]
-        metrics = (found[-1].parent / "metrics.jsonl").read_text().splitlines()
-        return [*lines, f"last of {len(metrics)} steps: {metrics[-1] if metrics else 'none'}"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"cannot be read: {type(error).__name__}"]
+        from common import stored
+
+        facts, records = stored.facts_of(found[-1].parent), stored.records_of(found[-1].parent)
+    except (ImportError, UserError) as error:
+        return [f"cannot be read: {error}"]
+    names = ("strategy", "implementation", "mesh", "world_size", "torch", "python")
+    lines = [f"{name}: {getattr(facts, name)}" for name in names]
+    lines += [f"  {key}: {value}" for key, value in facts.config.items() if not key.endswith("_dir")]
+    lines.append(f"last of {len(records)} steps: {json.dumps(records[-1]) if records else 'none'}")
+    return [stored.printable(line) for line in lines]
 
 
 def anonymous(text):

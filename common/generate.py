@@ -15,25 +15,38 @@ from common import installed
 if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
+import torch
+
 from common.checkpoint import whole_tensors
 from common.errors import UserError, one_line_errors
 from common.model import GPT
 from common.runs import History, checkpoint_of
 from common.sample import sample
+from common.stored import Settings
 
 
 def model_of(run: History, step: int | None = None) -> GPT:
     """The GPT of a run's checkpoint: after `step` steps, by default of the newest one that is whole. Raises UserError
     for a run that trained another model."""
-    config = run.facts["config"]
+    config = run.settings
     if run.unit != "tokens":
         raise UserError(f"{run.path} trained on --task images; only a model of text can write")
-    if "experts" in config:
+    if "experts" in run.facts.config:
         raise UserError(f"{run.path} trained a mixture of experts; here is the plain GPT only, so name another run")
     tensors = whole_tensors(checkpoint_of(run, step))
-    model = GPT(config["layers"], config["width"], config["heads"], config["context"])
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if config.layers > len(shapes) or config.width % config.heads or shapes != shapes_of(config):
+        raise UserError(f"{run.path}: the checkpoint's tensors are not those of the model in config.json")
+    model = GPT(config.layers, config.width, config.heads, config.context)
     model.load_state_dict(tensors | {"head.out.weight": tensors["embedding.tokens.weight"]})  # one tensor, stored once
     return model.eval()
+
+
+def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a GPT with these settings, of which none is made."""
+    with torch.device("meta"):
+        state = GPT(config.layers, config.width, config.heads, config.context).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head.out.weight"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +69,7 @@ def main(argv: list[str]) -> None:
     if not 0 <= asked.temperature < float("inf"):
         raise UserError(f"--temperature must be 0 or more, got {asked.temperature}")
     run = History(asked.run)
-    model, context = model_of(run, asked.step), run.facts["config"]["context"]
+    model, context = model_of(run, asked.step), run.settings.context
     print(sample(model, context, asked.length, asked.prompt, asked.temperature, asked.seed))
 
 

@@ -9,7 +9,7 @@ import traceback
 
 from common import ROOT
 
-PACKAGES = ("torch", "numpy", "yaml", "tqdm", "psutil", "cloudpickle", "matplotlib")  # what every run uses
+PACKAGES = ("torch", "numpy", "yaml", "tqdm", "psutil", "cloudpickle", "msgspec", "matplotlib")  # what every run uses
 
 
 def missing(packages: tuple[str, ...] = PACKAGES) -> str | None:

@@ -99,7 +99,7 @@ class Keeper:
     def _take_up(self, folder: Path, task: Task) -> int:
         from common import checkpoint
 
-        about, _ = manifest.read(folder)
+        about = manifest.read(folder).about
         mine, its = self.config.settings(), about.get("settings", {})
         for item in [*shared(), *fields(self.config.options)]:
             if item.metadata["identity"] and item.name in its and its[item.name] != mine[item.name]:

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from common.errors import UserError
+from common.stored import printable, to_append
 
 try:
     import fcntl
@@ -24,13 +25,13 @@ class Lock:
 
     def __init__(self, folder: Path):
         path = folder / ".lock"
-        self.file = open(path, "a+")
+        self.file = os.fdopen(to_append(path), "a+")
         try:
             if fcntl:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                who = path.read_text().strip() or "another process"
+                who = printable(path.read_text(errors="replace")[:200].strip()) or "another process"
                 raise UserError(
                     f"run directory {folder} is being written by {who}; wait until it has ended, or end it"
                 ) from None

@@ -1,9 +1,10 @@
 """A checkpoint as a folder on disk: which steps there are, and whether a folder is what was written.
 
 checkpoint-000150/
-    manifest.json    what rank 0 says of all (step, settings, learning rates, loss scale, ...), and of each file below
-                     its size and checksum; the checksum of all that comes last
-    .metadata        where which piece of which tensor is, written by torch.distributed.checkpoint (DCP)
+    manifest.json    what rank 0 says of all (step, settings, learning rates, loss scale, ...), of each file below its
+                     size and checksum, and where in them which piece of which tensor is; its own checksum comes last
+    .metadata        where the pieces are, as torch.distributed.checkpoint (DCP) writes it for PyTorch's own readers: a
+                     pickle, which may call anything, so the course never reads it
     __0_0.distcp     the pieces that rank 0 wrote
     __1_0.distcp     those of rank 1, and so on
 """
@@ -16,6 +17,9 @@ import shutil
 import zlib
 from pathlib import Path
 
+import msgspec
+
+from common import stored
 from common.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -32,8 +36,13 @@ def step_of(folder: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; those that are being written are not among them."""
-    found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{1,15}", path.name)]
+    return sorted(filter(is_folder, found), key=step_of)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, and not a link to one, which may lie anywhere."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def still_there(run: Path) -> str:
@@ -54,7 +63,7 @@ def partial(folder: Path) -> Path:
 def checksum(path: Path) -> str:
     """CRC-32 of a file: any flipped byte changes it."""
     number = 0
-    with open(path, "rb") as file:
+    with stored.opened(path) as file:
         while block := file.read(2**20):
             number = zlib.crc32(block, number)
     return f"{number:08x}"
@@ -70,44 +79,40 @@ def sync(path: Path) -> None:
             os.close(number)
 
 
-def seal(about: dict, files: dict[str, tuple[int, str]]) -> str:
-    """The text of a manifest."""
-    content = {"about": about, "files": files}
+def seal(about: dict, files: dict, tensors: dict | None = None) -> str:
+    """The text of a manifest, of whose parts common/stored.py says what they are."""
+    content = msgspec.to_builtins(stored.Manifest(about, files, tensors or {}))
     return json.dumps({**content, "checksum": f"{zlib.crc32(json.dumps(content).encode()):08x}"}, indent=1) + "\n"
 
 
-def read(folder: Path) -> tuple[dict, dict[str, list]]:
-    """What a checkpoint's manifest says: (about, files). Raises UserError where there is none, or a damaged one."""
+def read(folder: Path) -> stored.Manifest:
+    """What a checkpoint's manifest says. Raises UserError where there is none, or a damaged one."""
     path = folder / MANIFEST
-    try:
-        text = path.read_text()
-        content = json.loads(text)
-        if text != seal(content["about"], content["files"]):
-            raise ValueError
-        return content["about"], content["files"]
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} is no checkpoint of this course, or one that was cut: it has no {MANIFEST}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is damaged") from None
+    if not path.exists():
+        raise UserError(f"{folder} is no checkpoint of this course, or one that was cut: it has no {MANIFEST}")
+    data = stored.read(path)
+    content = stored.parsed(path, data)
+    found = stored.check_manifest(path, content)
+    if data != seal(found.about, found.files, found.tensors).encode():
+        raise UserError(f"{path} is damaged: its checksum is another")
+    return found
 
 
 def damage(folder: Path, rank: int = 0, size: int = 1) -> str:
     """What is wrong with a checkpoint; "" where nothing is. Of `size` ranks, each looks at some of the files."""
     try:
-        files = read(folder)[1]
+        files = read(folder).files
     except UserError as error:
         return str(error)
     for name, (length, expected) in sorted(files.items())[rank::size]:
         path = folder / name
         try:
-            if path.stat().st_size != length:
-                return f"{path} has {path.stat().st_size:,} bytes and not {length:,}"
+            if path.lstat().st_size != length:
+                return f"{path} has {path.lstat().st_size:,} bytes and not {length:,}"
             if checksum(path) != expected:
                 return f"{path} is damaged: its checksum is not that of the manifest"
+        except UserError as error:
+            return str(error)
         except OSError as error:
             return f"{path}: {error.strerror}"
     return ""

@@ -20,10 +20,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from common import manifest
+from common import manifest, stored
 from common.errors import UserError
 from common.lock import Lock
 from common.options import LATEST
@@ -62,20 +63,21 @@ class RunDirectory:
             self.lock = Lock(self.path)
             for left in manifest.unfinished(self.path):
                 shutil.rmtree(left)
-            facts = {
-                "config": config.settings(),
-                "strategy": config.strategy,
-                "implementation": config.implementation,
-                "mesh": config.axes,
-                "world_size": world_size,
+            facts = stored.Facts(
+                config=config.settings(),
+                strategy=config.strategy,
+                implementation=config.implementation,
+                mesh=config.axes,
+                world_size=world_size,
                 # Of all nodes: when rank 0's is lost, another node's rank becomes rank 0.
-                "launch": sorted({*(launches or [this_launch()])}),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            }
-            self._replace("config.json", lambda path: path.write_text(json.dumps(facts, indent=2) + "\n"))
+                launch=sorted({*(launches or [this_launch()])}),
+                torch=torch.__version__,
+                python=platform.python_version(),
+            )
+            text = json.dumps(msgspec.structs.asdict(facts), indent=2) + "\n"
+            self._replace("config.json", lambda path: path.write_text(text))
             # A run that begins anew in its folder has died before its first checkpoint.
-            self.metrics = open(self.path / "metrics.jsonl", "a" if self.resumes else "w")
+            self.metrics = self._open_metrics(empty=not self.resumes)
 
     @contextlib.contextmanager
     def disk_errors(self):
@@ -89,16 +91,10 @@ class RunDirectory:
             ) from error
 
     def _replace(self, name: str, write) -> None:
-        """Write beside the file and rename, so that at every moment `name` is whole or as it was."""
-        beside = self.path / f".{name}.partial"
-        try:
-            write(beside)
-            with open(beside, "rb+") as file:
-                os.fsync(file.fileno())
-            beside.replace(self.path / name)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        stored.replace(self.path / name, write)
+
+    def _open_metrics(self, empty: bool = False):
+        return os.fdopen(stored.to_append(self.path / "metrics.jsonl", os.O_TRUNC * empty), "a")
 
     def log(self, record: dict) -> None:
         with self.disk_errors():
@@ -115,21 +111,13 @@ class RunDirectory:
         with self.disk_errors():
             self.board = SummaryWriter(self.path / "tensorboard", purge_step=done + 1)
 
-    def records(self) -> list[dict]:
-        """All lines of metrics.jsonl."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
     def drop_after(self, step: int) -> None:
         """Drop metrics and checkpoints of steps after `step`, which a resumed run is about to do again."""
-        kept = []
-        for line in (self.path / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a last line cut off by a full disk
-                kept += [line] if json.loads(line)["step"] <= step else []
+        kept = [LINE(record) for record in stored.records_of(self.path) if record["step"] <= step]
         with self.disk_errors():
             self.metrics.close()
             self._replace("metrics.jsonl", lambda path: path.write_text("".join(line + "\n" for line in kept)))
-            self.metrics = open(self.path / "metrics.jsonl", "a")
+            self.metrics = self._open_metrics()
             for later in manifest.checkpoints(self.path):
                 if manifest.step_of(later) > step:
                     manifest.remove(later)
@@ -151,7 +139,7 @@ class RunDirectory:
             self.metrics.close()
             if self.board:
                 self.board.close()
-            records = self.records()
+            records = stored.records_of(self.path)
             if records:
                 self._replace("loss.png", lambda path: loss_curve(records).savefig(path, format="png"))
         self.lock.release()
@@ -226,7 +214,7 @@ def saved_settings(values: dict) -> dict:
             raise UserError(f"--resume {resume}: no such folder; give a step or the folder of a checkpoint")
         if (Path(resume) / "config.json").exists() and not (Path(resume) / manifest.MANIFEST).exists():
             raise UserError(f"--resume {resume} is a run, not a checkpoint; write --resume --run-dir {resume}")
-        about, _ = manifest.read(Path(resume))
+        about = manifest.read(Path(resume)).about
         if "settings" not in about:
             raise UserError(f"--resume: {resume} is no checkpoint of a run of this course")
         return about["settings"] | {"run_dir": values.get("run_dir") or str(Path(resume).parent)}
@@ -245,7 +233,7 @@ def saved_settings(values: dict) -> dict:
     if resume != LATEST and named(resume, folder) not in found:
         there = ", ".join(str(manifest.step_of(path)) for path in found)
         raise UserError(f"--resume {resume}: {folder} has no checkpoint of that step; it has {there}")
-    return json.loads((folder / "config.json").read_text())["config"] | {"run_dir": str(folder)}
+    return stored.facts_of(folder).config | {"run_dir": str(folder)}
 
 
 def this_launch() -> str:
@@ -259,8 +247,8 @@ def this_launch() -> str:
 def restarts(folder: Path) -> bool:
     """Was the run in `folder` begun by this very launch: has torchrun --max-restarts started its ranks again?"""
     try:
-        return bool(this_launch()) and this_launch() in json.loads((folder / "config.json").read_text())["launch"]
-    except (OSError, ValueError, KeyError):
+        return bool(this_launch()) and this_launch() in stored.facts_of(folder).launch
+    except UserError:
         return False
 
 

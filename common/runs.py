@@ -17,15 +17,14 @@ import math
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import installed
 
 if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
-import torch
-
-from common import manifest
+from common import manifest, stored
 from common.errors import UserError, one_line_errors
 from common.installed import missing
 from common.text_table import aligned
@@ -34,7 +33,8 @@ METRICS = ("loss", "grad_norm")
 
 
 class History:
-    """What a run has left: `facts` (config.json), `records` (metrics.jsonl) and `checkpoints`, oldest first."""
+    """What a run has left: `facts` (config.json), `records` (metrics.jsonl) and `checkpoints`, oldest first. Raises
+    UserError where there is none, and for a damaged one."""
 
     def __init__(self, name: str):
         found = [path for path in (Path(name), Path("runs", name)) if (path / "config.json").exists()]
@@ -44,13 +44,9 @@ class History:
             )
         self.path = found[0]
         self.name = self.path.name
-        self.facts = json.loads((self.path / "config.json").read_text())
-        self.records = []
-        for line in (self.path / "metrics.jsonl").read_text().splitlines():
-            try:
-                self.records.append(json.loads(line))
-            except ValueError:
-                break  # the line that is being written
+        self.facts = stored.facts_of(self.path)
+        self.settings = stored.check_settings(self.path / "config.json", self.facts.config)
+        self.records = stored.records_of(self.path)
         self.checkpoints = manifest.checkpoints(self.path)
 
     @property
@@ -62,12 +58,11 @@ class History:
     @property
     def unit(self) -> str:
         """What is counted: "tokens" or "examples"."""
-        return "tokens" if self.facts["config"]["task"] == "text" else "examples"
+        return "tokens" if self.settings.task == "text" else "examples"
 
     @property
     def per_step(self) -> int:
-        config = self.facts["config"]
-        return config["batch_size"] * (config["context"] if self.unit == "tokens" else 1)
+        return self.settings.batch_size * (self.settings.context if self.unit == "tokens" else 1)
 
     def axis(self, over: str) -> list[float]:
         """Where each record lies along "steps", "tokens" (or examples) or "seconds"."""
@@ -81,14 +76,14 @@ def summary(runs: list[History]) -> list[dict]:
     rows = []
     for run in runs:
         first, last = (run.records[place] if run.records else {} for place in (0, -1))
-        mesh = ",".join(f"{axis}={size}" for axis, size in run.facts["mesh"].items())
-        row = {
+        mesh = ",".join(f"{axis}={size}" for axis, size in run.facts.mesh.items())
+        row: dict[str, Any] = {
             "run": run.name,
-            "strategy": run.facts["strategy"],
-            "implementation": run.facts["implementation"],
+            "strategy": run.facts.strategy,
+            "implementation": run.facts.implementation,
             "mesh": mesh,
-            "ranks": run.facts["world_size"],
-            "steps": f"{last.get('step', 0)}/{run.facts['config']['steps']}",
+            "ranks": run.facts.world_size,
+            "steps": f"{last.get('step', 0)}/{run.settings.steps}",
             "first_loss": first.get("loss"),
             "last_loss": last.get("loss"),
             "step_seconds": run.seconds,
@@ -99,7 +94,7 @@ def summary(runs: list[History]) -> list[dict]:
             row["validation_loss"] = validated[-1]
         if len(runs) > 1 and run.seconds and runs[0].seconds:
             row["speed_up"] = runs[0].seconds / run.seconds * run.per_step / runs[0].per_step
-            row["efficiency"] = row["speed_up"] * runs[0].facts["world_size"] / run.facts["world_size"]
+            row["efficiency"] = row["speed_up"] * runs[0].facts.world_size / run.facts.world_size
         rows.append(row)
     return rows
 
@@ -129,8 +124,8 @@ def compare(one: History, other: History, tolerance: float) -> dict:
                 largest, at = difference, record["step"]
             if difference > tolerance and first is None:
                 first = {"step": record["step"], "metric": metric, one.name: a, other.name: b}
-    settings = {**one.facts["config"], **other.facts["config"]}
-    ours, its = one.facts["config"], other.facts["config"]
+    ours, its = one.facts.config, other.facts.config
+    settings = {**ours, **its}
     differ = {key: [ours.get(key), its.get(key)] for key in settings if ours.get(key) != its.get(key)}
     return {
         "runs": [one.name, other.name],
@@ -148,7 +143,9 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
 
     fig, ax = plt.subplots(figsize=(7, 4))
     for run in runs:
-        known = dict.fromkeys(key for record in run.records for key in record if key != "step")
+        known = dict.fromkeys(
+            key for record in run.records for key in record if isinstance(record[key], int | float) and key != "step"
+        )
         if run.records and metric not in known:
             raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
         # A validation loss is there for some steps only.
@@ -159,7 +156,23 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
     counted = " or ".join(sorted({run.unit for run in runs}))
     ax.set(xlabel=counted if over == "tokens" else over, ylabel=metric)
     ax.legend()
-    fig.savefig(file)
+    kind = file.suffix.removeprefix(".")
+    if kind not in fig.canvas.get_supported_filetypes():
+        raise UserError(f"--out {file}: pictures can be {', '.join(fig.canvas.get_supported_filetypes())}")
+    write_out(file, lambda path: fig.savefig(path, format=kind))
+
+
+def write_out(file: Path, write) -> None:
+    """Write the file that --out names, or one in the run's folder. Raises UserError where that can't be done."""
+    if file.is_dir():
+        raise UserError(f"--out {file} is a folder; name a file")
+    if (reserved := file.exists() and not file.is_symlink() and not file.is_file()) or not file.parent.is_dir():
+        raise UserError(f"--out {file} is no regular file" if reserved else f"--out {file}: there is no such folder")
+    try:
+        stored.replace(file, write)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
+        said = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{file} cannot be written: {said}") from error
 
 
 def checkpoint_of(run: History, step: int | None) -> Path:
@@ -178,6 +191,8 @@ def checkpoint_of(run: History, step: int | None) -> Path:
 def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
     """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
     tied stands there once, under its first name. Raises UserError."""
+    import torch  # what else looks at runs is there at once
+
     from common.checkpoint import whole_tensors
 
     lack = missing(("safetensors",)) if safetensors else None
@@ -189,9 +204,10 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
     if safetensors:
         from safetensors.torch import save_file  # what else looks at runs needs no such package
 
-        save_file(tensors, file, metadata={"format": "pt"})  # transformers refuses a file that lacks it
+        # transformers refuses a file that lacks the metadata
+        write_out(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     else:
-        torch.save(tensors, file)
+        write_out(file, lambda path: torch.save(tensors, path))
     numbers = sum(tensor.numel() for tensor in tensors.values())
     return {"file": str(file), "checkpoint": str(folder), "tensors": len(tensors), "numbers": numbers}
 
@@ -202,7 +218,8 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
 def shown(value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+    return stored.printable(text)
 
 
 def table(rows: list[dict]) -> str:
@@ -261,7 +278,14 @@ def main(argv: list[str] | None = None) -> None:
         names = asked.runs
     if asked.command == "compare" and not asked.tolerance >= 0:  # nor nan
         raise UserError(f"--tolerance must be 0 or more, not {asked.tolerance:g}")
-    runs = [History(name) for name in names]
+    runs, damaged = [], []
+    for name in names:
+        try:
+            runs.append(History(name))
+        except UserError as error:
+            if asked.command != "list":  # one folder that is damaged says nothing of the others
+                raise
+            damaged.append(f"left out: {error}")
     found: list[dict] | dict
     if asked.command in ("list", "summary"):
         rows = [summary([run])[0] for run in runs] if asked.command == "list" else summary(runs)
@@ -281,6 +305,8 @@ def main(argv: list[str] | None = None) -> None:
         found = export(runs[0], asked.step, asked.safetensors, asked.out)
         text = f"{found['file']}: {found['tensors']} tensors, {found['numbers']:,} numbers, of {found['checkpoint']}"
     print(json.dumps(found, indent=1, allow_nan=False) if asked.json else text)
+    for line in damaged:
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

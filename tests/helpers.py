@@ -17,7 +17,7 @@ import torch
 from common import ROOT, run_dir
 from common.checkpoint import whole_tensors
 from common.command_line import parse
-from common.config import Config
+from common.config import Config, shared
 from common.errors import UserError
 from common.run_dir import claim
 from course.strategies import BY_AXES, STRATEGIES
@@ -132,6 +132,13 @@ def metrics(folder: Path) -> list[dict]:
 def numbers(folder: Path) -> list[float]:
     """Loss and gradient norm of each step of a run."""
     return [value for record in metrics(folder) for value in (record["loss"], record["grad_norm"])]
+
+
+def write_facts(folder: Path, settings: dict | None = None, **facts) -> None:
+    """A config.json of one process, with other `settings` than the defaults, and other facts."""
+    known = {item.name: item.default for item in shared()}
+    about = {"strategy": "single", "implementation": "pytorch", "mesh": {"data": 1}, "world_size": 1, **facts}
+    Path(folder, "config.json").write_text(json.dumps({"config": known | (settings or {}), **about}))
 
 
 def free_port() -> int:

@@ -65,7 +65,7 @@ def test_what_is_synced_is_on_the_disk_and_closed(tmp_path, monkeypatch):
 
 def test_a_checkpoint_names_no_folder_of_the_machine(tmp_path):
     with disk_errors(tmp_path / "a", "written"):
-        dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path / "a", {}), no_dist=True)
+        dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path / "a", {"step": 1}), no_dist=True)
     assert str(tmp_path).encode() not in (tmp_path / "a" / ".metadata").read_bytes()
     assert Reader(tmp_path / "a").read_metadata().storage_meta == StorageMeta()
 
@@ -115,8 +115,9 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint, "random_state", lambda device: [torch.get_rng_state(), torch.zeros(16).byte()])
         load(folder, other)  # on a device whose random numbers nobody has saved
         assert torch.equal(torch.rand(3), expected), "the random numbers that there were"
-        about, files = manifest.read(folder)
-        (folder / "manifest.json").write_text(manifest.seal(about | {"world_size": 2}, files))
+        whole = manifest.read(folder)
+        sealed = manifest.seal(whole.about | {"world_size": 2}, whole.files, whole.tensors)
+        (folder / "manifest.json").write_text(sealed)
         torch.manual_seed(9)
         load(folder, other)
         assert not torch.equal(torch.rand(3), expected), "of two ranks, no random numbers are this one's"
@@ -171,7 +172,7 @@ def test_whole_tensors_are_read_as_they_were_written(tmp_path):
     tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in (torch.int64, torch.bfloat16, torch.float32)}
     pieces = [p for name, tensor in tensors.items() for p in pieces_of(f"model.{name}", tensor, whole(tensor))]
     pieces += pieces_of("random.0", torch.ones(2), whole(torch.ones(2)))
-    how = {"storage_writer": Writer(tmp_path / "a", {}), "planner": SavePieces(pieces, 1), "no_dist": True}
+    how = {"storage_writer": Writer(tmp_path / "a", {"step": 1}), "planner": SavePieces(pieces, 1), "no_dist": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({piece.key: piece.tensor for piece in pieces}, **how)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import configure, refused
+from helpers import configure, refused, write_facts
 
 from common.axes import parse_axes, parse_order
 from common.command_line import parse as parse_table
@@ -25,15 +25,17 @@ def begun(name: str, **settings) -> Path:
     """A run that may be resumed, and has not trained."""
     config = configure(run_dir=name, **settings)
     Path(name, "checkpoint-000001").mkdir()
-    Path(name, "config.json").write_text(json.dumps({"config": config.settings()}))
+    write_facts(Path(name), config.settings())
     return Path(name)
 
 
 def changed(run: Path, **settings) -> None:
     """Other settings in its config.json; None: it has none by that name."""
     kept = json.loads((run / "config.json").read_text())["config"] | settings
-    kept = {name: value for name, value in kept.items() if value is not None}
-    (run / "config.json").write_text(json.dumps({"config": kept}))
+    write_facts(run)
+    facts = json.loads((run / "config.json").read_text())
+    facts["config"] = {name: value for name, value in kept.items() if value is not None}
+    (run / "config.json").write_text(json.dumps(facts))
 
 
 def test_a_dry_run_asks_for_no_device_and_no_launcher():

@@ -7,6 +7,7 @@ import socket
 import sys
 
 import pytest
+from helpers import write_facts
 
 from common import doctor
 
@@ -19,8 +20,9 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "runs" / "of jane"
     run_dir.mkdir(parents=True)
     config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos"}
-    (run_dir / "config.json").write_text(json.dumps({"config": config, "torch": "2.13.0", "launch": "none_x"}))
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 2.5}\n')
+    write_facts(run_dir, config, torch="2.13.0", launch=["none_x"])
+    lines = [{"step": step, "loss": 1.5, "grad_norm": 1.0, "step_seconds": 0.5} for step in (1, 2)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("a", "z"):  # older runs
         (tmp_path / "runs" / name).mkdir()
         (tmp_path / "runs" / name / "config.json").write_text("{}")
@@ -35,8 +37,8 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     assert doctor.main(["--report"]) == 0
     text = (tmp_path / "doctor-report.txt").read_text()
     assert "OK   path        PATH of NAME at ADDRESS, in COURSE/runs on NAME, NAME and 127.0.0.1\n" in text
-    assert "torch 2.13.0" in text and "  steps: 3" in text, "the newest run"
-    assert 'last of 2 steps: {"step": 2, "loss": 2.5}' in text
+    assert "torch: 2.13.0" in text and "  steps: 3" in text, "the newest run"
+    assert 'last of 2 steps: {"step": 2, "loss": 1.5' in text
     machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
     assert f"## machine\n{machine}\nCPython\n" in text, "the system, the architecture and the cores"
     assert text.startswith("# Report of python -m common.doctor\n\n## checks\nOK   path "), "what it is"
@@ -68,9 +70,10 @@ def test_a_run_that_cannot_be_read_spoils_no_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert doctor.last_run() == ["none under runs/"]
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    for content, error in (("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"config": {}}', "FileNotFoundError")):
+    for content in ("{", "{}", '{"config": {}}'):
         (tmp_path / "runs" / "a" / "config.json").write_text(content)
-        assert doctor.last_run() == [f"cannot be read: {error}"], content
+        (said,) = doctor.last_run()
+        assert said.startswith("cannot be read: ") and "config.json" in said, content
 
 
 @pytest.mark.parametrize("python, numpy", [((3, 10, 4), "2.2.6"), ((3, 11, 0), "2.4.6"), ((3, 14, 1), "2.4.6")])

@@ -89,4 +89,4 @@ def test_what_cannot_write_is_refused_in_one_line(runs):
         with refused(*words):
             generate.main([*map(str, argv)])
     with refused("--task images", "text"):
-        generate.model_of(SimpleNamespace(facts={"config": {}}, unit="examples", path="run"))
+        generate.model_of(SimpleNamespace(settings={}, unit="examples", path="run"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, configure, metrics, refused, train
+from helpers import SMALL, configure, metrics, refused, train, write_facts
 
 from common import manifest
 from common.checkpoint import Writer
@@ -39,8 +39,7 @@ def begun(tmp_path, monkeypatch):
         folder = Path(name)
         config = configure(run_dir=folder, **settings)
         (folder / "checkpoint-000001").mkdir()
-        facts = {"config": config.settings(), "strategy": config.strategy}
-        (folder / "config.json").write_text(json.dumps(facts))
+        write_facts(folder, config.settings(), strategy=config.strategy)
         return folder
 
     return begin
@@ -184,7 +183,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_pa
     except RankFailed as failed:
         pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
     assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"
-    assert manifest.read(tmp_path / "run" / "checkpoint-000003")[0]["step"] == 3
+    assert manifest.read(tmp_path / "run" / "checkpoint-000003").about["step"] == 3
 
 
 @pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])

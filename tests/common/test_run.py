@@ -60,7 +60,7 @@ def test_what_a_run_says(tmp_path, capsys):
     words = ("single", "cpu", str(folder)), ("3/4", "loss"), ("4/4", "loss"), (str(folder),)
     for line, asked in zip(told, words, strict=True):  # --log-every 3, and the last step
         assert not [word for word in asked if word not in line], line
-    about, _ = manifest.read(folder / "checkpoint-000004")
+    about = manifest.read(folder / "checkpoint-000004").about
     kept = {name: about[name] for name in ("step", "examples", "strategy", "implementation", "mesh", "world_size")}
     assert about["settings"] == run.config.settings(), "what a run that goes on from here takes over"
     assert kept == {

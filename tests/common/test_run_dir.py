@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import NoFigure, configure, metrics, refused
+from helpers import NoFigure, configure, metrics, refused, write_facts
 
 from common import manifest, run_dir
 from common.options import LATEST
@@ -71,7 +71,7 @@ def test_what_is_written_is_there_at_once_and_whole(tmp_path, monkeypatch):
 def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
     directory = begun(tmp_path, keep=2)
     for step in (1, 2, 3):
-        directory.log({"step": step, "loss": 1.0})
+        directory.log({"step": step, "loss": 1.0, "grad_norm": 1.0, "step_seconds": 0.5})
     for step in (1, 2, 3, 4):
         (tmp_path / manifest.name_of(step)).mkdir()
     directory.metrics.write('{"step": 4, "lo')
@@ -81,7 +81,7 @@ def test_what_a_resumed_run_does_again_is_forgotten(tmp_path, monkeypatch):
     directory.keep_newest()
     assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path)] == [2, 3], "--keep 2"
     directory.drop_after(2)
-    directory.log({"step": 3, "loss": 0.5})
+    directory.log({"step": 3, "loss": 0.5, "grad_norm": 1.0, "step_seconds": 0.5})
     assert [(record["step"], record["loss"]) for record in metrics(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
     drawn = []
     monkeypatch.setattr(run_dir, "loss_curve", lambda records: drawn.append(records) or NoFigure())
@@ -126,9 +126,10 @@ def test_what_cannot_be_resumed(tmp_path, monkeypatch):
     for folder in ("other/checkpoint-000001", "run/checkpoint-000002", "run/checkpoint-000003", "old", "begun"):
         Path(folder).mkdir(parents=True)
     for folder in ("run", "old", "begun"):
-        Path(folder, "config.json").write_text('{"config": {"steps": 3}}')
+        write_facts(Path(folder), {"steps": 3})
     Path("old/checkpoint-000001.pt").touch()
-    monkeypatch.setattr(manifest, "read", lambda folder: ({"settings": {"lr": 7}} if folder.name == "mine" else {}, {}))
+    mine = {"settings": {"lr": 7}}
+    monkeypatch.setattr(manifest, "read", lambda folder: SimpleNamespace(about=mine if folder.name == "mine" else {}))
     for resume, folder, told in (
         ("old/config.json", "", "old/config.json folder"),
         ("gone", "", "gone folder"),
@@ -148,10 +149,10 @@ def test_what_cannot_be_resumed(tmp_path, monkeypatch):
         assert found == {"lr": 7, "run_dir": expected}, "the checkpoint's settings, and where the run goes on"
     for name in ("late", "early"):
         Path("runs", name, "checkpoint-000001").mkdir(parents=True)
-        Path("runs", name, "config.json").write_text('{"config": {"steps": 3}}')
+        write_facts(Path("runs", name), {"steps": 3})
     os.utime("runs/early/config.json", (0, 0))
     found = run_dir.saved_settings({"resume": LATEST})
-    assert found == {"steps": 3, "run_dir": "runs/late"}, "of the runs under runs/ the newest"
+    assert (found["steps"], found["run_dir"]) == (3, "runs/late"), "of the runs under runs/ the newest"
 
 
 def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
@@ -203,6 +204,6 @@ def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/logs/none_abc/attempt_0/1/error.json")
     assert run_dir.this_launch() == "none_abc", "the same in each attempt, and for each rank"
     for name, launches in ((names[1], ["none_abc", "none_xyz"]), (names[0], ["none_xyz"])):
-        Path(name, "config.json").write_text(json.dumps({"launch": launches}))
+        write_facts(Path(name), launch=launches)
     assert [run_dir.restarts(Path(name)) for name in names] == [False, True, False]
     assert run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation="pytorch")) == names[1], "its own"

@@ -22,6 +22,7 @@ def made(folder: Path, losses: list, ranks: int = 1, seconds: float = 0.5, **set
     """A run directory as a run with these losses leaves it."""
     folder.mkdir(parents=True)
     config = {"task": "text", "batch_size": 4, "context": 8, "steps": len(losses), "lr": 0.1, "run_dir": str(folder)}
+    config |= {"layers": 1, "width": 8, "heads": 1}
     facts = {"strategy": "ddp", "implementation": "pytorch", "mesh": {"data": ranks}, "world_size": ranks}
     (folder / "config.json").write_text(json.dumps(facts | {"config": config | settings}))
     lines = [

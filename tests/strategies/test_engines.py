@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved
+from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved, write_facts
 
 from common import ROOT
 from common.data import Plan, micro_batches, shard
@@ -220,7 +220,7 @@ def test_what_cannot_work_gets_one_line(line, text, tmp_path):
         strategy, implementation = line.split()[1], line.split()[3]
         (tmp_path / "run" / "checkpoint-000002").mkdir(parents=True)
         config = {"strategy": strategy, "implementation": implementation}
-        (tmp_path / "run" / "config.json").write_text(json.dumps({"config": config, "world_size": 2}))
+        write_facts(tmp_path / "run", config, world_size=2)
     with pytest.raises(UserError, match=text) as error:
         configure(line, 2, run_dir=tmp_path / "run")
     assert "\n" not in str(error.value)

@@ -1,0 +1,252 @@
+"""A run that somebody else has written, damaged at random: whoever reads it ends as if nothing were wrong or with one
+line that names the file, soon, and nothing outside of the run's folder is written. The damages are others in every run
+of the weekly job (DAMAGES says how many of each kind of file), and a few, always the same, in `make test`."""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import shutil
+import signal
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, NoFigure, configure, refused, train
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as some
+
+from common import ROOT, checkpoint, manifest, run_dir, runs
+from common.errors import UserError
+from common.lab.launch import RankFailed, launch
+from common.mesh import make_mesh
+from common.ranks import process_group
+from common.task import make_task
+from planner.constants import STORED, load
+from planner.hardware import read_here
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+MANY = int(os.environ.get("DAMAGES", 0))
+damaged = settings(max_examples=MANY or 17, deadline=None, derandomize=not MANY, database=None, phases=[Phase.generate],
+                   suppress_health_check=list(HealthCheck))  # fmt: skip
+STEP = "checkpoint-000001"
+FILES = ("config.json", "metrics.jsonl", f"{STEP}/manifest.json", f"{STEP}/__0_0.distcp")
+ODD = some.sampled_from([
+    None, True, -1, 0, 10**14, 10**400, 1.5, float("inf"), "", "x", "\0", "../x", "/etc/hostname", "\x1b[2J", [], {},
+    [1], {"x": 5}, "é\ud800", [[[[]]]],
+])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_dir, "loss_curve", lambda records: NoFigure())
+        config = configure(**SMALL, steps=1, strategy="single", run_dir=folder)
+        config.main(config)  # in this process: nothing is started for it
+    return folder
+
+
+@contextlib.contextmanager
+def soon():
+    """Ends what takes 5 s of a processor, or waits for a minute. The test itself asks for no time."""
+
+    def late(*_):
+        raise AssertionError("no end in sight")
+
+    before = {kind: signal.signal(kind, late) for kind in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, 5)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def places(content, path=()) -> list[tuple]:
+    """The places of JSON, by keys."""
+    inside = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [path, *(place for key, value in inside for place in places(value, (*path, key)))]
+
+
+def changed(content, data):
+    """JSON with something else in one place, or nothing, or under another key."""
+    *way, last = path = data.draw(some.sampled_from(places(content))) or (None,)
+    if path == (None,):
+        return data.draw(ODD)
+    inside = content
+    for key in way:
+        inside = inside[key]
+    kind = data.draw(some.sampled_from(["other", "none", "key"]))
+    value = inside.pop(last) if kind != "other" else None
+    if kind == "key" and isinstance(inside, dict):
+        inside[data.draw(some.sampled_from(["", "\0", "../x", "/etc/hostname", "\x1b[2J", "x" * 300]))] = value
+    if kind == "other":
+        inside[last] = data.draw(ODD)
+    return content
+
+
+def damage(file: Path, data, victim: Path) -> None:
+    """Put something else into a file, or something else in its place."""
+    content = file.read_bytes()
+    kinds = ["bits", "cut", "insert", "fifo", "device", "link", "folder", "huge", "gone"]
+    kind = data.draw(some.sampled_from([*["json"] * 9 * (".json" in file.suffix), *kinds]))
+    at = data.draw(some.integers(0, len(content) - 1))
+    if kind == "json":
+        lines = file.suffix == ".jsonl"
+        found = [json.loads(line) for line in content.splitlines()] if lines else json.loads(content)
+        found = changed(found, data)
+        with contextlib.suppress(TypeError, KeyError):  # what is left has a checksum of its own: a person can do that
+            if file.name == manifest.MANIFEST:
+                parts = {key: found[key] for key in ("about", "files", "tensors")}
+                found |= {"checksum": f"{zlib.crc32(json.dumps(parts).encode()):08x}"}
+        text = "\n".join(map(json.dumps, found)) if lines and isinstance(found, list) else json.dumps(found, indent=1)
+        file.write_text(text + "\n")
+    elif kind == "bits":
+        changed_bytes = bytearray(content)
+        changed_bytes[at] ^= data.draw(some.integers(1, 255))
+        file.write_bytes(changed_bytes)
+    elif kind == "insert":
+        file.write_bytes(content[:at] + data.draw(some.sampled_from([b"\0", b"\xff\xfe", b"[" * 5000])) + content[at:])
+    elif kind == "cut":
+        file.write_bytes(content[:at])
+    else:
+        file.unlink()
+        make = {"fifo": os.mkfifo, "folder": os.mkdir, "gone": lambda path: None, "huge": sparse}
+        make |= {"device": lambda path: os.symlink("/dev/zero", path), "link": lambda path: os.symlink(victim, path)}
+        make[kind](file)
+
+
+def sparse(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+
+
+def seal(folder: Path) -> None:
+    """A manifest with the checksums of the files as they are now: those stop accidents, not people."""
+    found = manifest.read(folder)
+    if any(Path(folder, name).stat().st_size > 2**30 for name in found.files):
+        raise OSError("nobody computes that checksum")
+    files = {name: (Path(folder, name).stat().st_size, manifest.checksum(folder / name)) for name in found.files}
+    (folder / manifest.MANIFEST).write_text(manifest.seal(found.about, files, found.tensors))
+
+
+def readers(name: str, run: Path) -> list:
+    """What reads a file of a run: `common.runs`, --resume, and what the ranks of a run that goes on do."""
+    read = [lambda: runs.main(["summary", str(run)]), lambda: configure(f"--resume --steps 3 --run-dir {run}")]
+    if name.startswith(STEP):
+        read = [lambda: runs.main(["export", str(run), "--step", "1"]), lambda: configure(f"--resume {run / STEP}")]
+        read.append(lambda: take_up(run / STEP))
+    return read
+
+
+def take_up(folder: Path) -> None:
+    """Without a look at checksums, which somebody may have made anew."""
+    torch.manual_seed(0)
+    strategy = config_and_strategy()
+    checkpoint.load(folder, strategy)
+
+
+@functools.cache
+def config_and_strategy():
+    config = configure(**SMALL, strategy="single", dry_run=True)
+    task = make_task(config)
+    return config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes, "cpu")))
+
+
+def outside(folder: Path) -> dict:
+    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_is_wrong_with_a_file_is_one_line(name, whole, tmp_path_factory):
+    @damaged
+    @given(some.data())
+    def each(data):
+        folder = tmp_path_factory.mktemp("damaged")
+        run = Path(shutil.copytree(whole, folder / "run"))
+        (folder / "victim").write_text("mine")
+        before = outside(folder)
+        damage(run / name, data, folder / "victim")
+        if name.endswith(".distcp"):
+            with contextlib.suppress(UserError, OSError):
+                seal(run / STEP)
+        for read in readers(name, run):
+            with soon():
+                try:
+                    read()
+                except UserError as error:
+                    said = str(error)
+                    assert "\n" not in said and "weights_only" not in said and len(said) < 1000, said
+                    assert str(run) in said or said.startswith("--"), said
+        assert outside(folder) == before, "written outside of the run"
+        shutil.rmtree(folder)
+
+    with process_group("cpu"):
+        each()
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "constants.json"])
+@damaged
+@given(some.data())
+def test_settings_and_constants_are_read_or_refused_in_one_line(name, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    file = folder / name
+    shutil.copy(ROOT / "configs/cosine.yaml" if name == "run.yaml" else STORED, file)
+    (folder / "victim").write_text("mine")
+    damage(file, data, folder / "victim")
+    with soon(), contextlib.suppress(UserError):
+        if name == "run.yaml":
+            configure(f"--config {file} --dry-run --mesh data=1")
+        else:
+            load.__wrapped__(file)  # the planner's, without what it has kept
+            read_here(file)
+    shutil.rmtree(folder)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path):
+    lines = [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)]
+    (tmp_path / "run.yaml").write_text("\n".join(["a0: &a0 [1]", *lines]))
+    with soon(), refused("run.yaml", "alias"):
+        configure(f"--config {tmp_path / 'run.yaml'}")
+
+
+def test_code_in_a_checkpoint_is_never_run(whole, tmp_path):
+    """Neither in .metadata, which nobody reads, nor in a rank's file."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "called"),)
+
+    folder = Path(shutil.copytree(whole, tmp_path / "run")) / STEP
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    seal(folder)
+    assert checkpoint.whole_tensors(folder), "as if it were not there"
+    torch.save(Evil(), folder / "__0_0.distcp")
+    with refused("__0_0.distcp", "damaged"):
+        whole_size = (whole / STEP / "__0_0.distcp").stat().st_size
+        with open(folder / "__0_0.distcp", "ab") as file:
+            file.truncate(whole_size)
+        seal(folder)
+        checkpoint.whole_tensors(folder)
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("name", [".config.json.partial", ".lock", "model-000001.pt", "metrics.jsonl", "loss.png"])
+def test_nothing_is_written_through_a_link(name, whole, tmp_path):
+    """By a run that goes on, or by an export: the link is replaced or refused."""
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    (tmp_path / "victim").write_text("mine")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "victim")
+    with contextlib.suppress(UserError, RankFailed):  # RankFailed: the rank's own UserError
+        config = configure(f"--resume --steps 2 --run-dir {run}")
+        launch(train, 1, ([config],))
+    runs.main(["export", str(run), "--step", "1"]) if name.startswith("model") else None
+    assert (tmp_path / "victim").read_text() == "mine"

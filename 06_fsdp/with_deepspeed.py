@@ -37,7 +37,7 @@ from common.collectives import broadcast_module
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import StrategyOptions, option
+from common.options import StrategyOptions, flag, option
 from common.state import Part, interval, whole
 from common.strategy import Strategy
 
@@ -51,14 +51,14 @@ class Zero3WithDeepSpeed(Strategy):
     @dataclass
     class Options(StrategyOptions):
         offload: bool = option(False, "keep the optimizer, and at stage 3 the parameters, in host memory")
-        deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which win over those of the script")
+        deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which become those of the run")
 
     @classmethod
     def require(cls, config, axes):  # noqa: ARG003
         if config.resume:
             raise UserError("--resume: a run is not resumed with DeepSpeed; --implementation pytorch takes it up")
         if config.options.deepspeed_config:
-            read(config.options.deepspeed_config)
+            adopt(config, read(config.options.deepspeed_config), cls.stage)
 
     def settings(self) -> dict:
         """What `deepspeed.initialize` is told. Its batch sizes are counts: the loop below feeds the engine itself."""
@@ -172,9 +172,43 @@ class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
 def read(path: str) -> dict:
     """The settings in a JSON file. Raises UserError."""
     try:
-        return json.loads(Path(path).read_text())
+        settings = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--deepspeed-config {path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"--deepspeed-config {path}: these are no settings of DeepSpeed; see configs/engines/zero3.json"
+        )
+    return settings
+
+
+def adopt(config, settings: dict, stage: int) -> None:
+    """Make what a file sets the run's own settings, which config.json records. Raises UserError for a file that
+    contradicts an option, or sets what the script makes itself."""
+    file, zero = f"--deepspeed-config {config.options.deepspeed_config}", settings.get("zero_optimization", {})
+    for name in ("optimizer", "scheduler"):
+        if name in settings:
+            raise UserError(f"{file}: the script makes the {name} itself; take it out of the file")
+    if zero.get("stage", 0 if zero else stage) != stage:
+        raise UserError(f"{file} has stage {zero.get('stage', 0)}, and --strategy {config.strategy} is stage {stage}")
+    if config.options.offload and zero and "offload_optimizer" not in zero:
+        raise UserError(
+            f"{file} has no offload_optimizer, and its zero_optimization replaces --offload; give one of them"
+        )
+    config.options.offload |= "offload_optimizer" in zero
+    told: dict[str, object] = {}
+    for kind in ("bf16", "fp16"):
+        if settings.get(kind, {}).get("enabled"):
+            told["precision"] = kind
+    if "gradient_clipping" in settings:
+        told["max_norm"] = float(settings["gradient_clipping"]) or math.inf  # DeepSpeed's 0 is no clipping
+    if "gradient_accumulation_steps" in settings:
+        told["accumulation_steps"] = settings["gradient_accumulation_steps"]
+    for name, value in told.items():
+        given = getattr(config, name)
+        if given not in (getattr(type(config), name), value):
+            raise UserError(f"{file} means {flag(name)} {value}, and {flag(name)} is {given}; leave one of them out")
+        setattr(config, name, value)
 
 
 if __name__ == "__main__":

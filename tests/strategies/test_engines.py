@@ -226,6 +226,30 @@ def test_what_cannot_work_gets_one_line(line, text, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_option(tmp_path):
+    def configured(settings, line=""):
+        (tmp_path / "ds.json").write_text(json.dumps(settings))
+        line = f"--strategy zero2 --implementation deepspeed --deepspeed-config {tmp_path / 'ds.json'} {line}"
+        return configure(line, 2, run_dir=tmp_path / "run")
+
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    settings = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    recorded = configured(settings | {"gradient_clipping": 0.5}, "--max-norm 0.5").settings()
+    told = {"precision": "bf16", "accumulation_steps": 2, "max_norm": 0.5, "offload": True}
+    assert {name: recorded[name] for name in told} == told
+    for wrong, line, text in [
+        ({"zero_optimization": {"stage": 3}}, "", "has stage 3, and --strategy zero2 is stage 2"),
+        ({"zero_optimization": {"stage": 2}}, "--offload", "no offload_optimizer"),
+        (settings, "--precision fp16", "--precision bf16, and --precision is fp16"),
+        (settings, "--accumulation-steps 3", "--accumulation-steps 2, and --accumulation-steps is 3"),
+        ({"optimizer": {"type": "Adam"}}, "", "makes the optimizer itself"),
+        ([1], "", "no settings of DeepSpeed"),
+    ]:
+        with pytest.raises(UserError, match=text) as error:
+            configured(wrong, line)
+        assert "\n" not in str(error.value)
+
+
 def bytes_reduced(strategy: str, engine: str) -> tuple[int, int]:
     """Bytes that the all-reduces of a step of three micro-batches carry, and those of the gradients."""
     training = load(strategy, engine)(tied(), sgd, Setup(make_mesh({"data": -1})))

@@ -86,6 +86,8 @@ def parse(
     if unknown:
         refuse_unknown(table, unknown[0], name, implementation, Options)
     given.pop("config", None)
+    if given.get("text") == "":  # such as of a variable that is not set
+        raise UserError("--text is empty; name a file or a folder, or leave it out for Python's own library")
     known = {item.name: item for item in [*shared(), *fields(Options)]}
     from_file = {}
     for key, value in content.items():

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import compiled
-from common.constants import PRECISIONS
+from common.constants import MOST_WRITTEN, PRECISIONS
 from common.errors import UserError
 from common.installed import missing
 from common.mesh import AXES
@@ -163,6 +163,8 @@ def check_values(config: Config) -> None:
             raise UserError(f"{flag(item.name)} must be at least {least}, got {value}")
         if item.metadata["choices"] and value not in item.metadata["choices"]:
             raise UserError(f"{flag(item.name)}: expected one of {', '.join(item.metadata['choices'])}, got {value!r}")
+    if config.sample > MOST_WRITTEN:
+        raise UserError(f"--sample must be at most {MOST_WRITTEN}, got {config.sample}: each byte is a forward pass")
     if config.seed >= 2**31:
         raise UserError(f"--seed must be at most {2**31 - 1}, got {config.seed}")
     if not 0 < config.lr < float("inf"):

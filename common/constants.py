@@ -4,3 +4,4 @@ GIB = 2**30
 VOCABULARY = 256  # of text: its bytes
 PRECISIONS = ("fp32", "bf16", "fp16")  # of the forward pass, as --precision has them
 RECOMPUTE = ("none", "selective", "full")  # what is computed again: less memory and more time from one to the next
+MOST_WRITTEN = 100_000  # bytes that a model may be asked to write: some minutes

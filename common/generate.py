@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import torch
 
 from common.checkpoint import whole_tensors
+from common.constants import MOST_WRITTEN
 from common.errors import UserError, one_line_errors
 from common.model import GPT
 from common.runs import History, checkpoint_of
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> None:
     asked = parser().parse_args(argv)
     if not asked.prompt:
         raise UserError("--prompt is empty, and the model goes on from something; give it a byte or more")
+    if asked.length > MOST_WRITTEN:
+        raise UserError(f"--length must be at most {MOST_WRITTEN}, got {asked.length}: each byte is a forward pass")
     if asked.length < 1:
         raise UserError(f"--length must be at least 1, got {asked.length}")
     if not 0 <= asked.temperature < float("inf"):

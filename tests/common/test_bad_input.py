@@ -77,6 +77,8 @@ SCRIPTS = """
 --batch-size -4 => --batch-size -4 1
 --accumulation-steps 0 => --accumulation-steps 0 1
 --seed -1 => --seed -1
+--sample 100000000 => --sample 100000000 100000
+--text= => --text empty
 --seed 2147483648 => --seed 2147483648 2147483647
 --timeout 0 => --timeout 0
 --lr inf => --lr inf

@@ -138,14 +138,14 @@ def test_this_machine_has_what_calibrate_measured():
     "text, says",
     [
         ('{"constants": {"matmull": 1.0}}', "unknown constant 'matmull'"),
-        ('{"here": {}}', r"not a file that calibrate wrote \(KeyError\)"),
-        ("[1, 2]", r"not a file that calibrate wrote \(TypeError\)"),
-        ("matmul", r"not a file that calibrate wrote \(JSONDecodeError\)"),
+        ('{"here": {}}', "it has no constants"),
+        ("[1, 2]", "is damaged"),
+        ("matmul", "is damaged"),
     ],
 )
 def test_a_file_of_something_else_gets_one_line(text, says, tmp_path):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(UserError, match=f"^--constants .*c.json: {says}$"):
+    with pytest.raises(UserError, match=f"c.json.*{says}"):
         constants.load(tmp_path / "c.json")
 
 

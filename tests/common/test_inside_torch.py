@@ -63,6 +63,9 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", None),
     "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", None),
     "_DummyBackendModule": (REGISTRATION + "_DummyBackendModule", ""),
+    "_StorageInfo": (
+        "torch.distributed.checkpoint.filesystem:_StorageInfo", "relative_path offset length transform_descriptors"
+    ),
     "_StageBackwardMeta": (PIPELINING + "_StageBackwardMeta", "backward_metas"),
     "_StageForwardMeta": (PIPELINING + "_StageForwardMeta", "forward_metas"),
     "_buffers": (lambda: torch.nn.Module()._buffers, None),

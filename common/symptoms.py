@@ -71,10 +71,11 @@ def guides() -> Iterator[Place]:
 
 
 def mistakes() -> Iterator[Place]:
-    for path in sorted((ROOT / "03_ddp" / "mistakes").glob("*.py")):
+    catalogue = next(ROOT.glob("*/*_when_it_hangs.ipynb")).relative_to(ROOT)
+    for path in sorted(ROOT.glob("*/mistakes/*.py")):
         told = ast.get_docstring(ast.parse(path.read_text())) or ""
         title = plain(told.partition("\n")[0])
-        where = f"03_ddp/08_when_it_hangs.ipynb, {path.stem}; 03_ddp/mistakes/{path.name}"
+        where = f"{catalogue}, {path.stem}; {path.relative_to(ROOT)}"
         yield Place(where, title, plain(told), known=1.3)
 
 

@@ -226,7 +226,7 @@ def converted(path: Path, content: Any, kind: type[T], within: str) -> T:
     """`content` as the schema has it. Raises UserError, which names file and field."""
     try:
         return msgspec.convert(content, kind)
-    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+    except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
         said, _, place = str(error).partition(" - at ")
         place = re.sub(r"^(key in )?\$\.?|`", "", place.replace("`", ""))
         field = ".".join(filter(None, (within, place)))

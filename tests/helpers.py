@@ -4,7 +4,6 @@ processes."""
 import ast
 import json
 import os
-import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -139,11 +138,6 @@ def write_facts(folder: Path, settings: dict | None = None, **facts) -> None:
     known = {item.name: item.default for item in shared()}
     about = {"strategy": "single", "implementation": "pytorch", "mesh": {"data": 1}, "world_size": 1, **facts}
     Path(folder, "config.json").write_text(json.dumps({"config": known | (settings or {}), **about}))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def running() -> set[int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from common import ROOT
-from tests.helpers import free_port
+from common.lab.launch import free_port
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare")
 STEPS, EVERY = 60, 5

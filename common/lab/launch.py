@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -124,9 +125,12 @@ def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody uses. Below those that the system gives to connections (32768 and above on
+    Linux, 49152 elsewhere): it might give one of these away before the ranks listen there."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ import time
 
 import pytest
 from forks import ranks_of, torchrun, wait_for_step
-from helpers import SMALL, configure, free_port, metrics, numbers, train
+from helpers import SMALL, configure, metrics, numbers, train
 
 from common import ROOT
-from common.lab.launch import launch
+from common.lab.launch import free_port, launch
 
 SETTINGS = SMALL | {"steps": 100, "checkpoint_every": 10, "optimizer": "sgd", "lr": 0.1, "strategy": "ddp"}
 QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # a lost node is given up after seconds

@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import LAUNCHER, SMALL, free_port
+from helpers import LAUNCHER, SMALL
 
 from common import ROOT
+from common.lab.launch import free_port
 
 pytest.importorskip("debugpy")  # comes with ipykernel
 

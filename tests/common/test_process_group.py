@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Fork
-from helpers import free_port
 
 from common import ROOT
 from common.errors import UserError
 from common.lab.guard import CollectiveMismatch
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import RankFailed, free_port, launch
 from common.ranks import Ranks, introduce, process_group, silent
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from forks import Fork, torchrun
-from helpers import FULL, free_port, metrics
+from helpers import FULL, metrics
 
 from common import ROOT
+from common.lab.launch import free_port
 from course.strategies import STRATEGIES
 
 # Each has a distributed_training.py.

@@ -1,43 +1,13 @@
-"""How often to write a checkpoint: what failures and checkpoints cost, as formulas and a picture.
-
-All times are in one unit, say minutes.
-
-cost:     what one checkpoint takes from training
-interval: training between two checkpoints
-mtbf:     mean time between failures of the whole job; failures come at random, equally likely at any time
-restart:  from a failure until training goes on
-"""
+"""Pictures of what checkpoints and failures cost, by the formulas of common/checkpoint_interval.py."""
 
 import math
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from common.checkpoint_interval import daly, lost, time_per_work
 from common.lab.plotting import BLUE, GREEN, VERMILION, plt
 from common.lab.sliders import Sliders
-
-
-def young(cost: float, mtbf: float) -> float:
-    """The best interval where both cost and interval are much shorter than `mtbf` (Young 1974)."""
-    return math.sqrt(2 * cost * mtbf)
-
-
-def daly(cost: float, mtbf: float) -> float:
-    """The best interval by Daly's (2006) higher-order estimate."""
-    if cost >= 2 * mtbf:
-        return mtbf
-    ratio = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
-
-
-def time_per_work(interval: float, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Expected time until one unit of training is done and kept, with everything that is done again (Daly 2006)."""
-    return mtbf * math.exp(restart / mtbf) * math.expm1((interval + cost) / mtbf) / interval
-
-
-def lost(interval: float, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """The share of the time that is no lasting training: checkpoints, restarts, and what is done again."""
-    return 1 - 1 / time_per_work(interval, cost, mtbf, restart)
 
 
 def draw(cost: float, mtbf: float, restart: float) -> Figure:

@@ -1,15 +1,14 @@
 """How long a training takes when machines fail: `python -m planner goodput`.
 
 Failures come at random, at a rate per GPU; each costs what was computed since the last checkpoint, and a restart. The
-best interval between checkpoints is Young's (J. Young 1974), sqrt(2 C M), or Daly's, whose is the expected time as well
-(J. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006), with C seconds
-to write a checkpoint and M seconds between failures. A node that failed is away until it is repaired; where no spare
-node is left, the training waits.
+best interval between checkpoints and the expected time are those of common/checkpoint_interval.py. A node that failed
+is away until it is repaired; where no spare node is left, the training waits.
 """
 
 import math
 from dataclasses import dataclass
 
+from common.checkpoint_interval import daly, lost, young
 from common.errors import UserError
 
 ENOUGH = 0.99  # of the time there should be a node for each that is needed
@@ -35,26 +34,6 @@ class Goodput:
     def wall(self, work: float) -> float:
         """Seconds until so many seconds of steps are done."""
         return work / self.share
-
-
-def young(checkpoint: float, between: float) -> float:
-    return math.sqrt(2 * checkpoint * between)
-
-
-def daly(checkpoint: float, between: float) -> float:
-    """The best interval of work between two checkpoints, to a higher order than Young's."""
-    if checkpoint >= 2 * between:
-        return between
-    part = checkpoint / (2 * between)
-    return young(checkpoint, between) * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint
-
-
-def progress(interval: float, checkpoint: float, restart: float, between: float) -> float:
-    """The share of the time that becomes progress: interval over the expected time until it is done and stored."""
-    once = (interval + checkpoint) / between
-    if once > 600:  # nothing is ever stored
-        return 0.0
-    return interval / (between * math.exp(restart / between) * math.expm1(once))
 
 
 def available(mean: float, spares: int) -> float:
@@ -94,7 +73,7 @@ def goodput(gpus: int, failures: float, checkpoint: float, restart: float, inter
     best = daly(checkpoint, between)
     taken = best if interval is None else interval
     away = gpus * failures * repair / 3600  # nodes on average
-    stored = progress(taken, checkpoint, restart, between)
+    stored = 1 - lost(taken, checkpoint, between, restart)
     needed = enough(away)
     there = available(away, needed if spares is None else spares)
     share = stored * there

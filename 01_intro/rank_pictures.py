@@ -4,7 +4,7 @@ A cell is painted in the colours of the ranks whose data is in it, as in `common
 operation has changed are lit: they have a thick frame on yellow ground, and all others are pale.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import cos, pi, sin, tan
 from typing import Any
 
@@ -98,6 +98,18 @@ def watch(algorithm: Callable, size: int = 4) -> list[tuple[list, list, list[Mes
     ]
 
 
+def steps_of(ring: Callable) -> Iterator[tuple[Figure, str, str]]:
+    """A frame (picture, words, caption) before a ring all-reduce on four ranks, and one after each of its six steps."""
+    steps = watch(ring)
+    start = f"Before the first step, four ranks on a circle hold {steps[0][0]}"
+    yield circle(None, steps[0][0], []), start, "Before: every rank holds its own numbers."
+    captions = [f"Reduce-scatter, step {step}: each rank adds what arrives to its own chunk." for step in range(3)]
+    captions += [f"All-gather, step {step}: each rank keeps what arrives, a complete sum." for step in range(3)]
+    for (before, after, sent), caption in zip(steps, captions, strict=True):
+        words = f"Messages (from, to, numbers): {sent}. Afterwards the ranks on the circle hold {after}"
+        yield circle(before, after, sent), words, caption
+
+
 def _noted(algorithm: Callable) -> tuple[list, list[Message]]:
     """What this rank holds before each exchange and at the end, and its messages."""
     rank = dist.get_rank()
@@ -185,6 +197,20 @@ def ring_and_tree(step: int) -> Figure:
     ax.set(xlim=(-6, 6), ylim=(-2.3, 2.7), aspect="equal")
     ax.set_axis_off()
     return fig
+
+
+def rings_and_trees() -> Iterator[tuple[Figure, str, str]]:
+    """Frames (picture, words, caption) of `ring_and_tree`, until the ring has told all ranks."""
+    for step in (0, 1, 2, 3, 4, 7):
+        have = min(step + 1, 8), min(2**step, 8)
+        words = (
+            f"Eight ranks in a ring and in a tree, steps taken: {step}; ranks with the tensor: {have[0]} and {have[1]}"
+        )
+        yield (
+            ring_and_tree(step),
+            words,
+            f"Steps taken: {step}. Ranks that have it: {have[0]} by the ring, {have[1]} by the tree.",
+        )
 
 
 def waiting() -> Figure:

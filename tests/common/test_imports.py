@@ -182,7 +182,7 @@ def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(stop, tmp_p
     words += "quit\n"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     command = [sys.executable, "-m", "pdb", *PROGRAM, f"--run-dir={tmp_path / 'run'}", *more]
-    done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=120)
     for file, _ in places:
         assert done.stdout.count(f"FILE {ROOT / file}") == len(places), done.stdout + done.stderr
 
@@ -217,7 +217,7 @@ def test_a_script_started_in_its_folder_loads_each_file_once(folder, tmp_path):
     small = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WATCH, str(ROOT) + "/", str(script), *small, f"--run-dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "TWICE []" in done.stdout and "LINKS []" in done.stdout, done.stdout
     assert int(done.stdout.split("MODULES")[1]) > 15
@@ -231,7 +231,7 @@ course.start.start = lambda *names: course.name_what_was_started()
 sys.argv = {PROGRAM[:1]}
 program = runpy.run_path({PROGRAM[0]!r}, run_name="__main__")
 print(pickle.dumps(program["DDP"]).hex())"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -252,7 +252,7 @@ def test_ranks_see_the_same_classes(method, nproc):
 def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
     (tmp_path / "classes").write_bytes(pickle.dumps([load(name, kind) for name in STRATEGIES for kind in kinds(name)]))
     code = "import pickle; print(len(pickle.load(open('classes', 'rb'))))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(sum(len(kinds(name)) for name in STRATEGIES)), done.stderr
 
 
@@ -277,7 +277,7 @@ def test_a_checkout_without_links_is_whole(tmp_path):
     assert (clone / "course" / "ddp").is_file()
     environment = os.environ | {"PYTHONPATH": str(clone)}
     command = [sys.executable, "-c", WITHOUT_LINKS]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     classes = sum(len(kinds(name)) for name in STRATEGIES)
     assert done.stdout.split() == [str(clone / "03_ddp" / "by_hand.py"), str(classes)], done.stderr
 
@@ -298,7 +298,7 @@ def test_a_program_started_otherwise_runs_under_its_one_name(how, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     started = {"-m module": ["-m", "course.ddp.distributed_training"], "profiler": ["-c", PROFILED, PROGRAM[0]]}[how]
     command = [sys.executable, *started, *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert how == "-m module" or f"STEPS IN {PROGRAM[0]}\n" in done.stdout, done.stdout
 

@@ -148,6 +148,14 @@ def _torchrun(arguments: list[str]) -> None:
     torch.distributed.run.main(arguments)
 
 
+def forget_the_course() -> None:
+    """In a fork, as `preexec_fn`: to be as a process that has imported PyTorch and what else is installed, and nothing
+    of this repository."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "course", "planner")]:
+        del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "course"]
+
+
 def ranks_of(process: Fork | subprocess.Popen) -> list[psutil.Process]:
     """The ranks below a torchrun, in order: it starts one after the other."""
     return sorted(psutil.Process(process.pid).children(), key=lambda rank: (rank.create_time(), rank.pid))

@@ -1,21 +1,26 @@
 """Arrows go from chapters to common/, and every file of the course is one module under one name."""
 
 import ast
+import cProfile
+import functools
 import json
 import os
+import pdb
 import pickle
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import jedi
 import pytest
-from helpers import FULL, LAUNCHER, SMALL
+from forks import Fork, forget_the_course
+from helpers import FULL, SMALL
 
 from common import ROOT
-from common.lab.launch import launch
 from course import CHAPTERS as CHAPTER_FOLDERS
 from course.ddp.by_hand import DDPByHand
 from course.ddp.distributed_training import DDP
@@ -36,6 +41,7 @@ def code_of(path: Path) -> list[str]:
     return ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
 
 
+@functools.cache
 def imported(code: str) -> set[str]:
     """The full names of the modules that a program imports."""
     lines = [line for line in code.splitlines() if not line.lstrip().startswith(("%", "!"))]
@@ -161,146 +167,104 @@ def test_classes_are_those_of_the_table():
     assert issubclass(Zero2, FSDP) and load("zero2") is Zero2 and load("fsdp") is FSDP
 
 
-PROGRAM = [str(ROOT / "03_ddp" / "distributed_training.py"), "--steps=1", "--checkpoint-every=0"]
-PROGRAM += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-STOPS = {  # functions in view, and how they are reached
-    "as it is": ([("03_ddp/distributed_training.py", "def main"), ("03_ddp/distributed_training.py", "def step")], []),
-    "by hand": ([("03_ddp/by_hand.py", "def step")], ["--by-hand"]),
-}
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
 
 
-def first_line_of(file: str, function: str) -> int:
-    lines = (ROOT / file).read_text().splitlines()
+def alone(function, *arguments, cwd: Path = ROOT) -> str:
+    """What a function writes that is called with the arguments in a process that has imported nothing of the course."""
+    process = Fork(function, *arguments, cwd=cwd, preexec_fn=forget_the_course)
+    written, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, written + errors
+    return written
+
+
+def first_line_of(file: Path, function: str) -> int:
+    lines = file.read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(function)) + 1
 
 
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(stop, tmp_path):
-    places, more = STOPS[stop]
-    words = "".join(f"break {ROOT / file}:{first_line_of(file, function)}\n" for file, function in places)
-    words += "continue\nprint('FILE', __file__)\n" * len(places)
-    words += "quit\n"
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    command = [sys.executable, "-m", "pdb", *PROGRAM, f"--run-dir={tmp_path / 'run'}", *more]
-    done = subprocess.run(command, input=words, capture_output=True, text=True, env=environment, timeout=120)
-    for file, _ in places:
-        assert done.stdout.count(f"FILE {ROOT / file}") == len(places), done.stdout + done.stderr
+def debug(arguments):
+    words, *sys.argv = arguments
+    sys.stdin = open(words)
+    pdb.main()
 
 
-WATCH = """
-import atexit, os, runpy, sys
-from collections import defaultdict
-def report():
-    files = defaultdict(set)
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or not os.path.isabs(file) or "site-packages" in file:
-            continue
-        if os.path.realpath(file).startswith(ROOT):
-            files[os.path.realpath(file)].add(id(module))
-    print("TWICE", [file for file, modules in files.items() if len(modules) > 1])
-    named = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    print("LINKS", [file for file in named if file.startswith(ROOT) and file != os.path.realpath(file)])
-    print("MODULES", len(files))
-ROOT, *sys.argv = sys.argv[1:]
-script = sys.argv[0]
-atexit.register(report)
-sys.path[0] = os.path.dirname(script)  # as Python does for a script
-runpy.run_path(script, run_name="__main__")
-"""
+def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(tmp_path):
+    """In the program that is started, and in a class of it. (In a file that it imports: test_debugger.py.)"""
+    script, words = ROOT / "03_ddp" / "distributed_training.py", tmp_path / "words"
+    stops = [f"break {script}:{first_line_of(script, function)}" for function in ("def main", "def step")]
+    words.write_text("\n".join([*stops, *["continue", "print('FILE', __file__)"] * 2, "quit\n"]))
+    told = alone(debug, words, "pdb", script, *OPTIONS, f"--run-dir={tmp_path / 'run'}")
+    assert told.count(f"FILE {script}") == 2, told
 
 
-# (What the root's script does with chapter 05's, tests/strategies/test_scripts.py does with its own.)
-@pytest.mark.parametrize("folder", ["", "05_pipeline"] if FULL else ["05_pipeline"])
-def test_a_script_started_in_its_folder_loads_each_file_once(folder, tmp_path):
-    script = ROOT / folder / "distributed_training.py"
-    small = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WATCH, str(ROOT) + "/", str(script), *small, f"--run-dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "TWICE []" in done.stdout and "LINKS []" in done.stdout, done.stdout
-    assert int(done.stdout.split("MODULES")[1]) > 15
+def run_and_tell(arguments):
+    """Run a program as Python does; print where its class's step was, which files are there twice or by a link's name,
+    and how many are there."""
+    how, place, class_name, *options = arguments
+    sys.argv, files = [place, *options], defaultdict(set)
+    if how == "module":
+        program = runpy.run_module(place, run_name="__main__", alter_sys=True)
+    elif how == "profiled":
+        cProfile.runctx("program = runpy.run_path(place, run_name='__main__')", globals(), local := {"place": place})
+        program = local["program"]
+    else:
+        program = runpy.run_path(place, run_name="__main__")
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if Path(file).is_relative_to(ROOT) and "site-packages" not in file:
+            files[os.path.realpath(file)].add((file, id(module)))
+    (importable,) = pickle.loads(pickle.dumps([program[class_name]]))  # raises, if it is not the one that is imported
+    told = {
+        "class": (importable.__module__, importable.step.__code__.co_filename),
+        "twice": [file for file, names in files.items() if len(names) > 1],
+        "links": [name for file, names in files.items() for name, _ in names if name != file],
+        "files": len(files),
+    }
+    print(f"TOLD {json.dumps(told)}")
 
 
-def test_a_started_class_is_pickled_under_its_importable_name(tmp_path):
-    code = f"""import pickle, runpy, sys
-from course import start
-import course.start
-course.start.start = lambda *names: course.name_what_was_started()
-sys.argv = {PROGRAM[:1]}
-program = runpy.run_path({PROGRAM[0]!r}, run_name="__main__")
-print(pickle.dumps(program["DDP"]).hex())"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def identities():
-    from course.ddp import distributed_training
-    from course.strategies import load
-
-    return distributed_training.DDP is load("ddp"), distributed_training.DDP.__module__, pickle.dumps(load("ddp"))
-
-
-@pytest.mark.parametrize("method, nproc", [("fork", 2), ("spawn", 1)])
-def test_ranks_see_the_same_classes(method, nproc):
-    for same, name, pickled in launch(identities, nproc, start_method=method):
-        assert same and name == "course.ddp.distributed_training"
-        assert pickle.loads(pickled) is DDP
-
-
-def test_unpickling_in_a_process_that_imported_nothing(tmp_path):
-    (tmp_path / "classes").write_bytes(pickle.dumps([load(name, kind) for name in STRATEGIES for kind in kinds(name)]))
-    code = "import pickle; print(len(pickle.load(open('classes', 'rb'))))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(sum(len(kinds(name)) for name in STRATEGIES)), done.stderr
+@pytest.mark.parametrize(
+    "how, folder, class_name",
+    [
+        ("script", "05_pipeline", "PipelineParallel"),
+        ("module", "03_ddp", "DDP"),
+        *[("profiled", "03_ddp", "DDP")] * FULL,
+    ],
+)
+def test_a_program_has_each_file_once_under_its_one_name(how, folder, class_name, tmp_path):
+    script, module = ROOT / folder / "distributed_training.py", f"course.{folder[3:]}.distributed_training"
+    place = module if how == "module" else script
+    written = alone(run_and_tell, how, place, class_name, *OPTIONS, f"--run-dir={tmp_path / 'run'}", cwd=script.parent)
+    told = json.loads(written.partition("TOLD ")[2].splitlines()[0])
+    assert told.pop("files") > 15
+    assert told == {"class": [module, str(script)], "twice": [], "links": []}
 
 
 def kinds(name):
     return list(STRATEGIES[name].implementations)
 
 
-WITHOUT_LINKS = """
-import course.ddp.by_hand as module
-from course.strategies import STRATEGIES, load
-classes = [load(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations]
-print(module.__file__, len(classes))
-"""
+def unpickle(arguments):
+    clone, file = arguments
+    sys.path.insert(0, clone)
+    classes = pickle.loads(Path(file).read_bytes())
+    print(len(classes), {sys.modules[one.__module__].__file__.startswith(clone) for one in classes})
 
 
-def test_a_checkout_without_links_is_whole(tmp_path):
-    """As git makes it on Windows, where each link is a file that holds its target's name."""
+def test_classes_are_unpickled_where_nothing_is_imported_and_git_has_made_no_links(tmp_path):
+    """In a checkout as git makes it on Windows, where each link is a file that holds its target's name."""
     clone = tmp_path / "clone"
-    made = subprocess.run(["git", "clone", "-q", "-c", "core.symlinks=false", str(ROOT), str(clone)], check=False)
-    if made.returncode:
-        pytest.skip("these files are no git repository")
+    for folder in ("common", "course", "planner", *CHAPTERS):
+        shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("*.ipynb", "__pycache__", "runs"))
+    for link in (ROOT / "course").iterdir():
+        if link.is_symlink():
+            shutil.rmtree(clone / "course" / link.name)
+            (clone / "course" / link.name).write_text(os.readlink(link))
     assert (clone / "course" / "ddp").is_file()
-    environment = os.environ | {"PYTHONPATH": str(clone)}
-    command = [sys.executable, "-c", WITHOUT_LINKS]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    classes = sum(len(kinds(name)) for name in STRATEGIES)
-    assert done.stdout.split() == [str(clone / "03_ddp" / "by_hand.py"), str(classes)], done.stderr
-
-
-PROFILED = """
-import cProfile, pstats, runpy, sys
-sys.argv = sys.argv[1:]
-profile = cProfile.Profile()
-profile.run("runpy.run_path(sys.argv[0], run_name='__main__')")
-files = {file for file, _, function in pstats.Stats(profile).stats if function == "step"}
-print("STEPS IN", *sorted(file for file in files if file.endswith("distributed_training.py")))
-"""
-
-
-@pytest.mark.parametrize("how", ["-m module", *["profiler"] * FULL])
-def test_a_program_started_otherwise_runs_under_its_one_name(how, tmp_path):
-    options = [*PROGRAM[1:], f"--run-dir={tmp_path / 'run'}"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    started = {"-m module": ["-m", "course.ddp.distributed_training"], "profiler": ["-c", PROFILED, PROGRAM[0]]}[how]
-    command = [sys.executable, *started, *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert how == "-m module" or f"STEPS IN {PROGRAM[0]}\n" in done.stdout, done.stdout
+    (tmp_path / "classes").write_bytes(pickle.dumps([load(name, kind) for name in STRATEGIES for kind in kinds(name)]))
+    written = alone(unpickle, clone, tmp_path / "classes", cwd=tmp_path)
+    assert written.split() == [str(sum(len(kinds(name)) for name in STRATEGIES)), "{True}"]
 
 
 PYRIGHT = shutil.which("pyright-langserver", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -1,10 +1,17 @@
 """When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. Measured
-numbers are masked before outputs are compared. A test that fails says how to run it again. And what the tests start on
-few cores runs as ranks of the course do."""
+numbers are masked before outputs are compared. The kernels of notebooks are forked from one process that has imported
+PyTorch. A test that fails says how to run it again. And what the tests start on few cores runs as ranks of the course
+do."""
 
 import faulthandler
+import io
+import multiprocessing
 import os
+import runpy
 import shlex
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +26,41 @@ def pytest_configure(config):
     masks = Path(__file__).parent / "tests" / "sanitize.cfg"
     if config.pluginmanager.hasplugin("nbval"):
         config.option.nbval_sanitize_with = config.option.nbval_sanitize_with or str(masks)
+        if config.option.nbval and sys.platform == "linux" and not os.environ.get("FULL"):
+            from jupyter_client import launcher
+
+            launcher.Popen = ForkedKernel
+
+
+class ForkedKernel:
+    """A notebook's kernel, used as subprocess.Popen is, but forked from a process that has imported what takes long,
+    which is three seconds of processor time for each notebook. With FULL=1 kernels start as JupyterLab starts them."""
+
+    stdin, stdout, stderr = io.BytesIO(), None, None
+
+    def __init__(self, command: list[str], cwd: str, env: dict[str, str], **_):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "ipykernel.kernelapp", "matplotlib.pyplot", "torch._dynamo"])
+        self.process = context.Process(target=_run_kernel, args=(command, cwd, env))
+        self.process.start()
+        self.pid = self.process.pid
+        while self.process.is_alive() and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)  # until it leads a process group, for that is what will be ended
+        self.poll, self.wait = lambda: self.process.exitcode, self.process.join
+        self.kill, self.terminate = self.process.kill, self.process.terminate
+        self.send_signal = lambda number: os.kill(self.pid, number)
+
+
+def _run_kernel(command: list[str], cwd: str, env: dict[str, str]) -> None:
+    """`python -m ipykernel_launcher -f FILE` in the process that was forked for it."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # of what the kernel starts: Python's own
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = command[command.index("-m") + 1 :]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

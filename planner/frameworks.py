@@ -26,7 +26,8 @@ class Framework:
     """A recipe.
 
     host:          of Constants.host, the time that its host needs to launch a layer's kernels
-    whole_logits:  each tensor rank holds the logits of the whole vocabulary at the loss
+    whole_logits:  float32 tensors of the whole vocabulary's logits that each tensor rank holds at the loss; none where
+                   ranks divide them
     accumulates:   while micro-batches are added up, gradients stay whole and in float32 (fully_shard with
                    set_requires_gradient_sync(False))
     gradient_copy: bytes per parameter of a further copy of the gradients
@@ -34,22 +35,26 @@ class Framework:
     foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
     fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
     stops_early:   it recomputes by torch.utils.checkpoint, not reentrant, which ends where nothing more is needed
+    fp8_gradients: bytes per value of the gradients that it keeps and sends where products have 8 bit, up to stage 2
+    at_worst:      the recipe that is assumed for the worst case of its memory where nobody has named a framework
     """
 
     host: float = 1.0
-    whole_logits: bool = False
+    whole_logits: float = 0.0
     accumulates: bool = False
     gradient_copy: int = 0
     constant: float = 0.0
     foreach: bool = False
     fused_attention: bool = False
     stops_early: bool = False
+    fp8_gradients: int = 4
+    at_worst: str = ""
     source: str = ""
 
 
 FRAMEWORKS: dict[str, Framework] = {
     "torch": Framework(
-        host=0.5, stops_early=True,
+        host=0.5, stops_early=True, at_worst="torch-accumulating",
         source="torchtitan's reports, whose memory is what the allocator reserved, and whose AdamW is fused",
     ),
     "course": Framework(
@@ -57,16 +62,27 @@ FRAMEWORKS: dict[str, Framework] = {
         source="this course's own strategies, with torch.optim.AdamW as it is",
     ),
     "torch-accumulating": Framework(
-        host=0.5, whole_logits=True, accumulates=True, foreach=True, stops_early=True,
+        host=0.5, whole_logits=2.0, accumulates=True, foreach=True, stops_early=True,
         source="KempnerForge's memory, of which both are a quarter",
     ),
     "megatron": Framework(
-        fused_attention=True, constant=4 * GIB,
+        fused_attention=True, constant=4 * GIB, fp8_gradients=2, at_worst="megatron-whole-logits",
         source="Narayanan et al. 2021, Korthikanti et al. 2022, vTrain and NeMo for the time; for the constant "
-        "nothing: between torchtitan's and Megatron-DeepSpeed's",
+        "nothing: between torchtitan's and Megatron-DeepSpeed's; 16-bit gradients beside 8-bit products are those of "
+        "NVIDIA's performance recipes (Megatron-Bridge, scripts/performance/configs: ddp.grad_reduce_in_fp32 = False)",
+    ),
+    "megatron-whole-logits": Framework(
+        fused_attention=True, constant=4 * GIB, fp8_gradients=2, whole_logits=3.5,
+        source="as deepspeed-whole-logits",
     ),
     "deepspeed": Framework(
-        constant=14 * GIB, source="BLOOM's prequel on Megatron-DeepSpeed, whose memory is nvidia-smi's"
+        constant=14 * GIB, at_worst="deepspeed-whole-logits",
+        source="BLOOM's prequel on Megatron-DeepSpeed, whose memory is nvidia-smi's",
+    ),
+    "deepspeed-whole-logits": Framework(
+        constant=14 * GIB, whole_logits=3.5,
+        source="Hagemann et al. 2023: of their 563 runs that were out of memory it foresees more than deepspeed does, "
+        "with no more false alarms; BLOOM's runs, which divide the logits, refute it for Megatron-DeepSpeed",
     ),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from common.axes import AXES
 from common.errors import UserError
 from course.pipeline import schedules
-from planner.frameworks import FRAMEWORKS
+from planner import frameworks
 from planner.hardware import GPU, Cluster
 from planner.models import Model
 from planner.names import lookup
@@ -23,8 +23,11 @@ PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "mixed": "bf16-mixed
                      "fp8": "fp8-mixed", "bf16_mixed": "bf16-mixed"}  # fmt: skip
 
 
-def recipe_of(precision: str, zero_stage: int) -> str:
-    """The key in chapter 06's BYTES. fully_shard keeps float32 shards, and gathers them in 16 bit."""
+def recipe_of(precision: str, zero_stage: int, message: int = 4) -> str:
+    """The key in chapter 06's BYTES. fully_shard keeps float32 shards, and gathers them in 16 bit.
+
+    message: bytes of one value of the gradients that are sent, which are those that are kept
+    """
     if precision in ("bf16", "float32"):
         return precision
     if precision == "bf16-12":
@@ -32,7 +35,7 @@ def recipe_of(precision: str, zero_stage: int) -> str:
     if zero_stage == 3:
         return "float32"
     named = {"fp16-mixed": "mixed, two gradients", "bf16-mixed-16": "mixed"}
-    return named.get(precision, "mixed, float32 gradients")
+    return named.get(precision, "mixed" if message == 2 else "mixed, float32 gradients")
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,19 @@ class Layout:
         return {axis: size for axis, size in found.items() if size > 1}
 
     @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a value that is computed with; products in 8 bit read and write 16."""
+        return PRECISIONS[self.precision][0]
+
+    @cached_property
+    def message(self) -> int:
+        """Bytes of one value of a message of gradients."""
+        eight = self.precision == "fp8-mixed" and self.zero_stage < 3
+        return frameworks.of(self).fp8_gradients if eight else PRECISIONS[self.precision][1]
+
+    @cached_property
     def recipe(self) -> str:
-        return recipe_of(self.precision, self.zero_stage)
+        return recipe_of(self.precision, self.zero_stage, self.message)
 
     def describe(self) -> str:
         """A short line: axes larger than one, stage, what is computed again."""
@@ -181,7 +195,7 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     if cluster.gpu.processor:  # no context of CUDA, no buffers of NCCL
         fields.setdefault("framework", "torch")
     if fields.get("framework"):
-        lookup(fields["framework"], FRAMEWORKS, "framework")
+        lookup(fields["framework"], frameworks.FRAMEWORKS, "framework")
     lookup(fields.get("attention", ""), dict.fromkeys(("", *ATTENTION)), "kernel of attention")
     lookup(fields.get("recompute", "none"), dict.fromkeys(RECOMPUTE), "kind of recomputation")
     lookup(fields.get("schedule", "1f1b"), schedules.SCHEDULES, "schedule")

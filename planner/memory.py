@@ -3,13 +3,13 @@
 State by chapter 06's formula, activations by its formula of a layer, stored micro-batches from chapter 05's simulator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from course.fsdp.formulas import BYTES, STATE_KINDS, formula, layer_bytes, score_bytes
 from planner import frameworks, stages
 from planner.constants import Constants
-from planner.layout import PRECISIONS, STAGES, Layout
+from planner.layout import STAGES, Layout
 from planner.models import Model
 
 
@@ -56,7 +56,7 @@ def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dro
 
 def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float:
     """Bytes that one layer keeps of one micro-batch, on one GPU."""
-    itemsize = PRECISIONS[layout.precision][0]
+    itemsize = layout.itemsize
     per_token = _layer(
         model, layout.tensor, layout.sequence, kept or layout.kept, layout.flash, layout.dropout, layout.fused,
         layout.sequence_parallel, itemsize,
@@ -106,7 +106,19 @@ def around_units(zero_stage: int, itemsize: int, message: int, unit: float) -> d
 
 
 def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
-    """The rank of the pipeline that needs most. Ranks that are alike are looked at once."""
+    """The rank of the pipeline that needs most. Ranks that are alike are looked at once.
+
+    Where the layout names no framework, `high` also holds for the recipe that needs most of those that it may be.
+    """
+    found = _estimate(model, layout, constants)
+    at_worst = frameworks.of(layout).at_worst
+    if layout.framework or not at_worst:
+        return found
+    worst = _estimate(model, replace(layout, framework=at_worst), constants)
+    return replace(found, high=max(found.high, worst.expected))
+
+
+def _estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     held, found = stages.held(layout), {}
     for rank, share in enumerate(stages.shares(model, layout)):
         if (share, held[rank]) not in found:
@@ -122,7 +134,7 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     if layout.offload:
         there = ("parameters", "gradients", "optimizer")[0 if layout.zero_stage == 3 and layout.shards > 1 else 1 :]
         host = sum(kept.pop(kind) for kind in there)  # fully_shard keeps its shards there as well
-    itemsize, message = PRECISIONS[layout.precision]
+    itemsize, message = layout.itemsize, layout.message
     recipe = frameworks.of(layout)
     accumulates = recipe.accumulates and layout.micro_batches > 1 and layout.zero_stage == 3 and layout.pipeline == 1
     per_layer = layer_memory(model, layout)
@@ -161,12 +173,12 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         # distributed/pipelining/stage.py); others one of each direction on its way and one in use.
         kept["messages"] = stream * (2 * layout.micro_batches if layout.zero_stage == 3 else 4)
     if head:
-        whole = recipe.whole_logits and layout.tensor > 1
+        whole = recipe.whole_logits > 0 and layout.tensor > 1
         logits = layout.tokens * model.vocabulary / (1 if whole else layout.tensor) * 4
         copies = constants.loss_copies
         if layout.tensor > 1 and layout.zero_stage == 3:
             copies = constants.parallel_loss_copies
-        copies = 2.0 if whole else 1.5 if layout.fused_loss else copies
+        copies = recipe.whole_logits if whole else 1.5 if layout.fused_loss else copies
         in_flight = kept["activations"]
         if layout.pipeline > 1 and layout.schedule == "1f1b":
             in_flight = min(in_flight, chunk * per_layer)

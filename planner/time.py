@@ -12,7 +12,7 @@ from planner import frameworks, stages, traffic
 from planner.constants import Constants
 from planner.hardware import GPU, Cluster
 from planner.layer_time import Work, again, of_layer, product
-from planner.layout import PRECISIONS, Layout
+from planner.layout import Layout
 from planner.memory import largest, parameters_of
 from planner.models import Model
 from planner.network import group, neighbour_seconds
@@ -115,7 +115,7 @@ def messages_in_layer(
 ) -> list[tuple[str, float, float]]:
     """(axis, seconds of its messages in a layer's forward pass that no work hides, of those in its backward pass)."""
     found = []
-    itemsize = PRECISIONS[layout.precision][0]
+    itemsize = layout.itemsize
     stream = layout.tokens * model.width * itemsize
     passes = traffic.forward_passes(layout)
     if layout.tensor > 1:
@@ -146,7 +146,7 @@ def messages_in_layer(
 def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False) -> StepTime:
     """The time of a step. quick: stages of a pipeline count as equal, which a search does for most layouts."""
     gpu = cluster.gpu
-    itemsize, message = PRECISIONS[layout.precision]
+    itemsize, message = layout.itemsize, layout.message
     one, dense = of_layers(model, gpu, layout, constants)
     inside = messages_in_layer(model, cluster, layout, one, dense, constants)
     inside_forward, inside_backward = sum(forward for _, forward, _ in inside), sum(back for *_, back in inside)
@@ -198,7 +198,7 @@ def of_state(
     """Messages of gradients and parameters. times: seconds of a micro-batch's forward and backward pass on a rank, and
     of one layer's, which these messages overlap with."""
     all_forward, all_backward, forward, backward = times
-    itemsize, message = PRECISIONS[layout.precision]
+    itemsize, message = layout.itemsize, layout.message
     m, p, found = layout.micro_batches, layout.pipeline, []
     divides = ("shard", "context", "expert") if layout.shard_context else ("shard", "expert")
     sharded = partial(state_seconds, cluster, layout, constants, divides)
@@ -250,7 +250,7 @@ def of_state(
 
 def optimizer(model: Model, cluster: Cluster, layout: Layout, constants: Constants) -> Term:
     """AdamW's step over what a rank keeps."""
-    itemsize, message = PRECISIONS[layout.precision]
+    itemsize, message = layout.itemsize, layout.message
     own, own_experts = largest(model, layout)
     kept = own / layout.shards + own_experts / layout.expert_shards
     if not layout.offload:

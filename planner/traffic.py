@@ -6,7 +6,7 @@ runs. Messages of a few numbers, such as those of the loss and of the gradient's
 
 from common.lab.wire_bytes import wire_bytes
 from planner import frameworks, stages
-from planner.layout import PRECISIONS, Layout
+from planner.layout import Layout
 from planner.memory import parameters_of
 from planner.models import Model
 
@@ -28,12 +28,12 @@ def routed(model: Model, layout: Layout) -> float:
     """Bytes of the tokens that a rank sends to experts, once for each expert of a token. With sequence parallelism each
     rank along "tensor" routes its own part of the sequence; without, each of them routes all of it."""
     tokens = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
-    return tokens * model.width * PRECISIONS[layout.precision][0]
+    return tokens * model.width * layout.itemsize
 
 
 def sent(model: Model, layout: Layout) -> dict[str, float]:
     """Axis -> bytes. "host": what offloading sends over PCIe, in both directions."""
-    itemsize, message = PRECISIONS[layout.precision]
+    itemsize, message = layout.itemsize, layout.message
     m, p, t, c = layout.micro_batches, layout.pipeline, layout.tensor, layout.context
     stream = layout.tokens * model.width * itemsize
     layers, passes = model.layers / p * m, forward_passes(layout)  # layers that a rank computes in a step

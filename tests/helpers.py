@@ -4,20 +4,27 @@ processes."""
 import ast
 import json
 import os
+import sys
+import threading
+import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import ROOT, run_dir
 from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config, shared
 from common.errors import UserError
+from common.lab import launch as launching
 from common.run_dir import claim
 from course.strategies import BY_AXES, STRATEGIES
 
@@ -171,3 +178,53 @@ def code_of_page(path: str) -> list[str]:
     """The code cells of a notebook, whose path is relative to the repository."""
     notebook = nbformat.read(ROOT / path, as_version=4)
     return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def when_inside(function: str, then) -> None:
+    """Call `then` in a thread of its own once this one is inside `function`, which may be a collective that waits."""
+    me = threading.get_ident()
+
+    def names():
+        frame = sys._current_frames()[me]
+        while frame:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    def watch():
+        while function not in names():
+            time.sleep(0.005)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def impatient(seconds: float) -> None:
+    """From here on this rank's collectives time out after `seconds`: the ranks had all the time to meet."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def arrive(folder: Path) -> None:
+    """This rank is where it will stay (`time_is_up_when_all_have_arrived`)."""
+    Path(folder, f"arrived-{os.environ['RANK']}").touch()
+
+
+def time_is_up_when_all_have_arrived(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let `launch` lose its patience when each rank has come to where it stays, or is stopped; not earlier on a busy
+    machine, and not later on a quiet one. From then on its clock goes slowly: what it waits for comes in time."""
+    wait, ranks, up = launching._wait, [], False
+
+    def remember(processes, *args):
+        ranks[:] = processes
+        return wait(processes, *args)
+
+    def arrived(rank, process):
+        with suppress(psutil.NoSuchProcess):
+            return Path(folder, f"arrived-{rank}").exists() or psutil.Process(process.pid).status() == "stopped"
+
+    def monotonic():
+        nonlocal up
+        up = up or bool(ranks) and all(arrived(rank, process) for rank, process in enumerate(ranks))
+        return 1e9 + time.monotonic() / 50 if up else time.monotonic()
+
+    patch.setattr(launching, "_wait", remember)
+    patch.setattr(launching, "time", SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic))

@@ -19,6 +19,9 @@ from tools.facts import reading_minutes
 UNCOMPARED = {}  # cells, each with its reason
 MOST_MINUTES = 40
 
+# As ipykernel installs it, and JupyterLab stores it.
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+
 
 def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -59,9 +62,9 @@ def is_valid(notebook, path):
         nbformat.validate(notebook)
     except nbformat.ValidationError as error:
         yield str(error).splitlines()[0]
-    kernel = notebook.metadata.get("kernelspec", {}).get("name")
-    if kernel != "python3":
-        yield f"the kernel is {kernel}, not python3"
+    kernel = dict(notebook.metadata.get("kernelspec", {}))
+    if kernel != KERNEL:
+        yield f"the kernelspec is {kernel}, not {KERNEL}: JupyterLab would change it as soon as the page is opened"
 
 
 def was_run_in_order(notebook, path):
@@ -69,6 +72,13 @@ def was_run_in_order(notebook, path):
     counts = [cell.execution_count for cell in code(notebook)]
     if counts != list(range(1, len(counts) + 1)) or not counts:
         yield f"execution counts are {counts}: run it top to bottom (make notebooks)"
+
+
+def shows_why_a_program_failed(notebook, path):
+    """A reader who changes the program that a cell starts should read its error, and not that its exit code is 1."""
+    for cell in code(notebook):
+        if re.search(r"capture_output=True[^)]*check=True", cell.source):
+            yield f"{name(cell)} raises without what the program wrote: show stderr where there is a return code"
 
 
 def has_no_unmeant_error(notebook, path):
@@ -257,6 +267,7 @@ def hides_gpus_from_what_it_starts(notebook, path):
 
 RULES = [
     is_valid,
+    shows_why_a_program_failed,
     was_run_in_order,
     has_no_unmeant_error,
     is_compared,

@@ -2,7 +2,9 @@
 
 Each rank leaves files in the launch's folder, where nothing that happens to its process afterwards can spoil them:
 
-error-R:             a rank that raises writes its error there, with the time (`write_error`)
+met-R:               the process of a rank that has met the others (`note_meeting`)
+error-R:             a rank that raises writes its error there, with the time (`write_error`) and with the ranks that it
+                     finds dead: however late their end is noticed elsewhere, it came before this error
 stack-R:             faulthandler writes there what a rank is doing when `launch` ends it, even inside a collective
 returned-R:          the function has returned
 result-R:            its result; written last, when the process group is torn down
@@ -20,6 +22,7 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 HAD_RETURNED = "had returned already"
@@ -29,12 +32,35 @@ AT_ONCE = 0.2
 OURS = (__file__, str(Path(__file__).with_name("launch.py")))
 
 
+def note_meeting(folder: Path, rank: str) -> None:
+    """This process is a rank's, and has met the others."""
+    _write_whole(folder, f"met-{rank}", str(os.getpid()))
+
+
 def write_error(error: BaseException, folder: Path, rank: str) -> None:
-    """What a rank raised, and when and where."""
-    report = {"time": time.time(), "error": _short(error), **_frames(error.__traceback__)}
-    unfinished = folder / f"unfinished-{rank}"
-    unfinished.write_text(json.dumps(report))
-    os.replace(unfinished, folder / f"error-{rank}")  # so that nobody reads half of it
+    """What a rank raised, and when and where, and which ranks were dead by then."""
+    report = {"time": time.time(), "dead": _dead(folder), "error": _short(error), **_frames(error.__traceback__)}
+    _write_whole(folder, f"error-{rank}", json.dumps(report))
+
+
+def _write_whole(folder: Path, name: str, text: str) -> None:
+    """Write a file so that nobody reads half of it."""
+    unfinished = folder / f"unfinished-{name}"
+    unfinished.write_text(text)
+    os.replace(unfinished, folder / name)
+
+
+def _dead(folder: Path) -> list[int]:
+    """The ranks that have met the others and whose processes have ended since."""
+    processes = {int(file.name.removeprefix("met-")): int(file.read_text()) for file in folder.glob("met-*")}
+    return sorted(rank for rank, process in processes.items() if not _lives(process))
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def output(folder: Path, nproc: int) -> list[str]:
@@ -55,8 +81,9 @@ def explain(
     """
     errors = {rank: json.loads(_read(folder / f"error-{rank}") or "null") for rank in range(nproc)}
     errors = {rank: error for rank, error in errors.items() if error}
+    seen = [(rank, error["time"]) for error in errors.values() for rank in error["dead"]]
     died = {
-        rank: when
+        rank: min([when, *(earlier for dead, earlier in seen if dead == rank)])
         for rank, (when, exitcode) in ended.items()
         if rank not in errors and (exitcode or not (folder / f"result-{rank}").exists())
     }

@@ -186,7 +186,7 @@ for path in (root / 'x', root / '01_intro' / 'classroom' / 'x', '/x', {str(sandb
 open({str(sandbox.TEMPORARY / "x")!r}, 'w')
 """
     command = [*sandbox._bwrap(tmp_path, (tmp_path.parent,)), sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["[]", "True []", "False ['exercises.py']"], (
         f"no answers, no history, nothing outside, no place to write to {done.stderr}"
     )

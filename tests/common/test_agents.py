@@ -14,7 +14,7 @@ from common import ROOT
 from common.lab.launch import free_port, launch
 
 SETTINGS = SMALL | {"steps": 100, "checkpoint_every": 10, "optimizer": "sgd", "lr": 0.1, "strategy": "ddp"}
-QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # a lost node is given up after seconds
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"  # a lost node is given up after seconds
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,7 @@ PROGRAMS = [
 def test_of_programs_as_they_are_started(line, words, tmp_path):
     script, *arguments = line.split()
     done = subprocess.run(
-        [sys.executable, ROOT / script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, ROOT / script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words.split()), done.stderr

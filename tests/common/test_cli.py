@@ -149,7 +149,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key not in TWO_RANKS} | variables
     script, *arguments = command
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, env=environment, timeout=300
     )
 
 
@@ -171,7 +171,7 @@ def test_nobody_comes():
         "with one_line_errors(), process_group('cpu', 'gloo', timeout=2): pass"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | ranks_environment, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | ranks_environment, timeout=300
     )
     assert result.returncode == 2
     last = result.stderr.splitlines()[-1]

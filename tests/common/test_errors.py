@@ -24,7 +24,7 @@ SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=
 
 def ended(process: Fork, code: int = 2) -> str:
     """What it said on stderr."""
-    out, said = process.communicate(timeout=120)
+    out, said = process.communicate(timeout=300)
     assert process.returncode == code, said
     assert out == ""
     return said
@@ -172,7 +172,7 @@ def test_pictures_need_torchvision(tmp_path):
     (line,) = ended(process).splitlines()
     assert line.startswith("error: --task images: ") and "has no package torchvision; " in line
     process = Fork(SCRIPT, *SMALL, "--steps=1", cwd=tmp_path, preexec_fn=without("torchvision"))
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=300) == 0
 
 
 # --- a lost rank ----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_advice_after_a_lost_rank_is_true(tmp_path):
 
 
 def test_a_resumed_run_that_has_nothing_to_do(tmp_path):
-    assert Fork(SCRIPT, *SMALL, "--steps=2", "--run-dir=run", cwd=tmp_path).wait(timeout=120) == 0
+    assert Fork(SCRIPT, *SMALL, "--steps=2", "--run-dir=run", cwd=tmp_path).wait(timeout=300) == 0
     said = ended(Fork(SCRIPT, "--resume", "--run-dir=run", cwd=tmp_path))
     assert said.splitlines()[-1].startswith("error: --resume") and "--steps 4" in said
 

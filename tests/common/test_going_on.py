@@ -134,7 +134,7 @@ def run(finished, tmp_path):
 def go_on(folder: Path, line: str = "--resume --steps 5", **more) -> list[str]:
     """What a process says that goes on with a run."""
     process = Fork(SCRIPT, *line.split(), f"--run-dir={folder}", cwd=folder.parent, **more)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     return said.splitlines()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FULL, running
+from helpers import FULL, impatient, running
 
 from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch, setenv
@@ -112,7 +112,7 @@ def test_after_heavy_work_on_many_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     work()
-    assert launch(work, 2, timeout=30) == [(300, 300)] * 2
+    assert launch(work, 2, timeout=100) == [(300, 300)] * 2
     torch.set_num_threads(threads)
 
 
@@ -165,14 +165,16 @@ def fail_with_value_error():
 
 def stay_away():
     if dist.get_rank() == 0:
+        impatient(2.0)
         dist.all_reduce(torch.ones(2))
 
 
 def sleep_instead():
     if dist.get_rank() == 0:
+        impatient(2.0)
         dist.broadcast(torch.ones(2), src=1)
     else:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def be_killed():
@@ -208,7 +210,7 @@ def test_failures_name_rank_place_and_cause(fn):
     rank, pattern = FAILURES[fn]
     before = running()
     with pytest.raises(RankFailed) as failure:
-        launch(fn, 2, timeout=2)
+        launch(fn, 2, timeout=100)
     assert re.match(pattern, str(failure.value)), str(failure.value)
     assert rank == failure.value.rank
     assert len(failure.value.where) == len(failure.value.output) == 2
@@ -259,7 +261,7 @@ def launch_within():
 
 def test_ranks_do_not_launch():
     with pytest.raises(RankFailed, match="rank 0 of 2: UserError: launch starts a process group of its own, and this"):
-        launch(launch_within, 2, timeout=5)
+        launch(launch_within, 2, timeout=100)
 
 
 def test_launches_of_several_threads_take_turns():

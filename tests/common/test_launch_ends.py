@@ -12,15 +12,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import running
+from helpers import arrive, running, time_is_up_when_all_have_arrived, when_inside
 
 from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch
 
 
 def all_exit():
-    dist.barrier()
-    time.sleep(0.3)  # until the other one has left the barrier too
+    store = dist.distributed_c10d._get_default_store()
+    store.add("here", 1)
+    while store.add("here", 0) < 2:  # no collective, that could notice the other's end
+        time.sleep(0.01)
     os._exit(0)
 
 
@@ -31,19 +33,20 @@ def one_exits():
     dist.all_reduce(torch.ones(2))
 
 
-def one_stops_itself():
-    dist.barrier()
+def one_stops_itself(arrived):
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    when_inside("all_reduce", arrived)
     dist.all_reduce(torch.ones(2))
 
 
-def all_stop_themselves():
+def all_stop_themselves(arrived):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def ignore_sigterm():
+def ignore_sigterm(arrived):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    arrived()
     while True:
         time.sleep(0.01)
 
@@ -64,9 +67,9 @@ def one_closes_its_files():
 def one_hoards():
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        store.set("waits", "yes")
+        when_inside("barrier", lambda: store.set("waits", "yes"))
         dist.barrier()
-    store.get("waits")  # on a busy machine rank 0 may come late
+    store.get("waits")
     limit = psutil.Process().memory_info().vms + 60 * 2**20  # of this rank only: the tests' machine is shared
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     hoard = []
@@ -74,46 +77,70 @@ def one_hoards():
         hoard.append(bytearray(20 * 2**20))
 
 
-def thread_that_goes_on():
+def thread_that_goes_on(arrived):
     threading.Thread(target=time.sleep, args=(600,)).start()
+    when_inside("_shutdown", arrived)
 
 
-def fork_and_wait():
+def fork_and_wait(arrived):
     """The child of rank 0 stays, that of rank 1 returns: its rank has not returned for that."""
-    if os.fork() == 0 and dist.get_rank() == 1:
+    child = os.fork()
+    if child == 0 and dist.get_rank() == 1:
         return
+    if child and dist.get_rank() == 1:
+        os.waitpid(child, 0)
+    if child:
+        arrived()
     time.sleep(600)
 
 
 # What ranks do -> which rank the failure names, and what is told of each: a signal, an exit code, an error, a
 # collective, or the function at whose lines it was.
-WHATEVER = {
+FAIL = {
     all_exit: (0, "exit code 0", "exit code 0"),
     one_exits: (1, "all_reduce", "exit code 0"),
-    one_stops_itself: (0, "all_reduce", "stopped"),
-    all_stop_themselves: (0, "stopped", "stopped"),
-    ignore_sigterm: (0, "ignore_sigterm", "ignore_sigterm"),
-    block_every_signal: (0, "block_every_signal", "block_every_signal"),
     one_closes_its_files: (1, "all_reduce", "SIGABRT"),
     one_hoards: (1, "barrier", "MemoryError"),
+}
+GO_ON = {
+    one_stops_itself: (1, "all_reduce", "stopped"),
+    all_stop_themselves: (0, "stopped", "stopped"),
+    ignore_sigterm: (0, "ignore_sigterm", "ignore_sigterm"),
     thread_that_goes_on: (0, "returned", "returned"),
     fork_and_wait: (0, "fork_and_wait", "fork_and_wait"),
 }
 
 
-@pytest.mark.parametrize("fn", WHATEVER, ids=lambda fn: fn.__name__)
-def test_launch_ends_in_time_whatever_ranks_do(fn, monkeypatch):
-    monkeypatch.setattr(launching, "LEEWAY", 0.7)  # so that the tests take less time
-    before, begin = running(), time.time()
+def check_end(first: int, told: list[str], fn, **options):
+    before, begin = running(), time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        launch(fn, 2, timeout=1)
-    took = time.time() - begin
-    first, *told = WHATEVER[fn]
+        launch(fn, 2, **options)
+    took = time.monotonic() - begin
     assert failure.value.rank == first and str(failure.value).startswith(f"rank {first} of 2: ")
     for rank, (word, where) in enumerate(zip(told, failure.value.where, strict=True)):
         assert word in where and word in str(failure.value), (rank, where)
-    assert took < 15  # most of it for a busy machine; ranks that are not ended sleep for ten minutes
+    assert took < 300  # nearly all of it for a busy machine; ranks that are not ended sleep for ten minutes
     assert running() <= before
+
+
+@pytest.mark.parametrize("fn", FAIL, ids=lambda fn: fn.__name__)
+def test_launch_ends_with_a_rank_that_fails(fn):
+    first, *told = FAIL[fn]
+    check_end(first, told, fn, timeout=100)
+
+
+@pytest.mark.parametrize("fn", GO_ON, ids=lambda fn: fn.__name__)
+def test_launch_ends_when_time_is_up_whatever_ranks_do(fn, monkeypatch, tmp_path):
+    time_is_up_when_all_have_arrived(monkeypatch, tmp_path)
+    first, *told = GO_ON[fn]
+    check_end(first, told, fn, args=(lambda: arrive(tmp_path),), timeout=100)
+
+
+def test_launch_ends_when_time_is_up_though_ranks_block_every_signal(monkeypatch):
+    """Each writes its stack by its own clock, a second after the timeout and LEEWAY."""
+    monkeypatch.setattr(launching, "LEEWAY", 0.0)
+    monkeypatch.setattr(launching, "ANSWER", 60.0)
+    check_end(0, ["block_every_signal"] * 2, block_every_signal, timeout=3)
 
 
 def start_daemon():
@@ -166,5 +193,7 @@ def test_ranks_end_with_their_caller():
         caller.wait()
         begin = time.monotonic()
         assert pipe.read() == ""  # its end: nobody holds the pipe any more
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 300  # ranks that stay sleep for ten minutes
+    while any(psutil.pid_exists(rank) for rank in ranks):  # which have closed their files, and not ended yet
+        time.sleep(0.01)
     assert running() <= before

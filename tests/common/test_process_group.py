@@ -79,7 +79,7 @@ def test_within_a_launch_there_is_no_gpu(option):
     ((name, value),) = option.items()
     told = f"UserError: --{name} {value}: there is a process group already, and it is on the CPU"
     with pytest.raises(RankFailed, match=told):
-        launch(work, 2, timeout=5)
+        launch(work, 2, timeout=100)
 
 
 def test_a_group_of_one_begins_and_ends_without_a_port(monkeypatch):
@@ -136,7 +136,7 @@ def test_the_rank_that_keeps_the_store_leaves_last(tmp_path):
     script, port = tmp_path / "late.py", free_port()
     script.write_text(LATE)
     processes = [Fork(script, cwd=tmp_path, rank=(rank, 2, port)) for rank in range(2)]
-    written = [process.communicate(timeout=60) for process in processes]
+    written = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], written
 
 

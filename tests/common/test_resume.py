@@ -179,7 +179,7 @@ def signalled(config, number: int, rank: int) -> tuple[int, list[int]]:
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_path):
     config = configure(size=2, run_dir=tmp_path / "run", steps=20, **TINY | {"strategy": "ddp"})
     try:
-        ranks = launch(signalled, 2, (config, number, rank), timeout=10)
+        ranks = launch(signalled, 2, (config, number, rank), timeout=100)
     except RankFailed as failed:
         pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
     assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"

@@ -141,16 +141,16 @@ def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
     everyone = family(process)
     assert len(everyone) == 1 + nproc + nproc * WORKERS
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert errors.count("go on with --resume --run-dir run") == 1, errors
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own
     assert "Traceback" not in errors.split("go on with --resume")[0], errors
     assert "SIGKILL" not in errors, errors
-    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    assert psutil.wait_procs(everyone, timeout=100)[1] == []
     done = metrics(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / f"checkpoint-{done:06d}").exists() and (tmp_path / "run" / "loss.png").exists()
     again = start("--resume", "--strategy=single", f"--steps={done + 1}", "--run-dir=run", cwd=tmp_path)
-    _, errors = again.communicate(timeout=60)
+    _, errors = again.communicate(timeout=300)
     assert again.returncode == 0, errors
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, done + 2))
 
@@ -160,28 +160,28 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
     ranks_of(process)[1].kill()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "rank      : 1" in errors and "SIGKILL" in errors
     (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
     assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
     assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
     assert "RuntimeError" not in errors  # one line, and no traceback
-    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    assert psutil.wait_procs(everyone, timeout=100)[1] == []
     newest = manifest.checkpoints(tmp_path / "run")[-1]
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    process = start("--steps=100000", "--run-dir=run", "--distributed", "--timeout=3", nproc=2, cwd=tmp_path)
+    process = start("--steps=100000", "--run-dir=run", "--distributed", "--timeout=8", nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     first, second = ranks_of(process)
     second.suspend()
-    first.wait(timeout=60)  # rank 0 has said what it has to say
+    first.wait(timeout=300)  # rank 0 has said what it has to say
     second.kill()  # torchrun would wait for half a minute
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert "error: rank 1 did not answer within 3 s (--timeout): see what happened there" in errors, errors
+    assert "error: rank 1 did not answer within 8 s (--timeout): see what happened there" in errors, errors
     assert "go on with --resume --run-dir run" in errors and "Timed out waiting" not in errors, errors
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
         cwd=tmp_path,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 2, errors
     line = errors.splitlines()[-1]
     assert line.startswith("error: run/checkpoint-000006 cannot be written: "), errors
@@ -211,7 +211,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert "Traceback" not in errors
     assert checkpoint_files(tmp_path / "run") == before
     process = start("--resume", "--steps=6", "--run-dir=run", cwd=tmp_path)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -21,12 +21,12 @@ def losses(text: str) -> tuple[float, ...]:
 
 def test_all_ways_train_as_one_process_does(tmp_path):
     process = Fork(PROGRAM, cwd=tmp_path)
-    alone = losses(process.communicate(timeout=120)[0])
+    alone = losses(process.communicate(timeout=300)[0])
     assert alone[0] > 1 and alone[1] < 0.4
     for how, ranks in (("ddp", 2), ("fsdp", 2), ("pipeline", 2), ("pipeline", 3)):
         line = ("--standalone", f"--nproc_per_node={ranks}", PROGRAM, how)
         process = torchrun(*line, cwd=tmp_path)
-        said, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert said.startswith(f"{how}: loss") and losses(said) == pytest.approx(alone, abs=2e-6), how
     shown = re.findall(rf"^(.+): {NUMBERS}$", PAGE, re.MULTILINE)
@@ -38,7 +38,7 @@ def test_all_ways_train_as_one_process_does(tmp_path):
 def test_two_processes_need_a_way_to_train_together(how, tmp_path):
     """Else each would train a model of its own on half of the data, and say that all is well."""
     process = Fork(PROGRAM, *how, cwd=tmp_path, rank=(0, 2, 1))
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=300)
     assert process.returncode != 0 and "ddp, fsdp or pipeline" in said + errors
 
 

@@ -132,7 +132,7 @@ def elsewhere():
     """One process for all, since they change PyTorch for good."""
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-        yield lambda case: pool.submit(measured, case).result(timeout=120)
+        yield lambda case: pool.submit(measured, case).result(timeout=300)
 
 
 @pytest.mark.parametrize("case", [case for case in EXAMINED if FULL or case.who in FEW], ids=str)

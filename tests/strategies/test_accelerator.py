@@ -187,7 +187,7 @@ def elsewhere():
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
         with ready_to_fork():  # else it dies, if it collects what other tests have left in this process
             pool.submit(int).result()
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, EXAMPLES = 6, 32, 8, 32, 64, 16
 # last: it makes groups that are on some ranks only, and PyTorch's names of later ones count those.
 WHO = [(name, "by-hand") for name, entry in STRATEGIES.items() if "by-hand" in entry.places and name != "dp"]
 WHO = sorted([*WHO, ("pipeline", "pytorch"), ("pipeline+ddp", "pytorch")], key=lambda who: who[0] == "model")
+SIXTEEN = {"zero1", "zero2", "fsdp", "hsdp"}  # compute with 16-bit copies of all parameters, and autocast with float32
 AXES = {"mesh": {"tensor": 2, "pipeline": -1}}  # where the preset is not meant
 
 
@@ -46,12 +47,12 @@ def batch():
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def alone(model_class, dtype, precision):
-    """Each example's loss and all gradients, on one process; 16 bits by autocast."""
+def alone(model_class, dtype, autocast=False):
+    """Each example's loss and all gradients, on one process, with parameters of this type."""
     model, (inputs, targets) = make_model(model_class).to(dtype), batch()
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(inputs)
-    logits = logits.to(dtype)
+    logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
     loss = cross_entropy(logits, targets)
     (loss + (model.auxiliary_loss() if model_class is MixtureGPT else 0)).backward()
     of_examples = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -88,16 +89,17 @@ def relative(found: dict, true: dict) -> float:
 
 @pytest.fixture(scope="module")
 def one_process():
-    """By model: loss and gradients in float64, and how far one process in bf16 is from them. The errors of single
-    examples' losses happen to cancel in their mean or not; what they are without that is their root mean square."""
+    """By model, and whether its parameters have 16 bits: loss and gradients in float64, and how far one process in bf16
+    is from them. The errors of single examples' losses happen to cancel in their mean or not; what they are without
+    that is their root mean square."""
 
-    def both(model_class):
-        (losses, true), (rounded, found) = (
-            alone(model_class, *how) for how in ((torch.float64, "fp32"), (torch.float32, "bf16"))
-        )
+    def both(model_class, sixteen):
+        losses, true = alone(model_class, torch.float64)
+        rounded, found = alone(model_class, torch.bfloat16 if sixteen else torch.float32, autocast=True)
         return losses.mean(), true, (rounded - losses).square().mean().sqrt().item(), relative(found, true)
 
-    return {model_class: launch(both, 1, (model_class,))[0] for model_class in (GPT, MixtureGPT)}
+    cases = [(GPT, False), (GPT, True), (MixtureGPT, False)]
+    return {case: launch(both, 1, case)[0] for case in cases}
 
 
 def test_a_step_is_as_exact_as_that_of_one_process(one_process):
@@ -105,7 +107,7 @@ def test_a_step_is_as_exact_as_that_of_one_process(one_process):
     too_far = {}
     for nproc in SIZES:
         for who, (found, gradients) in launch(by_strategies, nproc, timeout=300)[0].items():
-            loss, true, loss_error, error = one_process[load(*who).model_class]
+            loss, true, loss_error, error = one_process[load(*who).model_class, who[0] in SIXTEEN]
             times = relative(gradients, true) / error, abs(found - loss).item() / loss_error
             print(f"{nproc} ranks, {' '.join(who):33}{times[0]:8.2f} {times[1]:8.2f}")
             if not (0.3 < times[0] < ALLOWED and times[1] < ALLOWED):

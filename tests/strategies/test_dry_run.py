@@ -67,7 +67,7 @@ def small(line: str) -> list[str]:
 
 def test_it_prints_the_ranks_of_a_mesh_and_trains_nothing(tmp_path):
     process = Fork(SCRIPT, *small("--dry-run --mesh shard=3"), cwd=tmp_path)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and list(tmp_path.iterdir()) == []
     lines = [line.split() for line in said.splitlines()]
     ranks = [line for line in lines if line and line[0].isdigit()]
@@ -75,14 +75,14 @@ def test_it_prints_the_ranks_of_a_mesh_and_trains_nothing(tmp_path):
     assert sum(int(line[5].replace(",", "")) for line in ranks) == 33_984, "each number once"
     assert [line for line in said.splitlines() if "mlp.up.weight" in line and "[43, 32] of [128, 32]" in line]
     process = Fork(SCRIPT, *small("--dry-run --mesh data=5"), cwd=tmp_path)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 2 and "--batch-size 12" in said and "Traceback" not in said
 
 
 def test_ranks_that_torchrun_has_started_say_it_once(tmp_path):
     line = small("--dry-run --distributed --strategy ddp")
     process = torchrun("--standalone", "--nproc_per_node=2", SCRIPT, *line, cwd=tmp_path)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and said.count("a dry run") == 1 and list(tmp_path.iterdir()) == []
 
 

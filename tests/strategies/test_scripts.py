@@ -49,7 +49,7 @@ def ranks(nproc: int, folder: str, *arguments: str) -> list[str]:
         Fork(script, *arguments, cwd=ROOT / folder, rank=(rank, nproc, port) if nproc > 1 else None)
         for rank in range(nproc)
     ]
-    written = ["".join(process.communicate(timeout=120)) for process in processes]
+    written = ["".join(process.communicate(timeout=300)) for process in processes]
     assert [process.returncode for process in processes] == [0] * nproc, "\n".join(written)
     return written
 
@@ -81,7 +81,7 @@ def test_the_missions_commands(folder, start, tmp_path):
     two = start(
         folder, f"torchrun --nproc_per_node=2 --master_port={port} distributed_training.py --distributed", "two"
     )
-    output = two.communicate(timeout=120)[0]
+    output = two.communicate(timeout=300)[0]
     assert two.returncode == 0, output
     assert "2/2" in output
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
@@ -94,7 +94,7 @@ def test_two_nodes(tmp_path):
     nodes = [
         torchrun(*address, f"--node_rank={node}", "distributed_training.py", *options, cwd=ROOT) for node in (0, 1)
     ]
-    outputs = ["".join(node.communicate(timeout=120)) for node in nodes]
+    outputs = ["".join(node.communicate(timeout=300)) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert json.loads((tmp_path / "run" / "config.json").read_text())["world_size"] == 4
     assert len(losses(tmp_path / "run")) == 2

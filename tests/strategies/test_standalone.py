@@ -313,7 +313,7 @@ def check_speed(text: str, silent: str) -> None:
 def test_torchrun(chapter, tmp_path):
     command = ["--standalone", "--nproc_per_node=2", PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])]
     process = torchrun(*command, cwd=tmp_path, env=environment())
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     if chapter == HELLO:
         assert sorted(re.findall(r"rank (\d): 1 \+ ... \+ 2 is 3, expected 3", output)) == ["0", "1"]

@@ -146,7 +146,7 @@ def messages_in_layer(
 def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constants, quick: bool = False) -> StepTime:
     """The time of a step. quick: stages of a pipeline count as equal, which a search does for most layouts."""
     gpu = cluster.gpu
-    itemsize, message = layout.itemsize, layout.message
+    itemsize = layout.itemsize
     one, dense = of_layers(model, gpu, layout, constants)
     inside = messages_in_layer(model, cluster, layout, one, dense, constants)
     inside_forward, inside_backward = sum(forward for _, forward, _ in inside), sum(back for *_, back in inside)

@@ -239,8 +239,8 @@ def test_recipes_of_frameworks():
 
 
 def test_the_worst_case_of_a_framework_that_nobody_named():
-    """Tensor ranks may hold whole logits, as Hagemann et al.'s runs did: 3.5 float32 tensors of 16,000 x 50,257 on each of
-    two ranks, where Megatron-LM has half of them. What is expected, and who names a framework, is as it was."""
+    """Tensor ranks may hold whole logits, as Hagemann et al.'s runs did: 3.5 float32 tensors of 16,000 x 50,257 on each
+    of two ranks, where Megatron-LM has half of them. What is expected, and who names a framework, is as it was."""
     model, fields = models.find("gpt2"), {"sequence": 16000, "precision": "bf16-mixed"}
     unnamed = memory.estimate(model, layout("tensor=2", **fields), PRIOR)
     named, whole = (

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.axes import parse_axes
 from common.errors import UserError
 from planner import models
@@ -367,6 +365,16 @@ def read(path: str) -> Config:
         raise UserError(f"{path}: {error}") from error
 
 
+def from_yaml(text: str) -> Any:
+    """What a YAML says. Raises ValueError."""
+    import yaml  # a package that a browser lacks, where config.json is read
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
 def parsed(file: Path, text: str) -> dict:
     try:
         if file.suffix == ".json":
@@ -376,12 +384,12 @@ def parsed(file: Path, text: str) -> dict:
                 raise UserError("TOML is read by Python 3.11 and later")
             table = tomllib.loads(text)
         elif file.suffix in (".yaml", ".yml"):
-            table = yaml.safe_load(text)
+            table = from_yaml(text)
             if isinstance(table, dict) and isinstance(table.get("MODEL_ARGS"), dict):  # Megatron-LM's functional tests
                 table = {str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items()}
         else:
             return words_of(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise UserError(f"is no valid {file.suffix[1:].upper()}: {str(error).splitlines()[0]}") from error
     if not isinstance(table, dict):
         raise UserError("has no names and values")

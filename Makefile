@@ -99,10 +99,11 @@ cluster-test: $(INSTALLED)
 # The course as a site, from the committed pages, without running them.
 site: $(SITE_INSTALLED)
 	sphinx-build -W -q -c docs/site . _site
+	python -m tools.site_runtime _site
 	@echo "the site: _site/index.html"
 
 site-check: site
-	python tools/site_check.py _site
+	python -m tools.site_check _site
 
 $(SITE_INSTALLED): $(INSTALLED) requirements-site.txt
 	$(BIN)/python -m pip install -r requirements-site.txt

@@ -125,21 +125,29 @@ def far(found: Estimate, run: Run) -> float:
     return kinds + sum(abs(math.log2(one / other)) for one, other in sizes)
 
 
-def nearest(found: Estimate, count: int = 3) -> list[str]:
-    """The published runs that are most alike, of different layouts, and how far the planner is off there."""
-    out, seen = [], set()
+def alike(found: Estimate, count: int) -> list[Run]:
+    """The published runs that are most alike, of different layouts, nearest first."""
+    out: list[Run] = []
+    seen = set()
     for run in sorted((run for run in published.runs() if run.seconds), key=lambda run: far(found, run)):
         what = run.source, run.model.name, run.cluster.gpus, run.layout.mesh
-        if what in seen:
-            continue
-        seen.add(what)
+        if what not in seen:
+            seen.add(what)
+            out.append(run)
+        if len(out) == count:
+            break
+    return out
+
+
+def nearest(found: Estimate, count: int = 3) -> list[str]:
+    """A line for each of the runs that are most alike, and how far the planner is off there."""
+    out = []
+    for run in alike(found, count):
         measured = run.seconds or math.nan
         said = estimate(run.model, run.cluster, run.layout, found.constants)
         out.append(f"  {run.source}, {run.model.name} on {run.cluster.gpus} x {run.cluster.gpu.name}, "
                    f"{run.layout.describe()}: {measured:.2f} s measured, {said.seconds / measured - 1:+.0%} "
                    "predicted")  # fmt: skip
-        if len(out) == count:
-            break
     return out
 
 

@@ -1,10 +1,11 @@
 """The built site, page by page: links, pictures, and what a browser says of it.
 
-    python tools/site_check.py _site
+    python -m tools.site_check _site
 
 Links and pictures are checked in the HTML. Then Chromium opens every page: no error in its console, no serious
 violation of accessibility (axe-core), and every flipbook can be turned by keyboard. Chromium is that of the system, or
-the one that `playwright install chromium` fetches. Exit code 0 if all is well, 1 with a line for each fault.
+the one that `playwright install chromium` fetches. Then come the pages that are live (tools/site_live.py). Exit code 0
+if all is well, 1 with a line for each fault, 2 where there is no browser, and nothing was looked at.
 """
 
 import contextlib
@@ -78,6 +79,18 @@ def served(folder: Path):
         server.shutdown()
 
 
+def chromium() -> str | None:
+    """The system's; None: the one that `playwright install chromium` fetches."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def a_browser_is_there() -> bool:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        return bool(chromium()) or Path(playwright.chromium.executable_path).exists()
+
+
 def seen_in_a_browser(folder: Path) -> list[str]:
     """A line for each error in the console, serious violation, and flipbook that does not turn."""
     from axe_playwright_python.sync_playwright import Axe
@@ -85,8 +98,7 @@ def seen_in_a_browser(folder: Path) -> list[str]:
 
     found = []
     with served(folder) as address, sync_playwright() as playwright:
-        own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=own, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         for path in pages_of(folder):
             name = str(path.relative_to(folder))
             if name in ("index.html", "genindex.html", "search.html"):
@@ -122,8 +134,15 @@ def seen_in_a_browser(folder: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
+    from tools.site_live import live_pages
+
     folder = Path(argv[0]).resolve()
-    faults = broken_links(folder) + seen_in_a_browser(folder)
+    if not a_browser_is_there():
+        print(
+            "error: there is no Chromium, so no page was looked at; run `playwright install chromium`", file=sys.stderr
+        )
+        return 2
+    faults = broken_links(folder) + seen_in_a_browser(folder) + live_pages(folder)
     count = len(pages_of(folder))
     print(*faults, f"{count} pages, {len(faults)} faults", sep="\n")
     return 1 if faults or not count else 0

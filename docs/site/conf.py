@@ -7,9 +7,12 @@ import html
 import json
 import os
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the modules of live pages
 README = (ROOT / "README.md").read_text()
 
 project = "Distributed training in PyTorch, from the inside"
@@ -30,8 +33,11 @@ nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture
 myst_heading_anchors = 4
 html_theme = "sphinx_book_theme"
 html_title = project
-html_static_path = ["style.css"]
+html_favicon = "icon.svg"
+html_static_path = ["style.css", "live.js", "worker.js"]
 html_css_files = ["style.css"]
+html_js_files = ["live.js"]
+LIVE = {"planner": "planner.page"}  # kind of live.js -> the module whose stored() is the page as it is first seen
 html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
 html_context = {"default_mode": "auto"}
 html_show_sourcelink = False
@@ -76,13 +82,23 @@ def as_myst(text: str, home: Path) -> str:
     return re.sub(r"\]\(([\w./-]+)\)", page_of, text)
 
 
+def live(text: str) -> str:
+    """What stands between the marks of a live page is for readers without the site; here comes its stored answer."""
+
+    def place(mark):
+        stored = import_module(LIVE[mark[1]]).stored()
+        return f'<div class="live" data-live="{mark[1]}"><p class="state" role="status"></p>{stored}</div>'
+
+    return re.sub(r"<!-- live: (\w+) -->.*?<!-- end live -->", place, text, flags=re.DOTALL)
+
+
 def read_source(_app, docname, source):
     """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
     home = (ROOT / docname).parent
     if docname == "README":
         source[0] += contents()
     if not source[0].lstrip().startswith("{"):
-        source[0] = as_myst(source[0], home)
+        source[0] = live(as_myst(source[0], home))
         return
     notebook = json.loads(source[0])
     for cell in notebook["cells"]:

@@ -64,5 +64,5 @@ def test_a_minute_is_150_words_or_8_lines_of_code():
 
 def test_what_a_target_runs_is_what_make_would_run():
     assert facts.commands_of("lint")[:2] == ["ruff check .", "ruff format --check ."]
-    assert facts.commands_of("site-check")[-1] == "python tools/site_check.py _site", "after what it needs"
+    assert facts.commands_of("site-check")[-1] == "python -m tools.site_check _site", "after what it needs"
     assert all(line.startswith("FULL=1 ") for line in facts.commands_of("test-all"))

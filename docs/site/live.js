@@ -1,0 +1,67 @@
+// Joins a page with the course's Python in a worker. It asks, and shows what is answered; it computes nothing.
+const here = document.currentScript.src;
+
+function start() {
+  const worker = new Worker(new URL("./worker.js", here), { type: "module" });
+  const waiting = new Map();
+  let count = 0, isReady, broke;
+  const ready = new Promise((resolve, reject) => { isReady = resolve; broke = reject; });
+  worker.onmessage = ({ data }) => {
+    if (data.ready) return isReady();
+    if (data.id === undefined) return broke(new Error(data.failed));
+    const [resolve, reject] = waiting.get(data.id);
+    waiting.delete(data.id);
+    if (data.failed) reject(new Error(data.failed)); else resolve(data.said);
+  };
+  worker.onerror = (event) => broke(new Error(event.message));
+  const call = (module, text) => new Promise((resolve, reject) => {
+    waiting.set(++count, [resolve, reject]);
+    worker.postMessage({ id: count, module, text });
+  });
+  return { ready, call };
+}
+
+function planner(place, course) {
+  const form = place.querySelector("form"), shown = place.querySelector(".answer"), said = place.querySelector(".state");
+  const ask = async (state) => {
+    place.setAttribute("aria-busy", "true");
+    said.textContent = "Searching ...";
+    const found = JSON.parse(await course.call("planner.page", JSON.stringify(state)));
+    place.removeAttribute("aria-busy");
+    said.textContent = found.error || "Live: change a field.";
+    said.classList.toggle("wrong", Boolean(found.error));
+    if (found.error) return;
+    shown.innerHTML = found.html;
+    for (const field of form.elements) if (field.type !== "file") field.value = found.state[field.name] || "";
+    history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
+  };
+  const fields = () => Object.fromEntries([...new FormData(form)].filter(([, value]) => typeof value === "string" && value));
+  const read = async (file) => file && ask({ ...fields(), config: await file.text() });
+  form.addEventListener("submit", (event) => { event.preventDefault(); ask(fields()); });
+  form.addEventListener("change", ({ target }) => {
+    if (target.type === "file") return read(target.files[0]);
+    if (target.name === "model") form.elements.shape.value = "";
+    return ask(fields());
+  });
+  place.addEventListener("dragover", (event) => event.preventDefault());
+  place.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); });
+  const asked = Object.fromEntries(new URLSearchParams(location.search));
+  if (Object.keys(asked).length) return ask(asked);
+  said.textContent = "Live: change a field.";
+}
+
+const kinds = { planner };
+
+document.addEventListener("DOMContentLoaded", async () => {
+  const places = [...document.querySelectorAll("[data-live]")];
+  if (!places.length) return;
+  const course = (window.course = start());
+  for (const place of places) place.querySelector(".state").textContent = "Python is being loaded ...";
+  try {
+    await course.ready;
+    for (const place of places) await kinds[place.dataset.live](place, course);
+    document.documentElement.dataset.course = "live";
+  } catch (error) {
+    for (const place of places) place.querySelector(".state").textContent = `This page stays as it is: ${error.message}`;
+  }
+});

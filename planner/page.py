@@ -1,0 +1,258 @@
+"""The planner as a page: a question from an address or a form, its answer as numbers, and the answer as HTML.
+
+The same functions run when the site is built, which stores the page as it is first seen, and in the reader's browser,
+which then asks them again for each change. Nothing on the page is computed anywhere else.
+"""
+
+import json
+from dataclasses import MISSING, fields
+from html import escape
+from statistics import median
+from typing import Any
+
+from common.errors import UserError
+from planner import compare, constants, explain_file, hardware, models, scoreboard
+from planner.estimate import Estimate
+from planner.fit import project
+from planner.layout import usual_precision
+from planner.models import Model
+from planner.output import seconds
+from planner.read_config import hugging_face
+from planner.search import Choice, plan
+
+FIRST = {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "16", "batch_size": "64", "sequence": "8192"}
+MOST_GPUS = 4096  # a search over more takes a browser minutes
+COLOURS = ("parameters", "activations", "gradients", "optimizer", "gathered", "logits and loss", "unsharded gradients")
+ALIKE = 12  # published runs of which the usual error is taken; three are shown
+
+
+# --- the question -----------------------------------------------------------------------------------------------------
+
+
+def number(asked: dict[str, str], name: str, least: int = 1, most: int = 2**40) -> int:
+    text = str(asked.get(name) or FIRST[name]).strip()
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise UserError(f"{name.replace('_', ' ')}: expected a whole number from {least} to {most:,}, not '{text}'")
+    return int(text)
+
+
+def price(asked: dict[str, str], name: str) -> float | None:
+    """A price that was typed; None for an empty field."""
+    text = str(asked.get(name) or "").strip()
+    try:
+        found = float(text) if text else None
+    except ValueError:
+        found = -1.0
+    if found is not None and not 0 <= found < 1e6:
+        raise UserError(f"{name.replace('_', ' ')}: expected dollars, as 2.5, not '{text}'")
+    return found
+
+
+def model_of(asked: dict[str, str]) -> Model:
+    """The model of a config.json that was dropped, of a shape in the address, or of that name. Raises UserError."""
+    if asked.get("config"):
+        try:
+            table = json.loads(asked["config"])
+        except ValueError as error:
+            raise UserError(f"config.json: not JSON ({error})") from None
+        if not isinstance(table, dict):
+            raise UserError("config.json: expected names and values")
+        try:
+            return hugging_face(table).model or models.find(FIRST["model"])
+        except UserError as error:
+            raise UserError(f"config.json: {error}") from None
+    if asked.get("shape"):
+        try:
+            return Model(**checked(json.loads(asked["shape"])))
+        except (ValueError, TypeError):
+            raise UserError(f"shape: no model: '{asked['shape'][:60]}'") from None
+    return models.find(asked.get("model") or FIRST["model"])
+
+
+def checked(shape: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Model that an address has. Raises ValueError for what is of another type."""
+    kinds = {"name": str, "mlp": str, "bias": str, "source": str, "tied": bool}
+    for name, value in shape.items():
+        if type(value) is not kinds.get(name, int) or (type(value) is int and not 0 <= value < 2**40):
+            raise ValueError(name)
+    return shape
+
+
+def shape_of(model: Model) -> dict[str, Any]:
+    """What of a model is not the default, for an address."""
+    values = {field.name: getattr(model, field.name) for field in fields(Model)}
+    defaults = {field.name: field.default for field in fields(Model) if field.default is not MISSING}
+    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+def answer(asked: dict[str, str]) -> dict[str, Any]:
+    """What the page shows, as numbers: the layouts, best first, and the published runs that are most like the first.
+
+    asked: fields of the form, all as text; what is missing is as in FIRST. Raises UserError.
+    """
+    model = model_of(asked)
+    cluster = hardware.cluster(
+        asked.get("gpu") or FIRST["gpu"], number(asked, "gpus", most=MOST_GPUS), network=asked.get("network") or None
+    )
+    of_hour, of_kwh = price(asked, "price"), price(asked, "electricity")
+    chosen = plan(model, cluster, number(asked, "batch_size"), number(asked, "sequence"), usual_precision(cluster.gpu))
+    state = {name: str(asked.get(name) or FIRST[name]).strip() for name in FIRST}
+    state |= {name: str(asked[name]).strip() for name in ("network", "price", "electricity") if asked.get(name)}
+    if asked.get("config") or asked.get("shape"):
+        state = {"shape": json.dumps(shape_of(model), separators=(",", ":"))} | state
+        del state["model"]
+    return {
+        "state": state,
+        "heading": f"{model.name}: {model.parameters / 1e9:,.2f} billion parameters on {cluster.gpus} x "
+        f"{cluster.gpu.name} over {cluster.name}, {usual_precision(cluster.gpu)}",
+        "layouts": [of_layout(choice, of_hour, of_kwh) for choice in chosen],
+        "alike": published(chosen[0].estimate),
+    }
+
+
+def of_layout(choice: Choice, of_hour: float | None, of_kwh: float | None) -> dict[str, Any]:
+    """One layout. dollars and kilowatt_hours: of 10^9 tokens; None where there is no price, or no power."""
+    found = choice.estimate
+    if of_hour is None and found.cluster.gpu.name in compare.PRICES:
+        of_hour = compare.PRICES[found.cluster.gpu.name][0]
+    offer = compare.offer(found.cluster.gpu, found, of_hour)
+    power = offer.kilowatt_hours * of_kwh if offer.kilowatt_hours is not None and of_kwh is not None else None
+    more = {"layout": found.layout.describe(), "price": of_hour, "dollars": offer.dollars,
+            "kilowatt_hours": offer.kilowatt_hours, "dollars_of_energy": power}  # fmt: skip
+    return choice.as_dict() | more
+
+
+def published(found: Estimate) -> dict[str, Any]:
+    """The nearest published runs. Each is predicted with constants that were fitted on the half of the sources that it
+    is not in, as on the scoreboard."""
+    halves = constants.load_halves()
+    lines = []
+    for run in explain_file.alike(found, ALIKE):
+        own = int(project(run.source) not in halves[0][0])
+        lines.append(scoreboard.predict(run, halves[1 - own][1], halves[own][1]))
+    errors = [line.time_error for line in lines if line.time_error is not None]
+    shown = [
+        {"source": line.run.source, "what": f"{line.run.model.name} on {line.run.cluster.gpus} x "
+         f"{line.run.cluster.gpu.name}, {line.run.layout.describe()}", "measured": line.run.seconds,
+         "predicted": line.seconds, "error": line.time_error} for line in lines[:3]
+    ]  # fmt: skip
+    return {"runs": shown, "of": len(errors), "usual": median(map(abs, errors)),
+            "inside": sum(bool(line.inside) for line in lines)}  # fmt: skip
+
+
+def reply(text: str) -> str:
+    """What the browser gets for a question as JSON: HTML to show, and the state for the address; or an error."""
+    try:
+        found = answer(json.loads(text))
+    except UserError as error:
+        return json.dumps({"error": str(error)})
+    return json.dumps({"html": html(found), "state": found["state"], "answer": found})
+
+
+# --- as HTML ----------------------------------------------------------------------------------------------------------
+
+
+def html(found: dict[str, Any]) -> str:
+    """The answer as it stands on the page."""
+    shown = found["layouts"]
+    most = max(max(one["memory_gib_high"], one["memory_limit_gib"]) for one in shown)
+    longest = max(one["step_seconds_high"] for one in shown)
+    items = "".join(f"<li>{of_one(one, most, longest)}</li>" for one in shown)
+    return f'<p class="heading">{escape(found["heading"])}</p><ol class="layouts">{items}</ol>{near(found["alike"])}'
+
+
+def of_one(one: dict[str, Any], most: float, longest: float) -> str:
+    parts = sorted(((name, size) for name, size in one["memory_parts_gib"].items() if size > 0.005 * most),
+                   key=lambda pair: -pair[1])  # fmt: skip
+    needed = sum(one["memory_parts_gib"].values())
+    said = ", ".join(f"{name} {size:.1f}" for name, size in parts)
+    colour = {name: COLOURS.index(name) if name in COLOURS else 7 for name, _ in parts}
+    pieces = "".join(f'<i class="c{colour[name]}" style="width:{100 * size / most:.3f}%"></i>' for name, size in parts)
+    rest = max(0.0, one["memory_gib"] - needed)
+    pieces += f'<i class="rest" style="width:{100 * rest / most:.3f}%"></i>'
+    legend = "".join(f'<li><i class="c{colour[name]}"></i>{escape(name)} {size:.1f} GiB</li>' for name, size in parts)
+    legend += f'<li><i class="rest"></i>kept by the allocator {rest:.1f} GiB</li>'
+    low, high = one["step_seconds_low"], one["step_seconds_high"]
+    said_time = f"{seconds(one['step_seconds'])}, from {seconds(low)} to {seconds(high)}"
+    limit = f"{one['memory_limit_gib']:.1f} GiB"
+    facts = [f"{one['tokens_per_second']:,.0f} tokens/s", f"MFU {one['mfu']:.1%}", f"bubble {one['bubble']:.1%}",
+             f"bound by {one['binding']}", *money(one)]  # fmt: skip
+    sent = "; ".join(f"{size / 1e9:,.2f} GB along {axis}" for axis, size in one["sent_bytes_per_gpu"].items())
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in [one["preferred"], *one["notes"]] if note)
+    return (
+        f"<h3>{escape(one['layout'])}</h3>"
+        f"<p>Memory: {one['memory_gib']:.1f} GiB ({one['memory_gib_low']:.1f} to {one['memory_gib_high']:.1f}) of "
+        f"{limit}, at its peak in {escape(one['memory_phase'])}</p>"
+        f'<div class="bar" role="img" aria-label="Memory of a GPU in GiB: {escape(said)}; it has {limit}">{pieces}'
+        f'<b style="left:{100 * one["memory_limit_gib"] / most:.3f}%"></b></div><ul class="legend">{legend}</ul>'
+        f"<p>Step: {said_time}</p>"
+        f'<div class="bar thin" role="img" aria-label="Time of a step: {said_time}">'
+        f'<i class="c0" style="width:{100 * one["step_seconds"] / longest:.3f}%"></i>'
+        f'<u style="left:{100 * low / longest:.3f}%;width:{100 * (high - low) / longest:.3f}%"></u></div>'
+        f"<p>{escape('; '.join(facts))}.</p><p>Each GPU sends {escape(sent or 'nothing')} in a step.</p>"
+        f'<p class="note">Nearest other: {escape(one["nearest_alternative"])}</p>{notes}'
+    )
+
+
+def money(one: dict[str, Any]) -> list[str]:
+    found = []
+    if one["dollars"] is not None:
+        found.append(f"${one['dollars']:,.0f} for 10^9 tokens at ${one['price']:g} per GPU and hour")
+    if one["kilowatt_hours"] is not None:
+        cost = f", ${one['dollars_of_energy']:,.2f}" if one["dollars_of_energy"] is not None else ""
+        found.append(f"{one['kilowatt_hours']:,.0f} kWh for 10^9 tokens at the data sheet's power{cost}")
+    return found
+
+
+def near(alike: dict[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(run['source'])}: {escape(run['what'])}</td><td>{seconds(run['measured'])}</td>"
+        f"<td>{seconds(run['predicted'])}</td><td>{run['error']:+.0%}</td></tr>"
+        for run in alike["runs"]
+    )
+    return (
+        "<h3>How far this can be trusted</h3>"
+        f"<p>On the {alike['of']} published runs that are most like the first layout, each predicted by constants that "
+        f"were fitted without its source, the planner is off by {alike['usual']:.0%} (the median), and "
+        f"{alike['inside']} of them lie in the interval that it states. The nearest three:</p>"
+        '<div class="wide" tabindex="0" role="region" aria-label="Published runs"><table><thead><tr><th>run</th>'
+        f"<th>measured</th><th>predicted</th><th>error</th></tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def form() -> str:
+    """The fields of the question, filled in as in FIRST."""
+
+    def choose(name, label, options, empty=None):
+        first = [f'<option value="">{empty}</option>'] if empty else []
+        listed = "".join(
+            [*first, *(f"<option{' selected' * (one == FIRST.get(name))}>{escape(one)}</option>" for one in options)]
+        )
+        return f'<label>{label} <select name="{name}">{listed}</select></label>'
+
+    def fill(name, label, hint=""):
+        kind = 'inputmode="decimal"' if hint else 'inputmode="numeric"'
+        return (f'<label>{label} <input name="{name}" {kind} size="7" autocomplete="off" placeholder="{hint}" '
+                f'value="{FIRST.get(name, "")}"></label>')  # fmt: skip
+
+    return (
+        '<form class="question"><input type="hidden" name="shape">'
+        + choose("model", "Model", models.MODELS)
+        + '<label>or a config.json, chosen or dropped here <input type="file" name="config" accept=".json"></label>'
+        + fill("gpus", "GPUs")
+        + choose("gpu", "of kind", [name for name, gpu in hardware.GPUS.items() if not gpu.processor])
+        + choose("network", "between nodes", hardware.NETWORKS, empty="as usual")
+        + fill("batch_size", "Sequences of a step")
+        + fill("sequence", "of so many tokens")
+        + fill("price", "Dollars per GPU and hour", "table's")
+        + fill("electricity", "Dollars per kWh", "none")
+        + "</form>"
+    )
+
+
+def stored() -> str:
+    """The page's form and the answer to it, as the site stores them."""
+    return f'{form()}<div class="answer" aria-live="polite">{html(answer({}))}</div>'

@@ -1,0 +1,84 @@
+"""The pages that are live: what runs in a browser runs without any package, and says what the command line says.
+
+That both give the same numbers in a real browser is for tools/site_live.py."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from common import ROOT
+from common.errors import UserError
+from planner import page
+from planner.__main__ import main
+from tools import site_live, site_runtime
+
+SMALL = {"model": "gpt2", "gpu": "a100-80gb", "gpus": "2", "batch_size": "8", "sequence": "512"}
+
+
+def alone(program: str) -> str:
+    """What a Python prints that has the standard library and the files that the site brings, and nothing else."""
+    return subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout  # fmt: skip
+
+
+def test_the_page_says_what_the_command_says(capsys):
+    found = json.loads(alone(f"from planner import page; print(page.reply({json.dumps(SMALL)!r}))"))
+    main(
+        ["plan", *(word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)), "--json"]
+    )
+    told = json.loads(capsys.readouterr().out)
+    shown = [{name: one[name] for name in told[0]} for one in found["answer"]["layouts"]]
+    assert not [*site_live.unlike(shown, told)] and len(told) > 1
+    assert all(f"{one['memory_gib']:.1f} GiB" in found["html"] for one in told)
+
+
+def test_every_module_of_a_live_page_travels():
+    names = {str(path) for path in site_runtime.sources()}
+    assert {"planner/page.py", "05_pipeline/simulator.py", "course/__init__.py"} < names
+    assert not [name for name in names if ".venv" in name]
+
+
+def test_a_dropped_file_stays_in_the_address():
+    config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
+              "vocab_size": 5000, "num_key_value_heads": 2, "tie_word_embeddings": True}  # fmt: skip
+    found = page.answer(SMALL | {"config": json.dumps(config)})
+    assert "model" not in found["state"]
+    assert page.answer(found["state"]) == found
+    assert page.answer(SMALL)["layouts"][0]["parameters"] != found["layouts"][0]["parameters"]
+
+
+def test_money_follows_the_prices():
+    dear, cheap = (page.answer(SMALL | {"price": price, "electricity": "0.5"})["layouts"][0] for price in ("3", "1"))
+    assert dear["dollars"] == pytest.approx(3 * cheap["dollars"])
+    hours = 1e9 / cheap["tokens_per_second_per_gpu"] / 3600
+    assert cheap["dollars"] == pytest.approx(hours)
+    assert cheap["dollars_of_energy"] == pytest.approx(0.5 * 0.4 * hours)  # an A100 SXM has 400 W
+
+
+@pytest.mark.parametrize(
+    "asked, named",
+    [
+        ({"gpus": "3.5"}, "gpus: .*'3.5'"),
+        ({"gpus": "99999999"}, "gpus: .*4,096"),
+        ({"price": "a lot"}, "price: .*'a lot'"),
+        ({"price": "-1"}, "price: .*'-1'"),
+        ({"config": "{"}, "config.json: not JSON"),
+        ({"config": "[]"}, "config.json: "),
+        ({"config": '{"hidden_size": "wide"}'}, "config.json: hidden_size"),
+        ({"shape": '{"layers": "4"}'}, "shape: "),
+        ({"shape": '{"layers": 4, "other": 1}'}, "shape: "),
+        ({"gpu": "h1000"}, "h1000"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(asked, named):
+    with pytest.raises(UserError, match=named):
+        page.answer(SMALL | asked)
+
+
+def test_a_difference_in_the_seventh_digit_is_rounding_and_in_the_fifth_is_none():
+    ours = {"a": [1.0, {"b": 2.0}], "c": "x", "html": "1"}
+    assert not [*site_live.unlike(ours, {"a": [1.0, {"b": 2.0000001}], "c": "x", "html": "2"})]
+    for other in ({"a": [1.0, {"b": 2.00001}], "c": "x"}, {"a": [1.0], "c": "x"}, {"a": [1.0, {"b": 2.0}]}):
+        assert [*site_live.unlike(ours, other)]

@@ -1,0 +1,160 @@
+"""The site's live pages in a browser: the Python there and ours give the same answers, and the keyboard is enough.
+
+    python -m tools.site_live _site --inputs 2000
+
+Random questions go through the page's own Python, as a click would send them, and through the one that runs this. What
+is text or a whole number must be the same, other numbers to six digits. Exit code 1 with a line for each fault.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from planner import hardware, models
+from tools.site_check import chromium, pages_of, served
+
+DIGITS = 1e-6
+AT_MOST = 500_000  # bytes of a page with all that is its own, beside the runtime
+LOADED = "document.documentElement.dataset.course == 'live'"
+
+
+def question_to_the_planner(draw: random.Random) -> dict[str, str]:
+    gpus = 2 ** draw.randrange(5)
+    asked = {"gpus": str(gpus), "gpu": draw.choice([name for name, gpu in hardware.GPUS.items() if not gpu.processor]),
+             "batch_size": str(gpus * 2 ** draw.randrange(4)), "sequence": str(2 ** draw.randrange(9, 14))}  # fmt: skip
+    asked |= {"model": draw.choice([*models.MODELS, "lama-9b"])}
+    if draw.random() < 0.3:
+        width = 64 * draw.randrange(4, 80)
+        config = {"model_type": draw.choice(["llama", "gpt2"]), "hidden_size": width,
+                  "num_attention_heads": width // 64,
+                  "num_hidden_layers": draw.randrange(1, 60), "vocab_size": draw.randrange(1000, 200_000)}  # fmt: skip
+        asked["config"] = json.dumps(config)
+    for name, options in (("network", list(hardware.NETWORKS)), ("price", ["2.5", "x"]), ("electricity", ["0.12"])):
+        if draw.random() < 0.4:
+            asked[name] = draw.choice(options)
+    return asked
+
+
+# module -> what makes a question to it, and how many of a thousand questions go there: a search takes seconds
+QUESTIONS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], int]] = {
+    "planner.page": (question_to_the_planner, 50),
+}
+
+
+def unlike(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    """Where two answers differ by more than rounding. The HTML is made of the same numbers, and rounds them."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name in sorted({*ours, *theirs} - {"html"}):
+            yield from unlike(ours.get(name), theirs.get(name), f"{where}.{name}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from unlike(one, other, f"{where}[{place}]")
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=DIGITS, abs_tol=1e-12):
+            yield f"{where}: {ours!r} here, {theirs!r} on the page"
+    elif ours != theirs:
+        yield f"{where}: {str(ours)[:80]!r} here, {str(theirs)[:80]!r} on the page"
+
+
+def same_answers(page, count: int, seed: int) -> list[str]:
+    draw, faults = random.Random(seed), []
+    for module, (ask, share) in QUESTIONS.items():
+        number = max(3, count * share // 1000)
+        errors = 0
+        for _ in range(number):
+            question = json.dumps(ask(draw))
+            theirs = json.loads(page.evaluate("([module, text]) => course.call(module, text)", [module, question]))
+            ours = json.loads(import_module(module).reply(question))
+            errors += "error" in ours
+            faults += [f"{module} {question}: {fault}" for fault in [*unlike(ours, theirs)][:3]]
+        print(f"{module}: {number} random questions, {errors} of which are refused, answered as here")
+        faults += [f"{module}: every question was refused"] if errors == number else []
+    return faults
+
+
+def opened(browser, address: str, name: str, **settings) -> tuple[Any, list[str]]:
+    """A live page when its Python is there, and the list into which errors of its console go."""
+    page = browser.new_page(**settings)
+    errors: list[str] = []
+    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
+    page.goto(f"{address}/{name}", wait_until="load")
+    page.wait_for_function(LOADED, timeout=120_000)
+    return page, errors
+
+
+def by_keyboard_planner(page) -> list[str]:
+    """From the field of GPUs, without a mouse: another number, an answer, and its address."""
+    before = page.inner_text(".answer .heading")
+    page.focus("input[name=gpus]")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("8")
+    page.keyboard.press("Enter")
+    page.wait_for_function("before => document.querySelector('.answer .heading').textContent != before", arg=before,
+                           timeout=120_000)  # fmt: skip
+    found = [] if "gpus=8&" in page.url else [f"the address does not keep the question: {page.url}"]
+    page.focus("input[name=gpus]")
+    page.keyboard.type("x")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".state.wrong", timeout=60_000)
+    return found + ([] if "'8x'" in page.inner_text(".state") else ["a wrong number is not named"])
+
+
+KEYBOARD: dict[str, Callable[[Any], list[str]]] = {"planner": by_keyboard_planner}
+
+
+def weight(folder: Path, path: Path) -> int:
+    """Bytes of a live page and of the course's modules; the theme and the runtime are shared by all pages."""
+    own = [path, *(folder / "_static" / name for name in ("live.js", "worker.js", "style.css", "course.zip"))]
+    return sum(file.stat().st_size for file in own)
+
+
+def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
+    """A line for each fault of the pages that are live."""
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import sync_playwright
+
+    found = []
+    pages = [path for path in pages_of(folder) if "data-live=" in path.read_text()]
+    with served(folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        for path in pages:
+            name = str(path.relative_to(folder))
+            print(f"{name}: {weight(folder, path) / 1e3:.0f} kB beside the runtime")
+            found += [f"{name}: more than {AT_MOST:,} bytes"] if weight(folder, path) > AT_MOST else []
+            page, errors = opened(browser, address, name, viewport={"width": 360, "height": 740}, color_scheme="dark")
+            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            found += [f"{name}: {wide} pixels wider than a phone"] if wide > 0 else []
+            for violation in Axe().run(page).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
+            kind = page.get_attribute("[data-live]", "data-live")
+            found += [f"{name}: {fault}" for fault in KEYBOARD[kind](page)]
+            if path == pages[0]:
+                found += same_answers(page, inputs, seed)
+            found += [f"{name}: the console says {error}" for error in errors]
+            page.close()
+        browser.close()
+    return found if pages else ["no page of the site is live"]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--inputs", type=int, default=100, help="random questions, of which one in twenty is a search")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    faults = live_pages(args.folder.resolve(), args.inputs, args.seed)
+    print(*faults, f"live pages: {len(faults)} faults", sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

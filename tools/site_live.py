@@ -82,7 +82,7 @@ def opened(browser, address: str, name: str, **settings) -> tuple[Any, list[str]
     """A live page when its Python is there, and the list into which errors of its console go."""
     page = browser.new_page(**settings)
     errors: list[str] = []
-    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
     page.goto(f"{address}/{name}", wait_until="load")

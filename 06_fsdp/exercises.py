@@ -169,14 +169,15 @@ def full_state(shards: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> lis
     raise NotImplementedError
 
 
-def mesh_groups(sizes: list[int], rank: int) -> list[list[int]]:
-    """Return, for each dimension of a device mesh, the ranks of `rank`'s group along it, in ascending order.
+def checkpoint_sources(rows: int, saved: tuple[int, int], loaded: tuple[int, int], rank: int) -> list[int]:
+    """Return the ranks of the run that saved a checkpoint which hold rows that `rank` of the loading run needs.
 
-    The ranks 0, 1, 2, ... fill the mesh of `sizes` row by row, as `init_device_mesh` has it: the last dimension counts
-    fastest. A group along a dimension has all ranks whose places differ from this one's in that dimension alone.
-    Calculate only.
+    A weight of `rows` rows was cut by `ColwiseParallel` and then by `fully_shard`, on a mesh (shard, tensor) of the
+    sizes `saved`, whose ranks count row by row, the last dimension fastest. The run that loads it has a mesh of the
+    sizes `loaded`, with as many ranks as that takes. All ranks of a mesh have equally many rows. Ascending, each rank
+    once. Calculate only.
 
-    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """
     raise NotImplementedError
 

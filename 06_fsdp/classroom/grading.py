@@ -182,15 +182,20 @@ def full_state(size):
         yield ExerciseCase(what, [(own, shapes) for own in shards], expected, exactly(messages))
 
 
-def mesh_groups(size):
+def checkpoint_sources(size):
+    """Worked out by hand. In the last row but two, rank 1 needs rows 8 to 15, and rank s * 4 + t has three from
+    6 * t + 3 * s on: 6 to 8 are on rank 1, 9 to 11 on rank 5, 12 to 14 on rank 2, 15 to 17 on rank 6."""
     rows = [
-        ([2, 2], 1, [[1, 3], [0, 1]]),
-        ([2, 4], 5, [[1, 5], [4, 5, 6, 7]]),
-        ([3, 2], 2, [[0, 2, 4], [2, 3]]),
-        ([2, 2, 2], 6, [[2, 6], [4, 6], [6, 7]]),
-        ([4], 1, [[0, 1, 2, 3]]),
+        (8, (2, 2), (2, 2), 1, [1]),
+        (8, (2, 2), (4, 1), 1, [2]),
+        (8, (2, 2), (2, 1), 0, [0, 2]),
+        (8, (4, 1), (1, 2), 1, [2, 3]),
+        (8, (2, 2), (1, 1), 0, [0, 1, 2, 3]),
+        (24, (2, 4), (3, 1), 1, [1, 2, 5, 6]),
+        (24, (1, 2), (2, 4), 6, [1]),
+        (12, (3, 2), (2, 3), 4, [1]),
     ]
-    yield from calculated(size, "mesh_groups", rows)
+    yield from calculated(size, "checkpoint_sources", rows)
 
 
 def inside_then_across(columns: int, replicas: int, whole: int):
@@ -308,12 +313,10 @@ def draw_gathered_peak(random):
     return [random.randint(1, 30) for _ in range(random.randint(3, 7))], random.randint(0, 3), random.random() < 0.5
 
 
-def draw_mesh_groups(random):
-    sizes = [random.randint(2, 4) for _ in range(random.randint(2, 3))]
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    return sizes, random.randrange(ranks)
+def draw_checkpoint_sources(random):
+    saved, loaded = ((random.randint(1, 4), random.randint(1, 4)) for _ in range(2))
+    ranks = loaded[0] * loaded[1]
+    return saved[0] * saved[1] * ranks * random.randint(1, 3), saved, loaded, random.randrange(ranks)
 
 
 def draw_recomputed(random):
@@ -435,12 +438,16 @@ EXERCISES = [
         "So rank 0 knows which messages to expect, and of which shape.",
     ),
     exercise(
-        mesh_groups,
+        checkpoint_sources,
         points=2,
         dots=2,
-        hint="torch.arange(...).view(sizes) is the mesh. Find the rank's place in it, then let one index run and keep "
-        "the others.",
-        draw=draw_mesh_groups,
+        hint="Write a function for the rows that a rank of any mesh has: which tensor part is its own, and which shard "
+        "of that? Then call it for both meshes.",
+        mistakes={
+            "checkpoint_sources(8, (2, 2), (4, 1), 1), rank 0: expected [2], got [1]": "Rows don't follow the ranks: "
+            "tensor parallelism cuts first, so on (2, 2) rank 1 has the third quarter, and rank 2 the second.",
+        },
+        draw=draw_checkpoint_sources,
     ),
     exercise(
         hybrid_gradient,

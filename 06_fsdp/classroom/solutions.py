@@ -424,33 +424,38 @@ def state_with_equal_shards(shards, shapes):
     return None if rank else whole
 
 
-# --- mesh_groups ----------------------------------------------------------------------------------------------
+# --- checkpoint_sources ---------------------------------------------------------------------------------------
 
 
-def mesh_groups(sizes, rank):
-    mesh = torch.arange(math.prod(sizes)).view(sizes)
-    place = [index.item() for index in torch.unravel_index(torch.tensor(rank), sizes)]
-    return [mesh[(*place[:d], slice(None), *place[d + 1 :])].tolist() for d in range(len(sizes))]
+def rows_of(rows, sizes, rank):
+    shard, tensor = divmod(rank, sizes[1])
+    own = rows // (sizes[0] * sizes[1])
+    first = tensor * (rows // sizes[1]) + shard * own
+    return range(first, first + own)
 
 
-def groups_turned_round(sizes, rank):
-    return mesh_groups(sizes, rank)[::-1]
+def checkpoint_sources(rows, saved, loaded, rank):
+    needed = set(rows_of(rows, loaded, rank))
+    return [source for source in range(saved[0] * saved[1]) if needed & set(rows_of(rows, saved, source))]
 
 
-def groups_filled_by_columns(sizes, rank):
-    mesh = torch.arange(math.prod(sizes)).view(sizes[::-1]).permute(*range(len(sizes) - 1, -1, -1))
-    place = (mesh == rank).nonzero()[0].tolist()
-    return [mesh[(*place[:d], slice(None), *place[d + 1 :])].tolist() for d in range(len(sizes))]
+def sources_in_the_order_of_ranks(rows, saved, loaded, rank):
+    need, have = rows // (loaded[0] * loaded[1]), rows // (saved[0] * saved[1])
+    return list(range(rank * need // have, ((rank + 1) * need - 1) // have + 1))
 
 
-def groups_of_two_dimensions(sizes, rank):
-    columns = sizes[-1]
-    row = rank // columns
-    return [list(range(rank % columns, math.prod(sizes), columns)), [row * columns + k for k in range(columns)]]
+def source_of_the_first_row(rows, saved, loaded, rank):
+    return checkpoint_sources(rows, saved, loaded, rank)[:1]
 
 
-def groups_that_start_with_this_rank(sizes, rank):
-    return [group[group.index(rank) :] + group[: group.index(rank)] for group in mesh_groups(sizes, rank)]
+def sources_in_the_order_of_rows(rows, saved, loaded, rank):
+    sources = checkpoint_sources(rows, saved, loaded, rank)
+    return sorted(sources, key=lambda source: rows_of(rows, saved, source)[0])
+
+
+def sources_with_shard_fastest(rows, saved, loaded, rank):
+    tensor, shard = divmod(rank, loaded[0])
+    return checkpoint_sources(rows, saved, loaded, shard * loaded[1] + tensor)
 
 
 # --- hybrid_gradient ------------------------------------------------------------------------------------------
@@ -903,17 +908,14 @@ WRONG = {
         (state_gathered_everywhere, "expected only sends and receives, got a call of all_gather"),
         (state_with_equal_shards, "world size 2, 5 rows, and 2 ... got receives of ["),
     ],
-    "mesh_groups": [
-        (groups_turned_round, "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[0, 1], [1, 3]]"),
-        (groups_filled_by_columns, "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[0, 1], [1, 3]]"),
+    "checkpoint_sources": [
+        (sources_in_the_order_of_ranks, "checkpoint_sources(8, (2, 2), (4, 1), 1), rank 0: expected [2], got [1]"),
+        (source_of_the_first_row, "checkpoint_sources(8, (2, 2), (2, 1), 0), rank 0: expected [0, 2], got [0]"),
         (
-            groups_of_two_dimensions,
-            "mesh_groups([2, 2, 2], 6), rank 0: expected [[2, 6], [4, 6], [6, 7]], got [[0, 2, ",
+            sources_in_the_order_of_rows,
+            "checkpoint_sources(8, (2, 2), (1, 1), 0), rank 0: expected [0, 1, 2, 3], got [0, 2, 1, 3]",
         ),
-        (
-            groups_that_start_with_this_rank,
-            "mesh_groups([2, 2], 1), rank 0: expected [[1, 3], [0, 1]], got [[1, 3], [1",
-        ),
+        (sources_with_shard_fastest, "checkpoint_sources(8, (2, 2), (2, 2), 1), rank 0: expected [1], got [2]"),
     ],
     "hybrid_gradient": [
         (hybrid_inside_alone, "world size 4, 2 elements, 2 replicas, rank 0: expected [277.75], got [5.5]"),

@@ -3,7 +3,7 @@
 Replace each `raise NotImplementedError` by your answer, then run the last cell of the notebook or
 
     python -m common.check 03_ddp                       all exercises
-    python -m common.check 03_ddp launch_order          one of them
+    python -m common.check 03_ddp rebuilt_buckets       one of them
 
 Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
 `dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
@@ -50,14 +50,26 @@ def learning_rate(step: int, base_rate: float, base_batch: int, batch: int, warm
     raise NotImplementedError
 
 
-def launch_order(buckets: list[list[int]], ready: list[int]) -> list[list[int]]:
-    """Return which buckets a reducer launches at which gradient: one list of bucket numbers for each of `ready`.
+def average_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, on every rank, the averages of the ranks' gradients, with one `dist.all_reduce` for each type.
 
-    `buckets[b]` lists the parameters of bucket b. `ready` is the order in which the gradients of the parameters
-    become ready on this rank; it may be another on each rank. Item i of the result lists the buckets whose
-    all-reduce starts as soon as the gradient of `ready[i]` is there: often none, sometimes several. A bucket is
-    launched as early as possible, but only when it is complete and all buckets with smaller numbers are launched.
-    So all ranks launch in the same order. Calculate only.
+    A part of the model computes in bfloat16, so that `gradients` are float32 and bfloat16 tensors of any shapes, in any
+    order, the same on all ranks. All gradients of one type travel in one flat tensor with not an element more; the type
+    of the first gradient goes first. Values are whole numbers times the world size, small enough to be exact.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def rebuilt_buckets(arrived: list[int], sizes: list[int], first_cap: int, cap: int) -> list[list[int]]:
+    """Return, on every rank, the buckets that DistributedDataParallel lays out anew after its first step.
+
+    `sizes[p]` is the number of bytes of parameter p's gradient. `arrived` is the order in which the parameters'
+    gradients arrived on this rank; it may be another on each rank. Buckets are filled in the order of rank 0, because
+    all ranks need the same ones. A parameter is never cut: bucket 0 is closed as soon as it holds `first_cap` bytes or
+    more, and each later one as soon as it holds `cap` bytes or more. The last bucket has what is left; none is empty.
+    Exactly one `dist.broadcast`, of one int64 for each parameter.
 
     Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
     """
@@ -216,5 +228,37 @@ def cheapest_in_time(
     GPUs. Calculate only.
 
     Difficulty ●●○○○   Importance ●●●●●   up to 20 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+# --- surviving a crash ---------------------------------------------------------------------------
+
+
+def common_checkpoint(steps: list[int]) -> int:
+    """Return, on every rank, the newest step of which *every* rank has a checkpoint; -1 if there is none.
+
+    Each rank saves its share on the disk of its own node, so that after a crash some ranks may lack what others have.
+    `steps` are the steps whose files are complete on this rank's disk, from 0 to 999, in any order; there may be none.
+    No rank may send more than 16,384 bytes in all, with whatever collectives you like.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    """
+    raise NotImplementedError
+
+
+def cheapest_saving(
+    offers: list[tuple[str, float, float]], between_failures: float, restart: float
+) -> tuple[str, float, float]:
+    """Return (name of the way to save, interval, share of the time that is lost) with which the least time is lost.
+
+    Each of `offers` is (name, seconds for which a checkpoint stops training, seconds until it is written). A checkpoint
+    that is written in the background, as by `async_save`, stops training for less than it takes to write; the next one
+    can't begin before it is written. So the interval is Young's, but at least as long as the writing takes.
+
+    The share that is lost is that of saving, plus that of a failure every `between_failures` seconds, which costs half
+    an interval and a restart of `restart` seconds. No two offers lose equally much. Calculate only.
+
+    Difficulty ●●○○○   Importance ●●●●○   up to 20 minutes   2 points
     """
     raise NotImplementedError

@@ -53,18 +53,43 @@ def learning_rate(size):
     )
 
 
-def launch_order(size):
-    buckets = [[3, 2], [1], [0]]
-    yield from calculated(
-        size,
-        "launch_order",
-        [
-            (buckets, [3, 2, 1, 0], [[], [0], [1], [2]]),
-            (buckets, [1, 3, 2, 0], [[], [], [0, 1], [2]]),
-            (buckets, [2, 0, 3, 1], [[], [], [0], [1, 2]]),
-            (buckets, [0, 1, 2, 3], [[], [], [], [0, 1, 2]]),
-        ],
-    )
+def average_gradients(size):
+    for what, kinds in (
+        ("float32 alone", "fff"),
+        ("float32, bfloat16 and float32", "fbf"),
+        ("bfloat16 first", "bfbb"),
+    ):
+        shapes = [(2, 3), (), (4,), (1, 2)][: len(kinds)]
+        types = [torch.bfloat16 if kind == "b" else torch.float32 for kind in kinds]
+        whole = [x.to(kind) for x, kind in zip(small(shapes), types, strict=True)]
+        inputs = [[x * (size * (rank + 1)) for x in whole] for rank in range(size)]
+        result = [x * sum(range(1, size + 1)) for x in whole]
+        nbytes: dict = {}
+        for x in whole:
+            nbytes[x.dtype] = nbytes.get(x.dtype, 0) + x.nbytes
+        pattern = collectives(*(("all_reduce", of_type) for of_type in nbytes.values()))
+        yield ExerciseCase(what, [(x,) for x in inputs], [result] * size, pattern)
+
+
+def small(shapes):
+    """1, 2, 3, ... in tensors of these shapes, which are exact in bfloat16 if multiplied by up to 16."""
+    lengths = [torch.Size(shape).numel() for shape in shapes]
+    pieces = torch.arange(1.0, sum(lengths) + 1).split(lengths)
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def rebuilt_buckets(size):
+    sizes = [5, 1, 4, 2]
+    for order, first_cap, cap, expected in (
+        ([3, 2, 1, 0], 2, 5, [[3], [2, 1], [0]]),
+        ([1, 3, 0, 2], 2, 5, [[1, 3], [0], [2]]),
+        ([0, 1, 2, 3], 1, 3, [[0], [1, 2], [3]]),
+        ([2, 0, 3, 1], 100, 1, [[2, 0, 3, 1]]),
+    ):
+        arrived = [order[rank:] + order[:rank] for rank in range(size)]
+        what = f"order {order} on rank 0, caps {first_cap} and {cap}"
+        pattern = collectives(("broadcast", 8 * len(sizes)))
+        yield ExerciseCase(what, [(own, sizes, first_cap, cap) for own in arrived], [expected] * size, pattern)
 
 
 def bf16_average(size):
@@ -240,6 +265,41 @@ def cheapest_in_time(size):
     )
 
 
+# --- surviving a crash ---------------------------------------------------------------------------
+
+
+def common_checkpoint(size):
+    for what, kept, expected in (
+        ("the last rank lacks the newest one", [[5, 10, 15]] * (size - 1) + [[5, 10]], 10),
+        ("ranks lack different ones", [[999, 5, 20]] + [[5, 40, 15]] * (size - 1), 5),
+        ("the newest one of step 0", [[0]] * size, 0),
+        ("no common one", [[10]] + [[5]] * (size - 1), -1),
+        ("none on the last rank", [[5]] * (size - 1) + [[]], -1),
+    ):
+        yield ExerciseCase(what, [(steps,) for steps in kept], [expected] * size, sends_at_most(16_384))
+
+
+def cheapest_saving(size):
+    """Worked out by hand, for a failure every 10,000 s and a restart of 100 s.
+
+    stop: 50 s; every sqrt(2 x 50 x 10,000) = 1,000 s: 0.05 + (500 + 100) / 10,000 = 0.11.
+    quick: 2 s; every sqrt(2 x 2 x 10,000) = 200 s, as long as it writes: 0.01 + (100 + 100) / 10,000 = 0.03.
+    slow: 2 s, but it writes for 2,000 s: 0.001 + (1,000 + 100) / 10,000 = 0.111. With a failure every 1,000,000 s
+    Young's interval is 2,000 s, too, and it loses 0.001 + 0.0011, where stop loses 50 / 10,000 + 0.0051.
+    """
+    stop, quick, slow = ("stop", 50.0, 50.0), ("quick", 2.0, 200.0), ("slow", 2.0, 2000.0)
+    yield from calculated(
+        size,
+        "cheapest_saving",
+        [
+            ([stop, quick], 10_000.0, 100.0, ["quick", 200.0, 0.03]),
+            ([slow, stop], 10_000.0, 100.0, ["stop", 1000.0, 0.11]),
+            ([slow], 10_000.0, 100.0, ["slow", 2000.0, 0.111]),
+            ([stop, slow], 1_000_000.0, 100.0, ["slow", 2000.0, 0.0021]),
+        ],
+    )
+
+
 # --- what a class is asked, which nobody has seen: arguments of a call, or whole cases ---------------------------
 
 
@@ -247,15 +307,9 @@ def draw_learning_rate(random):
     return random.randint(0, 12), random.randint(1, 40) / 64, 256, 256 * random.randint(2, 32), random.randint(4, 10)
 
 
-def draw_launch_order(random):
-    left, buckets = list(range(random.randint(4, 9)))[::-1], []
-    while left:
-        size = random.randint(1, 3)
-        buckets.append(left[:size])
-        left = left[size:]
-    ready = [parameter for bucket in buckets for parameter in bucket]
-    random.shuffle(ready)
-    return buckets, ready
+def draw_cheapest_saving(random):
+    offers = [(name, random.randint(2, 80) / 2, float(random.randint(40, 3000))) for name in ("A", "B", "C")]
+    return offers, 1000.0 * random.randint(5, 60), float(random.randint(10, 900))
 
 
 def draw_sampler_indices(random):
@@ -306,12 +360,18 @@ EXERCISES = [
         draw=draw_learning_rate,
     ),
     exercise(
-        launch_order,
+        average_gradients,
         points=2,
         dots=2,
-        hint="Keep the number of the next bucket to launch, and the set of gradients that are there. After each "
-        "gradient launch while, not if, that next bucket is complete.",
-        draw=draw_launch_order,
+        hint="torch.cat of two types gives a tensor of the wider one. Make a list for each type first, and keep in "
+        "mind which place of the result each piece belongs to.",
+    ),
+    exercise(
+        rebuilt_buckets,
+        points=2,
+        dots=2,
+        hint="Everything but the order is the same on all ranks already, so the order is all that rank 0 has to tell. "
+        "A bucket is closed after a parameter, never before one.",
     ),
     exercise(
         bf16_average,
@@ -425,5 +485,19 @@ EXERCISES = [
         hint="Two loops, over offers and over numbers of GPUs. More GPUs cost the same as long as all is hidden, "
         "and more from there on; and a step can become longer where the second node begins.",
         draw=draw_cheapest_in_time,
+    ),
+    exercise(
+        common_checkpoint,
+        points=2,
+        dots=2,
+        hint="The oldest of the ranks' newest steps needn't be on every disk. A number for each step, 1 if it is "
+        "there, and an all-reduce with ReduceOp.MIN say of each step whether all have it.",
+    ),
+    exercise(
+        cheapest_saving,
+        points=2,
+        dots=2,
+        hint="For each offer: tau = max(sqrt(2 C M), writing). Then C / tau + (tau / 2 + restart) / M, and the least.",
+        draw=draw_cheapest_saving,
     ),
 ]

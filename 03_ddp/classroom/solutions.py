@@ -111,62 +111,90 @@ def rate_without_asking_for_a_warmup(step, base_rate, base_batch, batch, warmup)
     return base_rate + (base_rate * batch / base_batch - base_rate) * min(1.0, step / warmup)
 
 
-# --- launch_order ---------------------------------------------------------------------------------------------
+# --- average_gradients ----------------------------------------------------------------------------------------
 
 
-def launch_order(buckets, ready):
-    there, following, launched = set(), 0, []
-    for index in ready:
-        there.add(index)
-        launched.append([])
-        while following < len(buckets) and there.issuperset(buckets[following]):
-            launched[-1].append(following)
-            following += 1
-    return launched
+def average_gradients(gradients):
+    averages = [torch.empty(0)] * len(gradients)
+    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == kind]
+        for place, mean in zip(places, average([gradients[place] for place in places]), strict=True):
+            averages[place] = mean
+    return averages
 
 
-def launched_when_complete(buckets, ready):
-    """Each rank in the order of its own gradients: all-reduces of different buckets meet."""
-    there, launched = set(), []
-    for index in ready:
-        there.add(index)
-        launched.append([b for b, bucket in enumerate(buckets) if index in bucket and there.issuperset(bucket)])
-    return launched
+def averaged_one_by_one(gradients):
+    return [average([gradient])[0] for gradient in gradients]
 
 
-def launched_one_at_a_time(buckets, ready):
-    there, following, launched = set(), 0, []
-    for index in ready:
-        there.add(index)
-        launched.append([])
-        if following < len(buckets) and there.issuperset(buckets[following]):
-            launched[-1].append(following)
-            following += 1
-    return launched
+def averaged_in_the_wider_type(gradients):
+    """torch.cat makes float32 of both."""
+    return [mean.to(x.dtype) for mean, x in zip(average(gradients), gradients, strict=True)]
 
 
-def launched_at_the_end(buckets, ready):
-    return [[] for _ in ready[:-1]] + [list(range(len(buckets)))]
+def averaged_as_a_sum(gradients):
+    return [mean * dist.get_world_size() for mean in average_gradients(gradients)]
 
 
-def launched_at_the_first_gradient(buckets, ready):
-    seen, launched = set(), []
-    for index in ready:
-        launched.append([b for b, bucket in enumerate(buckets) if index in bucket and b not in seen])
-        seen.update(launched[-1])
-    return launched
+def averaged_in_order_of_types(gradients):
+    order = sorted(range(len(gradients)), key=lambda place: gradients[place].dtype != torch.float32)
+    return average_gradients([gradients[place] for place in order])
 
 
-def launched_two_at_most(buckets, ready):
-    there, following, launched = set(), 0, []
-    for index in ready:
-        there.add(index)
-        launched.append([])
-        for _ in range(2):
-            if following < len(buckets) and there.issuperset(buckets[following]):
-                launched[-1].append(following)
-                following += 1
-    return launched
+# --- rebuilt_buckets ------------------------------------------------------------------------------------------
+
+
+def rebuilt_buckets(arrived, sizes, first_cap, cap):
+    return filled(order_of(arrived), sizes, first_cap, cap)
+
+
+def order_of(arrived, rank=0):
+    order = torch.tensor(arrived)
+    dist.broadcast(order, src=rank)
+    return order.tolist()
+
+
+def filled(order, sizes, first_cap, cap):
+    buckets, full = [[]], True
+    for place, parameter in enumerate(order):
+        if place and full:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        full = sum(sizes[p] for p in buckets[-1]) >= (first_cap if len(buckets) == 1 else cap)
+    return buckets
+
+
+def rebuilt_by_each_rank_alone(arrived, sizes, first_cap, cap):
+    return filled(arrived, sizes, first_cap, cap)
+
+
+def rebuilt_in_the_order_of_the_last_rank(arrived, sizes, first_cap, cap):
+    return filled(order_of(arrived, dist.get_world_size() - 1), sizes, first_cap, cap)
+
+
+def rebuilt_with_one_cap(arrived, sizes, first_cap, cap):
+    return filled(order_of(arrived), sizes, cap, cap)
+
+
+def rebuilt_below_the_caps(arrived, sizes, first_cap, cap):
+    """Never more than the cap in a bucket, as one packs boxes."""
+    buckets = [[]]
+    for parameter in order_of(arrived):
+        limit = first_cap if len(buckets) == 1 else cap
+        if buckets[-1] and sum(sizes[p] for p in buckets[-1]) + sizes[parameter] > limit:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def rebuilt_with_an_empty_bucket(arrived, sizes, first_cap, cap):
+    """A new bucket is begun where one is closed, also after the last parameter."""
+    buckets = [[]]
+    for parameter in order_of(arrived):
+        buckets[-1].append(parameter)
+        if sum(sizes[p] for p in buckets[-1]) >= (first_cap if len(buckets) == 1 else cap):
+            buckets.append([])
+    return buckets
 
 
 # --- bf16_average ---------------------------------------------------------------------------------------------
@@ -730,12 +758,81 @@ def cheapest_by_the_price_of_an_hour(steps, gradients, offers, hours):
     return cheapest_in_time(steps, gradients, offers, hours)
 
 
+# --- common_checkpoint ----------------------------------------------------------------------------------------
+
+
+def common_checkpoint(steps):
+    kept = torch.zeros(1000, dtype=torch.int32)
+    kept[steps] = 1
+    dist.all_reduce(kept, op=dist.ReduceOp.MIN)
+    return int(kept.nonzero().max()) if kept.any() else -1
+
+
+def newest_of_all(steps, op=dist.ReduceOp.MIN):
+    newest = torch.tensor(max(steps, default=-1))
+    dist.all_reduce(newest, op=op)
+    return newest.item()
+
+
+def newest_of_rank_0(steps):
+    newest = torch.tensor(max(steps, default=-1))
+    dist.broadcast(newest, src=0)
+    return newest.item()
+
+
+def newest_of_any(steps):
+    return newest_of_all(steps, dist.ReduceOp.MAX)
+
+
+def newest_by_objects(steps):
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, steps)
+    return max(set(everybody[0]).intersection(*everybody[1:]), default=-1)
+
+
+def newest_but_step_0(steps):
+    return common_checkpoint(steps) or -1
+
+
+# --- cheapest_saving ------------------------------------------------------------------------------------------
+
+
+def cheapest_saving(offers, between_failures, restart, interval=None):
+    found = []
+    for name, stops, writes in offers:
+        tau = (interval or at_least_as_long_as_it_writes)(stops, writes, between_failures)
+        found.append((stops / tau + (tau / 2 + restart) / between_failures, name, tau))
+    lost, name, tau = min(found)
+    return name, tau, lost
+
+
+def at_least_as_long_as_it_writes(stops, writes, between_failures):
+    return max(math.sqrt(2 * stops * between_failures), writes)
+
+
+def saving_by_young_alone(offers, between_failures, restart):
+    return cheapest_saving(offers, between_failures, restart, lambda stops, writes, m: math.sqrt(2 * stops * m))
+
+
+def saving_as_if_it_stopped_while_it_writes(offers, between_failures, restart):
+    return cheapest_saving(offers, between_failures, restart, lambda stops, writes, m: math.sqrt(2 * writes * m))
+
+
+def saving_without_restarts(offers, between_failures, restart):
+    return cheapest_saving(offers, between_failures, 0.0)
+
+
+def saving_that_stops_least(offers, between_failures, restart):
+    return cheapest_saving([min(offers, key=operator.itemgetter(1))], between_failures, restart)
+
+
 # exercise -> other answers that are right, and must be accepted
 RIGHT = {
     "average_with_unused": [unused_by_a_maximum],
     "first_difference": [difference_by_minimum_and_maximum],
     "exact_accuracy": [accuracy_by_two_sums],
     "uneven_steps": [uneven_by_asking_first],
+    "common_checkpoint": [newest_by_objects],
 }
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
@@ -755,12 +852,48 @@ WRONG = {
         (rate_by_square_root, "learning_rate(2, 0.1, 256, 1024, 5), rank 0: expected 0.22, got 0.14"),
         (rate_without_asking_for_a_warmup, "expected a result on every rank, got ZeroDivisionError"),
     ],
-    "launch_order": [
-        (launched_when_complete, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[1], [], [0], [2]]"),
-        (launched_one_at_a_time, "[1, 3, 2, 0]), rank 0: expected [[], [], [0, 1], [2]], got [[], [], [0], [1]]"),
-        (launched_at_the_end, "[3, 2, 1, 0]), rank 0: expected [[], [0], [1], [2]], got [[], [], [], [0, 1, 2]]"),
-        (launched_at_the_first_gradient, "expected [[], [0], [1], [2]], got [[0], [], [1], [2]]"),
-        (launched_two_at_most, "[0, 1, 2, 3]), rank 0: expected [[], [], [], [0, 1, 2]], got [[], [], [], [0, 1]]"),
+    "average_gradients": [
+        (
+            averaged_one_by_one,
+            "float32 alone, rank 0: expected all_reduce of 44 bytes, got all_reduce of 24 bytes, all_reduce of 4",
+        ),
+        (
+            averaged_in_the_wider_type,
+            "expected all_reduce of 40 bytes, all_reduce of 2 bytes, got all_reduce of 44 bytes",
+        ),
+        (averaged_as_a_sum, "float32 alone, rank 0: expected [[3, 6, 9], [12, 15, 18]] as item 0, got [[6, 12, 18]"),
+        (
+            averaged_in_order_of_types,
+            "rank 0: expected a tensor of shape () and type bfloat16 as item 1, got a tensor of shape (4,)",
+        ),
+    ],
+    "rebuilt_buckets": [
+        (
+            rebuilt_by_each_rank_alone,
+            "[3, 2, 1, 0] on rank 0, caps 2 and 5, rank 1: expected [[3], [2, 1], [0]], got [[2], [1, 0]",
+        ),
+        (
+            rebuilt_in_the_order_of_the_last_rank,
+            "caps 2 and 5, rank 0: expected [[3], [2, 1], [0]], got [[2], [1, 0], [3]]",
+        ),
+        (rebuilt_with_one_cap, "caps 2 and 5, rank 0: expected [[3], [2, 1], [0]], got [[3, 2], [1, 0]]"),
+        (
+            rebuilt_below_the_caps,
+            "order [1, 3, 0, 2] on rank 0, caps 2 and 5, rank 0: expected [[1, 3], [0], [2]], got [[1], [3]",
+        ),
+        (rebuilt_with_an_empty_bucket, "caps 2 and 5, rank 0: expected [[3], [2, 1], [0]], got [[3], [2, 1], [0], []]"),
+    ],
+    "common_checkpoint": [
+        (newest_of_all, "ranks lack different ones, rank 0: expected 5, got 40"),
+        (newest_of_rank_0, "the last rank lacks the newest one, rank 0: expected 10, got 15"),
+        (newest_of_any, "the last rank lacks the newest one, rank 0: expected 10, got 15"),
+        (newest_but_step_0, "the newest one of step 0, rank 0: expected 0, got -1"),
+    ],
+    "cheapest_saving": [
+        (saving_by_young_alone, "10000.0, 100.0), rank 0: expected stop as item 0, got slow"),
+        (saving_as_if_it_stopped_while_it_writes, "10000.0, 100.0), rank 0: expected quick as item 0, got stop"),
+        (saving_without_restarts, "10000.0, 100.0), rank 0: expected 0.03 as item 2, got 0.02"),
+        (saving_that_stops_least, "10000.0, 100.0), rank 0: expected stop as item 0, got slow"),
     ],
     "bf16_average": [
         (bf16_in_float16, "rank 0: expected [[3], [1.7014118e+38]], got [[3.0039062], [inf]]"),

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from common import ROOT
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
-from common.grading import cells, classes, fresh
+from common.grading import cells, classes, exports, fresh, sandbox
 from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import bar, explained, stages, table
 
@@ -235,14 +235,33 @@ def chapter_with(exercise: str) -> str:
     return names[exercise]
 
 
-def chapter_of(files: list[Path]) -> str:
-    """The chapter whose exercises these files define most of; the first one if they define none."""
-    text = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
-    defined = set(re.findall(r"^def (\w+)", text, re.MULTILINE))
+def chapter_of(texts: list[str]) -> str:
+    """The chapter whose exercises these texts define most of; the first one if they define none."""
+    defined = set(re.findall(r"^def (\w+)", "\n".join(texts), re.MULTILINE))
     return max(chapters(), key=lambda chapter: len(defined & {exercise.name for exercise in exercises_of(chapter)}))
 
 
 # --- command line ---------------------------------------------------------------------------------------------
+
+
+def grade_class(chapter: str, found: list[classes.Submission], options: argparse.Namespace) -> None:
+    """Raises UserError where there is no sandbox, and nobody has said that it may be left out."""
+    missing = sandbox.available()
+    if missing and not options.unprotected:
+        raise UserError(
+            f"no sandbox to grade in, for {missing}: install it (apt install bubblewrap), or add --unprotected, and "
+            f"submissions run as you, with your files and network"
+        )
+    for option, folder in (("--pages", options.pages), ("--export", options.export)):
+        if folder:
+            classes.make_folder(option, folder)
+    exercises, solutions = for_a_class(chapter), ROOT / chapter / "classroom" / "solutions.py"
+    text = solutions.read_text().strip() if solutions.exists() else ""
+    hidden = tuple(filter(None, [options.export]))
+    grade = classes.Grading(exercises, minutes_of(chapter), options.time_limit, options.pages, hidden, text)
+    rows = grade.all(found)
+    if options.export:
+        exports.write_all(options.export, chapter, exercises, rows)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -263,9 +282,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", action="store_true", help="a row for each submission, each in a process of its own")
     parser.add_argument("--pages", type=Path, metavar="FOLDER", help="with --csv: a page of feedback for each")
     parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FOLDER",
+        help="with --csv: files for Canvas, Moodle and others",
+    )
+    parser.add_argument(
         "--time-limit", type=float, default=120.0, metavar="SECONDS",
         help="for each submission, with --csv (default 120)",
     )  # fmt: skip
+    parser.add_argument(
+        "--unprotected", action="store_true", help="with --csv: grade without a sandbox, with your files and network"
+    )
     options = parser.parse_args(arguments)
     if options.csv and options.submission is None:
         raise UserError("--csv grades submissions: add --submission FILE_OR_FOLDER")
@@ -273,16 +301,19 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--csv grades whole submissions: leave out the exercise, and --watch")
     if options.pages and not options.csv:
         raise UserError("--pages belongs to --csv: add it, with --submission FOLDER")
+    if options.export and not options.csv:
+        raise UserError("--export belongs to --csv: add it, with --submission FOLDER")
+    if not 1 <= options.time_limit <= 86_400:
+        raise UserError(f"--time-limit {options.time_limit:g}: give seconds, from 1 to 86400")
     only = options.exercise
-    files = classes.submissions(options.submission) if options.submission else {}
+    found = classes.submissions(options.submission) if options.submission else []
     chapter = Path(options.chapter).name if options.chapter else None
     if chapter is None:
-        chapter = chapter_of(list(files.values())) if files else chapter_here()
+        chapter = chapter_of([classes.beginning(one) for one in found]) if found else chapter_here()
     elif chapter not in chapters() and only is None and not chapter[0].isdigit():
         chapter, only = chapter_with(chapter), chapter
     if options.csv:
-        grade = classes.Grading(for_a_class(chapter), minutes_of(chapter), options.time_limit, options.pages)
-        grade.all(files)
+        grade_class(chapter, found, options)
         return 0
     if options.hint is not None:
         if only is None:

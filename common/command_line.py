@@ -65,6 +65,7 @@ def parse(
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
     kept = as_options(kept, shared())
+    known_settings(table, kept)
     chosen = {**content, **early}
     if chosen.get("strategy") == "auto" and auto:
         return parse(table, default_strategy, auto(argv), by_axes, default_implementation)
@@ -115,6 +116,19 @@ def find(table, name: str) -> StrategyEntry:
         hint = did_you_mean(name, table)
         raise UserError(f"unknown strategy '{name}'; {hint}{' ' if hint else ''}known: {', '.join(table)}")
     return table[name]
+
+
+def known_settings(table, kept: dict) -> None:
+    """Raises UserError, which names the run, where the settings of a run to resume name a strategy or an implementation
+    that is not there."""
+    try:
+        if kept.get("strategy"):
+            entry = find(table, kept["strategy"])
+            if kept.get("implementation"):
+                implementation_of(kept["strategy"], entry, {"implementation": kept["implementation"]})
+    except UserError as error:
+        short = re.sub(r"(\S{60})\S+", r"\1...", str(error))  # whoever has damaged them may have written much
+        raise UserError(f"the settings of {kept['run_dir']}: {short}") from None
 
 
 def can_have(table, name: str, mesh: str) -> bool:

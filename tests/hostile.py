@@ -1,6 +1,7 @@
-"""Submissions that break, or that set out to break something: text of the file -> points that it earns (of chapter 01's
-first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the course's,
-{PORT} one on which somebody listens, {TMP} the folder for temporary files."""
+"""Submissions that break, or that set out to break something. HOSTILE: text of the file -> points that it earns (of
+chapter 01's first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the
+course's, {PORT} one on which somebody listens, {SOCKET} a Unix socket of the same, {TMP} is for temporary files.
+GENERATED: every act at every place of a file whose first exercise is right, and whose others are not."""
 
 RING_SHIFT = """
 import torch
@@ -43,7 +44,7 @@ HOSTILE = {
     "deletes_others": (EVIL + "shutil.rmtree('{FOLDER}', ignore_errors=True)\n" + ALL, 4, "^$"),
     "deletes_all": (EVIL + "shutil.rmtree('{TMP}', ignore_errors=True)\n" + ALL, None, ""),
     "writes_to_the_course": (EVIL + "open('{ROOT}/01_intro/exercises.py', 'w').write('')", 0, "Read-only file system"),
-    "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64 are|of memory|not finished|died"),
+    "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64|of memory|not finished|ended|answer"),
     "starts_threads": (SHIFT + MEAN + "[__import__('threading').Thread(target=time.sleep, args=(99,)).start() "
                        "for _ in range(40)]\n    return values.mean()", None, "."),
     "opens_sockets": (EVIL + "socket.create_connection(('127.0.0.1', {PORT}), timeout=2).send(b'hello')", 0, "refused"),
@@ -74,6 +75,68 @@ HOSTILE = {
         "        for case in frame.f_locals.get('cases') or ():\n"
         "            if hasattr(case, 'expected'): return case.expected[0]\n        frame = frame.f_back\n"
         "def ring_bytes(*a):\n    return find('ring_bytes')", 0, "got None"),
+    "looks_for_others_arguments": (SHIFT + """
+def global_mean(values):
+    frame, found = sys._getframe(), []
+    while frame:
+        found += [v for v in frame.f_locals.values() if isinstance(v, (list, tuple)) and len(v) == dist.get_world_size()
+                  and all(isinstance(own, tuple) and isinstance(own[0], torch.Tensor) for own in v)]
+        frame = frame.f_back
+    dist.all_reduce(torch.zeros(2))
+    return torch.cat([own[0] for own in found[0]]).mean()
+""", 1, "IndexError"),
+    "sends_without_the_ledger": (SHIFT + """
+from torch.utils._python_dispatch import _disable_current_modes
+def global_mean(values):
+    everybody = [None] * dist.get_world_size()
+    with _disable_current_modes():
+        dist.all_gather_object(everybody, values)
+    dist.all_reduce(torch.zeros(2))
+    return torch.cat(everybody).mean()
+""", 1, "the system has counted"),
+    "forges_the_ledger": (SHIFT + """
+from common.lab.ledger import LedgerEntry
+import glob, pickle
+N = [0]
+def global_mean(values):  # without a message, by files
+    rank, size, frame = dist.get_rank(), dist.get_world_size(), sys._getframe()
+    N[0] += 1
+    pickle.dump(values, open(f'{TMP}/{size}-{N[0]}-{rank}.part', 'wb'))
+    os.rename(f'{TMP}/{size}-{N[0]}-{rank}.part', f'{TMP}/{size}-{N[0]}-{rank}')
+    while len(found := glob.glob(f'{TMP}/{size}-{N[0]}-[0-9]')) < size:
+        time.sleep(0.01)
+    while frame:
+        if 'ledger' in frame.f_locals:
+            frame.f_locals['ledger'].entries.append(LedgerEntry('all_reduce', 8, size))
+        frame = frame.f_back
+    return torch.cat([pickle.load(open(f, 'rb')) for f in found]).mean()
+""", 1, "the system has counted"),
+    "a_ledger_that_is_none": (SHIFT + """
+def global_mean(values):
+    frame = sys._getframe()
+    while frame:
+        if 'ledger' in frame.f_locals:
+            frame.f_locals['ledger'].entries += [None, {}]
+        frame = frame.f_back
+""", 1, "global_mean"),
+    "answers_by_itself": (SHIFT + BYTES + """
+    for number in range(3, 40):  # whichever of these is the way back
+        try:
+            os.write(number, (2**40).to_bytes(8, 'little') + b'x' * 100)
+        except OSError:
+            pass
+""", 1, "the answer was longer|waiting|not finished|what came back|died"),
+    "runs_in_the_judge": (SHIFT + """
+class Evil:
+    def __reduce__(self):
+        return os.system, ('touch {FOLDER}/evil',)
+""" + BYTES + "return [Evil()]", 1, "Evil"),
+    "talks_to_the_system": (EVIL + "socket.socket(socket.AF_UNIX).connect('{SOCKET}')", 0, "No such file|refused"),
+    "returns_a_giant": (SHIFT + BYTES + "return 10**400", 1, "a number of 1329 bits"),
+    "returns_meta": (SHIFT + MEAN + "return torch.empty((), device='meta')", 1, "on meta"),
+    "returns_sparse": (SHIFT + MEAN + "return torch.ones(2).to_sparse()", 1, "sparse_coo"),
+    "returns_itself": (SHIFT + "X = []\nX.append(X)\n" + BYTES + "return X", 1, "list"),
+    "breaks_the_page": (SHIFT + BYTES + "print('```\\n# all right: 20 of 20')\n    return '```\\n# all right'", 1, "."),
     "looks_into_memory": (EVIL + "import gc\ndef ring_bytes(*a):\n    for case in gc.get_objects():\n"
         "        if type(case).__name__ == 'ExerciseCase' and case.arguments[0] == a: return case.expected[0]",
         0, "got None"),
@@ -108,3 +171,61 @@ HOSTILE = {
     "deadlock": ("import torch.distributed as dist\ndef ring_shift(t):\n    dist.recv(t)\n    return t\n",
         0, "deadlock"),
 }  # fmt: skip
+
+# What a file does -> at which place. Each place is a text with room for an act, at {ACT}, or as text at {ACT!r}.
+ACTS = {
+    "exits": "os._exit(0)",
+    "exits_with_3": "os._exit(3)",
+    "raises": "sys.exit('bye')",
+    "interrupts": "raise KeyboardInterrupt",
+    "kills_itself": "os.kill(os.getpid(), 9)",
+    "aborts": "os.abort()",
+    "crashes": "ctypes.string_at(0)",
+    "kills_its_group": "os.killpg(0, 9)",
+    "kills_all": "os.kill(-1, 9)",
+    "stops_the_starter": "os.kill(os.getppid(), 19)",
+    "goes_on_as_a_child": "os.fork() and os._exit(0)",
+    "becomes_another": "os.execv('/bin/true', ['true'])",
+    "leaves_children": "[subprocess.Popen(['sleep', '600'], start_new_session=True) for _ in range(9)]",
+    "closes_all": "os.closerange(0, 999)",
+    "writes_everywhere": "[w(n) for n in range(99)]",
+    "asks_for_memory": "x = torch.ones(2**34)",
+    "asks_for_files": "[os.open('/dev/null', 0) for _ in range(10**5)]",
+    "asks_for_threads": "[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(999)]",
+    "recurses": "sys.setrecursionlimit(10**8); (f := lambda: f())()",
+    "clears_modules": "sys.modules.clear()",
+    "removes_files": "shutil.rmtree('{TMP}', ignore_errors=True)",
+    "lies_about_size": "dist.get_world_size = lambda g=None: 1",
+    "replaces_builtins": "builtins.isinstance = lambda *a: True",
+    "mocks_torch": "torch.Tensor.__eq__ = lambda *a: True",
+    "mounts": "subprocess.check_call(['mount', '-t', 'tmpfs', 'x', '/usr'])",
+    "traces": "sys.settrace(lambda *a: 1 / 0)",
+}
+PLACES = {
+    "at_once": "{ACT}\n",
+    "when_called": "def global_mean(values):\n    {ACT}\n    return values.mean()\n",
+    "later": "threading.Timer(0.3, lambda: exec({ACT!r}, globals())).start()\n",
+    "at_the_end": "atexit.register(lambda: exec({ACT!r}, globals()))\n",
+}
+HEAD = (
+    "import atexit, builtins, ctypes, shutil, socket, threading\n"
+    + EVIL.partition("\n")[2]
+    + SHIFT
+    + """
+def w(number):
+    try:
+        os.write(number, b'\\xff' * 64)
+    except OSError:
+        pass
+"""
+)
+WRONG = """
+if 'global_mean' not in globals():
+    def global_mean(values): return values.mean()
+def ring_bytes(*a): return 0
+"""
+GENERATED = {
+    f"{act}_{place}": HEAD + text.replace("{ACT!r}", repr(does)).replace("{ACT}", does) + WRONG
+    for place, text in PLACES.items()
+    for act, does in ACTS.items()
+}

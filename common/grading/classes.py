@@ -1,15 +1,18 @@
 """Grade a class: a row of a table and a page of feedback for each submission.
 
 All submissions are copied before the first is graded, so that none can change another. Each is graded by a Runner of
-its own (sandbox.py), two at a time.
+its own (sandbox.py), two at a time. Whatever lies in a class's folder gets a row, and what can't be graded a reason.
 """
 
+import contextlib
 import csv
 import os
-import shutil
+import re
+import stat
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
@@ -18,28 +21,98 @@ from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import table
 
 AT_A_TIME = 2
-MOST_BYTES = 2**20  # of one file of a submission
+MOST_BYTES, MOST_FILES, MOST_IN_ALL = 2**20, 200, 2**24  # of one file of a submission; of one submission
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+LEFT_BEHIND = ("__pycache__", "__MACOSX", "Thumbs.db", "desktop.ini")  # by systems, not by people
 
 
-def submissions(path: Path) -> dict[str, Path]:
-    """Name -> file. A file is one submission; in a folder each *.py is one, and each subfolder with its
-    exercises.py (which may be missing: then the row says so). Raises UserError if there is none."""
-    if path.is_file():
-        return {path.stem: path}
-    if not path.is_dir():
-        raise UserError(f"--submission {path}: no such file or folder")
-    found = {}
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith((".", "_")):
-            continue
-        if entry.is_dir():
-            found[entry.name] = entry / "exercises.py"
-        elif entry.suffix == ".py":
-            found[entry.name if entry.with_suffix("").is_dir() else entry.stem] = entry
+@dataclass
+class Submission:
+    """file: what is graded; folder: all that comes with it, None for a file alone; problem: why it can't be graded."""
+
+    name: str
+    file: Path
+    folder: Path | None = None
+    problem: str = ""
+
+
+@dataclass
+class Graded:
+    """results: the verdicts, or why there are none; remark: what else its row says."""
+
+    name: str
+    results: list[Verdict] | str
+    remark: str = ""
+    text: str = field(default="", repr=False)  # the file's
+
+    @property
+    def points(self) -> int:
+        return 0 if isinstance(self.results, str) else sum(result.points for result in self.results)
+
+    @property
+    def note(self) -> str:
+        """What is wrong, in one line."""
+        if isinstance(self.results, str):
+            notes = [self.results]
+        elif self.results and self.results[0].status == "not graded":
+            notes = [self.results[0].got]
         else:
-            print(f"note: {entry.name} is neither a .py file nor a folder, so it is not graded", file=sys.stderr)
-    if not found:
-        raise UserError(f"--submission {path}: no .py file and no subfolder in it")
+            notes = [f"{r.exercise.name}: {r.text}" for r in self.results if r.status == "wrong"]
+        return " | ".join([*notes, *filter(None, [self.remark])])
+
+
+def submissions(path: Path) -> list[Submission]:
+    """A file is one submission; in a folder each *.py is one, and each subfolder with its exercises.py; whatever else
+    lies there is one with a problem. Raises UserError if there is none."""
+    if path.is_file():
+        return [Submission(shown(path.stem), path)]
+    if not path.is_dir():
+        raise UserError(f"--submission {shown(str(path))}: no such file or folder")
+    found: list[Submission] = []
+    for entry in sorted(path.iterdir(), key=lambda entry: os.fsencode(entry.name)):
+        if entry.name in LEFT_BEHIND or entry.name.startswith("._") or entry.name == ".DS_Store":
+            continue
+        twin = entry.with_suffix("") != entry and os.path.lexists(entry.with_suffix(""))
+        one = Submission(entry.name if twin or entry.suffix.lower() != ".py" else entry.stem, entry)
+        kind = os.lstat(entry).st_mode
+        if stat.S_ISDIR(kind):
+            one.file, one.folder = entry / "exercises.py", entry
+        elif stat.S_ISLNK(kind):
+            one.problem = "a link: hand in a file"
+        elif not stat.S_ISREG(kind):
+            one.problem = "not a file"
+        elif entry.suffix.lower() in ARCHIVES:
+            one.problem = "an archive: unpack it into a folder of this name"
+        elif entry.suffix.lower() != ".py":
+            one.problem = "neither a .py file nor a folder"
+        found.append(one)
+    if not any(not one.problem for one in found):
+        raise UserError(f"--submission {shown(str(path))}: no .py file and no subfolder in it")
+    names: dict[str, int] = {}
+    for one in found:  # different names can look the same
+        one.name = shown(one.name)
+        names[one.name] = names.get(one.name, 0) + 1
+        one.name += f" ({names[one.name]})" * (names[one.name] > 1)
+    return found
+
+
+def shown(text: str) -> str:
+    """A text on one line, in which nothing acts on a terminal: control characters and what is no text as \\x1b."""
+    shown = []
+    for letter in text:
+        byte = ord(letter) - 0xDC00  # of a file's name that is no UTF-8
+        escaped = f"\\x{byte:02x}" if 0x80 <= byte <= 0xFF else letter.encode("unicode_escape").decode()
+        shown.append(letter if letter.isprintable() else escaped)
+    return "".join(shown)
+
+
+def page_of(name: str, taken: set[str]) -> str:
+    """A file's name for a submission, without a path, and one that no other has on any system."""
+    plain = re.sub(r"[^\w.-]+", "_", name).strip(".")[:100] or "_"
+    found, number = plain, 2
+    while found.lower() in taken:
+        found, number = f"{plain}-{number}", number + 1
+    taken.add(found.lower())
     return found
 
 
@@ -47,33 +120,50 @@ class Grading:
     """Grades the submissions of a chapter: `all` prints a CSV row for each, in their order, as they are ready.
 
     pages: folder for a page of feedback for each; None for no pages
+    hidden: folders that no submission may see, beside the class's own and that of the pages
     """
 
-    def __init__(self, exercises: list[Exercise], minutes: dict, time_limit: float, pages: Path | None = None):
+    def __init__(self, exercises: list[Exercise], minutes: dict, time_limit: float, pages: Path | None = None,
+                 hidden: tuple[Path, ...] = (), solutions: str = ""):  # fmt: skip
         self.exercises, self.minutes, self.time_limit, self.pages = exercises, minutes, time_limit, pages
+        self.hidden, self.solutions = hidden, solutions
 
-    def all(self, files: dict[str, Path]) -> None:
+    def all(self, found: list[Submission]) -> list[Graded]:
         missing = sandbox.available()
         if missing:
             note = f"note: no sandbox, for {missing}: submissions run as you, with your files and network"
             print(note, file=sys.stderr)
         if self.pages:
-            self.pages.mkdir(parents=True, exist_ok=True)
+            make_folder("--pages", self.pages)
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(["submission", *(exercise.name for exercise in self.exercises), "points", "maximum", "note"])
-        homes = {file.parent.parent if file.name == "exercises.py" else file.parent for file in files.values()}
-        hidden = tuple(home.resolve() for home in sorted(homes))
+        homes = {(one.folder or one.file).parent for one in found} | set(filter(None, [self.pages, *self.hidden]))
+        hidden, taken = tuple(home.resolve() for home in sorted(homes)), set[str]()
+        rows: list[Graded] = []
         with tempfile.TemporaryDirectory(prefix="class-") as staged, ThreadPoolExecutor(AT_A_TIME) as pool:
-            copies = {name: copy(file, Path(staged, str(n))) for n, (name, file) in enumerate(files.items())}
-            graded = pool.map(lambda copied: self.one(copied, hidden), copies.values())
-            for number, (name, results) in enumerate(zip(copies, graded, strict=True), start=1):
-                writer.writerow([safe(cell) for cell in self.row(name, results)])
+            copies = [copy(one, Path(staged, str(number))) for number, one in enumerate(found)]
+            graded = pool.map(lambda copied: self.one(copied, hidden), copies)
+            for number, (one, copied, results) in enumerate(zip(found, copies, graded, strict=True), start=1):
+                text = "" if isinstance(copied, str) else copied.read_text(errors="replace").strip()
+                rows.append(Graded(one.name, results, text=text))
+                rows[-1].remark = self.remark(rows[-1], rows[:-1])
+                writer.writerow([safe(cell) for cell in self.row(rows[-1])])
                 sys.stdout.flush()
                 if sys.stderr.isatty():
-                    print(f"\r\033[K{number} of {len(files)}: {name}", end="", file=sys.stderr, flush=True)
+                    print(f"\r\033[K{number} of {len(found)}: {one.name}", end="", file=sys.stderr, flush=True)
                 if self.pages:
-                    page = results if isinstance(results, str) else table(results, minutes=self.minutes)
-                    Path(self.pages, f"{name}.md").write_text(f"# {name}\n\n```\n{page}\n```\n", errors="replace")
+                    page = Path(self.pages, f"{page_of(one.name, taken)}.md")
+                    page.write_text(f"# {one.name}\n\n{indented(self.page(rows[-1]))}\n", "utf-8", "replace")
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        return rows
+
+    def remark(self, graded: Graded, before: list[Graded]) -> str:
+        """What whoever grades should know of a file that earns points."""
+        twins = [other.name for other in before if other.text == graded.text]
+        if not graded.points or not (twins or graded.text == self.solutions):
+            return ""
+        return f"equal to the file of {twins[0]}" if twins else "equal to the solutions"
 
     def one(self, copied: Path | str, hidden: tuple[Path, ...] = ()) -> list[Verdict] | str:
         """The verdicts on one submission, or the reason why there are none."""
@@ -84,42 +174,88 @@ class Grading:
                 return grade([(exercise, exercise.name) for exercise in self.exercises], copied, run=runner)
         except sandbox.GradingEnded as reason:
             return str(reason)
+        except Exception as error:  # one submission must not end the grading of the others
+            return f"cannot be graded ({type(error).__name__}: {error})"
 
-    def row(self, name: str, results: list[Verdict] | str) -> list:
-        possible = sum(exercise.points for exercise in self.exercises)
-        if isinstance(results, str):
-            return [name, *(["not graded"] * len(self.exercises)), 0, possible, results]
-        notes = [
-            f"{result.exercise.name}: {result.where}: expected {result.expected}, got {result.got}"
-            for result in results
-            if result.status == "wrong"
-        ]
-        if results[0].status == "not graded":
-            notes = [results[0].got]
-        points = sum(result.points for result in results)
-        return [name, *(result.status for result in results), points, possible, " | ".join(notes)]
+    def page(self, graded: Graded) -> str:
+        results = graded.results
+        return results if isinstance(results, str) else table(results, minutes=self.minutes)
+
+    def row(self, graded: Graded) -> list:
+        possible, results = sum(exercise.points for exercise in self.exercises), graded.results
+        none = ["not graded"] * len(self.exercises)
+        statuses = none if isinstance(results, str) else [result.status for result in results]
+        return [graded.name, *statuses, graded.points, possible, graded.note]
 
 
-def copy(file: Path, to: Path) -> Path | str:
-    """Copy a submission, a file or the folder of an exercises.py, and return the copied file; or why it cannot be."""
+def make_folder(option: str, folder: Path) -> None:
+    """Raises UserError where there can be none."""
     try:
-        if not file.is_file():
-            return "no exercises.py in this folder" if file.name == "exercises.py" else "not a file"
-        own = [file] if file.name != "exercises.py" else [p for p in file.parent.rglob("*") if p.is_file()]
-        for path in own:
-            if path.stat().st_size > MOST_BYTES:
-                return f"{path.name} is larger than {MOST_BYTES / 2**20:g} MiB"
-            target = to / path.relative_to(file.parent)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-        os.chmod(to, 0o755)
-        return to / file.name
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {shown(str(folder))}: {error.strerror}") from None
+
+
+def copy(one: Submission, to: Path) -> Path | str:
+    """Copy a submission, a file or a folder, and return the copied file; or why it cannot be."""
+    if one.problem:
+        return one.problem
+    try:
+        to.mkdir(mode=0o755)
+        to.chmod(0o755)
+        if one.folder is None:
+            _copy_file(one.file, to / "submission.py", MOST_BYTES)
+            return to / "submission.py"
+        if not os.path.lexists(one.file):
+            return "no exercises.py in this folder"
+        total, number = 0, 0
+        for parent, folders, files in os.walk(one.folder):
+            folders[:] = [name for name in folders if name not in LEFT_BEHIND and not name.startswith(".")]
+            for name in [*folders, *files]:
+                path = Path(parent, name)
+                if path.is_symlink():
+                    return f"{shown(name)} is a link: hand in files"
+            for name in files:
+                target = to / Path(parent).relative_to(one.folder) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                total, number = total + _copy_file(Path(parent, name), target, MOST_BYTES), number + 1
+                if number > MOST_FILES or total > MOST_IN_ALL:
+                    return f"more than {MOST_FILES} files or {MOST_IN_ALL >> 20} MiB"
+        return to / "exercises.py"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+
+
+def _copy_file(source: Path, target: Path, most: int) -> int:
+    """Copy a regular file of at most so many bytes. Raises ValueError for anything else; waits for nobody."""
+    descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{shown(source.name)} is not a file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{shown(source.name)} is larger than {most / 2**20:g} MiB")
+    target.write_bytes(data)
+    return len(data)
+
+
+def beginning(one: Submission) -> str:
+    """The text of a submission as far as it is graded; empty where it can't be."""
+    with contextlib.suppress(OSError, ValueError), tempfile.TemporaryDirectory() as folder:
+        copied = copy(one, Path(folder, "0"))
+        return "" if isinstance(copied, str) else copied.read_text(errors="replace")
+    return ""
+
+
+def indented(text: str) -> str:
+    """As a block of code in Markdown, which nothing in the text can end."""
+    lines = [shown(line) for line in text.split("\n")]
+    return "\n".join("    " + line for line in lines)
 
 
 def safe(cell) -> str:
-    """A cell on one line that no spreadsheet takes for a formula, and that can be written: half a surrogate pair is
-    a "?"."""
-    text = " ".join(str(cell).split()).encode(errors="replace").decode()
+    """A cell on one line that no spreadsheet takes for a formula, and that can be written and shown."""
+    text = shown(" ".join(str(cell).split()))
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -183,7 +183,11 @@ def grade(
             cases = {n: list(exercise.check(size)) for n, (exercise, _) in enumerate(attempts) if n not in verdicts}
             jobs = {n: (attempts[n][1], [case.arguments for case in of]) for n, of in cases.items() if of}
             for n, outcome in run(file, jobs, size).items():
-                verdict = _judge(attempts[n][0], size, cases[n], outcome, attempts[n][1])
+                try:
+                    verdict = _judge(attempts[n][0], size, cases[n], outcome, attempts[n][1])
+                except Exception as error:  # a learner's function can return anything
+                    got = f"one that cannot be ({type(error).__name__})"
+                    verdict = Verdict(attempts[n][0], "wrong", f"world size {size}", "a result to compare", got)
                 printed[n] = verdict.printed
                 if verdict.status != "right":
                     verdicts[n] = verdict
@@ -238,43 +242,61 @@ def _death(failed: RankFailed) -> str:
 # --- in the ranks ---------------------------------------------------------------------------------------------
 
 
+class Rank:
+    """What one rank does with a learner's file: loads it, and calls its functions, each job in a process group of its
+    own, so that no message of one is received by the next."""
+
+    def __init__(self, file: Path):
+        self.file, self.seal, self.intact = file, _Seal(), True
+        self.store = dist.distributed_c10d._get_default_store()
+        self.module: types.ModuleType | None = None
+
+    def load(self) -> str | None:
+        """Execute the file; why it does not load, None where it does."""
+        # After everything else: a file named random.py beside the learner's must not hide the standard library's.
+        sys.path.append(str(self.file.parent))
+        try:
+            with _alarm():
+                self.module = load(self.file)
+        except BaseException as error:
+            return _describe(error, self.file)
+        return TAMPERED if self.seal.broken() else None
+
+    def meet(self, key) -> None:
+        """Leave the process group and join that of a job."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        own, wait = dist.PrefixStore(f"job {key}", self.store), timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=wait)
+
+    def call(self, name: str, arguments: tuple) -> CallOutcome:
+        outcome = _call(getattr(self.module, name, None), arguments, self.file)
+        if self.intact and not self.seal.broken():
+            return outcome
+        self.intact = False
+        return CallOutcome("raised", text=TAMPERED)
+
+
 def _on_rank(file: Path, jobs: dict):
-    """Call each job's function on its cases, each job in a process group of its own, so that no message of one
-    is received by the next. Returns {job: outcomes}, or the reason why the file does not load."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    meetings = itertools.count()
+    """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load."""
+    size, meetings, me = dist.get_world_size(), itertools.count(), Rank(file)
 
     def all_well(well: bool) -> bool:
         """Wait for all ranks, through the store since the group may be stuck, and hear whether all are well."""
         key = f"check/{next(meetings)}"
-        store.add(f"{key}/unwell", int(not well))
-        store_barrier(store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
-        return store.add(f"{key}/unwell", 0) == 0
+        me.store.add(f"{key}/unwell", int(not well))
+        store_barrier(me.store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
+        return me.store.add(f"{key}/unwell", 0) == 0
 
-    seal, intact = _Seal(), True
-    # After everything else: a file named random.py beside the learner's must not hide the standard library's.
-    sys.path.append(str(file.parent))
-    problem = None
-    try:
-        with _alarm():
-            module = load(file)
-    except BaseException as error:
-        problem = _describe(error, file)
-    if problem is None and seal.broken():
-        problem = TAMPERED
+    problem = me.load()
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
     outcomes: dict[int, list[CallOutcome]] = {}
     for key, (name, cases) in jobs.items():
-        dist.destroy_process_group()
-        own = dist.PrefixStore(f"job {key}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+        me.meet(key)
         outcomes[key] = []
         for arguments in cases:
-            outcomes[key].append(_call(getattr(module, name, None), arguments[rank], file))
-            if not intact or seal.broken():
-                intact, outcomes[key][-1] = False, CallOutcome("raised", text=TAMPERED)
+            outcomes[key].append(me.call(name, arguments[dist.get_rank()]))
             if not all_well(outcomes[key][-1].status == "returned"):
                 break
     return outcomes

@@ -2,10 +2,11 @@
 
 What is expected of them is what the chapter's own solution answers, which runs here and not in the sandbox. An
 exercise says in its row how they are drawn (`draw`, `draw_cases`). Every other one has tensors among its arguments: one
-of its cases for each world size is repeated with all of them multiplied by one number.
+of its cases for each world size is repeated with every element of them multiplied by a number of its own.
 """
 
 import random
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,18 @@ class NoSolution(Exception):
     """The chapter's solution does not answer a fresh case; the text says which."""
 
 
-def multiplied(value, factor: float):
-    """All tensors of floating-point numbers in an argument times a number; everything else as it is."""
+def multiplied(value, seed: int):
+    """All tensors of floating-point numbers in an argument, each element times a factor of its own; everything else as
+    it is. Tensors that were equal stay equal, as where all ranks have the same weights."""
     if isinstance(value, torch.Tensor):
-        return value * factor if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        content = repr((value.dtype, value.shape, value.detach().double().flatten().tolist()))
+        drawn = torch.Generator().manual_seed(zlib.crc32(content.encode(), seed))
+        factors = torch.tensor(FACTORS)[torch.randint(len(FACTORS), value.shape, generator=drawn)]
+        return value * factors.to(value.dtype)
     if isinstance(value, (list, tuple)):
-        return type(value)(multiplied(item, factor) for item in value)
+        return type(value)(multiplied(item, seed) for item in value)
     return value
 
 
@@ -58,9 +65,9 @@ def with_fresh_cases(exercises: list[Exercise], solutions: Path, seed: int) -> l
                 calls = [exercise.draw(drawn) for _ in range(DRAWN * (size == 2))]
                 asked[name] = [ExerciseCase("other numbers", [call] * size, [], nothing_sent) for call in calls]
             elif known := [case for case in exercise.check(size) if can_be_varied(case)]:
-                case, factor = drawn.choice(known), drawn.choice(FACTORS)
+                case, seed = drawn.choice(known), drawn.getrandbits(32)
                 asked[name] = [replace(case, what=f"{case.what}, other numbers",
-                                       arguments=[multiplied(own, factor) for own in case.arguments])]  # fmt: skip
+                                       arguments=[multiplied(own, seed) for own in case.arguments])]  # fmt: skip
         fresh |= {(name, size): found for name, found in answered(asked, solutions, size)}
     return [replace(exercise, check=all_cases(exercise, fresh)) for exercise in exercises]
 

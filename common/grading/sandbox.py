@@ -1,48 +1,58 @@
 """Run a submission where it can do no harm: in a sandbox of its own, without what it is compared with.
 
-Two processes share the work. The one that judges has the expected values and never runs a line of the submission.
-The other one (`serve`) is given the arguments of the calls, starts the ranks, and sends back what they returned and
-sent, as plain data. Under bubblewrap (bwrap) it sees the system and the course read-only, without the chapters'
-classroom/ folders, the git history, the home folder and the other submissions; it has no network but its own loopback;
-what it writes lies in memory, of limited size, and is gone afterwards. Without bubblewrap it is a process of its own in
-an empty folder, and no more than that.
+The process that judges has the inputs and the expected values, and never runs a line of the submission. It starts a
+process under bubblewrap (bwrap), which starts the ranks (inside.py); it asks each rank by a pipe of that rank's own,
+one call after the other, and reads what comes back as data. In the sandbox there are the system's programs, Python and
+the course's code, read-only, and the submission; no grader, no solutions, no history, no home, no other submission.
+There is no network but a loopback of its own, whose bytes are counted (sockets.py) and compared with the messages that
+the ranks report. What is written lies in memory, of limited size, and is gone afterwards.
+
+Without bubblewrap a submission is a process of its own in an empty folder, and no more than that.
 """
 
 import contextlib
-import ctypes
 import functools
-import io
 import os
-import select
+import selectors
 import shutil
 import signal
-import struct
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from dataclasses import astuple
 from pathlib import Path
 
 import cloudpickle
+import msgspec
 import psutil
-import torch
 
 from common import ROOT
-from common.grading.engine import CallOutcome, DoesNotLoad, run_jobs
-from common.grading.values import Description
-from common.lab.ledger import LedgerEntry
+from common.grading.engine import CALL_LIMIT, PATIENCE, CallOutcome, DoesNotLoad
+from common.grading.inside import MOST_FILES, MOST_MEMORY, MOST_TASKS, message, unpacked
 
 MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
 TEMPORARY = Path(tempfile.gettempdir()).resolve()  # in the sandbox it is empty, but for the submission
 INSIDE = TEMPORARY / "submission"
-MOST_PROCESSES, MOST_MEMORY = 64, 6 * 2**30  # of one submission: processes and threads' owners, bytes
-MOST_ANSWER, MOST_FILES = 2**28, 2**28  # bytes of one answer, and of all files that a submission writes
+MOST_PROCESSES = 64
+MOST_ANSWER = 2**25  # bytes of one answer of one rank
+STARTING, LEEWAY = 60.0, 5.0  # seconds: for Python and PyTorch to start; beyond the limit that a rank holds itself
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/etc/ld.so.cache",
+          "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")  # fmt: skip
+# gloo sends a message of 48 bytes ahead of each (gloo/transport/tcp/pair.h, struct Op), and where sender and receiver
+# are not there at the same time another two, one in each direction. A collective is made of several.
+HEADER = 48
+COLLECTIVE = 512  # bytes of headers that a rank may send in a collective, times the number of ranks
+EXACT = ("send", "recv", "all_reduce", "all_gather", "broadcast")  # these send at least what the ledger charges
 
 
 class GradingEnded(Exception):
     """A submission's process ended, or was ended; the text says why."""
+
+
+class RanksEnded(Exception):
+    """The ranks of one start cannot go on; the text says why. There may be others."""
 
 
 @functools.cache
@@ -50,34 +60,43 @@ def available() -> str | None:
     """Why there is no sandbox on this machine; None where there is one."""
     if not shutil.which("bwrap"):
         return "bubblewrap (bwrap) is not installed"
-    tried = subprocess.run([*_bwrap(), "true"], capture_output=True, text=True)
+    tried = subprocess.run([*_bwrap(), sys.executable, "-S", "-c", ""], capture_output=True, text=True)
     return None if tried.returncode == 0 else f"bubblewrap does not work here ({' '.join(tried.stderr.split())[:120]})"
 
 
 def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[str]:
-    """The command that runs another in a sandbox. `folder` is the submission's; `hidden` folders look empty."""
+    """The command that runs another in a sandbox, in which nothing is but what is named here. `folder` is the
+    submission's; `hidden` are files and folders that are not shown even where they lie in one that is."""
     command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
-    command += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--size", str(MOST_FILES)]
-    command += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", str(MOST_FILES), "--tmpfs", str(TEMPORARY)]
-    needed = list(dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), ROOT, *_python_paths())))
-    secrets = [*ROOT.glob("0*/classroom"), ROOT / ".git"]
-    outer = [path for path in (Path.home(), *hidden) if not any(other in path.parents for other in needed)]
-    outer = [path for path in outer if path.is_dir() and path != Path("/")]
-    inner = [path for path in (*hidden, *secrets) if path not in outer]
-    for path in outer:
-        command += ["--tmpfs", str(path)]
-    for path in needed:  # they may lie in a folder that has just been hidden
-        command += ["--ro-bind", str(path), str(path)]
-    for path in outer:
-        command += ["--remount-ro", str(path)]
-    for path in inner:
-        if path.is_dir():
-            command += ["--tmpfs", str(path), "--remount-ro", str(path)]
+    places = [Path(path) for path in SYSTEM]
+    places += [Path(sys.base_prefix), Path(sys.prefix), *_python_paths()]
+    for path in dict.fromkeys(path for path in places if path.exists()):
+        if path.is_symlink() and path.parent == Path("/"):  # as /bin -> usr/bin
+            command += ["--symlink", os.readlink(path), str(path)]
+        elif path == Path("/usr") or Path("/usr") not in path.parents:
+            command += ["--ro-bind", str(path), str(path)]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(MOST_FILES), "--tmpfs", "/dev/shm"]
+    command += ["--remount-ro", "/dev", "--size", str(MOST_FILES), "--tmpfs", str(TEMPORARY)]
+    within = [path for path in places if path == TEMPORARY or TEMPORARY in path.parents]
+    for path in [*within, *course()]:  # after the folder for temporary files, in which the course may lie
+        if path.is_symlink():
+            command += ["--symlink", os.readlink(path), str(path)]
         elif path.exists():
-            command += ["--ro-bind", "/dev/null", str(path)]
+            command += ["--ro-bind", str(path), str(path)]
+    shown = [Path(command[at + 2]) for at, word in enumerate(command) if word == "--ro-bind"]
+    for path in hidden:
+        if any(place == path or place in path.parents for place in shown):
+            command += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     if folder:
         command += ["--ro-bind", str(folder), str(INSIDE)]
-    return [*command, "--chdir", str(TEMPORARY)]
+    return [*command, "--remount-ro", "/", "--chdir", str(TEMPORARY)]
+
+
+def course() -> list[Path]:
+    """What of the course is seen: its packages, and the chapters' own code and tables."""
+    chapters = [path for chapter in sorted(ROOT.glob("[0-9][0-9]_*")) for path in sorted(chapter.iterdir())]
+    code = [path for path in chapters if path.suffix in (".py", ".csv") and path.name != "exercises.py"]
+    return [*(ROOT / name for name in ("common", "course", "planner", "distributed_training.py")), *code]
 
 
 def _python_paths() -> list[Path]:
@@ -85,23 +104,101 @@ def _python_paths() -> list[Path]:
     return [Path(path) for path in sys.path if "site-packages" in path and Path(path).is_dir()]
 
 
+# --- limits of a whole submission -----------------------------------------------------------------------------
+
+
+class Group:
+    """A control group (cgroup) for all processes of a submission, with its most memory and tasks, where this machine
+    lets us make one: version 2, or memory and pids of version 1. `files` are empty where it doesn't."""
+
+    def __init__(self):
+        self.folders: list[Path] = []
+        name = f"submission-{uuid.uuid4().hex[:12]}"
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                for kind in controllers.split(","):
+                    limits = {"": ("memory.max", "pids.max"), "memory": ("memory.limit_in_bytes",),
+                              "pids": ("pids.max",)}.get(kind, ())  # fmt: skip
+                    if limits:
+                        self._make(Path("/sys/fs/cgroup", kind), path.strip("/"), name, limits)
+
+    def _make(self, mount: Path, path: str, name: str, limits: tuple[str, ...]) -> None:
+        for parent in (mount / path, mount):
+            with contextlib.suppress(OSError):
+                if not all((parent / limit).exists() for limit in limits) and not (parent / "cgroup.procs").exists():
+                    continue
+                folder = parent / name
+                folder.mkdir()
+                try:
+                    for limit in limits:
+                        (folder / limit).write_text(str(MOST_MEMORY if limit.startswith("memory") else MOST_TASKS))
+                except OSError:
+                    folder.rmdir()
+                    continue
+                self.folders.append(folder)
+                return
+
+    @property
+    def complete(self) -> bool:
+        return any((f / "pids.max").exists() for f in self.folders) and any(
+            (f / name).exists() for f in self.folders for name in ("memory.max", "memory.limit_in_bytes")
+        )
+
+    def command(self, command: list[str]) -> list[str]:
+        """The command, as a process of this group."""
+        joins = "".join(f"echo $$ > '{folder}/cgroup.procs' && " for folder in self.folders)
+        return ["sh", "-c", f'{joins}exec "$@"', "sh", *command] if self.folders else command
+
+    def close(self) -> None:
+        deadline = time.monotonic() + 5
+        while self.folders and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self.folders[-1].rmdir()
+                self.folders.pop()
+                continue
+            time.sleep(0.02)  # its last processes are going
+
+
+@functools.cache
+def limits() -> str:
+    """How memory and processes of a submission are limited on this machine, in words."""
+    group = Group()
+    try:
+        held = (
+            "a cgroup"
+            if group.complete
+            else "RLIMIT_NPROC and RLIMIT_AS, and a look at all processes ten times a second"
+        )
+    finally:
+        group.close()
+    return held
+
+
+# --- the judge's side -----------------------------------------------------------------------------------------
+
+
 class Runner:
-    """Runs jobs of one submission as `common.grading.engine.run_jobs` does, in a process of its own.
+    """Runs jobs of one submission as `common.grading.engine.run_jobs` does, in processes that are not this one's.
 
     folder: has the submission and nothing else. To be used as a context manager, which leaves no process behind.
-    Calls raise DoesNotLoad, and GradingEnded when the process has ended or has used up its time, memory or processes.
+    Calls raise DoesNotLoad, and GradingEnded when the submission has used up its time, memory or processes.
     """
 
     def __init__(self, folder: Path, time_limit: float, hidden: tuple[Path, ...] = ()):
         self.folder, self.time_limit, self.hidden = folder, time_limit, hidden
         self.walled = available() is None
-        self.deadline, self.mark = time.monotonic() + time_limit, uuid.uuid4().hex
+        self.deadline, self.mark, self.looked = time.monotonic() + time_limit, uuid.uuid4().hex, 0.0
+        self.pipes: list[tuple[int, int]] = []
 
     def __enter__(self) -> "Runner":
         self.empty = tempfile.TemporaryDirectory(prefix="submission-", ignore_cleanup_errors=True)
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"OMP_NUM_THREADS": "1", "HOME": str(TEMPORARY), "TMPDIR": str(TEMPORARY), MARK: self.mark}
-        command, cwd = [sys.executable, "-c", "from common.grading.sandbox import serve; serve()"], self.empty.name
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command, cwd = [sys.executable, "-m", "common.grading.inside", str(theirs.fileno())], self.empty.name
+        command.append("walled" if self.walled else "open")
+        self.group = Group()
         if self.walled:
             settings = [word for name, value in environment.items() for word in ("--setenv", name, value)]
             command, cwd = [*_bwrap(self.folder, self.hidden), *settings, *command], "/"
@@ -109,62 +206,185 @@ class Runner:
             environment = os.environ | environment | {"TMPDIR": self.empty.name, "HOME": self.empty.name}
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
-            env=environment, cwd=cwd, start_new_session=True,
+            self.group.command(command), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors,
+            env=environment, cwd=cwd, start_new_session=True, pass_fds=[theirs.fileno()],
         )  # fmt: skip
-        assert self.process.stdin and self.process.stdout  # they are pipes
-        self.requests, self.answers = self.process.stdin, self.process.stdout
+        theirs.close()
         return self
 
     def __exit__(self, *_) -> None:
+        self._drop()
         self._kill()
-        with contextlib.suppress(BrokenPipeError):  # of a request that nobody has read
-            self.requests.close()
-        self.answers.close()
+        self.control.close()
         self.errors.close()
+        self.group.close()
         self.empty.cleanup()
 
     def __call__(self, file: Path, jobs: dict, size: int) -> dict:
-        inside = (INSIDE if self.walled else self.folder) / file.name
-        request = cloudpickle.dumps((inside, jobs, size))
-        try:
-            self.requests.write(struct.pack("<Q", len(request)) + request)
-            self.requests.flush()
-        except BrokenPipeError:
-            raise GradingEnded(self._ended()) from None
-        (length,) = struct.unpack("<Q", self._read(8))
-        if length > MOST_ANSWER:
-            raise GradingEnded("the answer was too long")
-        return _unpacked(self._read(length), jobs)
+        inside, ready = (INSIDE if self.walled else self.folder) / file.name, False
+        found: dict[object, list | str] = {}
+        for key, (name, cases) in jobs.items():
+            try:
+                if not ready:
+                    self._start(inside, size)
+                    ready = True
+                found[key] = self._job(f"{size} {key}", name, cases, size)
+            except RanksEnded as why:
+                found[key], ready = f"{why}", False
+                self._stop()
+        self._stop()
+        return found
 
-    def _read(self, number: int) -> bytes:
-        """So many bytes of the answer, as long as the submission keeps within its limits."""
-        pieces, missing, looked = [], number, 0.0
-        while missing:
-            if select.select([self.answers], [], [], 0.1)[0]:
-                piece = os.read(self.answers.fileno(), min(missing, 1 << 20))
-                if not piece:
-                    raise GradingEnded(self._ended())
-                pieces.append(piece)
-                missing -= len(piece)
-            if time.monotonic() > self.deadline:
-                raise GradingEnded(f"not finished after {self.time_limit:g} s")
-            if time.monotonic() > looked + 0.1:
+    def _start(self, file: Path, size: int) -> None:
+        if not hasattr(self, "ready"):
+            self.ready = self._hear(STARTING)  # the first message: it has started
+        both = [(os.pipe(), os.pipe()) for _ in range(size)]
+        theirs = [end for asks, tells in both for end in (asks[0], tells[1])]
+        self.pipes = [(asks[1], tells[0]) for asks, tells in both]
+        for ask, tell in self.pipes:
+            os.set_blocking(ask, False)
+            os.set_blocking(tell, False)
+        try:
+            socket.send_fds(self.control, [msgspec.json.encode(["start", str(file), size])], theirs)
+        except OSError:
+            raise GradingEnded(self._ended()) from None
+        finally:
+            for end in theirs:
+                os.close(end)
+        self._hear(STARTING)
+        try:
+            said = [answer.decode(errors="replace")[:2000] for answer in self._ask(None, 30 + CALL_LIMIT)]
+        except RanksEnded as why:
+            self._stop()
+            raise DoesNotLoad(f"loading the file ends the process: {why}") from None
+        if any(said):
+            self._stop()
+            raise DoesNotLoad(next(filter(None, said)))
+
+    def _job(self, key: str, name: str, cases: list, size: int) -> list[list[CallOutcome]]:
+        outcomes: list[list[CallOutcome]] = [[] for _ in range(size)]
+        self._ask([cloudpickle.dumps(("meet", key))] * size, 30)
+        for arguments in cases:
+            requests = [cloudpickle.dumps(("call", name, arguments[rank])) for rank in range(size)]
+            before = self._count()
+            answers = self._ask(requests, CALL_LIMIT + PATIENCE + LEEWAY)
+            after = self._count()
+            for rank, answer in enumerate(answers):
+                try:
+                    outcomes[rank].append(unpacked(answer))
+                except Exception as error:  # a submission can send anything
+                    why = f"what came back is no answer ({type(error).__name__})"
+                    outcomes[rank].append(CallOutcome("raised", text=why))
+            last = [own[-1] for own in outcomes]
+            if any(outcome.status != "returned" for outcome in last):
+                break
+            if before is not None and after is not None:
+                counted = {pair: count - before.get(pair, 0) for pair, count in after.items()}
+                differs = not_as_reported([outcome.entries for outcome in last], counted)
+                if differs:
+                    for own in outcomes:
+                        own[-1] = CallOutcome("raised", text=differs)
+                    break
+        return outcomes
+
+    def _count(self) -> dict[tuple[int, int], int] | None:
+        said = self._say(["count"])
+        return None if said is None else {(sender, receiver): count for sender, receiver, count in said}
+
+    def _stop(self) -> list[int]:
+        """End the ranks of this start, and hear how each had ended by itself (-9: it had not)."""
+        if not self.pipes:
+            return []
+        self._drop()
+        return self._say(["end"])
+
+    def _drop(self) -> None:
+        for pipe in [end for both in self.pipes for end in both]:
+            os.close(pipe)
+        self.pipes = []
+
+    def _say(self, what: list):
+        try:
+            self.control.send(msgspec.json.encode(what))
+        except OSError:
+            raise GradingEnded(self._ended()) from None
+        return self._hear(LEEWAY + 10)
+
+    def _hear(self, seconds: float):
+        """What the starter says."""
+        end = time.monotonic() + seconds
+        self.control.settimeout(0.1)
+        while True:
+            try:
+                data = self.control.recv(65536)
+            except TimeoutError:
                 self._look()
-                looked = time.monotonic()
-        return b"".join(pieces)
+                if time.monotonic() > end:
+                    raise GradingEnded("the sandbox does not answer") from None
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                raise GradingEnded(self._ended())
+            return msgspec.json.decode(data)
+
+    def _ask(self, requests: list[bytes] | None, seconds: float) -> list[bytes]:
+        """Send each rank its request and return their answers. Raises RanksEnded where one ends or does not answer."""
+        size = len(self.pipes)
+        to_send = [memoryview(message(request)) for request in requests] if requests else [memoryview(b"")] * size
+        parts, end = [bytearray() for _ in range(size)], time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            for rank, (ask, tell) in enumerate(self.pipes):
+                selector.register(tell, selectors.EVENT_READ, rank)
+                if to_send[rank]:
+                    selector.register(ask, selectors.EVENT_WRITE, rank)
+            while any(map(_missing, parts)):
+                for key, events in selector.select(0.1):
+                    rank = key.data
+                    if events & selectors.EVENT_WRITE:
+                        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                            to_send[rank] = to_send[rank][os.write(key.fd, to_send[rank][: 1 << 16]) :]
+                        if not to_send[rank]:
+                            selector.unregister(key.fd)
+                        continue
+                    piece = os.read(key.fd, min(_missing(parts[rank]), 1 << 20))
+                    if not piece:
+                        raise RanksEnded(self._how_it_ended(rank))
+                    parts[rank] += piece
+                    if not _missing(parts[rank]):
+                        selector.unregister(key.fd)
+                self._look()
+                if time.monotonic() > end:
+                    silent = next(rank for rank, part in enumerate(parts) if _missing(part))
+                    raise RanksEnded(f"no answer of rank {silent} after {seconds:g} s")
+        return [bytes(part[8:]) for part in parts]
+
+    def _how_it_ended(self, rank: int) -> str:
+        time.sleep(0.3)  # others may be ending, too
+        codes = self._stop()
+        own = next((r for r in (rank, *range(len(codes))) if codes[r] not in (-9, 70)), rank)
+        code, who = codes[own], f"the process of rank {own}"
+        if code == 0:
+            return f"{who} ended without returning (did it call exit?)"
+        if code > 0:
+            return f"{who} died with exit code {code}"
+        name = signal.Signals(-code).name
+        more = ": gloo aborts a process that is sent more bytes than its buffer holds; are shape and type right?"
+        return f"{who} was ended by {name}{more if name == 'SIGABRT' else ''}"
 
     def _look(self) -> None:
-        """Raise GradingEnded if there are too many processes, or they use too much memory."""
+        """Raise GradingEnded if the time is over, or there are too many processes, or they use too much memory."""
+        now = time.monotonic()
+        if now > self.deadline:
+            raise GradingEnded(f"not finished after {self.time_limit:g} s")
+        if now < self.looked + 0.1:
+            return
+        self.looked = now
         with contextlib.suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid).children(recursive=True)
             if len(family) > MOST_PROCESSES:
                 raise GradingEnded(f"ended at {len(family)} processes; {MOST_PROCESSES} are allowed")
-            memory = 0
-            for process in family:
-                with contextlib.suppress(psutil.Error):
-                    used = process.memory_info()
-                    memory += used.rss - used.shared
+            memory = sum(memory_of(process.pid) for process in family)
             if memory > MOST_MEMORY:
                 raise GradingEnded(f"ended at {memory / 2**30:.1f} GiB of memory; {MOST_MEMORY / 2**30:g} are allowed")
 
@@ -191,6 +411,26 @@ class Runner:
             time.sleep(0.02)
 
 
+def _missing(part: bytearray) -> int:
+    """How many bytes of a message are still to come; at first those of its length. Raises RanksEnded."""
+    if len(part) < 8:
+        return 8 - len(part)
+    length = int.from_bytes(part[:8], "little")
+    if length > MOST_ANSWER:
+        raise RanksEnded(f"the answer was longer than {MOST_ANSWER >> 20} MiB")
+    return 8 + length - len(part)
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process holds by itself or shares with others, without its files; 0 where it is gone."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                found += int(line.split()[1]) * 1024
+    return found
+
+
 def _marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
@@ -200,89 +440,29 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-# --- what travels back ----------------------------------------------------------------------------------------
+def not_as_reported(entries: list[list], counted: dict[tuple[int, int], int]) -> str | None:
+    """What the system has counted from rank to rank, where it cannot be the messages that the ranks report.
 
-
-def _packed(ranks) -> object:
-    """Outcomes, or the text of a failure, as lists of plain data."""
-    if isinstance(ranks, str):
-        return ranks
-    return [
-        [
-            [o.status, _value(o.value), [list(astuple(e)) for e in o.entries], o.changed_input, o.text, o.printed]
-            for o in rank
-        ]
-        for rank in ranks
-    ]
-
-
-def _value(value):
-    if isinstance(value, list):
-        return ["list", [_value(item) for item in value]]
-    return ["description", str(value)] if isinstance(value, Description) else ["is", value]
-
-
-def _unpacked(data: bytes, jobs: dict) -> dict:
-    """The outcomes of each job. Only plain data is read, so nothing of the submission is run by reading it. Raises
-    DoesNotLoad as run_jobs does, and GradingEnded for what is no answer."""
-    try:
-        kind, content = torch.load(io.BytesIO(data), weights_only=True)
-        if kind == "does not load":
-            raise DoesNotLoad(str(content))
-        return {key: _outcomes(content[key]) for key in jobs}
-    except DoesNotLoad:
-        raise
-    except Exception as error:  # a submission can send anything
-        raise GradingEnded(f"what came back is no answer ({type(error).__name__})") from None
-
-
-def _outcomes(ranks):
-    if isinstance(ranks, str):
-        return ranks
-    return [[_outcome(*fields) for fields in rank] for rank in ranks]
-
-
-def _outcome(status, value, entries, changed, text, printed) -> CallOutcome:
-    entries = [LedgerEntry(*entry) for entry in entries]
-    return CallOutcome(str(status), _plain(value), entries, bool(changed), str(text), str(printed))
-
-
-def _plain(value):
-    kind, content = value
-    if kind == "list":
-        return [_plain(item) for item in content]
-    if kind == "description":
-        return Description(content)
-    if content is not None and type(content) not in (int, float, bool, str, torch.Tensor):
-        raise TypeError
-    return content
-
-
-# --- inside ---------------------------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    """What the process inside does: run jobs as long as there are requests."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # a submission reads no requests, and prints nowhere
-        os.dup2(nothing, descriptor)
-    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # ranks do not answer
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: nor by way of /proc
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILES, MOST_FILES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while header := requests.read(8):
-        file, jobs, size = cloudpickle.loads(requests.read(struct.unpack("<Q", header)[0]))
-        try:
-            outcomes = {key: _packed(ranks) for key, ranks in run_jobs(file, jobs, size).items()}
-            answer: tuple[str, object] = ("answer", outcomes)
-        except DoesNotLoad as reason:
-            answer = ("does not load", str(reason))
-        data = io.BytesIO()
-        torch.save(answer, data)
-        answers.write(struct.pack("<Q", data.getbuffer().nbytes) + data.getvalue())
-        answers.flush()
+    Messages must agree from each rank to each other one, but for gloo's headers. Of collectives the sum of all ranks
+    must be between what the ring algorithm sends (of those of which gloo sends no less) and twice that, with some
+    headers."""
+    everything = [entry for own in entries for entry in own]
+    if all(entry.operation in ("send", "recv") for entry in everything):
+        size, sends = len(entries), [[e for e in own if e.operation == "send"] for own in entries]
+        for sender in range(size):
+            for receiver in range(size):
+                there = [e.payload for e in sends[sender] if e.peer == receiver]
+                back = sum(e.peer == sender for e in sends[receiver])
+                least = sum(there) + HEADER * len(there)
+                most = least + HEADER * (len(there) + back)
+                seen = counted.get((sender, receiver), 0)
+                if sender != receiver and not least <= seen <= most:
+                    said = f"{len(there)} messages of {sum(there)} bytes"
+                    return f"rank {sender} reports {said} to rank {receiver}, and the system has counted {seen} bytes"
+        return None
+    least = sum(entry.sent for entry in everything if entry.operation in EXACT)
+    most = 2 * sum(entry.sent for entry in everything) + sum(COLLECTIVE * entry.ranks for entry in everything)
+    seen = sum(counted.values())
+    if not 0.99 * least <= seen <= most:
+        return f"the ranks report messages of {least:g} bytes in all, and the system has counted {seen}"
+    return None

@@ -7,6 +7,7 @@ from numbers import Real
 import torch
 
 SHOWN = 12  # elements of a tensor that are shown whole
+DEEPEST = 16  # lists within lists
 MOST_PRINTED = 4000  # characters of what a function prints in one call, on each rank
 
 
@@ -14,16 +15,23 @@ class Description(str):
     """The description of a result that cannot be compared."""
 
 
-def plain(value):
+def plain(value, depth: int = 0):
     """A learner's result as data that can travel and be compared: tensors, numbers, text, lists; else its
     description."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized:
+            return value.detach().clone()
+        return Description(f"{kind(value)} on {value.device.type}, {str(value.layout).removeprefix('torch.')}")
+    if isinstance(value, (list, tuple)) and depth < DEEPEST:
+        return [plain(item, depth + 1) for item in value]
+    if type(value) is int and value.bit_length() > 63:
+        return Description(f"a number of {value.bit_length()} bits")
     if value is None or type(value) in (int, float, bool, str):
         return value
-    return Description(f"{type(value).__name__} {str(value)[:100]}")
+    try:
+        return Description(f"{type(value).__name__} {str(value)[:100]}")
+    except Exception:  # of the learner's own class
+        return Description(type(value).__name__)
 
 
 def difference(expected, got) -> tuple[str, str] | None:

@@ -1,9 +1,11 @@
-"""A class of fifty, some of them hostile: nobody else's grade changes, and nobody gets points that are not earned."""
+"""A class, some of it hostile: nobody else's grade changes, nobody gets points that are not earned, nobody is lost."""
 
+import base64
+import contextlib
 import csv
 import functools
+import json
 import os
-import pickle
 import re
 import socket
 import subprocess
@@ -16,16 +18,24 @@ import psutil
 import pytest
 import torch
 from helpers import FULL, refused
-from hostile import ALL, HOSTILE
+from hostile import ALL, GENERATED, HOSTILE
 
 from common import ROOT, check
-from common.grading import classes, engine, fresh, sandbox
-from common.grading.classes import Grading, safe
-from common.grading.engine import SIZES, Exercise, ExerciseCase
+from common.grading import classes, engine, exports, fresh, inside, sandbox
+from common.grading.classes import Graded, Grading, Submission, safe
+from common.grading.engine import SIZES, CallOutcome, Exercise, ExerciseCase, Verdict
+from common.grading.values import Description, plain
+from common.lab.ledger import LedgerEntry
 
 THREE = ("ring_shift", "global_mean", "ring_bytes")  # of 1, 1 and 2 points, which the submissions of hostile.py answer
-FEW = ["deletes_others", "imports_the_solutions", "opens_sockets", "replaces_the_ledger"]
-HERE = list(HOSTILE) if FULL else FEW
+FEW = [
+    "deletes_others", "imports_the_solutions", "opens_sockets", "talks_to_the_system", "replaces_the_ledger",
+    "looks_for_others_arguments", "sends_without_the_ledger", "forges_the_ledger", "a_ledger_that_is_none",
+    "runs_in_the_judge", "returns_a_giant", "returns_meta", "leaves_children_at_once", "kills_all_when_called",
+    "breaks_the_page",
+]  # fmt: skip
+TABLE = HOSTILE | {name: (text, None, "") for name, text in GENERATED.items()}
+HERE = list(TABLE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
 
 
@@ -37,50 +47,111 @@ def first_three(unknown: bool) -> list[Exercise]:
     return fresh.with_fresh_cases(three, solutions, seed=1) if unknown else three
 
 
-def grade(files: dict[str, Path], capfd, unknown: bool = True, **more) -> dict[str, dict]:
+def grade(found: list[Submission], capfd, unknown: bool = True, **more) -> dict[str, dict]:
     exercises = first_three(unknown)
-    Grading(exercises, check.minutes_of("01_intro"), **{"time_limit": 60.0} | more).all(files)
+    Grading(exercises, check.minutes_of("01_intro"), **{"time_limit": 120.0} | more).all(found)
     output = capfd.readouterr()
     return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
 
 
-def filled(text: str, folder: Path, port: int) -> str:
-    for name, value in {"FOLDER": folder, "ROOT": ROOT, "PORT": port, "TMP": sandbox.TEMPORARY}.items():
-        text = text.replace("{" + name + "}", str(value))
-    return text
+@pytest.fixture
+def marks(monkeypatch) -> list[str]:
+    """Of the processes of all submissions of a test."""
+    seen, enter = [], sandbox.Runner.__enter__
+    monkeypatch.setattr(sandbox.Runner, "__enter__", lambda runner: seen.append(runner.mark) or enter(runner))
+    return seen
+
+
+def left(marks: list[str]) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(sandbox.MARK) in marks:
+                found.append(process.pid)
+    return found
 
 
 @walled
-def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd):
-    folder = tmp_path / "class"
+def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks):
+    folder, secret = tmp_path / "class", tmp_path / "secret.txt"
     folder.mkdir()
+    secret.write_text("secret")
     heard = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=lambda: heard.append(server.accept()), daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "socket"))
+        unix.listen()
+        for one in (server, unix):
+            threading.Thread(target=lambda one=one: heard.append(one.accept()), daemon=True).start()
+        about = {"FOLDER": folder, "ROOT": ROOT, "PORT": server.getsockname()[1], "SOCKET": tmp_path / "socket"}
         for name in HERE:
-            (folder / f"{name}.py").write_text(filled(HOSTILE[name][0], folder, server.getsockname()[1]))
+            text = TABLE[name][0]
+            for word, value in (about | {"TMP": sandbox.TEMPORARY}).items():
+                text = text.replace("{" + word + "}", str(value))
+            (folder / f"{name}.py").write_text(text)
         for name in ("ann", "zoe"):  # the first and the last
-            (folder / f"{name}.py").write_text(ALL)
-        before = {path: path.read_bytes() for path in folder.iterdir()}
-        shipped = (ROOT / "01_intro" / "exercises.py").read_bytes()
-        rows = grade(classes.submissions(folder), capfd)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert (ROOT / "01_intro" / "exercises.py").read_bytes() == shipped
-    assert heard == [] and rows.pop("stderr") == ""
+            (folder / f"{name}.py").write_text(f"# {name}\n{ALL}")
+        before = {path: path.read_bytes() for path in (*folder.iterdir(), secret, ROOT / "01_intro" / "exercises.py")}
+        rows = grade(classes.submissions(folder), capfd, pages=tmp_path / "pages")
+    assert {path: path.read_bytes() for path in before} == before and len(list(folder.iterdir())) == len(before) - 2
+    assert heard == [] and rows.pop("stderr") == "" and left(marks) == []
     assert list(rows) == sorted([*HERE, "ann", "zoe"])
     mistaken = []
     for name, row in rows.items():
-        _, points, note = HOSTILE.get(name, ("", 4, "^$"))
+        _, points, note = TABLE.get(name, ("", 4, "^$"))
         earned = int(row["points"]) in ((0, 1, 4) if points is None else (points,))
+        if name in GENERATED:  # its first exercise alone is right
+            earned = int(row["points"]) in (0, 1) and "right" not in (row["global_mean"], row["ring_bytes"])
         if not earned or row["maximum"] != "4" or not re.search(note, row["note"]):
             mistaken.append(f"{name}: {row['points']}, {row['note']}")
     assert not mistaken, "\n".join(mistaken)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "600"]]
+    for page in (tmp_path / "pages").iterdir():
+        assert not [line for line in page.read_text().splitlines()[1:] if line and line[:4] != "    "], page.name
+
+
+def test_the_table_of_hostile_submissions():
+    assert len(TABLE) >= 100 and set(FEW) <= set(TABLE) and len(FEW) == 15
+
+
+@walled
+@pytest.mark.parametrize("chapter", check.chapters() if FULL else ["04_model_parallel"])
+def test_right_answers_are_right_in_the_sandbox_too(chapter, tmp_path, marks):
+    """Where their messages are counted by the system."""
+    solutions = ROOT / chapter / "classroom" / "solutions.py"
+    (tmp_path / "x.py").write_text(solutions.read_text())
+    tmp_path.chmod(0o755)
+    exercises = check.for_a_class(chapter, seed=4)
+    results = Grading(exercises, {}, 300.0).one(tmp_path / "x.py")
+    assert [(r.exercise.name, r.text) for r in results if r.status != "right"] == []
+    assert left(marks) == []
+
+
+def entry(operation: str, payload: int, peer: int | None = None, ranks: int = 2) -> LedgerEntry:
+    return LedgerEntry(operation, payload, ranks, torch.float32, peer)
+
+
+@pytest.mark.parametrize(
+    "reported, counted, agrees",
+    [
+        ([[], []], {}, True),
+        ([[], []], {(0, 1): 1}, False),
+        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 448}, True),
+        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 496, (1, 0): 48}, True),
+        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 447}, False),
+        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(1, 0): 448}, False),
+        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 497}, False),
+        ([[entry("all_reduce", 4000)]] * 2, {(0, 1): 4100, (1, 0): 4100}, True),
+        ([[entry("all_reduce", 4000)]] * 2, {}, False),
+        ([[entry("all_reduce", 8)]] * 2, {(0, 1): 40_000}, False),
+    ],
+)
+def test_what_the_system_counts_against_what_ranks_report(reported, counted, agrees):
+    said = sandbox.not_as_reported(reported, counted)
+    assert (said is None) == agrees, said
 
 
 @walled
 def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path, capfd):
-    """With the known inputs alone it would be right."""
+    """With the known inputs alone it would be right; nor does one that is right for these times any one number."""
     (tmp_path / "hard_codes.py").write_text(HOSTILE["hard_codes"][0])
     known, unknown = (grade(classes.submissions(tmp_path), capfd, unknown=u)["hard_codes"] for u in (False, True))
     assert (known["global_mean"], known["points"]) == ("right", "2"), known["note"]
@@ -106,10 +177,12 @@ def test_every_exercise_of_a_class_has_inputs_that_nobody_has_seen(chapter):
 
 
 def test_only_numbers_with_a_point_are_multiplied():
-    """Those without are places and tokens, which would lie outside."""
-    numbers, (places, name) = fresh.multiplied([torch.tensor([0.5, -2.0]), (torch.tensor([3, 4]), "sum")], 1.5)
-    assert numbers.tolist() == [0.75, -3.0] and (places.tolist(), name) == ([3, 4], "sum"), "places in a tensor"
-    assert fresh.multiplied(((1, 2), [3.0, "x"]), 1.5) == ((1, 2), [3.0, "x"]), "tuples and lists stay what they are"
+    """Each by its own factor, those of equal tensors by equal ones; those without a point are places and tokens."""
+    x = torch.linspace(1, 2, 50)
+    first, (again, places), name = fresh.multiplied([x, (x.clone(), torch.tensor([3, 4])), "sum"], 7)
+    assert len(set((first / x).tolist())) > 3 and torch.equal(first, again), "not all by one number"
+    assert places.tolist() == [3, 4] and name == "sum", "what would lie outside"
+    assert not torch.equal(first, fresh.multiplied(x, 8)), "another seed, other numbers"
 
 
 def test_a_seed_draws_the_same_cases_again_after_the_known_ones(monkeypatch):
@@ -137,17 +210,6 @@ def test_a_seed_draws_the_same_cases_again_after_the_known_ones(monkeypatch):
     assert sum(a != b for a, b in zip(once, other, strict=True)) > 0.5 * len(once)
 
 
-def test_cases_are_varied_where_other_numbers_are_other_answers():
-    def varied(argument, expected=0.0):
-        return fresh.can_be_varied(ExerciseCase("a case", [(argument,)], [expected], None))
-
-    assert varied(torch.tensor([0.0, -2.0])), "a number below 0 can be multiplied"
-    assert not varied(torch.zeros(2)) and not varied((3, "sum")), "nothing to multiply"
-    assert not varied(torch.tensor([2.0**127])), "it would overflow"
-    assert varied(torch.tensor([2.0, float("inf"), float("nan")])), "some elements are finite"
-    assert not varied(torch.ones(2), expected=lambda value: None), "a judge knows its own case alone"
-
-
 def test_a_solution_that_fails_is_no_expectation(monkeypatch):
     good = SimpleNamespace(status="returned", value=1, text="")
     bad = SimpleNamespace(status="raised", value=None, text="ZeroDivisionError")
@@ -162,181 +224,285 @@ def test_a_solution_that_fails_is_no_expectation(monkeypatch):
             list(fresh.answered(asked, Path("solutions.py"), 2))
 
 
-def test_there_are_enough_of_them():
-    assert len(HOSTILE) >= 30 and set(FEW) <= set(HOSTILE)
+WALLS = """
+import json, os, pathlib, socket
+root, status = pathlib.Path(ROOT), dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
+room = lambda folder: os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize // 2**20
+secrets = [root / ".git", root / "01_intro" / "classroom", root / "01_intro" / "exercises.py", root / "runs",
+           *map(pathlib.Path, (HOME, OUTSIDE, "/run", "/var", "/etc/passwd"))]
+places = [str(root / "x"), str(root / "common/x"), "/x", INSIDE + "/x", "/usr/x", "/dev/x"]
+def writes(path):
+    try:
+        with open(path, "w"): return True
+    except OSError:
+        return False
+print(json.dumps({
+    "variables": sorted(os.environ), "network": [name for _, name in socket.if_nameindex()],
+    "capabilities": int(status["CapEff"], 16) + int(status["CapBnd"], 16),
+    "processes": sum(name.isdigit() for name in os.listdir("/proc")), "session": os.getsid(0) > 0,
+    "MiB": [room(os.getcwd()), room("/dev/shm")], "here": os.getcwd(), "seen": [str(p) for p in secrets if p.exists()],
+    "code": (root / "common" / "check.py").exists() and (root / "01_intro" / "by_hand.py").exists(),
+    "files": os.listdir(INSIDE),
+    "written": [place for place in places if writes(place)],
+}))
+"""
 
 
 @walled
-def test_the_sandbox_shows_the_course_and_hides_the_answers(tmp_path):
-    (tmp_path / "exercises.py").write_text("")
-    outside = tmp_path.parent / "outside.txt"
-    outside.write_text("secret")
-    code = f"""
-import os, pathlib
-root = pathlib.Path({str(ROOT)!r})
-print(sorted(path.name for path in (root / '01_intro' / 'classroom').iterdir()))
-print((root / 'common' / 'check.py').exists(), os.listdir(root / '.git') if (root / '.git').is_dir() else [])
-print(pathlib.Path({str(outside)!r}).exists(), os.listdir({str(sandbox.INSIDE)!r}))
-for path in (root / 'x', root / '01_intro' / 'classroom' / 'x', '/x', {str(sandbox.INSIDE / "x")!r}, '/dev/x'):
-    try:
-        open(path, 'w')
-        print('written', path)
-    except OSError:
-        pass
-open({str(sandbox.TEMPORARY / "x")!r}, 'w')
-"""
-    command = [*sandbox._bwrap(tmp_path, (tmp_path.parent,)), sys.executable, "-c", code]
+def test_the_walls_of_the_sandbox(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "of the one who grades")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "exercises.py").touch()
+    names = {"ROOT": ROOT, "HOME": Path.home(), "OUTSIDE": tmp_path, "INSIDE": sandbox.INSIDE}
+    code = "".join(f"{name} = {str(value)!r}\n" for name, value in names.items()) + WALLS
+    command = [*sandbox._bwrap(folder), sys.executable, "-S", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == ["[]", "True []", "False ['exercises.py']"], (
-        f"no answers, no history, nothing outside, no place to write to {done.stderr}"
+    found = json.loads(done.stdout or done.stderr)
+    seen = found.pop("seen")
+    assert set(seen) <= {str(Path.home())} and (
+        seen == [] or any(Path.home() in p.parents for p in python_and_course())
     )
-    assert not (sandbox.TEMPORARY / "x").exists()
+    assert found.pop("processes") <= 4
+    assert found == {
+        "variables": ["LC_CTYPE", "PWD"], "network": ["lo"], "capabilities": 0, "session": True, "MiB": [256, 256],
+        "here": str(sandbox.TEMPORARY), "code": True, "files": ["exercises.py"], "written": [],
+    }  # fmt: skip
+    assert "--die-with-parent" in command[:4], "the sandbox ends with the process that judges"
 
 
-def test_without_a_sandbox_it_is_said_and_still_graded(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    sandbox.available.cache_clear()
-    try:
-        (tmp_path / "ann.py").write_text(ALL + "print('ann,right', flush=True)\n")
-        rows = grade(classes.submissions(tmp_path), capfd)
-    finally:
-        sandbox.available.cache_clear()
-    assert rows["ann"]["points"] == "4"
-    told = "note: no sandbox, for bubblewrap (bwrap) is not installed: submissions run as you"
-    assert rows["stderr"].startswith(told)
+def python_and_course() -> list[Path]:
+    return [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
 
 
-def test_files_that_cannot_be_graded_get_their_row(tmp_path, capfd):
-    os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "nobody").mkdir()
-    (tmp_path / "large.py").write_text("#" * (2**20 + 1))
-    (tmp_path / "dangling.py").symlink_to("nowhere")
-    (tmp_path / "=cmd.py").write_text("def f(:")
-    (tmp_path / "both.py").write_text("def f(:")
-    (tmp_path / "both").mkdir()
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / ".hidden.py").touch()
-    pages = tmp_path / "pages"
-    found = classes.submissions(tmp_path)
-    names = ["=cmd", "both", "both.py", "dangling", "large", "nobody", "pipe"]
-    assert list(found) == names, "the names of submissions, in their order"
-    assert found["both.py"] == tmp_path / "both.py" and found["both"] == tmp_path / "both" / "exercises.py"
-    assert classes.submissions(tmp_path / "both.py") == {"both": tmp_path / "both.py"}, "a file is one submission"
-    (tmp_path / "both" / "notes.txt").touch()
+@walled
+def test_a_class_within_the_course_is_hidden(monkeypatch, tmp_path):
+    """As is whatever else is not to be seen in what is shown."""
+    shown = tmp_path / "common"
+    for path in (shown / "class", tmp_path / "course", tmp_path / "planner"):
+        path.mkdir(parents=True)
+    (shown / "class" / "jane.py").touch()
+    monkeypatch.setattr(sandbox, "ROOT", tmp_path)
+    code = f"import os; print(os.listdir({str(shown / 'class')!r}))"
+    for hidden, says in (((), "['jane.py']"), ((shown / "class",), "[]")):
+        command = [*sandbox._bwrap(None, hidden), sys.executable, "-S", "-c", code]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == says
+
+
+@walled
+def test_limits(tmp_path, monkeypatch, marks):
+    """Processes, memory and time of a whole submission, each with a limit that an honest one would break."""
+    (tmp_path / "ann.py").write_text(ALL)
+    tmp_path.chmod(0o755)
+    exercise = check.exercises_of("01_intro")[0]
+    for name, limit, reason in (("MOST_PROCESSES", 1, "processes; 1 are allowed"), ("MOST_MEMORY", 2**24, "of memory")):
+        with monkeypatch.context() as context:
+            context.setattr(sandbox, name, limit)
+            said = Grading([exercise], {}, 120.0).one(tmp_path / "ann.py")
+            assert isinstance(said, str) and (reason in said or "exit code" in said), said  # a cgroup may be quicker
+    assert Grading([exercise], {}, 0.2).one(tmp_path / "ann.py") == "not finished after 0.2 s"
+    assert left(marks) == []
+
+
+def test_memory_that_is_shared_counts():
+    code = "import mmap; m = mmap.mmap(-1, 1 << 26); m.write(b'x' * (1 << 26)); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=-1, stdout=-1) as process:
+        process.stdout.readline()
+        assert sandbox.memory_of(process.pid) > 1 << 26
+        process.communicate(b"\n")
+    assert sandbox.memory_of(process.pid) == 0, "a process that is gone"
+
+
+def test_a_rank_that_reads_nothing_is_not_waited_for(tmp_path):
+    """Whatever is sent to it, and whatever comes from it in place of an answer."""
+    runner = sandbox.Runner(tmp_path, 0.5)
+    runner.process = SimpleNamespace(pid=os.getpid())
+    (ask_there, ask), (tell, tell_there) = os.pipe(), os.pipe()
+    os.set_blocking(ask, False)
+    runner.pipes = [(ask, tell)]
+    with pytest.raises(sandbox.GradingEnded, match="not finished"):
+        runner._ask([b"x" * 10**7], 60.0)
+    runner.deadline += 600
+    os.write(tell_there, (2**40).to_bytes(8, "little"))
+    with pytest.raises(sandbox.RanksEnded, match="longer than 32 MiB"):
+        runner._ask(None, 60.0)
+    for descriptor in (ask_there, ask, tell, tell_there):
+        os.close(descriptor)
+
+
+# --- data -----------------------------------------------------------------------------------------------------
+
+
+def test_outcomes_come_back_as_they_were():
+    tensors = [torch.tensor([[1.0, 2.0]]), torch.tensor(True), torch.tensor([1 + 2j]).conj(), torch.ones(2).bfloat16()]
+    entries = [LedgerEntry("send", 8, 2, torch.float32, 1, (0, 1)), LedgerEntry("all_reduce", 16, 4)]
+    value = [*tensors, torch.empty(0, 3), [3, 2.5, True, None, "text"], Description("dict {}")]
+    sent = CallOutcome("returned", value, entries, True, "why", "printed\n")
+    back = inside.unpacked(inside.packed(sent))
+    for before, after in zip(value[:5], back.value[:5], strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after) and before.shape == after.shape
+    assert back.value[5:] == value[5:] and type(back.value[6]) is Description
+    assert back.entries == entries and back.entries[0].group == (0, 1), "what was sent"
+    assert (back.status, back.changed_input, back.text, back.printed) == ("returned", True, "why", "printed\n")
+
+
+ODD = [
+    10**5000, {"a": 1}, "\ud800", [[[]]], float("nan"), object(), print, torch.empty(2, device="meta"),
+    torch.ones(2).to_sparse(), type("Evil", (), {"__str__": lambda self: 1 / 0})(),
+    functools.reduce(lambda inner, _: [inner], range(500), 1),
+    torch.ones(1).as_subclass(type("T", (torch.Tensor,), {})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", range(len(ODD)))
+def test_whatever_a_function_returns_can_be_told(value):
+    assert inside.unpacked(inside.packed(CallOutcome("returned", plain(ODD[value])))).status == "returned"
+
+
+def test_what_is_no_outcome_is_refused():
+    good = inside.packed(CallOutcome("returned", torch.ones(3)))
+    bad = [b"", b"nonsense", good[:-1], good + b"x", good.replace(b"returned", b"is right")]
+    bad += [good.replace(b"float32", b"float99"), good.replace(b"tensor", b"pickle"), b"\x91" * 10_000]
+    for data in bad:
+        with pytest.raises((ValueError, KeyError, TypeError, RuntimeError, RecursionError)):
+            inside.unpacked(data)
+
+
+# --- who is in a class ----------------------------------------------------------------------------------------
+
+
+def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd):
+    folder = tmp_path / "class"
+    (folder / "both").mkdir(parents=True)
+    os.mkfifo(folder / "pipe.py")
+    for name in ("nobody", "__pycache__", "linked", "huge", "deep/er"):
+        (folder / name).mkdir(parents=True)
+    (folder / "large.py").write_text("#" * (2**20 + 1))
+    with open(folder / "sparse.py", "wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "secret").write_text("secret")
+    (folder / "link.py").symlink_to("ann.py")
+    (folder / "linked" / "exercises.py").symlink_to(tmp_path / "secret")
+    (folder / "huge" / "exercises.py").touch()
+    (folder / "huge" / "data.bin").write_bytes(b"x" * (2**20 + 1))
+    (folder / "deep" / "exercises.py").write_text("import er.x")
+    (folder / "deep" / "er" / "x.py").write_text("raise ValueError('its own file')")
+    utf16 = "def f(): pass".encode("utf-16")
+    texts = {"=cmd": b"def f(:", "both": b"def f(:", "a\nb\x1b[31m": b"", "utf16": utf16, "_x": b"", "UPPER": b""}
+    for name, text in (texts | {"exercises": b"from both import *"}).items():
+        (folder / f"{name}{'.PY' if name == 'UPPER' else '.py'}").write_bytes(text)
+    (folder / os.fsdecode(b"\xff.py")).touch()
+    for name in ("notes.txt", "x.tar.gz", ".DS_Store"):
+        (folder / name).touch()
+    found = classes.submissions(folder)
+    rows = grade(found, capfd, pages=tmp_path / "pages")
+    notes = {name: row["note"] for name, row in rows.items() if name != "stderr"}
+    expected = {
+        "'=cmd": "SyntaxError", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "SyntaxError", r"\xff": "",
+        "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
+        "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
+        "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",
+        "notes.txt": "neither", "x.tar.gz": "archive", "utf16": "null bytes|SyntaxError|ValueError|not a text",
+    }  # fmt: skip
+    assert set(notes) == set(expected) and rows["stderr"] == ""
+    assert [name for name in notes if not re.search(expected[name], notes[name])] == [], notes
+    assert len(list((tmp_path / "pages").iterdir())) == len(expected), "a page for each"
+    assert "secret" not in "".join(page.read_text() for page in (tmp_path / "pages").iterdir())
+    assert [s.name for s in classes.submissions(folder / "both.py")] == ["both"], "a file is one submission"
     with refused("both"):
-        classes.submissions(tmp_path / "both")
-    told = "note: notes.txt is neither a .py file nor a folder, so it is not graded\n"
-    assert capfd.readouterr().err == told, "what is not graded"
-    monkey = {name: file for name, file in found.items() if name not in ("=cmd", "both.py")}
-    rows = grade(monkey, capfd, pages=pages)
-    assert rows["large"]["note"] == "large.py is larger than 1 MiB", "a file that is too large"
-    assert rows["nobody"]["note"] == rows["both"]["note"] == "no exercises.py in this folder"
-    assert rows["pipe"]["note"] == rows["dangling"]["note"] == "not a file"
-    assert {row["points"] for name, row in rows.items() if name != "stderr"} == {"0"}
-    assert (pages / "large.md").read_text() == "# large\n\n```\nlarge.py is larger than 1 MiB\n```\n"
+        (folder / "both" / "notes.txt").touch()
+        classes.submissions(folder / "both")
 
 
-def test_submissions_see_no_other_and_bring_their_folder(tmp_path, capfd, monkeypatch):
-    """What is hidden is the folder of the class, whether a submission is a file or a folder in it."""
-    (tmp_path / "jane" / "package").mkdir(parents=True)
-    for name in ("jane/exercises.py", "jane/package/helper.py", "ann.py"):
-        (tmp_path / name).touch()
-    seen = []
-
-    def one(grading, copied, hidden):
-        seen.append((sorted(str(path.relative_to(copied.parent)) for path in copied.parent.rglob("*.py")), hidden))
-        return "not graded here"
-
-    monkeypatch.setattr(Grading, "one", one)
-    for name in ("ann.py", "jane/exercises.py"):
-        Grading([], {}, 60.0).all({"x": tmp_path / name})
-    assert [files for files, _ in seen] == [["ann.py"], ["exercises.py", "package/helper.py"]], "files of a submission"
-    assert [hidden for _, hidden in seen] == [(tmp_path.resolve(),)] * 2, "folders that look empty"
+def test_without_a_sandbox_nothing_is_graded_unless_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sandbox, "available", lambda: "a test")
+    (tmp_path / "ann.py").write_text(ALL)
+    arguments = ["01_intro", "--submission", str(tmp_path), "--csv"]
+    with refused("a test", "--unprotected"):
+        check.main(arguments)
+    assert capfd.readouterr().out == ""
+    assert check.main([*arguments, "--unprotected", "--export", str(tmp_path / "out")]) == 0
+    output = capfd.readouterr()
+    (row,) = csv.DictReader(output.out.splitlines())
+    assert row["points"] == "4" and "no sandbox" in output.err
+    assert (tmp_path / "out" / "canvas.csv").exists()
 
 
-def test_each_submission_is_run_within_its_limits_and_its_end_is_its_note(tmp_path, monkeypatch):
-    asked, reason = [], None
-
-    class Runner:
-        def __init__(self, *about):
-            asked.append(about)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def __call__(self, file, jobs, size):
-            asked.append((file, list(jobs.values()), size))
-            raise reason
-
+def test_one_submission_that_cannot_be_graded_is_its_own_row(tmp_path, monkeypatch):
     exercise = Exercise("sum", 3, "easy", lambda size: [ExerciseCase("a", [()] * size, [1] * size, None)], "A hint.")
-    monkeypatch.setattr(sandbox, "Runner", Runner)
-    for reason in (sandbox.GradingEnded("it ended"), engine.DoesNotLoad("it does not load")):
-        asked.clear()
-        found = Grading([exercise], {}, 7.0).one(tmp_path / "ann.py", (tmp_path / "class",))
-        told = found if isinstance(found, str) else found[0].got
-        assert told == str(reason), "why there are no points"
-        assert asked[0] == (tmp_path, 7.0, (tmp_path / "class",)), "folder, seconds, hidden folders"
-        assert asked[1] == (tmp_path / "ann.py", [("sum", [[(), ()]])], 2), "the submission runs in the sandbox"
+    for raised in (sandbox.GradingEnded("it ended"), ZeroDivisionError("it ended")):
 
+        def runner(*_, raised=raised):
+            raise raised
 
-def test_of_a_submissions_folder_no_file_is_too_large(tmp_path):
-    for folder in ("jane", "home"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "jane" / "exercises.py").touch()
-    (tmp_path / "jane" / "data.bin").write_bytes(b"x" * 2**20)
-    before = os.umask(0o077)
-    copied = classes.copy(tmp_path / "jane" / "exercises.py", tmp_path / "home" / "0")
-    os.umask(before)
-    assert copied == tmp_path / "home" / "0" / "exercises.py" and (copied.parent / "data.bin").stat().st_size == 2**20
-    assert copied.parent.stat().st_mode & 0o777 == 0o755, "every user may look into the copy"
-    (tmp_path / "jane" / "data.bin").write_bytes(b"x" * (2**20 + 1))
-    said = classes.copy(tmp_path / "jane" / "exercises.py", tmp_path / "home" / "1")
-    assert said == "data.bin is larger than 1 MiB", "why a folder is not copied"
-
-
-def test_a_file_that_cannot_be_copied_is_its_own_note(tmp_path, monkeypatch):
-    def denied(source, target):
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / "ann.py").touch()
-    monkeypatch.setattr(classes.shutil, "copyfile", denied)
-    assert classes.copy(tmp_path / "ann.py", tmp_path / "0") == "cannot be read: Permission denied"
+        monkeypatch.setattr(sandbox, "Runner", runner)
+        assert "it ended" in Grading([exercise], {}, 7.0).one(tmp_path / "ann.py")
 
 
 def test_no_cell_is_a_formula():
     for text in ("=1+1", "+1", "-1", "@SUM(A1)", "  =1", "\t=1", "\r\n=HYPERLINK()"):
         assert safe(text).startswith("'")
     assert safe("a = 1\nb") == "a = 1 b" and safe(12) == "12"
-    assert safe("naïve \ud800 €") == "naïve ? €", "what cannot be written would end the grading of the whole class"
+    assert safe("naïve \ud800 €\x1b[2J").isprintable(), (
+        "what cannot be written would end the grading of the whole class"
+    )
 
 
-@walled
-def test_limits(tmp_path, monkeypatch):
-    """Processes, memory and time, each with a limit that an honest submission would break."""
-    (tmp_path / "ann.py").write_text(ALL)
-    exercise = check.exercises_of("01_intro")[0]
-    for name, limit, reason in (("MOST_PROCESSES", 1, "processes; 1 are allowed"), ("MOST_MEMORY", 1, "of memory")):
-        with monkeypatch.context() as context:
-            context.setattr(sandbox, name, limit)
-            assert reason in Grading([exercise], {}, 60.0).one(tmp_path / "ann.py")
-    assert Grading([exercise], {}, 0.2).one(tmp_path / "ann.py") == "not finished after 0.2 s"
+# --- exports --------------------------------------------------------------------------------------------------
 
 
-class Evil:
-    def __reduce__(self):
-        return print, ("this has run",)
+@pytest.fixture
+def exported(tmp_path) -> Path:
+    exercises = [Exercise(name, points, "", None, "") for name, points in (("first", 1), ("second", 3))]
+    verdicts = [Verdict(exercises[0], "right"), Verdict(exercises[1], "wrong", "2 ranks", "1", "=cmd|'x'\x1b")]
+    rows = [Graded("jane", verdicts), Graded('=Bob, "x"', "not finished"), Graded("../../Jane", verdicts)]
+    exports.write_all(tmp_path / "out", "01_intro", exercises, rows)
+    assert not (tmp_path.parent / "Jane").exists()
+    return tmp_path / "out"
 
 
-def test_an_answer_that_is_none_is_refused(capsys):
-    for answer in (b"", b"nonsense", b"\x80\x04N.", pickle.dumps(("answer", Evil()))):
-        with pytest.raises(sandbox.GradingEnded, match="what came back is no answer"):
-            sandbox._unpacked(answer, {0: None})
-    assert capsys.readouterr().out == "", "reading an answer has run what was in it"
+def test_what_canvas_takes(exported):
+    """Its importer wants these columns, with the points that are possible in the row below."""
+    header, possible, *rows = csv.reader((exported / "canvas.csv").open(encoding="utf-8", newline=""))
+    assert header[:5] == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section"] and len(header) == 6
+    assert possible[0].strip() == "Points Possible" and float(possible[5]) == 4
+    assert [(row[3], float(row[5])) for row in rows] == [("jane", 1), ('\'=Bob, "x"', 0), ("../../Jane", 1)]
 
 
-def test_a_submission_that_is_nowhere():
-    with refused("--submission nowhere"):
-        classes.submissions(Path("nowhere"))
+def test_what_moodle_takes(exported):
+    """A column that says who, a grade, and feedback: without one of both, importing takes away the other."""
+    header, *rows = csv.reader((exported / "moodle.csv").open(encoding="utf-8", newline=""))
+    assert len(header) == len(set(header)) == 3 and header[0] == "username"
+    assert [(row[0], float(row[1])) for row in rows][0] == ("jane", 1)
+    assert all(row[2] and row[2].isprintable() and row[2][0] not in "=+-@" for row in rows)
+
+
+def test_what_github_classroom_takes(exported):
+    """As its reporter reads it: base64 of JSON, sums of scores, a status of its own for what has not run."""
+    found = {
+        path.stem: json.loads(base64.b64decode(base64.b64encode(path.read_bytes())))
+        for path in (exported / "github").iterdir()
+    }
+    assert len(found) == 3
+    for name, result in found.items():
+        assert result["version"] == 1 and result["max_score"] == 4
+        assert {type(test["score"]) for test in result["tests"]} == {int}
+        assert {"name", "status", "score", "message"} <= set(result["tests"][0]), name
+    assert sum(test["score"] for test in found["jane"]["tests"]) == 1 and found["jane"]["status"] == "fail"
+    assert sorted(result["status"] for result in found.values()) == ["error", "fail", "fail"]
+
+
+def test_what_gradescope_takes(exported):
+    """The fields that its specification of results.json knows, with the values that it knows."""
+    fields = {"score", "max_score", "status", "name", "number", "output", "output_format", "visibility"}
+    for path in (exported / "gradescope").glob("*/results.json"):
+        result = json.loads(path.read_text())
+        assert set(result) <= {"output", "stdout_visibility", "tests"} and len(result["tests"]) == 2
+        for test in result["tests"]:
+            assert (
+                set(test) <= fields
+                and test["status"] in ("passed", "failed")
+                and 0 <= test["score"] <= test["max_score"]
+            )
+            assert test["visibility"] == "visible" and test["output"].isprintable()
+    assert len(list((exported / "gradescope").iterdir())) == 3

@@ -95,15 +95,14 @@ ALL_CASES = [
         (sgd, adamw), (1, 3), (tied, frozen), (0.3, 100.0)
     )
 ]
-# Six of these sixteen, in which every two levels of any two factors meet. Two steps show what one leaves behind for the
-# next, three that it goes on (DDP makes its buckets anew after the first).
+# Five of these sixteen, in which every two levels of any two factors meet. Two steps show what one leaves behind for
+# the next, three that it goes on (DDP makes its buckets anew after the first).
 COVERING = [
     Case(tied, sgd, 1, 0.3, steps=3),
     Case(tied, adamw, 3, 100.0, steps=2),
-    Case(frozen, sgd, 3, 100.0, steps=2),
-    Case(frozen, adamw, 1, 0.3, steps=3),
-    Case(tied, adamw, 1, 100.0, steps=3),
     Case(frozen, sgd, 3, 0.3, steps=2),
+    Case(frozen, adamw, 1, 0.3, steps=3),
+    Case(frozen, sgd, 1, 100.0, steps=3),
 ]
 
 

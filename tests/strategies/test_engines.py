@@ -29,7 +29,7 @@ from course.strategies import STRATEGIES, load
 OF = {name: entry.engines for name, entry in STRATEGIES.items() if entry.engines}
 ENGINES = [(name, engine) for name, of in OF.items() for engine in of]
 STEPWISE = [(name, engine) for name, engine in ENGINES if engine != "trainer"]  # which has a loop of its own
-# All six cases on two ranks; on one and on four, one with AdamW and one with SGD, accumulation, frozen weights.
+# All covering cases on two ranks; on one and on four, one with AdamW and one with SGD, accumulation, frozen weights.
 CASES = {1: COVERING[1:3], 2: COVERING, 4: COVERING[1:3]}
 TEXT = SMALL | {"steps": 3, "checkpoint_every": 0, "warmup_steps": 2}
 

@@ -4,13 +4,11 @@ follows them."""
 import ipywidgets as widgets
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
 from common.errors import UserError
 from common.lab import plotting, recordings
 from common.lab.sliders import Sliders
-from course.pipeline import schedules, simulator, toy
-from course.pipeline.executor import Executor
+from course.pipeline import play, schedules, simulator
 
 
 def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_input=1, backward_weight=1, message=0):
@@ -25,14 +23,7 @@ def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_inp
 def one_step(name: str, microbatches: int = 8) -> dict[str, torch.Tensor]:
     """One step of the toy model by a schedule, with the course's executor on all ranks of this launch: the gradients of
     this rank's layers, by name."""
-    schedule = schedules.build(name, dist.get_world_size(), microbatches)
-    rank_of = simulator.placement(schedule)
-    stages = {n: toy.part(n, len(rank_of)) for n, rank in enumerate(rank_of) if rank == dist.get_rank()}
-    labels = toy.LABELS.chunk(microbatches)
-    executor = Executor(schedule, stages, dist.group.WORLD)
-    shape = len(labels[0]), toy.WIDTH  # of what a stage hands on
-    executor.run(toy.IMAGES.chunk(microbatches), lambda out, m: cross_entropy(out, labels[m]) / microbatches, shape)
-    return {key: grad for stage in stages.values() for key, grad in toy.gradients(stage).items()}
+    return play.step(schedules.build(name, dist.get_world_size(), microbatches))
 
 
 def judge(text: str) -> None:

@@ -43,12 +43,18 @@ def run(name: str, microbatches: int, times=(0.02, 0.02, 0.02), stages_per_rank:
 
     times: seconds of forward, backward for input, backward for weight of *all* stages of a rank together
     """
+    schedule = schedules.build(name, dist.get_world_size(), microbatches, stages_per_rank)
+    stages = len(simulator.placement(schedule)) // len(schedule)
+    return run_lists(schedule, [seconds / stages for seconds in times])
+
+
+def run_lists(schedule: schedules.Schedule, times):
+    """The same for lists of actions. times: seconds of each stage."""
     group = dist.group.WORLD
-    schedule = schedules.build(name, dist.get_world_size(group), microbatches, stages_per_rank)
     rank_of = simulator.placement(schedule)
-    own = [stage for stage, rank in enumerate(rank_of) if rank == dist.get_rank(group)]
-    stages = {stage: Sleeping(*(seconds / len(own) for seconds in times)) for stage in own}
+    stages = {stage: Sleeping(*times) for stage, rank in enumerate(rank_of) if rank == dist.get_rank(group)}
     executor = Executor(schedule, stages, group)
+    microbatches = 1 + max(action.microbatch for own in schedule for action in own)
     inputs = [torch.zeros(1, requires_grad=True) for _ in range(microbatches)]  # so that stage 0 has its I, too
     dist.barrier(group)
     executor.run(inputs, lambda output, _m: output.sum(), (1,))

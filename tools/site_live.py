@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from course.pipeline import game, schedules
 from planner import hardware, models
 from tools.site_check import chromium, pages_of, served
 
@@ -41,9 +42,29 @@ def question_to_the_planner(draw: random.Random) -> dict[str, str]:
     return asked
 
 
+def question_to_the_game(draw: random.Random) -> dict[str, Any]:
+    """A position of random moves, in one of ten an impossible one, and in one of five lists that are mixed up."""
+    level = draw.choice(game.LEVELS)
+    lists: schedules.Schedule = [[] for _ in range(level.ranks)]
+    for _ in range(draw.randrange(60)):
+        can = [(rank, action) for rank, own in enumerate(game.ready(level, lists)) for action, why in own.items()
+               if not why]  # fmt: skip
+        if not can:
+            break
+        rank, action = draw.choice(can)
+        lists[rank].append(action)
+    if draw.random() < 0.2:
+        draw.shuffle(draw.choice(lists))
+    asked: dict[str, Any] = {"level": level.name, "lists": [" ".join(map(str, own)) for own in lists]}
+    if draw.random() < 0.1:
+        asked |= draw.choice([{"place": "9F0"}, {"place": "0W0"}, {"place": "x"}, {"back": 0}, {"level": "none"}])
+    return asked
+
+
 # module -> what makes a question to it, and how many of a thousand questions go there: a search takes seconds
 QUESTIONS: dict[str, tuple[Callable[[random.Random], dict[str, Any]], int]] = {
     "planner.page": (question_to_the_planner, 50),
+    "course.pipeline.game_page": (question_to_the_game, 950),
 }
 
 
@@ -82,7 +103,10 @@ def opened(browser, address: str, name: str, **settings) -> tuple[Any, list[str]
     """A live page when its Python is there, and the list into which errors of its console go."""
     page = browser.new_page(**settings)
     errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda said: errors.append(f"{said.text} {said.location['url']}") if said.type == "error" else None,
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
     page.goto(f"{address}/{name}", wait_until="load")
@@ -107,7 +131,27 @@ def by_keyboard_planner(page) -> list[str]:
     return found + ([] if "'8x'" in page.inner_text(".state") else ["a wrong number is not named"])
 
 
-KEYBOARD: dict[str, Callable[[Any], list[str]]] = {"planner": by_keyboard_planner}
+def by_keyboard_game(page) -> list[str]:
+    """The second level, played to its end by Tab and Enter alone: the first of what is lit, each time."""
+    page.focus("button[data-name=pick1]")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("button[data-name=pick1].picked")
+    for _ in range(100):
+        before = page.inner_html(".answer")
+        for _ in range(60):
+            if page.evaluate("document.activeElement.className == 'lit'"):
+                break
+            page.keyboard.press("Tab")
+        else:
+            break
+        page.keyboard.press("Enter")
+        page.wait_for_function("before => document.querySelector('.answer').innerHTML != before", arg=before)
+        if "Done after" in page.inner_text(".answer"):
+            return [] if "course.pipeline.play" in page.inner_text(".answer") else ["no command that runs it"]
+    return ["the keyboard did not come to the end of a level"]
+
+
+KEYBOARD: dict[str, Callable[[Any], list[str]]] = {"planner": by_keyboard_planner, "game": by_keyboard_game}
 
 
 def weight(folder: Path, path: Path) -> int:
@@ -132,14 +176,15 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
             page, errors = opened(browser, address, name, viewport={"width": 360, "height": 740}, color_scheme="dark")
             wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             found += [f"{name}: {wide} pixels wider than a phone"] if wide > 0 else []
-            for violation in Axe().run(page).response["violations"]:
-                if violation["impact"] in ("serious", "critical"):
-                    found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
             kind = page.get_attribute("[data-live]", "data-live")
             found += [f"{name}: {fault}" for fault in KEYBOARD[kind](page)]
             if path == pages[0]:
                 found += same_answers(page, inputs, seed)
             found += [f"{name}: the console says {error}" for error in errors]
+            # Last: axe asks for style sheets at addresses of its own, and the console says that they are not there.
+            for violation in Axe().run(page).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
             page.close()
         browser.close()
     return found if pages else ["no page of the site is live"]

@@ -21,8 +21,8 @@ SHA512 = (
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-LIVE = ("planner.page",)  # the modules whose reply(text) pages call
-DATA = ("common/*.csv", "planner/*.csv", "planner/constants.json", "planner/published/*.csv")
+LIVE = ("planner.page", "course.pipeline.game_page")  # the modules whose reply(text) pages call
+DATA = ("common/*.csv", "planner/*.csv", "planner/constants.json", "planner/published/*.csv", "05_pipeline/levels.json")
 FIND = """
 import sys
 for name in {live!r}: __import__(name)

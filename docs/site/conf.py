@@ -37,7 +37,10 @@ html_favicon = "icon.svg"
 html_static_path = ["style.css", "live.js", "worker.js"]
 html_css_files = ["style.css"]
 html_js_files = ["live.js"]
-LIVE = {"planner": "planner.page"}  # kind of live.js -> the module whose stored() is the page as it is first seen
+LIVE = {
+    "planner": "planner.page",
+    "game": "course.pipeline.game_page",
+}  # kind of live.js -> the module whose stored() is the page as it is first seen
 html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
 html_context = {"default_mode": "auto"}
 html_show_sourcelink = False

@@ -50,7 +50,29 @@ function planner(place, course) {
   said.textContent = "Live: change a field.";
 }
 
-const kinds = { planner };
+function game(place, course) {
+  const shown = place.querySelector(".answer"), said = place.querySelector(".state");
+  const ask = async (state, name) => {
+    const found = JSON.parse(await course.call("course.pipeline.game_page", JSON.stringify(state)));
+    said.textContent = found.error || "Live: press what is lit.";
+    said.classList.toggle("wrong", Boolean(found.error));
+    if (found.error) return;
+    shown.innerHTML = found.html;
+    history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
+    const buttons = [...shown.querySelectorAll("button[data-name]:not(:disabled)")];
+    (buttons.find((one) => one.dataset.name === name) || buttons.find((one) => one.className === "lit"))?.focus();
+  };
+  place.addEventListener("click", ({ target }) => target.dataset.ask && ask(JSON.parse(target.dataset.ask), target.dataset.name));
+  place.addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask({ level: event.target.dataset.level, lists: new FormData(event.target).getAll("list") });
+  });
+  const asked = Object.fromEntries(new URLSearchParams(location.search));
+  if (asked.level) return ask(asked);
+  said.textContent = "Live: press what is lit.";
+}
+
+const kinds = { planner, game };
 
 document.addEventListener("DOMContentLoaded", async () => {
   const places = [...document.querySelectorAll("[data-live]")];

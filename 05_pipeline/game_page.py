@@ -1,0 +1,128 @@
+"""The schedule game as a page: a position from a click or an address, and what is shown of it as HTML."""
+
+import json
+from html import escape
+
+from common.errors import UserError
+from course.pipeline import game, schedules
+
+BEFORE_PAR = 1.4  # the board is so much longer than par, until a schedule is longer
+
+
+def position(asked: dict) -> tuple[game.Level, schedules.Schedule]:
+    """The level and its lists, after the move that was asked for: `place` an action on a rank, or take its last off.
+    Raises UserError."""
+    level = game.level(asked.get("level") or game.LEVELS[0].name)
+    given = asked.get("lists") or []
+    if isinstance(given, str):
+        given = given.split("/")
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise UserError("lists: expected the actions of each rank, as 0F0 0F1 / 1F0 1F1")
+    if len(given) > level.ranks:
+        raise UserError(f"{len(given)} lists for {level.ranks} ranks; give one for each")
+    lists = [schedules.parse(text) for text in given] + [[] for _ in range(level.ranks - len(given))]
+    if asked.get("place"):
+        (action,) = schedules.parse(str(asked["place"]))
+        if action.stage >= len(level.rank_of):
+            raise UserError(f"stage {action.stage}: there are {len(level.rank_of)}")
+        lists[level.rank_of[action.stage]].append(action)
+    if asked.get("back") is not None:
+        lists[int(asked["back"])][-1:] = []
+    return level, lists
+
+
+def reply(text: str) -> str:
+    """What the browser gets for a question as JSON: HTML to show, and the state for the address; or an error."""
+    try:
+        level, lists = position(json.loads(text))
+        found = game.judge(level, lists)
+    except UserError as error:
+        return json.dumps({"error": str(error)})
+    state = {"level": level.name, "lists": "/".join(found["lists"])}
+    return json.dumps({"html": html(level, found), "state": state, "answer": found})
+
+
+def stored() -> str:
+    """The page as it is first seen: the first level, one move in."""
+    level, lists = position({"lists": ["0F0"]})
+    return f'<div class="answer">{html(level, game.judge(level, lists))}</div>'
+
+
+def html(level: game.Level, found: dict) -> str:
+    length = max(found["makespan"], BEFORE_PAR * level.par)
+    rows = "".join(row(level, found, rank, length) for rank in range(level.ranks))
+    limit = f", a rank may store {level.most} activations" if level.most else ""
+    picks = "".join(
+        button({"level": one.name}, one.name, f"pick{number}", "picked" * (one is level))
+        for number, one in enumerate(game.LEVELS)
+    )
+    waits = "".join(
+        f"<li>rank {rank}, {start:g} to {end:g}: {escape(why)}</li>" for rank, start, end, why in found["idle"]
+    )
+    return (
+        f'<div class="levels">{picks}</div>'
+        f"<p>{level.ranks} ranks, {len(level.rank_of)} stages, {level.microbatches} micro-batches{limit}. "
+        f"{escape(level.hint)}</p>{rows}{verdict(level, found)}"
+        f"<h3>Why ranks are idle</h3><ul>{waits or '<li>no rank is</li>'}</ul>"
+        f"{typed(level, found)}"
+    )
+
+
+def button(asked: dict, label: str, name: str, kind: str = "", off: str = "") -> str:
+    closed = f' disabled title="{escape(off)}"' if off else ""
+    return (f'<button type="button" class="{kind}" data-name="{name}" data-ask="{escape(json.dumps(asked))}"{closed}>'
+            f"{escape(label)}</button>")  # fmt: skip
+
+
+def row(level: game.Level, found: dict, rank: int, length: float) -> str:
+    """A rank: its line of time, and buttons for what it can do next, those that are ready first."""
+
+    def box(start, end, kind, text, why=""):
+        at = f"left:{100 * start / length:.2f}%;width:{100 * (end - start) / length:.2f}%"
+        return f'<span class="box {kind}" style="{at}" title="{escape(why or text)}">{text}</span>'
+
+    boxes = "".join(box(start, end, action.lstrip("0123456789")[0], action)
+                    for start, end, action in found["events"][rank])  # fmt: skip
+    boxes += "".join(box(start, end, "idle", "", why) for who, start, end, why in found["idle"] if who == rank)
+    base = {"level": level.name, "lists": found["lists"]}
+    can = sorted(found["ready"][rank].items(), key=lambda pair: bool(pair[1]))
+    if found["wrong"]:
+        can = []
+    buttons = "".join(button(base | {"place": action}, action, f"{rank}:{place}", "" if why else "lit", why)
+                      for place, (action, why) in enumerate(can))  # fmt: skip
+    if found["lists"][rank]:
+        buttons += button(base | {"back": rank}, "take the last one off", f"{rank}:back")
+    done = ", ".join(f"{action} from {start:g} to {end:g}" for start, end, action in found["events"][rank])
+    par = f'<em style="left:{100 * level.par / length:.2f}%"></em>'
+    return (
+        f'<div class="rank"><b>rank {rank}</b><div class="line" role="img" '
+        f'aria-label="rank {rank}: {done or "nothing"}">{boxes}{par}</div><div class="moves">{buttons}</div></div>'
+    )
+
+
+def verdict(level: game.Level, found: dict) -> str:
+    """What is said of the position, and of a whole schedule how to run it."""
+    if found["wrong"]:
+        return f'<p class="wrong" role="alert">Illegal: {escape(found["wrong"])}.</p>'
+    called = " or ".join(found["names"])
+    if not found["whole"]:
+        begun = f" So far it may become {called}." if called else ""
+        return f"<p>Par is {level.par}: no schedule of this level is shorter.{begun}</p>"
+    against = "which is par" if found["makespan"] == level.par else f"par is {level.par}"
+    name = f" It is {called}." if called else " It has no name that this course knows."
+    lists = " ".join(f'"{text}"' for text in found["lists"])
+    return (
+        f"<p><b>Done after {found['makespan']:g} units, {against}.</b> Ranks are idle for {found['bubble']:.0%} of the "
+        f"time and store at most {', '.join(map(str, found['stored']))} activations.{name}</p>"
+        f"<p>Run it on {level.ranks} real ranks, which are compared with one process:</p>"
+        f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>"
+    )
+
+
+def typed(level: game.Level, found: dict) -> str:
+    fields = "".join(
+        f'<label>rank {rank} <input name="list" size="60" autocomplete="off" value="{escape(text)}"></label>'
+        for rank, text in enumerate(found["lists"])
+    )
+    return (f'<details><summary>Write the lists</summary><form data-level="{escape(level.name)}">{fields}'
+            "<button>Judge</button></form></details>")  # fmt: skip

@@ -1,0 +1,118 @@
+"""The schedule game: its rules say what the simulator says, par is the shortest time, and what is drawn trains."""
+
+import os
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.lab.launch import launch
+from course.pipeline import fastest, game, play, schedules, simulator, toy
+
+DRAWN = 200 if os.environ.get("FULL") else 5  # schedules that train on real ranks
+LEVELS = st.sampled_from(game.LEVELS)
+
+
+def drawn(level, choose):
+    """A whole schedule of what is ready, one action after the other; None where memory leaves none to go on with."""
+    lists = [[] for _ in range(level.ranks)]
+    while any(open_ := game.ready(level, lists)):
+        can = [(rank, action) for rank, own in enumerate(open_) for action, why in own.items() if not why]
+        if not can:
+            return None
+        rank, action = choose(can)
+        lists[rank].append(action)
+        yield_to = game.play(level, lists)
+        assert sum(map(len, yield_to.ranks)) == sum(map(len, lists)), "what is ready can be played"
+    return lists
+
+
+@settings(max_examples=200 if os.environ.get("FULL") else 40, deadline=None)
+@given(LEVELS, st.randoms(use_true_random=False))
+def test_what_is_ready_makes_a_schedule_that_the_simulator_runs_and_none_is_below_par(level, draw):
+    lists = drawn(level, draw.choice)
+    if lists is None:
+        assert level.most is not None
+        return
+    found, timeline = game.judge(level, lists), simulator.simulate(lists, game.TIMES)
+    assert found["whole"] and found["makespan"] == timeline.makespan >= level.par
+    assert level.most is None or max(timeline.peaks) <= level.most
+    busy = sum(end - start for own in timeline.ranks for start, end, _ in own)
+    idle = sum(end - start for rank, start, end, _ in found["idle"])
+    assert busy + idle == level.ranks * timeline.makespan, "every time in which a rank waits has its reason"
+
+
+@pytest.mark.parametrize("level", game.LEVELS, ids=lambda level: level.name)
+def test_par_is_reached_and_nothing_is_shorter(level):
+    lists = [schedules.parse(text) for text in game.stored()[level.name]["lists"]]
+    timeline = simulator.simulate(lists, game.TIMES)
+    assert timeline.makespan == level.par and (level.most is None or max(timeline.peaks) <= level.most)
+    start = ((0, 0),) * level.microbatches
+    assert fastest.Search(level).within(start, level.par - 1) is None
+    assert fastest.fastest(level)[0] == level.par, "write levels.json with `python -m course.pipeline.fastest`"
+
+
+def test_named_schedules_are_recognised_and_none_is_shorter_than_par():
+    seen = set()
+    for level in game.LEVELS:
+        for name in schedules.SCHEDULES:
+            try:
+                known = schedules.build(name, level.ranks, level.microbatches, level.stages)
+            except UserError:
+                continue
+            if simulator.placement(known) != level.rank_of or any(
+                action not in level.actions(rank) for rank, own in enumerate(known) for action in own
+            ):
+                continue
+            seen.add(name)
+            other = [[action._replace(microbatch=level.microbatches - 1 - action.microbatch) for action in own]
+                     for own in known]  # fmt: skip
+            assert name in game.names(level, known) and name in game.names(level, other)
+            peaks = simulator.simulate(known, game.TIMES).peaks
+            if level.most is None or max(peaks) <= level.most:
+                assert simulator.simulate(known, game.TIMES).makespan >= level.par
+    assert seen >= {"gpipe", "1f1b", "zb-h1", "interleaved", "zbv"}
+
+
+@pytest.mark.parametrize(
+    "lists, named",
+    [
+        (["0F0 0F1 0B0 0B1", "1F1 1B1 1B0 1F0"], "rank 1 does 1B0 before 1F0"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+            "rank 0 waits at 0B0 for 1B0 .* rank 1 waits at 1F1 for 0F1 of rank 0",
+        ),
+        (["0F0 0B0", "1F0"], "rank 0 waits at 0B0 for 1B0 of rank 1, which is placed nowhere"),
+        (["0F0 0F0"], "twice: 0F0"),
+        (["1F0"], "'1F0' is no action of rank 0"),
+    ],
+)
+def test_what_cannot_run_is_named(lists, named):
+    with pytest.raises(UserError, match=named):
+        game.play(game.LEVELS[0], [schedules.parse(text) for text in [*lists, ""][:2]])
+
+
+def test_a_rank_that_stores_too_much_is_named():
+    level = game.level("no room")
+    found = game.judge(level, [schedules.parse("0F0 0F1 0F2"), []])
+    assert "rank 0 stores 3" in found["wrong"] and not found["whole"]
+
+
+def steps(many):
+    return [play.step(lists) for lists in many]
+
+
+def test_random_schedules_train_as_one_process(capsys):
+    draw, many = random.Random(5), {}
+    while sum(map(len, many.values())) < DRAWN:
+        level = draw.choice(game.LEVELS)
+        if lists := drawn(level, draw.choice):
+            many.setdefault(level.ranks, []).append(lists)
+    for ranks, own in many.items():
+        found = launch(steps, nproc=ranks, args=(own,), timeout=600)
+        for place, lists in enumerate(own):
+            toy.compare("drawn", [of_rank[place] for of_rank in found])
+            line = capsys.readouterr().out
+            assert float(line.split()[-1]) < toy.ALLOWED and "1.0000 times" in line, f"{lists}: {line}"

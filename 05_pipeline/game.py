@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +123,8 @@ def play(game: Level, lists: Schedule) -> simulator.Timeline:
     check_own(game, lists)
     if all(len(own) == len(game.actions(rank)) for rank, own in enumerate(lists)):
         return simulator.simulate(lists, TIMES)  # the judge of whole schedules names circles of waiting ranks
-    lasts, ended = TIMES.per_stage(len(game.rank_of)), {}
+    lasts = TIMES.per_stage(len(game.rank_of))
+    ended: dict[Action, float] = {}
     events: list[list[simulator.Event]] = [[] for _ in lists]
     moved = True
     while moved:
@@ -221,7 +221,7 @@ def names(game: Level, lists: Schedule) -> list[str]:
 def judge(game: Level, lists: Schedule) -> dict:
     """What the page shows of a position, as numbers and text: the timeline, what may come next, who waits for what,
     and of a whole schedule how it compares with par. `wrong` says why the lists cannot be played, "" where they can."""
-    lists = [own for own, _ in zip_longest(lists[: game.ranks], range(game.ranks), fillvalue=[])]
+    lists = [*lists, *([] for _ in range(game.ranks - len(lists)))]
     wrong, timeline = "", simulator.Timeline([[] for _ in lists])
     try:
         timeline = play(game, lists)

@@ -78,14 +78,16 @@ def small(shapes):
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def rebuilt_buckets(size):
-    sizes = [5, 1, 4, 2]
-    for order, first_cap, cap, expected in (
-        ([3, 2, 1, 0], 2, 5, [[3], [2, 1], [0]]),
-        ([1, 3, 0, 2], 2, 5, [[1, 3], [0], [2]]),
-        ([0, 1, 2, 3], 1, 3, [[0], [1, 2], [3]]),
-        ([2, 0, 3, 1], 100, 1, [[2, 0, 3, 1]]),
-    ):
+REBUILT = [  # order on rank 0, bytes of each parameter, caps, and the buckets by hand
+    ([3, 2, 1, 0], [5, 1, 4, 2], 2, 5, [[3], [2, 1], [0]]),
+    ([1, 3, 0, 2], [5, 1, 4, 2], 2, 5, [[1, 3], [0], [2]]),
+    ([0, 1, 2, 3], [5, 1, 4, 2], 1, 3, [[0], [1, 2], [3]]),
+    ([2, 0, 3, 1], [5, 1, 4, 2], 100, 1, [[2, 0, 3, 1]]),
+]
+
+
+def rebuilt_buckets(size, rows=REBUILT):
+    for order, sizes, first_cap, cap, expected in rows:
         arrived = [order[rank:] + order[:rank] for rank in range(size)]
         what = f"order {order} on rank 0, caps {first_cap} and {cap}"
         pattern = collectives(("broadcast", 8 * len(sizes)))
@@ -269,13 +271,20 @@ def cheapest_in_time(size):
 
 
 def common_checkpoint(size):
-    for what, kept, expected in (
-        ("the last rank lacks the newest one", [[5, 10, 15]] * (size - 1) + [[5, 10]], 10),
-        ("ranks lack different ones", [[999, 5, 20]] + [[5, 40, 15]] * (size - 1), 5),
-        ("the newest one of step 0", [[0]] * size, 0),
-        ("no common one", [[10]] + [[5]] * (size - 1), -1),
-        ("none on the last rank", [[5]] * (size - 1) + [[]], -1),
-    ):
+    return of_disks(
+        size,
+        [
+            ("the last rank lacks the newest one", [[5, 10, 15]] * (size - 1) + [[5, 10]], 10),
+            ("ranks lack different ones", [[999, 5, 20]] + [[5, 40, 15]] * (size - 1), 5),
+            ("the newest one of step 0", [[0]] * size, 0),
+            ("no common one", [[10]] + [[5]] * (size - 1), -1),
+            ("none on the last rank", [[5]] * (size - 1) + [[]], -1),
+        ],
+    )
+
+
+def of_disks(size, rows):
+    for what, kept, expected in rows:
         yield ExerciseCase(what, [(steps,) for steps in kept], [expected] * size, sends_at_most(16_384))
 
 
@@ -305,6 +314,26 @@ def cheapest_saving(size):
 
 def draw_learning_rate(random):
     return random.randint(0, 12), random.randint(1, 40) / 64, 256, 256 * random.randint(2, 32), random.randint(4, 10)
+
+
+def draw_rebuilt_buckets(random, size):
+    """Two rows: parameters of a byte or two, in pairs, so that their buckets are known without filling any."""
+    for pairs in (random.randint(3, 5), random.randint(6, 9)):
+        order = random.sample(range(2 * pairs), 2 * pairs)
+        sizes = [0] * len(order)
+        for place, parameter in enumerate(order):
+            sizes[parameter] = random.randint(1, 3) + 3 * (place % 2)  # the second of a pair has more than three
+        expected = [order[:2], *(order[place : place + 2] for place in range(2, len(order), 2))]
+        yield from rebuilt_buckets(size, [(order, sizes, 4, 4, expected)])
+
+
+def draw_common_checkpoint(random, size):
+    common = random.randint(100, 500)
+    kept = [
+        random.sample(range(100), 4) + [common, common + 1 + rank % 2 + 2 * random.randint(0, 200)]
+        for rank in range(size)
+    ]
+    yield from of_disks(size, [("drawn", kept, common)])
 
 
 def draw_cheapest_saving(random):
@@ -372,6 +401,7 @@ EXERCISES = [
         dots=2,
         hint="Everything but the order is the same on all ranks already, so the order is all that rank 0 has to tell. "
         "A bucket is closed after a parameter, never before one.",
+        draw_cases=draw_rebuilt_buckets,
     ),
     exercise(
         bf16_average,
@@ -492,6 +522,7 @@ EXERCISES = [
         dots=2,
         hint="The oldest of the ranks' newest steps needn't be on every disk. A number for each step, 1 if it is "
         "there, and an all-reduce with ReduceOp.MIN say of each step whether all have it.",
+        draw_cases=draw_common_checkpoint,
     ),
     exercise(
         cheapest_saving,

@@ -3,7 +3,7 @@
 Replace each `raise NotImplementedError` by your answer, then run the last cell of a notebook or
 
     python -m common.check 04_model_parallel                  all exercises
-    python -m common.check 04_model_parallel split_step       one of them
+    python -m common.check 04_model_parallel frozen_step      one of them
 
 Every function is called on all ranks at once, at world sizes 2, 3 and 4, with a process group already set up:
 `dist.get_rank()` and `dist.get_world_size()` tell who you are. What holds for all of them:
@@ -35,17 +35,18 @@ def balanced_cut(costs: list[int], parts: int) -> list[int]:
     raise NotImplementedError
 
 
-def split_step(
-    weight: torch.Tensor, inputs: torch.Tensor | None, targets: torch.Tensor | None, batch: int
-) -> torch.Tensor:
-    """Return the gradient of this rank's `weight`, in a model with one layer on each rank.
+def frozen_step(
+    weight: torch.Tensor, inputs: torch.Tensor | None, targets: torch.Tensor | None, batch: int, frozen: int
+) -> torch.Tensor | None:
+    """Return the gradient of this rank's `weight`, in a model with one layer on each rank; None if it is frozen.
 
     Layer r is on rank r, and makes `torch.tanh(x @ weight)` of x [batch, n] with its weight [n, m]; n and m may be
-    others on each rank. The inputs of the model are on rank 0 alone, the targets on the last rank alone; the others
-    get None. The loss is `(outputs - targets).square().sum()`. All tensors are float64.
+    others on each rank. The first `frozen` layers aren't trained; the last one always is. The inputs of the model are
+    on rank 0 alone, the targets on the last rank alone; the others get None. The loss is
+    `(outputs - targets).square().sum()`. All tensors are float64.
 
-    Every rank but the last sends one message to the next rank, with activations, and every rank but the first one
-    to the rank before, with a gradient. Nothing else is sent.
+    Every rank but the last sends one message to the next rank, with activations. Gradients go from a rank to the one
+    before in one message, wherever somebody needs them, and nowhere else.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
     """

@@ -61,22 +61,21 @@ def balanced_cut(size):
     yield from calculated(size, "balanced_cut", rows)
 
 
-def split_step(size):
-    for batch, widths in ((2, (3, 2, 4, 3, 2)), (1, (1, 3, 1, 2, 4))):
+def frozen_step(size):
+    for batch, widths, frozen in ((2, (3, 2, 4, 3, 2), 0), (1, (1, 3, 1, 2, 4), 1), (2, (2, 3, 2, 1, 3), size - 1)):
         weights = [normal(10 * batch + rank, *widths[rank : rank + 2]).requires_grad_() for rank in range(size)]
         inputs, targets = normal(5, batch, widths[0]), normal(6, batch, widths[size])
         outputs = inputs
         for weight in weights:
             outputs = torch.tanh(outputs @ weight)
-        expected = torch.autograd.grad((outputs - targets).square().sum(), weights)
-        arguments = [
-            (weight.detach(), inputs if rank == 0 else None, targets if rank == size - 1 else None, batch)
-            for rank, weight in enumerate(weights)
-        ]
+        gradients = torch.autograd.grad((outputs - targets).square().sum(), weights[frozen:])
+        ends = [inputs if rank == 0 else None for rank in range(size)], [*[None] * (size - 1), targets]
+        arguments = [(weight.detach(), *end, batch, frozen) for weight, *end in zip(weights, *ends, strict=True)]
         forward = [[(rank + 1, 8 * batch * widths[rank + 1])] if rank < size - 1 else [] for rank in range(size)]
-        backward = [[(rank - 1, 8 * batch * widths[rank])] if rank else [] for rank in range(size)]
+        backward = [[(rank - 1, 8 * batch * widths[rank])] if rank > frozen else [] for rank in range(size)]
         pattern = exactly([there + back for there, back in zip(forward, backward, strict=True)])
-        yield ExerciseCase(f"a batch of {batch}, widths {widths[: size + 1]}", arguments, list(expected), pattern)
+        what = f"a batch of {batch}, widths {widths[: size + 1]}, {frozen} frozen"
+        yield ExerciseCase(what, arguments, [*[None] * frozen, *gradients], pattern)
 
 
 def tied_gradient(size):
@@ -339,11 +338,12 @@ EXERCISES = [
         draw=draw_balanced_cut,
     ),
     exercise(
-        split_step,
+        frozen_step,
         points=3,
         dots=3,
-        hint="Receive x, then call requires_grad_() on it, so that it is a leaf that gets a gradient. On the way back "
-        "torch.autograd.grad(outputs, [weight, x], grad_outputs=...) continues with the gradient that arrived.",
+        hint="Who needs the gradient of x? Only ranks before this one that train. If there are some, call "
+        "requires_grad_() on what you receive, so that it is a leaf that gets a gradient; on the way back "
+        "outputs.backward(gradient) goes on with what arrived.",
     ),
     exercise(
         tied_gradient,

@@ -88,31 +88,44 @@ def cut_into_costs(costs, parts):
     return [sum(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-# --- split_step -----------------------------------------------------------------------------------------------
+# --- frozen_step ----------------------------------------------------------------------------------------------
 
 
-def split_step(weight, inputs, targets, batch, activation=torch.tanh):
+def frozen_step(weight, inputs, targets, batch, frozen):
     rank, size = dist.get_rank(), dist.get_world_size()
-    weight = weight.detach().clone().requires_grad_()
-    x = inputs
+    weight, x = weight.detach().clone().requires_grad_(rank >= frozen), inputs
     if rank > 0:
         x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
         dist.recv(x, rank - 1)
-        x.requires_grad_()
-    outputs = activation(x @ weight)
+        x.requires_grad_(rank > frozen)  # else nobody before this rank needs a gradient
+    outputs = torch.tanh(x @ weight)
     if rank < size - 1:
         dist.send(outputs.detach(), rank + 1)
+        if rank < frozen:
+            return None
         grad = torch.empty_like(outputs)
         dist.recv(grad, rank + 1)
         outputs.backward(grad)
     else:
         (outputs - targets).square().sum().backward()
-    if rank > 0:
+    if rank > frozen:
         dist.send(x.grad, rank - 1)
     return weight.grad
 
 
-def split_without_a_way_back(weight, inputs, targets, batch):
+def frozen_but_sent(weight, inputs, targets, batch, frozen):
+    """The step in which nothing is frozen; gradients that nobody needs are thrown away where they arrive."""
+    gradient = frozen_step(weight, inputs, targets, batch, 0)
+    return None if dist.get_rank() < frozen else gradient
+
+
+def frozen_rank_still_gets_a_gradient(weight, inputs, targets, batch, frozen):
+    """One boundary too far: the first rank that trains sends a gradient to the last one that doesn't."""
+    gradient = frozen_step(weight, inputs, targets, batch, max(frozen - 1, 0))
+    return None if dist.get_rank() < frozen else gradient
+
+
+def step_without_a_way_back(weight, inputs, targets, batch, frozen):
     """Autograd ends where the message came from: each rank makes up a loss of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     weight, x = weight.detach().clone().requires_grad_(), inputs
@@ -123,26 +136,10 @@ def split_without_a_way_back(weight, inputs, targets, batch):
     if rank < size - 1:
         dist.send(outputs.detach(), rank + 1)
     loss = outputs.square().sum() if targets is None else (outputs - targets).square().sum()
-    return torch.autograd.grad(loss, weight)[0]
+    return None if rank < frozen else torch.autograd.grad(loss, weight)[0]
 
 
-def split_with_a_leaf_that_was_forgotten(weight, inputs, targets, batch):
-    """What arrives does not require a gradient, so there is none to send back."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    weight, x = weight.detach().clone().requires_grad_(), inputs
-    if rank > 0:
-        x = torch.empty(batch, weight.shape[0], dtype=weight.dtype)
-        dist.recv(x, rank - 1)
-    outputs = torch.tanh(x @ weight)
-    if rank < size - 1:
-        dist.send(outputs.detach(), rank + 1)
-    else:
-        (outputs - targets).square().sum().backward()
-        dist.send(x.grad, rank - 1)
-    return weight.grad
-
-
-def split_with_the_gradient_of_the_outputs(weight, inputs, targets, batch):
+def step_with_the_gradient_of_the_outputs(weight, inputs, targets, batch, frozen):
     """Sends on what came in, past its own layer: the chain rule with a link left out."""
     rank, size = dist.get_rank(), dist.get_world_size()
     weight, x = weight.detach().clone().requires_grad_(), inputs
@@ -153,23 +150,19 @@ def split_with_the_gradient_of_the_outputs(weight, inputs, targets, batch):
     grad = torch.empty_like(outputs)
     if rank < size - 1:
         dist.send(outputs.detach(), rank + 1)
+        if rank < frozen:
+            return None
         dist.recv(grad, rank + 1)
     else:
         grad = 2 * (outputs - targets).detach()
-    if rank > 0:
+    if rank > frozen:
         dist.send((grad @ weight.detach().T).contiguous(), rank - 1)
     return torch.autograd.grad(outputs, weight, grad)[0]
 
 
-def split_with_a_barrier(weight, inputs, targets, batch):
-    """Right, and needless: who receives waits long enough."""
-    gradient = split_step(weight, inputs, targets, batch)
-    dist.barrier()
-    return gradient
-
-
-def split_with_a_mean(weight, inputs, targets, batch):
-    return split_step(weight, inputs, targets, batch) / batch
+def step_with_a_mean(weight, inputs, targets, batch, frozen):
+    gradient = frozen_step(weight, inputs, targets, batch, frozen)
+    return None if gradient is None else gradient / batch
 
 
 # --- tied_gradient --------------------------------------------------------------------------------------------
@@ -846,15 +839,15 @@ WRONG = {
         (cut_with_empty_ranks, "balanced_cut([10, 1, 1, 1], 4), rank 0: expected [1, 1, 1, 1], got [1, 3, 0, 0]"),
         (cut_into_costs, "balanced_cut([5, 1, 1, 1, 1, 3], 2), rank 0: expected [2, 4], got [6, 6]"),
     ],
-    "split_step": [
-        (split_without_a_way_back, "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08 ... got [[-0.3669"),
-        (split_with_a_leaf_that_was_forgotten, "expected a result on every rank, got TypeError: Invalid function argu"),
+    "frozen_step": [
+        (step_without_a_way_back, "widths (3, 2, 4), 0 frozen, rank 0: expected [[-0.08 ... got [[-0.3669"),
         (
-            split_with_the_gradient_of_the_outputs,
-            "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08 ... got [[-0.1008",
+            step_with_the_gradient_of_the_outputs,
+            "widths (3, 2, 4), 0 frozen, rank 0: expected [[-0.08 ... got [[-0.1008",
         ),
-        (split_with_a_barrier, "rank 0: expected only sends and receives, got a call of barrier"),
-        (split_with_a_mean, "a batch of 2, widths (3, 2, 4), rank 0: expected [[-0.08 ... got [[-0.0411"),
+        (step_with_a_mean, "widths (3, 2, 4), 0 frozen, rank 0: expected [[-0.08 ... got [[-0.0411"),
+        (frozen_but_sent, "1 frozen, rank 1: expected nothing sent, got 24 bytes to rank 0"),
+        (frozen_rank_still_gets_a_gradient, "1 frozen, rank 1: expected nothing sent, got 24 bytes to rank 0"),
     ],
     "tied_gradient": [
         (tied_and_stepped_apart, "rank 0: expected 11 at element [0, 0], got 1 (300000 of 300000 elements differ)"),

@@ -47,6 +47,8 @@ def places(strategy: str, implementation: str) -> tuple[tuple[int, int], ...]:
     """Where a strategy is examined: by hand in a pipeline, and with FULL=1, in both places, else in one of them, which
     its name alone decides (not its line in the table, which moves): neither may be that of a few."""
     pipeline = strategy.startswith("pipeline") or strategy == "mesh"
+    if (strategy, implementation) in ONE_PROCESS and not FULL:
+        return (FIRST,)  # there is no other rank, and eight devices show nothing that four do not
     if FULL or (pipeline and implementation == "by-hand"):
         return FIRST, LAST
     return (LAST,) if pipeline or crc32(f"{strategy} {implementation}".encode()) % 2 else (FIRST,)

@@ -110,13 +110,6 @@ def test_pytorchs_averages_only_where_its_own_forward_was_called():
     assert launch(gradients_past_the_wrapper, 2) == [[1.5, 1.0], [1.5, 2.0]]
 
 
-def test_buckets_are_cut_as_pytorch_cuts_them():
-    parameters = list(gpt().parameters())
-    for cap in (1, 4096, 20_000, 10**9):
-        torchs, _ = dist._compute_bucket_assignment_by_size(parameters, [cap])
-        assert by_hand.assign(parameters, cap) == torchs, f"buckets of {cap} bytes"
-
-
 def in_its_own_group() -> tuple[float, float]:
     """Ranks 0, 1 and ranks 2, 3 are two groups, as in a mesh with another axis: each averages for itself."""
     mesh = make_mesh({"data": 2, "tensor": 2})

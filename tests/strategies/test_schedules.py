@@ -263,9 +263,3 @@ def test_what_the_illegal_ones_were_made_of_is_legal():
 def test_what_is_no_action(action, refusal):
     with pytest.raises(IllegalSchedule, match=refusal):
         simulate([[Action(0, "F", 0), action, Action(0, "B", 0)]])
-
-
-def test_micro_batches_that_ranks_do_not_divide():
-    """Are dealt out to rounds by two schedules alone; the others take any number."""
-    for name in SCHEDULES.keys() - {"interleaved", "interleaved-zb"}:
-        assert len(simulate(build(name, 4, 9)).ranks) == 4, name

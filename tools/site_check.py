@@ -101,7 +101,7 @@ def seen_in_a_browser(folder: Path) -> list[str]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         for path in pages_of(folder):
             name = str(path.relative_to(folder))
-            if name in ("index.html", "genindex.html", "search.html"):
+            if name in ("genindex.html", "search.html"):
                 continue
             page = browser.new_page()
             errors: list[str] = []

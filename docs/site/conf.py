@@ -120,14 +120,32 @@ def read_source(_app, docname, source):
     source[0] = json.dumps(notebook)
 
 
+def trail() -> list[tuple[str, str, str, int]]:
+    """(chapter, title, page, minutes) of README's trail, in reading order."""
+    rows = re.findall(r"^\| (\d\d) \| \[(.+?)\]\((.+?)\.ipynb\) \|.*\| (\d+) \|$", README, re.MULTILINE)
+    return [(chapter, title.replace("`", ""), page, int(minutes)) for chapter, title, page, minutes in rows]
+
+
+def landing() -> str:
+    """The site's first page: what it is, ways in, and the trail as a map, of what README says."""
+    stops, picture = trail(), re.search(r"!\[(.*?)\]\((docs/pictures/\S+?\.gif)\)", README)
+    chapters = {chapter: [] for chapter, *_ in stops}
+    for chapter, title, page, minutes in stops:
+        text = f"{html.escape(title)} <span>{minutes} min</span>"
+        chapters[chapter].append(f'<li><a href="{page}.html">{text}</a></li>')
+    spent = {name: sum(minutes for chapter, _, _, minutes in stops if chapter == name) for name in chapters}
+    drawn = [f"<li>Chapter {name}, {spent[name] / 60:.1f} hours<ol>{''.join(pages)}</ol></li>"
+             for name, pages in chapters.items()]  # fmt: skip
+    filled = {
+        "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
+        "first": f"{stops[0][2]}.html", "hours": f"{sum(spent.values()) / 60:.0f}", "map": "".join(drawn),
+    }  # fmt: skip
+    return re.sub(r"@(\w+)@", lambda mark: filled[mark[1]], (ROOT / "docs/site/landing.html").read_text())
+
+
 def write_index(app, error):
-    """The site's own address leads to its first page."""
     if error is None:
-        target = Path(app.outdir, "index.html")
-        target.write_text(
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Course</title>'
-            '<meta http-equiv="refresh" content="0; url=README.html"><a href="README.html">Course</a>'
-        )
+        Path(app.outdir, "index.html").write_text(landing())
 
 
 def setup(app):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common import ROOT
-from tools.site_check import broken_links
+from tools.site_check import Page, broken_links
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,21 @@ def test_every_page_is_in_the_contents_once(conf):
     assert sorted(notebooks) == sorted(str(path.relative_to(ROOT)) for path in there), "pages of the site"
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} < {*listed}
     assert len(listed) == len({*listed})
+
+
+def test_the_first_page_is_a_map_of_the_trail(conf):
+    """Every page that has minutes, once, with those that its own first cell promises."""
+    promised = {}
+    for path in ROOT.glob("0*/*.ipynb"):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        if found := re.search(r"\*\*Time:\*\* (\d+) minutes", first):
+            promised[str(path.relative_to(ROOT).with_suffix(""))] = int(found[1])
+    assert {page: minutes for _, _, page, minutes in conf.trail()} == promised
+    shown = Page(conf.landing())
+    assert [link for link in shown.links if re.match("0[1-6]_", link)][1:] == [
+        f"{p}.html" for _, _, p, _ in conf.trail()
+    ]
+    assert not shown.faults and not re.search(r"@\w+@", conf.landing())
 
 
 def test_anchors_and_links_to_folders(conf):

@@ -3,6 +3,7 @@
 sphinx-build -W -c docs/site . _site
 """
 
+import functools
 import html
 import json
 import os
@@ -71,9 +72,25 @@ def contents() -> str:
     )
 
 
-def as_myst(text: str, home: Path) -> str:
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    """The anchors that a page sets by itself, beside those of its headings."""
+    return frozenset(re.findall(r'<a id=\\?"([^"\\]+)\\?"></a>', page.read_text()) if page.is_file() else ())
+
+
+def label(page: Path, anchor: str) -> str:
+    """MyST's label of an anchor. Labels are one name space for all pages, so they have the page's name in them."""
+    return re.sub(r"[^\w]+", "-", f"{page.relative_to(ROOT).with_suffix('')}-{anchor}").replace("_", "-").lower()
+
+
+def as_myst(text: str, page: Path) -> str:
     """Anchors as MyST has them; links to folders lead to a chapter's first page, or to the page that describes them."""
-    text = re.sub(r'^<a id="([^"]+)"></a>[ \t]*$', r"(\1)=", text, flags=re.MULTILINE)
+    home = page.parent
+    text = re.sub(r'^<a id="([^"]+)"></a>[ \t]*$', lambda mark: f"({label(page, mark[1])})=", text, flags=re.MULTILINE)
+
+    def place_of(link):
+        target = (home / link[1]).resolve() if link[1] else page
+        return f"]({link[1]}#{label(target, link[2])})" if link[2] in anchors(target) else link[0]
 
     def page_of(link):
         folder = (home / link[1]).resolve()
@@ -82,7 +99,7 @@ def as_myst(text: str, home: Path) -> str:
         first = next(iter(sorted(folder.glob("0*.ipynb"))), ROOT / "docs" / "architecture.md")
         return f"]({os.path.relpath(first, home)})"
 
-    return re.sub(r"\]\(([\w./-]+)\)", page_of, text)
+    return re.sub(r"\]\(([\w./-]+)\)", page_of, re.sub(r"\]\(([\w./-]*)#([\w.-]+)\)", place_of, text))
 
 
 def live(text: str) -> str:
@@ -97,16 +114,16 @@ def live(text: str) -> str:
 
 def read_source(_app, docname, source):
     """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
-    home = (ROOT / docname).parent
+    page = next(path for end in ("md", "ipynb") if (path := ROOT / f"{docname}.{end}").exists())
     if docname == "README":
         source[0] += contents()
     if not source[0].lstrip().startswith("{"):
-        source[0] = live(as_myst(source[0], home))
+        source[0] = live(as_myst(source[0], page))
         return
     notebook = json.loads(source[0])
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = as_myst("".join(cell["source"]), home)
+            cell["source"] = as_myst("".join(cell["source"]), page)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             data.pop("application/vnd.jupyter.widget-view+json", None)

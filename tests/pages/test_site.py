@@ -45,10 +45,12 @@ def test_the_first_page_is_a_map_of_the_trail(conf):
 
 
 def test_anchors_and_links_to_folders(conf):
-    text = 'Before\n\n<a id="one-more"></a>\n\n## One more\n[a](../tests) [b](../03_ddp) [c](page.md#one-more)'
-    found = conf.as_myst(text, ROOT / "docs")
-    assert "(one-more)=\n\n## One more" in found
-    assert "[a](architecture.md)" in found and "[c](page.md#one-more)" in found
+    """Two pages may have the same anchor, and each link leads to its own."""
+    text = '<a id="compile"></a>\n\n## One\n[a](../tests) [b](../03_ddp) [c](switches.md#compile) [d](page.md#one)'
+    found, other = (conf.as_myst(text, ROOT / "docs" / name) for name in ("switches.md", "cluster.md"))
+    (own,), (elsewhere,) = (re.findall(r"^\((.+)\)=$", page, re.MULTILINE) for page in (found, other))
+    assert own != elsewhere and f"[c](switches.md#{own})" in found and f"[c](switches.md#{own})" in other
+    assert "[a](architecture.md)" in found and "[d](page.md#one)" in found
     assert "[b](../03_ddp/01_ddp.ipynb)" in found
 
 

@@ -2,13 +2,11 @@
 follows them."""
 
 import ipywidgets as widgets
-import torch
-import torch.distributed as dist
 
 from common.errors import UserError
 from common.lab import plotting, recordings
 from common.lab.sliders import Sliders
-from course.pipeline import play, schedules, simulator
+from course.pipeline import schedules, simulator
 
 
 def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_input=1, backward_weight=1, message=0):
@@ -18,12 +16,6 @@ def run(name, ranks, microbatches, stages_per_rank=None, forward=1, backward_inp
     stages = len(simulator.placement(schedule)) // ranks
     times = [time / stages for time in (forward, backward_input, backward_weight)]
     return simulator.simulate(schedule, simulator.Times(*times, communication=message))
-
-
-def one_step(name: str, microbatches: int = 8) -> dict[str, torch.Tensor]:
-    """One step of the toy model by a schedule, with the course's executor on all ranks of this launch: the gradients of
-    this rank's layers, by name."""
-    return play.step(schedules.build(name, dist.get_world_size(), microbatches))
 
 
 def judge(text: str) -> None:

@@ -14,18 +14,20 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from common import stored
-from common.config import Config, check, shared
+from common.axes import AXES, in_order, parse_axes, parse_order, resolve
+from common.config import Config, check, check_combinations, check_launch, check_values, shared
 from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import UserError
-from common.mesh import AXES, in_order, parse_axes, parse_order, resolve
-from common.options import flag
-from common.ranks import environment
-from common.run_dir import saved_settings
-from common.strategy import StrategyEntry
+from common.launcher import environment
+from common.options import StrategyOptions, flag
+
+if TYPE_CHECKING:  # it imports torch
+    from common.strategy import StrategyEntry
 
 OLD = {"accumulate": "--accumulation-steps", "replicas": "--mesh, as in --mesh data=2"}  # what is said in their place
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
@@ -38,8 +40,26 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the options)")
 
 
+def refuse_at_once(argv: list[str]) -> None:
+    """Raise UserError for what of a command line can be refused without PyTorch, whose import takes most of the time of
+    a refusal: values of the options that all strategies share, and how processes were started. `parse` says the rest,
+    and all of it where a file or a run to resume has values, too."""
+    first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add(first, "the run", shared())
+    first.add_argument("--config")
+    given = vars(first.parse_known_args(argv)[0])
+    if {"-h", "--help"} & {*argv}:
+        return
+    file = given.pop("config", None)
+    config = Config(**given, options=StrategyOptions())
+    check_values(config)
+    if not file and "resume" not in given:
+        check_launch(config)
+        check_combinations(config)
+
+
 def parse(
-    table: Mapping[str, StrategyEntry],
+    table: "Mapping[str, StrategyEntry]",
     default_strategy: str | None = None,
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
@@ -53,6 +73,8 @@ def parse(
     else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` gives a command line that
     names one in the place of --strategy auto. Raises UserError for what cannot work and is known before ranks meet.
     """
+    from common.run_dir import saved_settings  # it imports torch
+
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add(first, "the run", [item for item in shared() if item.name in ("strategy", "run_dir", *ANEW)])
@@ -110,7 +132,7 @@ def parse(
 # --- which strategy -------------------------------------------------------------------------------------------
 
 
-def find(table, name: str) -> StrategyEntry:
+def find(table, name: str) -> "StrategyEntry":
     """A strategy's line of the table. Raises UserError for an unknown name."""
     if name not in table:
         hint = did_you_mean(name, table)
@@ -149,7 +171,7 @@ def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
     return "mesh" if by_hand and "by-hand" not in table[name].implementations else name
 
 
-def implementation_of(name: str, entry: StrategyEntry, chosen: dict, default: str = "pytorch") -> str:
+def implementation_of(name: str, entry: "StrategyEntry", chosen: dict, default: str = "pytorch") -> str:
     """Which implementation is meant. Raises UserError where the strategy does not have it."""
     wanted = chosen.get("implementation") or ("by-hand" if chosen.get("by_hand") else default)
     if chosen.get("by_hand") and wanted != "by-hand":

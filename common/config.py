@@ -6,18 +6,19 @@ common/command_line.py reads these settings.
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from common import compiled
+from common.axes import AXES
 from common.constants import MOST_WRITTEN, PRECISIONS
 from common.errors import UserError
 from common.installed import missing
-from common.mesh import AXES
+from common.launcher import environment
 from common.options import LATEST, StrategyOptions, flag, option
-from common.ranks import choose, environment
-from common.strategy import Setup, StrategyEntry
+
+if TYPE_CHECKING:  # both import torch, and a wrong value is refused before that
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from common.strategy import Setup, StrategyEntry
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Config:
 
     options: Any = field(default_factory=StrategyOptions, metadata={})
     axes: dict = field(default_factory=lambda: {"data": 1}, metadata={})
-    entry: StrategyEntry = field(default=None, metadata={})  # type: ignore[assignment]  # whoever starts a run has it
+    entry: "StrategyEntry" = field(default=None, metadata={})  # type: ignore[assignment]  # whoever starts a run has it
 
     @property
     def strategy_class(self):
@@ -111,8 +112,10 @@ class Config:
         """The function that trains: of the strategy's chapter, or of an engine that has a loop of its own."""
         return self.strategy_class.main or self.entry.main
 
-    def setup(self, mesh: DeviceMesh) -> Setup:
+    def setup(self, mesh: "DeviceMesh") -> "Setup":
         """What the strategy is built with, on the ranks of a mesh."""
+        from common.strategy import Setup
+
         return Setup(mesh, self.options, self.precision, self.max_norm)
 
     def settings(self) -> dict:
@@ -128,20 +131,14 @@ def shared():
 
 def check(config: Config) -> None:
     """Raise UserError for what cannot work, as far as it can be known before ranks meet."""
-    _, size, _, local_size = environment()
-    if config.distributed and "RANK" not in os.environ and not config.dry_run:
-        raise UserError(
-            "--distributed: no launcher started this process; "
-            "try: torchrun --nproc_per_node=2 distributed_training.py --distributed"
-        )
-    if size > 1 and not config.distributed:
-        raise UserError(
-            f"{size} processes were started without --distributed: each would train alone; add --distributed"
-        )
+    from common import compiled
+    from common.ranks import choose
+
+    check_launch(config)
     check_values(config)
     check_combinations(config)
     if not config.dry_run:
-        choose(config.device, config.backend, local_size)
+        choose(config.device, config.backend, environment()[3])
     if config.task == "images":
         lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
         if lacking:
@@ -151,6 +148,20 @@ def check(config: Config) -> None:
     if config.compile:
         compiled.require(config)
     config.strategy_class.require(config, config.axes)
+
+
+def check_launch(config: Config) -> None:
+    """Raise UserError where the processes were not started as --distributed says."""
+    size = environment()[1]
+    if config.distributed and "RANK" not in os.environ and not config.dry_run:
+        raise UserError(
+            "--distributed: no launcher started this process; "
+            "try: torchrun --nproc_per_node=2 distributed_training.py --distributed"
+        )
+    if size > 1 and not config.distributed:
+        raise UserError(
+            f"{size} processes were started without --distributed: each would train alone; add --distributed"
+        )
 
 
 def check_values(config: Config) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
 from common.errors import UserError
+from common.launcher import environment
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,6 @@ def choose(
     if device == "cuda" and backend == "gloo" and not own_gpu:
         remark = f"{processes} processes share {gpus} GPU(s), which NCCL refuses: using gloo instead"
     return device, backend, remark
-
-
-def environment() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, processes on this node) as the launcher set them; (0, 1, 0, 1) without one. Where
-    it says nothing about nodes, there is one."""
-    rank = int(os.environ.get("RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    return rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def on_one_node() -> bool:

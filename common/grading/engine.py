@@ -242,7 +242,7 @@ def _death(failed: RankFailed) -> str:
 # --- in the ranks ---------------------------------------------------------------------------------------------
 
 
-class Rank:
+class CheckedRank:
     """What one rank does with a learner's file: loads it, and calls its functions, each job in a process group of its
     own, so that no message of one is received by the next."""
 
@@ -279,7 +279,7 @@ class Rank:
 
 def _on_rank(file: Path, jobs: dict):
     """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load."""
-    size, meetings, me = dist.get_world_size(), itertools.count(), Rank(file)
+    size, meetings, me = dist.get_world_size(), itertools.count(), CheckedRank(file)
 
     def all_well(well: bool) -> bool:
         """Wait for all ranks, through the store since the group may be stuck, and hear whether all are well."""

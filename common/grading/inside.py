@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.grading import sockets
-from common.grading.engine import CallOutcome, Rank
+from common.grading.engine import CallOutcome, CheckedRank
 from common.grading.values import Description
 from common.lab.launch import rank_variables, ready_to_fork, setenv
 from common.lab.ledger import LedgerEntry
@@ -145,7 +145,7 @@ def rank_of(file: Path, rank: int, size: int, folder: str, ask: int, tell: int) 
     os.environ.update(rank_variables(rank, size, 0))
     torch.set_num_threads(1)
     with process_group("cpu", "gloo", 30, store=dist.FileStore(f"{folder}/store", size)):
-        me = Rank(file)
+        me = CheckedRank(file)
         _tell(tell, writable(me.load() or "").encode())
         while request := read_message(ask):
             name, *about = cloudpickle.loads(request)

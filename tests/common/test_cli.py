@@ -51,7 +51,7 @@ def test_yaml_has_forms_of_its_own(capsys):
 def test_processes_of_this_node_share_its_gpus(monkeypatch):
     """Four ranks, two on each node."""
     asked = []
-    monkeypatch.setattr("common.config.choose", lambda *about: asked.append(about))
+    monkeypatch.setattr("common.ranks.choose", lambda *about: asked.append(about))
     for name, value in (TWO_RANKS | {"WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
     parse(argv=["--distributed"])

@@ -12,6 +12,7 @@ from common import ROOT
 from common.errors import UserError
 from planner import page
 from planner.__main__ import main
+from planner.compare import PRICES
 from tools import site_live, site_runtime
 
 SMALL = {"model": "gpt2", "gpu": "a100-80gb", "gpus": "2", "batch_size": "8", "sequence": "512"}
@@ -52,6 +53,7 @@ def test_a_dropped_file_stays_in_the_address():
 def test_money_follows_the_prices():
     dear, cheap = (page.answer(SMALL | {"price": price, "electricity": "0.5"})["layouts"][0] for price in ("3", "1"))
     assert dear["dollars"] == pytest.approx(3 * cheap["dollars"])
+    assert page.answer(SMALL | {"gpu": "h100-80gb"})["layouts"][0]["price"] == PRICES["h100-80gb"][0]
     hours = 1e9 / cheap["tokens_per_second_per_gpu"] / 3600
     assert cheap["dollars"] == pytest.approx(hours)
     assert cheap["dollars_of_energy"] == pytest.approx(0.5 * 0.4 * hours)  # an A100 SXM has 400 W

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from common import data
+from common import data, stored
 from common.compiled import compile_blocks
 from common.config import Config
 from common.errors import INTERRUPTED, UserError, into_report
@@ -30,6 +30,7 @@ from common.record import Record, print_line
 from common.sample import sample
 from common.strategy import Strategy, require_precision, use_tf32
 from common.task import Task, check_batch
+from common.terminal_plot import drawn
 
 
 class Run:
@@ -115,6 +116,8 @@ class Run:
             self._print_samples()
         self.keeper.close()
         if self.progress.complete:
+            if self.main_rank and self.config.sample:
+                self._print_what_next()
             if self.main_rank:
                 print_line(f"done: {path}")
             return
@@ -123,6 +126,18 @@ class Run:
             print_line(line)
             into_report(line)
         sys.exit(INTERRUPTED)
+
+    def _print_what_next(self) -> None:
+        """For whoever watches: the loss as a curve of letters, where its picture is, and what to try."""
+        path = self.keeper.path
+        losses = [record["loss"] for record in stored.records_of(path)]
+        print_line(f"--- loss of {len(losses)} steps, its picture in {path / 'loss.png'}:\n{drawn(losses)}")
+        print_line(
+            f"--- three things to try next:\n"
+            f"python -m common.generate {path} --prompt 'import '   # what it writes after words of yours\n"
+            f"torchrun --nproc_per_node=2 distributed_training.py --distributed --strategy fsdp   # the same, sharded\n"
+            f"make lab   # how it works, from the first page on"
+        )
 
     def _print_samples(self) -> None:
         """What the model wrote before training and writes now. Collective."""

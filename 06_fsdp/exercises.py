@@ -260,9 +260,10 @@ def fit_on_four_cards() -> tuple[int, int, int, str, bool]:
 
     The layout is (ZeRO's stage 0 to 3, ranks along tensor, sequences in a micro-batch, recomputation "none" or "full",
     whether the optimizer's state is offloaded). What tensor parallelism leaves of the four cards divides the batch of
-    64 sequences of 2,048 tokens. The precision is "bf16-mixed". By the planner's estimate it must fit ("yes", not
-    "tight"), need at most 256 GiB of the machine's own memory for all four cards together, and reach at least 3,200
-    tokens per second. There is more than one such layout. Calculate only: try `planner.estimate`, or
+    64 sequences of 2,048 tokens. The precision is "bf16-mixed", the framework "torch". By the planner's estimate
+    it must fit ("yes", not "tight"), need at most 256 GiB of the machine's own memory for all four cards together, and
+    reach at least 3,200 tokens per second. There is more than one such layout. Calculate only: try
+    `planner.estimate`, or
 
         python -m planner estimate --model llama-13b --gpu rtx-4090 --gpus 4 --gpus-per-node 4 --help
 

@@ -40,7 +40,7 @@ def on_four_cards(stage: int, tensor: int, micro_batch: int, recompute: str, off
     mesh = {"shard" if stage else "data": 4 // tensor, "tensor": tensor}
     layout = make_layout(
         model, cluster, mesh, batch_size=64, micro_batch=micro_batch, sequence=2048, zero_stage=stage,
-        recompute=recompute, offload=offload,
+        recompute=recompute, offload=offload, framework="torch",
     )  # fmt: skip
     return estimate(model, cluster, layout)
 

@@ -21,7 +21,7 @@ from common.validation import validate
 from course.model_parallel.moe_model import MixtureGPT
 from course.strategies import load
 
-AT_ONCE = 3  # examples on each rank; so on 4 ranks the last 13 - 12 leave three ranks without any
+AT_ONCE = 6  # examples on each rank: of 13 one is left for a second round on two ranks, and none for the last of four
 
 
 def sharpen(model) -> None:

@@ -1,0 +1,166 @@
+"""The museum of incidents: reads the programs in incidents/, runs each with its mistake and without, and shows them.
+
+A program of incidents/ stands for a mistake that has cost somebody days, made small enough for a few ranks. Its
+docstring is a title, and
+
+    thread: the addresses at which it was reported, or was told
+    net:    the cheapest check that catches it
+    cause:  what goes wrong
+
+The mistake is one or more lines that end with `# wrong`. Above them stand one or more `# right: LINE`, which take their
+place in the fixed program. So there are two modules of each file, `broken` and `fixed`, with the same functions:
+
+    RANKS:     how many ranks it runs on
+    on_rank(): what each rank runs; returns what it saw, a `Seen`
+    alone():   the same of one process that shares nothing with the ranks
+    effect():  the number of which the reports speak, such as a ratio
+    REPORTED:  the least and the greatest value of `effect()` of the broken program that have the reported shape
+    EXPECTED:  what it is where nothing is wrong
+
+and besides, the measurements that the page offers. Page, test and the nets' matrix run these, and nothing else.
+"""
+
+import ast
+import functools
+import linecache
+import re
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common.lab.launch import RankFailed, launch
+
+PROGRAMS = Path(__file__).parent / "incidents"
+RIGHT = re.compile(r"^( *)# right: (.*)\n", re.MULTILINE)
+MISTAKE = re.compile(r"^((?: *# right: .*\n)+)((?:.*# wrong$\n)+)", re.MULTILINE)
+TOLERANCE = 3e-5  # as in common/lab/equality.py, relative to the largest element
+TIMEOUT = 60.0  # seconds; a program that hangs has its own WAIT
+
+
+@dataclass
+class Seen:
+    """What one rank saw.
+
+    numbers: what must equal those of one process, by name: losses, norms, gradients, parameters
+    copies:  what must be the same on all ranks, by name: replicas
+    norms:   the gradient norm of each step, as it is logged
+    """
+
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A program of incidents/, with what its docstring says of it."""
+
+    name: str
+    title: str
+    threads: tuple[str, ...]
+    net: str
+    cause: str
+    source: str
+
+    @functools.cached_property
+    def broken(self) -> types.ModuleType:
+        return module(f"{self.name}, broken", RIGHT.sub("", self.source))
+
+    @functools.cached_property
+    def fixed(self) -> types.ModuleType:
+        return module(f"{self.name}, fixed", MISTAKE.sub(lambda found: RIGHT.sub(r"\1\2\n", found[1]), self.source))
+
+    @property
+    def mistake(self) -> str:
+        """The function in which the mistake is: the wrong lines after a minus, the right ones after a plus."""
+        found = MISTAKE.search(self.source)
+        assert found is not None
+        line = self.source[: found.start()].count("\n") + 1
+        inside = [
+            node
+            for node in ast.walk(ast.parse(self.source))
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+        ]
+        lines = self.source.splitlines()
+        first, last = (inside[-1].lineno, inside[-1].end_lineno) if inside else (line, line + found[0].count("\n") - 1)
+        shown, right = [], []
+        for text in lines[first - 1 : last]:
+            if re.match(r" *# right: ", text):
+                right.append("+ " + re.sub(r"# right: ", "", text))
+            elif text.endswith("# wrong"):
+                shown.append("- " + text.removesuffix("# wrong").rstrip())
+            else:
+                shown, right = [*shown, *right, "  " + text], []
+        return "\n".join(line.rstrip() for line in [*shown, *right])
+
+
+def module(name: str, source: str) -> types.ModuleType:
+    """The module that `source` makes, which tracebacks and the guard call `<name>`."""
+    made, filename = types.ModuleType(name), f"<{name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), made.__dict__)
+    return made
+
+
+@functools.cache
+def incidents() -> dict[str, Incident]:
+    """All programs of incidents/, by name."""
+    found = {}
+    for path in sorted(PROGRAMS.glob("*.py")):
+        source = path.read_text()
+        title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
+        fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
+        told = {key: " ".join(value.split()) for key, value in fields.items()}
+        threads = tuple(told["thread"].split())
+        found[path.stem] = Incident(path.stem, title.rstrip("."), threads, told["net"], told["cause"], source)
+    return found
+
+
+def seen(program: types.ModuleType, timeout: float = TIMEOUT) -> list[Seen]:
+    """Run a broken or fixed program on its ranks; what each has seen."""
+    return launch(program.on_rank, program.RANKS, timeout=getattr(program, "WAIT", timeout))
+
+
+def of_one_process(program: types.ModuleType) -> Seen:
+    """The same of one process, which computes with one thread, as each rank does."""
+    return launch(program.alone, 1)[0]
+
+
+def difference(mine: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of an element, relative to the largest element expected."""
+    if mine.shape != expected.shape:
+        return float("inf")
+    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return float((mine.double() - expected.double()).abs().max() / scale)
+
+
+def differences(program: types.ModuleType) -> dict[str, float]:
+    """For each number that must equal one process, the largest difference over the ranks that have it."""
+    expected = of_one_process(program)
+    try:
+        ranks = seen(program)
+    except RankFailed:  # they never come to numbers
+        return dict.fromkeys(expected.numbers, float("inf"))
+    return {
+        name: max(difference(rank.numbers[name], value) for rank in ranks if name in rank.numbers)
+        for name, value in expected.numbers.items()
+    }
+
+
+def worst(program: types.ModuleType) -> str:
+    """The largest difference from one process, of all numbers that must be equal."""
+    by_name = differences(program)
+    name = max(by_name, key=lambda name: by_name[name])
+    equal = by_name[name] <= TOLERANCE
+    return f"equal to one process, all {len(by_name)} numbers" if equal else f"{name} is off by {by_name[name]:.3g}"
+
+
+def show_cause(name: str) -> None:
+    """Under a notebook cell, folded: what is wrong, in words and in the program, with the lines that fix it."""
+    from IPython.display import Markdown, display  # tests need no IPython
+
+    found = incidents()[name]
+    where = f"`incidents/{name}.py`, with the fix:\n\n```diff\n{found.mistake}\n```"
+    display(Markdown(f"<details>\n<summary>The cause</summary>\n\n{found.cause}\n\n{where}\n\n</details>"))

@@ -59,6 +59,8 @@ def measure(make: Callable, half: bool = False) -> Measured:
         try:
             made = make()
         except Exception as error:  # it is the user's
+            if "Uninitialized" in str(error):
+                raise UserError("a lazy module has no sizes before its first input: give them, as in Linear") from error
             raise UserError(f"the function failed: {type(error).__name__}: {error}") from error
         finally:
             torch.set_default_dtype(before)

@@ -221,6 +221,7 @@ def test_any_module_is_measured(capsys, tmp_path):
         "class Asks(torch.nn.Linear):\n    def forward(self, x):\n        return x * float(x.sum())\n"
         "def asks():\n    return Asks(1, 1), (torch.randn(1),)\n"
         "def frozen():\n    return torch.nn.Linear(1, 1).requires_grad_(False), (torch.randn(1),)\n"
+        "def lazy():\n    return torch.nn.LazyLinear(4), (torch.randn(1),)\n"
         "def raises():\n    raise ValueError('no such layer')\n"
         "def many():\n    return torch.nn.Linear(1, 1), (torch.randn(1), torch.randn(1))\n"
         "class Long(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('one line\\nand another')\n"
@@ -239,6 +240,7 @@ def test_any_module_is_measured(capsys, tmp_path):
     for what, says in (
         (f"{file}:frozen", "nothing in the module is trained: no output depends on a parameter that wants a gradient"),
         (f"{file}:raises", "the function failed: ValueError: no such layer"),
+        (f"{file}:lazy", "a lazy module has no sizes before its first input: give them, as in Linear"),
         (f"{file}:many", f"{without} TypeError: Linear.forward() takes 2 positional arguments but 3 were given"),
         (f"{file}:long", f"{without} ValueError: one line"),
         (f"{broken}:model", f"{broken} cannot be imported: ValueError: no such file of settings"),

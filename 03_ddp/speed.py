@@ -39,7 +39,7 @@ def make_step(model, optimizer, batch_size, device, **options):
 
 
 def seconds_per_step(step, device, warm_up=3, steps=10):
-    """Of the slowest rank; the same number on all ranks."""
+    """Measure the seconds per step of the slowest rank; all ranks return the same number."""
     for _ in range(warm_up):  # the first steps allocate memory, open connections and arrange DDP's buckets
         step()
     finish(device)

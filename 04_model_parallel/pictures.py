@@ -70,9 +70,10 @@ def draw_block(kind: str, direction: str):
     fig, axes = plt.subplots(2, 1, figsize=(11, 6.0))
     for ax, (half, labels) in zip(axes, HALVES.items(), strict=True):
         _draw_half(ax, kind, direction, half, labels)
-    used = ["whole"] if kind == "one" else ["whole", "columns", *["sequence"] * (kind == "sequence"), "summand"]
-    handles = [_patch((0, 0), 1, 1, name) for name in used]
-    names = ["whole"] if kind == "one" else [SPLITS[name][3] for name in used]
+    used = {"one": ["whole"], "tensor": ["whole", "columns", "summand"]}
+    used["sequence"] = ["whole", "columns", "sequence", "summand"]
+    handles = [_patch((0, 0), 1, 1, name) for name in used[kind]]
+    names = ["whole"] if kind == "one" else [SPLITS[name][3] for name in used[kind]]
     what = "activations" if direction == "forward" else "gradients of activations"
     who = "" if kind == "one" else " of rank 0 of 2"
     title = f"{NAMES[kind]}, {direction}: {what} and weights{who}. Large boxes: tokens x features."
@@ -185,7 +186,7 @@ def draw_ways():
 
 
 def rank_that_computes(way: str, token: int, layer: int, part: str, column: int) -> int | None:
-    """Of two ranks, the one that computes with a column of a layer's part for a token of eight; None: both compute the
+    """Find which of two ranks computes with a column of a layer's part for a token of eight. None: both compute the
     same; NOBODY: the token has chosen another expert."""
     half_of_tokens, half_of_columns = token // 4, column // {"norm": 1, "attention": 1, "MLP": 2}[part]
     if way == "layers":

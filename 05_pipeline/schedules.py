@@ -107,7 +107,9 @@ def _alternate(ranks: int, microbatches: int, stages_per_rank: int = 1, lead: in
             operations += [*forwards[ahead + done : ahead + done + 1], backward]
             if split and done >= rank:
                 operations.append(("W", None))
-        return _number(operations + [("W", None)] * (min(rank, total) if split else 0))
+        if split:
+            operations += [("W", None)] * min(rank, total)
+        return _number(operations)
 
     return [actions_of(rank) for rank in range(ranks)]
 

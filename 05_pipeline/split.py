@@ -233,7 +233,7 @@ def measured(model, device, context=contextlib.nullcontext, rounds: int = 3) -> 
         for _ in range(rounds):
             if x is not tokens:
                 x = x.detach().requires_grad_()
-            leaves = [p for p in layer.parameters() if p.requires_grad] + [x] * x.requires_grad
+            leaves = [leaf for leaf in (*layer.parameters(), x) if leaf.requires_grad]
             synchronize(device)
             begin = time.perf_counter()
             with context():

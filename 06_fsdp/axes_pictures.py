@@ -24,7 +24,7 @@ RANK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
 
 def owners(shape: tuple[int, int], held: list[list[list[float]]]) -> list[list[list[int]]]:
-    """Of a matrix whose elements are 0, 1, 2, ..., the ranks that hold each element. held: each rank's part of it."""
+    """List the ranks that hold each element of a matrix of 0, 1, 2, ...; held: the part of it that each rank has."""
     found: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     for rank, rows in enumerate(held):
         for value in (int(value) for row in rows for value in row):

@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm, leave_meta
 from common.errors import UserError
 from common.mesh import axis
-from common.model import cross_entropy
+from common.model import children_or_items, cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import DTYPES, Strategy, require_gradients
 from course.ddp.by_hand import MEBIBYTE, assign
@@ -168,12 +167,7 @@ def units_of(model, axis, dtype=torch.float32, device="cpu", start=None, take=No
     no child. `axis` and what follows is FlatParameter's; by default the axis' first rank has the values to start with.
     `take` is called with the parameters of each unit before the unit is made.
     """
-    parts = [
-        part
-        for child in model.children()
-        for part in (child if isinstance(child, nn.ModuleList) else [child])
-        if any(True for _ in part.parameters())
-    ]
+    parts = children_or_items(model)
     groups, places = [], []
     for part in parts:
         own = dict.fromkeys(part.parameters())

@@ -136,8 +136,8 @@ def pretend(ranks):
 
 
 def counted(model):
-    """Of one forward and backward pass with fully_shard: the ledger, and the largest share of the model's parameters
-    that was whole while some layer computed, in either pass."""
+    """Run one forward and one backward pass with fully_shard; return the ledger, and the largest share of the model's
+    parameters that was whole while some layer computed, in either pass."""
     counts = []
 
     def note(*_):

@@ -16,7 +16,7 @@ from common.collectives import broadcast_module
 from common.constants import GIB
 from common.errors import UserError
 from common.mesh import axis
-from common.model import Attention
+from common.model import Attention, children_or_items
 from common.ranks import environment
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
@@ -107,12 +107,7 @@ def units_of(model: nn.Module) -> dict[nn.Module, bool]:
     left: weights that two of those share, such as a tied embedding's, since a weight has one unit. What the forward
     pass ends with is not freed: the backward pass begins with it.
     """
-    parts = [
-        part
-        for child in model.children()
-        for part in (child if isinstance(child, nn.ModuleList) else [child])
-        if any(True for _ in part.parameters())
-    ]
+    parts = children_or_items(model)
     owned = {part: set(part.parameters()) for part in parts}
     alone = [part for part in parts if all(owned[part].isdisjoint(owned[p]) for p in parts if p is not part)]
     return {**{part: part is not parts[-1] for part in alone}, model: False}

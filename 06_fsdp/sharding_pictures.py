@@ -232,8 +232,8 @@ def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
     for unit, name in enumerate(names):
         left = 1.25 * unit
         rows = (
-            (0, plotting.BLUE, unit in gathered, "gathering" * (unit in flying), True),
-            (1.25, plotting.ORANGE, unit in gradient, "reducing" * (unit in sent), unit in shards),
+            (0, plotting.BLUE, unit in gathered, "gathering" if unit in flying else "", True),
+            (1.25, plotting.ORANGE, unit in gradient, "reducing" if unit in sent else "", unit in shards),
         )
         for top, colour, whole, travels, shard in rows:
             ax.add_patch(Rectangle((left, top), 1, 1, fc="white", ec="#999999", lw=1, ls=":"))
@@ -243,8 +243,8 @@ def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
                 ax.add_patch(Rectangle((left, top), 1, 1, fc="none", ec=colour, hatch="///", lw=0))
             if shard:
                 ax.add_patch(Rectangle((left, top), 1 / ranks, 1, fc=colour, lw=0))
-            ground = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8 * bool(travels)}
-            text = travels or "whole" * whole
+            ground = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8 if travels else 0.0}
+            text = travels or ("whole" if whole else "")
             ax.text(left + 0.62, top + 0.5, text, ha="center", va="center", size=11, bbox=ground if text else None)
         active = what != "step" and unit == current
         ax.text(left + 0.5, -0.12, name, ha="center", va="bottom", size=12, weight="bold" if active else "normal")

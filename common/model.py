@@ -144,3 +144,12 @@ def make_resnet(channels: int, classes: int) -> nn.Module:
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean loss over all predictions: logits [..., classes] against targets [...] int64. A scalar."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def children_or_items(model: nn.Module) -> list[nn.Module]:
+    """The children of a model, or the items of those that are lists, such as blocks. Those without parameters are left
+    out."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += child if isinstance(child, nn.ModuleList) else [child]
+    return [part for part in found if any(True for _ in part.parameters())]

@@ -100,7 +100,7 @@ class PerRank:
 
 
 def row(report: Report) -> dict:
-    """As the metrics have it."""
+    """Return the line of a rank as the metrics have it."""
     waiting, use = (None if value is None else round(value, 4) for value in (report.waiting, report.use))
     return {"host": report.host, "memory_bytes": report.memory_bytes, "use": use, "waiting": waiting}
 

@@ -74,7 +74,8 @@ def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if first > last:  # a part of one row
         yield from inside(last, boxes(size[1:], start - last * row, stop - last * row))
         return
-    yield from inside(first - 1, boxes(size[1:], start - (first - 1) * row, row)) if start < first * row else ()
+    if start < first * row:  # the end of the row before
+        yield from inside(first - 1, boxes(size[1:], start - (first - 1) * row, row))
     if first < last:
         yield (first, *(0 for _ in size[1:])), (last - first, *size[1:])
     yield from inside(last, boxes(size[1:], 0, stop - last * row))

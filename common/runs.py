@@ -152,7 +152,7 @@ def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
         pairs = zip(run.axis(over), run.records, strict=True)
         points = [(x, record[metric]) for x, record in pairs if metric in record]
         values = [float("nan") if value is None else value for _, value in points]
-        ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." * (len(points) < 50))
+        ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." if len(points) < 50 else "")
     counted = " or ".join(sorted({run.unit for run in runs}))
     ax.set(xlabel=counted if over == "tokens" else over, ylabel=metric)
     ax.legend()

@@ -55,7 +55,9 @@ def groups(layout: Layout, cluster: Cluster) -> list[str]:
         if size == 1:
             continue
         stride = math.prod(layout.size(inner) for inner in AXES[place + 1 :])
-        ranks = [str(number * stride) for number in range(min(size, SHOWN))] + ["..."] * (size > SHOWN)
+        ranks = [str(number * stride) for number in range(min(size, SHOWN))]
+        if size > SHOWN:
+            ranks.append("...")
         where = "in a node" if size * stride <= cluster.gpus_per_node else "between nodes"
         found.append(f"  {axis:9} {size:5}   rank 0 with {' '.join(ranks)}: {where}")
     return found or ["  one GPU"]
@@ -73,7 +75,9 @@ def picture(layout: Layout, cluster: Cluster) -> list[str]:
         boxes = "[]" * min(8, layout.tensor)
         found.append(f"  stage rank {rank:3}: ranks {first} to {last} ({where}), each {boxes} of tensor, "
                      f"{held[rank]} micro-batches held")  # fmt: skip
-    return found + ["  ..."] * (layout.pipeline > SHOWN)
+    if layout.pipeline > SHOWN:
+        found.append("  ...")
+    return found
 
 
 def holds(found: Estimate) -> list[str]:

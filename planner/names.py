@@ -13,7 +13,7 @@ def lookup(name: str, table: dict[str, Entry], what: str, aliases: dict[str, str
     aliases = aliases or {}
     if name in table or name in aliases:
         return table[aliases.get(name, name)]
-    there = f"there are {', '.join(table)}"
-    hint = did_you_mean(name, [*table, *aliases], cutoff=0.4)
-    few = len(table) < 10 or not hint  # a long list hides the hint
-    raise UserError(f"unknown {what} '{name}'; {' '.join([hint] * bool(hint) + [there] * few)}")
+    advice = did_you_mean(name, [*table, *aliases], cutoff=0.4)
+    if not advice or len(table) < 10:  # a long list would hide the hint
+        advice = f"{advice} there are {', '.join(table)}".strip()
+    raise UserError(f"unknown {what} '{name}'; {advice}")

@@ -224,7 +224,8 @@ def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
         file.write_text(wrong)
         code, said = run_tests(tree, [test], seconds)
         file.write_text(right)
-        late += [test] * (code is None)
+        if code is None:
+            late.append(test)
         first = said.splitlines()[:1]
         if code not in (None, 0) and run_tests(tree, first or [test], seconds)[0] == 0:
             failed += first or [test]

@@ -122,7 +122,7 @@ def add_up_by_device(gradients):
 
 
 def add_up_by_pairs(gradients):
-    """Of an odd number the last one has no partner."""
+    """Where their number is odd, the last one has no partner."""
     result = []
     for copies in zip(*gradients, strict=True):
         there = [gradient for gradient in copies if gradient is not None]

@@ -587,7 +587,7 @@ def recomputed_with_inputs_alone(blocks, every, activations, boundary, seconds):
 
 
 def recomputed_with_an_input_of_every_block(blocks, every, activations, boundary, seconds):
-    """Of a segment only the first block's input is kept."""
+    """In a segment only the first block's input is kept."""
     memory, time = recomputed(blocks, every, activations, boundary, seconds)
     return memory + (blocks - blocks // every) * boundary if every else memory, time
 

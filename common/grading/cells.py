@@ -62,7 +62,8 @@ def put_into(file: Path, name: str, cell: str) -> None:
             raise UserError(f"{file.name} has no function {name}")
         else:
             start = stop = places[name][0]
-        lines[start:stop] = [*own[first:end], *[""] * (2 * (start == stop))]
+        between = ["", ""] if start == stop else []  # it is new
+        lines[start:stop] = [*own[first:end], *between]
     imports = [line for node in statements for line in own[node.lineno - 1 : node.end_lineno]]
     there = [node.lineno for node in ast.parse("\n".join(lines)).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     at = there[0] - 1 if there else 0

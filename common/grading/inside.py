@@ -5,6 +5,8 @@ from each rank, which it passes on to that rank and closes; so each rank is aske
 the other ranks nor the starter hold, and knows its own arguments alone. What a rank can say there is what its function
 returned, printed and (for the words of a verdict) sent, as data; how many bytes went from rank to rank the starter
 reads from the system.
+
+    python -m common.grading.inside DESCRIPTOR walled|open    started by sandbox.py, with a socket that is open
 """
 
 import contextlib

@@ -38,11 +38,11 @@ START = 60.0  # seconds that ranks may take to start: a spawned one imports PyTo
 LEEWAY = 3.0  # seconds beyond the timeout, so that a collective that began late times out, and says so, by itself
 # Seconds that the other ranks have after the first failure. They come to where they will wait for the rank that failed,
 # so that the report can say where; and of errors at about the same time each is heard.
-# A rank whose turn to compute has not come, on a busy machine, has up to PATIENCE times as long.
+# A rank whose turn to compute has not come, on a busy machine, has up to MOST_TURNS times as long.
 SETTLE = 0.5
-PATIENCE = 6
+MOST_TURNS = 6
 # Seconds that a rank has to write down where it is; one that blocks the signal does so by its own clock (LEEWAY + 1).
-ANSWER = 2.0
+TO_WRITE_DOWN = 2.0
 # On this signal a rank writes down its stack and ends. Not SIGTERM, which programs handle or ignore.
 STACK = getattr(signal, "SIGUSR2", None)
 ONE_AT_A_TIME = threading.Lock()  # launches of several threads take turns: orphans are told by being new
@@ -153,7 +153,7 @@ def ready_to_fork():
 def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, int]]:
     """Wait until every rank has ended or raised, until SETTLE after the first failure, or until time is up. SETTLE
     begins when all ranks have met, in case that the failure was quicker than that, and it goes on while a rank computes
-    or would like to; but neither for longer than PATIENCE times SETTLE.
+    or would like to; but neither for longer than MOST_TURNS times SETTLE.
 
     Returns for each rank that has ended when, in seconds since the epoch, and with which exit code.
     """
@@ -170,7 +170,7 @@ def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, i
         if failed_at is not None and settling is None:
             met = {rank for rank in range(len(ranks)) if Path(folder, f"met-{rank}").exists()}
             settling = (
-                now if len(met | raised | ended.keys()) == len(ranks) or now > failed_at + PATIENCE * SETTLE else None
+                now if len(met | raised | ended.keys()) == len(ranks) or now > failed_at + MOST_TURNS * SETTLE else None
             )
         if not started and all(Path(folder, f"stack-{rank}").exists() for rank in range(len(ranks))):
             started, deadline = True, now + timeout + LEEWAY
@@ -178,7 +178,7 @@ def _wait(ranks: list, folder: Path, timeout: float) -> dict[int, tuple[float, i
             return ended
         if settling is not None and now > settling + SETTLE:
             at_work = [process for rank, process in enumerate(ranks) if rank not in raised | ended.keys()]
-            if now > settling + PATIENCE * SETTLE or not any(_computes(process) for process in at_work):
+            if now > settling + MOST_TURNS * SETTLE or not any(_computes(process) for process in at_work):
                 return ended
         time.sleep(0.01)  # no waiting on pipes, which ranks may close, or leave open in a process of their own
 
@@ -202,7 +202,7 @@ def _stop(ranks: list, folder: Path) -> set[int]:
             _signal_main_thread(process.pid, STACK)
             os.kill(process.pid, signal.SIGCONT)  # a stopped process handles no signals
             asked.append(process)
-    deadline = time.monotonic() + ANSWER
+    deadline = time.monotonic() + TO_WRITE_DOWN
     while any(process.is_alive() for process in asked) and time.monotonic() < deadline:
         time.sleep(0.01)
     return stopped

@@ -139,7 +139,7 @@ def test_launch_ends_when_time_is_up_whatever_ranks_do(fn, monkeypatch, tmp_path
 def test_launch_ends_when_time_is_up_though_ranks_block_every_signal(monkeypatch):
     """Each writes its stack by its own clock, a second after the timeout and LEEWAY."""
     monkeypatch.setattr(launching, "LEEWAY", 0.0)
-    monkeypatch.setattr(launching, "ANSWER", 60.0)
+    monkeypatch.setattr(launching, "TO_WRITE_DOWN", 60.0)
     check_end(0, ["block_every_signal"] * 2, block_every_signal, timeout=3)
 
 

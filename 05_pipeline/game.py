@@ -84,7 +84,7 @@ def level(name: str) -> Level:
     return found
 
 
-class Idle(NamedTuple):
+class Gap(NamedTuple):
     """A time in which a rank does nothing, and why."""
 
     rank: int
@@ -174,7 +174,7 @@ def ready(game: Level, lists: Schedule) -> list[dict[Action, str]]:
     return found
 
 
-def idle(game: Level, timeline: simulator.Timeline, until: float) -> list[Idle]:
+def idle(game: Level, timeline: simulator.Timeline, until: float) -> list[Gap]:
     """Every time in which a rank waits, until its end, and for what."""
     ended = {event.action: event.end for own in timeline.ranks for event in own}
     can = ready(game, [[event.action for event in own] for own in timeline.ranks])
@@ -185,12 +185,12 @@ def idle(game: Level, timeline: simulator.Timeline, until: float) -> list[Idle]:
             if start > clock:
                 need = max(needs(game, action), key=lambda one: ended[one])
                 other = game.rank_of[need.stage]
-                found.append(Idle(rank, clock, start, f"{action} waits for {need} of rank {other}, over at {start:g}"))
+                found.append(Gap(rank, clock, start, f"{action} waits for {need} of rank {other}, over at {start:g}"))
             clock = end
         if clock < until:
             free = [str(action) for action, why in can[rank].items() if not why]
             closed = next((f"{action} {why}" for action, why in can[rank].items()), "it has done all of its work")
-            found.append(Idle(rank, clock, until, f"{free[0]} could come now" if free else closed))
+            found.append(Gap(rank, clock, until, f"{free[0]} could come now" if free else closed))
     return found
 
 

@@ -30,12 +30,12 @@ from pathlib import Path
 
 import torch
 
+from common.lab.equality import TOLERANCE
 from common.lab.launch import RankFailed, launch
+from course.ddp.catalogue import RIGHT
 
-PROGRAMS = Path(__file__).parent / "incidents"
-RIGHT = re.compile(r"^( *)# right: (.*)\n", re.MULTILINE)
+INCIDENTS = Path(__file__).parent / "incidents"
 MISTAKE = re.compile(r"^((?: *# right: .*\n)+)((?:.*# wrong$\n)+)", re.MULTILINE)
-TOLERANCE = 3e-5  # as in common/lab/equality.py, relative to the largest element
 TIMEOUT = 60.0  # seconds; a program that hangs has its own WAIT
 
 
@@ -108,7 +108,7 @@ def module(name: str, source: str) -> types.ModuleType:
 def incidents() -> dict[str, Incident]:
     """All programs of incidents/, by name."""
     found = {}
-    for path in sorted(PROGRAMS.glob("*.py")):
+    for path in sorted(INCIDENTS.glob("*.py")):
         source = path.read_text()
         title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))

@@ -59,7 +59,7 @@ def pages(pattern: str) -> list[str]:
 def contents() -> str:
     """What stands in the navigation: chapters in reading order, then the pages of docs/."""
     notebooks = pages(r"0[^)]*\.ipynb")
-    outline = README[README.index("in reading order") :]
+    outline = README[README.index('<a id="trail">') :]
     notebooks.sort(key=outline.find)
     titles = {folder: folder.replace("_", " ") for folder in sorted({page.split("/")[0] for page in notebooks})}
     blocks = [("To begin with", ["distributed_training.ipynb"])]

@@ -212,7 +212,8 @@ def run_and_tell(arguments):
         program = runpy.run_path(place, run_name="__main__")
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if Path(file).is_relative_to(ROOT) and "site-packages" not in file:
+        ours = Path(file).is_relative_to(ROOT) and not Path(file).is_relative_to(ROOT / "tests")
+        if ours and "site-packages" not in file:
             files[os.path.realpath(file)].add((file, id(module)))
     (importable,) = pickle.loads(pickle.dumps([program[class_name]]))  # raises, if it is not the one that is imported
     told = {

@@ -109,7 +109,7 @@ def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
     alone = [config_of(tmp_path, 1, *who) for who in (("single",), ("expert", "by-hand"), ("model",))]
     (expected,) = launch(validated, 1, (alone,))
     assert expected[2] == pytest.approx(expected[0], rel=3e-5), "layers on the devices of one process"
-    assert expected[0][0] != pytest.approx(expected[0][1], rel=0.01), "other text than that of the step"
+    assert expected[0][0] != pytest.approx(expected[0][1], rel=3e-4), "other text than that of the step"
     assert expected[0][0] != pytest.approx(expected[0][2], rel=1e-4), "another model after a step"
     by_size = {size: [config for config, row in zip(many, rows, strict=True) if row[0] == size] for size in (2, 4)}
     for size, configs in by_size.items():

@@ -2,6 +2,7 @@
 JupyterLab are. A place is a file under the name that the reader has open, and a line."""
 
 import ast
+import contextlib
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import LAUNCHER, SMALL
 
@@ -66,11 +68,14 @@ class Session:
             self.ask("stackTrace", threadId=message["body"]["threadId"])
 
 
+MARK = "DEBUGGED_AT"  # in the environment of all that a test has started
+
+
 def stops(arguments: list, places: list[tuple[Path, int]], processes: int, timeout: float = 150) -> list[tuple]:
     """Debug `python ARGUMENTS` until so many processes have stopped: the (file, line) where each is, in any order."""
     port, inbox, found = free_port(), queue.Queue(), {}
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    environment |= {"OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", MARK: str(port)}
     command = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", *arguments]
     done = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, stderr=subprocess.PIPE)
     attach = {"name": "test", "type": "python", "request": "attach", "subProcess": True, "justMyCode": False}
@@ -92,6 +97,10 @@ def stops(arguments: list, places: list[tuple[Path, int]], processes: int, timeo
     finally:
         os.killpg(done.pid, 9)
         done.wait()
+        for process in psutil.process_iter():  # the adapter and torchrun's ranks have left that group
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(port):
+                    process.kill()
     return list(found.values())
 
 

@@ -1,7 +1,7 @@
 """When a cell of a notebook fails, so do most that follow: report the first, and leave the rest of them out. Measured
 numbers are masked before outputs are compared. The kernels of notebooks are forked from one process that has imported
-PyTorch. A test that fails says how to run it again. And what the tests start on few cores runs as ranks of the course
-do."""
+PyTorch, and so are the programs that their cells start. A test that fails says how to run it again. And what the tests
+start on few cores runs as ranks of the course do."""
 
 import faulthandler
 import io
@@ -11,6 +11,7 @@ import runpy
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,10 @@ import pytest
 # pytest has tracebacks of fatal errors written past what it captures. A rank that is forked, and may be meant to die,
 # does not: ranks that are started otherwise have no such handler either.
 os.register_at_fork(after_in_child=faulthandler.disable)
+
+
+PRELOADED = ["pytest", "ipykernel.kernelapp", "matplotlib.pyplot", "torch._dynamo", "torch.distributed.checkpoint",
+             "torch.distributed.pipelining", "sklearn.datasets"]  # fmt: skip
 
 
 def pytest_configure(config):
@@ -36,12 +41,15 @@ class ForkedKernel:
     """A notebook's kernel, used as subprocess.Popen is, but forked from a process that has imported what takes long,
     which is three seconds of processor time for each notebook. With FULL=1 kernels start as JupyterLab starts them."""
 
-    stdin, stdout, stderr = io.BytesIO(), None, None
+    stdin, stdout, stderr, commands = io.BytesIO(), None, None, None
 
     def __init__(self, command: list[str], cwd: str, env: dict[str, str], **_):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "ipykernel.kernelapp", "matplotlib.pyplot", "torch._dynamo"])
-        self.process = context.Process(target=_run_kernel, args=(command, cwd, env))
+        context.set_forkserver_preload(PRELOADED)
+        if not ForkedKernel.commands:
+            ForkedKernel.commands = tempfile.TemporaryDirectory(prefix="commands-")
+            context.Process(target=_serve, args=(ForkedKernel.commands.name,), daemon=True).start()
+        self.process = context.Process(target=_run_kernel, args=(command, cwd, env, ForkedKernel.commands.name))
         self.process.start()
         self.pid = self.process.pid
         while self.process.is_alive() and os.getpgid(self.pid) != self.pid:
@@ -51,9 +59,21 @@ class ForkedKernel:
         self.send_signal = lambda number: os.kill(self.pid, number)
 
 
-def _run_kernel(command: list[str], cwd: str, env: dict[str, str]) -> None:
-    """`python -m ipykernel_launcher -f FILE` in the process that was forked for it."""
+def _serve(folder: str) -> None:
+    multiprocessing.current_process().daemon = False  # so that what it starts may start processes
+    multiprocessing.set_start_method(None, force=True)
+    sys.path.append(str(Path(__file__).parent / "tests"))
+    from forked_programs import serve
+
+    serve(Path(folder))
+
+
+def _run_kernel(command: list[str], cwd: str, env: dict[str, str], commands: str) -> None:
+    """`python -m ipykernel_launcher -f FILE` in the process that was forked for it. Its `python` and `torchrun` are
+    those of forked_programs.py."""
     os.setsid()
+    sys.executable = f"{commands}/python"
+    env = env | {"PATH": commands + os.pathsep + env.get("PATH", os.defpath)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # of what the kernel starts: Python's own
     os.environ.clear()

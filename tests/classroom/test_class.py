@@ -28,12 +28,9 @@ from common.grading.values import Description, plain
 from common.lab.ledger import LedgerEntry
 
 THREE = ("ring_shift", "global_mean", "ring_bytes")  # of 1, 1 and 2 points, which the submissions of hostile.py answer
-FEW = [
-    "deletes_others", "imports_the_solutions", "opens_sockets", "talks_to_the_system", "replaces_the_ledger",
-    "looks_for_others_arguments", "sends_without_the_ledger", "forges_the_ledger", "a_ledger_that_is_none",
-    "runs_in_the_judge", "returns_a_giant", "returns_meta", "leaves_children_at_once", "kills_all_when_called",
-    "breaks_the_page",
-]  # fmt: skip
+# Each starts Python and PyTorch in a sandbox of its own, which takes four seconds of a processor: one for each way out
+# that the walls below don't show, by what the system counts, by what comes back, by what judges, by other processes.
+FEW = ["sends_without_the_ledger", "runs_in_the_judge", "replaces_the_ledger", "kills_all_when_called"]
 TABLE = HOSTILE | {name: (text, None, "") for name, text in GENERATED.items()}
 HERE = list(TABLE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
@@ -47,9 +44,8 @@ def first_three(unknown: bool) -> list[Exercise]:
     return fresh.with_fresh_cases(three, solutions, seed=1) if unknown else three
 
 
-def grade(found: list[Submission], capfd, unknown: bool = True, **more) -> dict[str, dict]:
-    exercises = first_three(unknown)
-    Grading(exercises, check.minutes_of("01_intro"), **{"time_limit": 120.0} | more).all(found)
+def grade(found: list[Submission], capfd, **more) -> dict[str, dict]:
+    Grading(first_three(unknown=True), check.minutes_of("01_intro"), **{"time_limit": 120.0} | more).all(found)
     output = capfd.readouterr()
     return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
 
@@ -88,13 +84,14 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks):
             for word, value in (about | {"TMP": sandbox.TEMPORARY}).items():
                 text = text.replace("{" + word + "}", str(value))
             (folder / f"{name}.py").write_text(text)
-        for name in ("ann", "zoe"):  # the first and the last
+        honest = ["ann", "zoe"] if FULL else ["zoe"]  # the first and the last
+        for name in honest:
             (folder / f"{name}.py").write_text(f"# {name}\n{ALL}")
         before = {path: path.read_bytes() for path in (*folder.iterdir(), secret, ROOT / "01_intro" / "exercises.py")}
         rows = grade(classes.submissions(folder), capfd, pages=tmp_path / "pages")
     assert {path: path.read_bytes() for path in before} == before and len(list(folder.iterdir())) == len(before) - 2
     assert heard == [] and rows.pop("stderr") == "" and left(marks) == []
-    assert list(rows) == sorted([*HERE, "ann", "zoe"])
+    assert list(rows) == sorted([*HERE, *honest])
     mistaken = []
     for name, row in rows.items():
         _, points, note = TABLE.get(name, ("", 4, "^$"))
@@ -104,12 +101,7 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks):
         if not earned or row["maximum"] != "4" or not re.search(note, row["note"]):
             mistaken.append(f"{name}: {row['points']}, {row['note']}")
     assert not mistaken, "\n".join(mistaken)
-    for page in (tmp_path / "pages").iterdir():
-        assert not [line for line in page.read_text().splitlines()[1:] if line and line[:4] != "    "], page.name
-
-
-def test_the_table_of_hostile_submissions():
-    assert len(TABLE) >= 100 and set(FEW) <= set(TABLE) and len(FEW) == 15
+    assert len(TABLE) >= 100, "submissions that are run with FULL=1"
 
 
 @walled
@@ -149,13 +141,13 @@ def test_what_the_system_counts_against_what_ranks_report(reported, counted, agr
     assert (said is None) == agrees, said
 
 
-@walled
-def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path, capfd):
+def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path):
     """With the known inputs alone it would be right; nor does one that is right for these times any one number."""
     (tmp_path / "hard_codes.py").write_text(HOSTILE["hard_codes"][0])
-    known, unknown = (grade(classes.submissions(tmp_path), capfd, unknown=u)["hard_codes"] for u in (False, True))
-    assert (known["global_mean"], known["points"]) == ("right", "2"), known["note"]
-    assert (unknown["global_mean"], unknown["points"]) == ("wrong", "1"), unknown["note"]
+    for unknown, status in ((False, "right"), (True, "wrong")):
+        attempts = [(exercise, exercise.name) for exercise in first_three(unknown) if exercise.name == "global_mean"]
+        (verdict,) = engine.grade(attempts, tmp_path / "hard_codes.py")
+        assert verdict.status == status, verdict.text
 
 
 @pytest.mark.parametrize("chapter", check.chapters())
@@ -371,7 +363,7 @@ def test_what_is_no_outcome_is_refused():
 # --- who is in a class ----------------------------------------------------------------------------------------
 
 
-def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd):
+def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch):
     folder = tmp_path / "class"
     (folder / "both").mkdir(parents=True)
     os.mkfifo(folder / "pipe.py")
@@ -386,7 +378,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd):
     (folder / "huge" / "exercises.py").touch()
     (folder / "huge" / "data.bin").write_bytes(b"x" * (2**20 + 1))
     (folder / "deep" / "exercises.py").write_text("import er.x")
-    (folder / "deep" / "er" / "x.py").write_text("raise ValueError('its own file')")
+    (folder / "deep" / "er" / "x.py").write_text("raise ValueError('its own file\\n```\\n# all right')")
     utf16 = "def f(): pass".encode("utf-16")
     texts = {"=cmd": b"def f(:", "both": b"def f(:", "a\nb\x1b[31m": b"", "utf16": utf16, "_x": b"", "UPPER": b""}
     for name, text in (texts | {"exercises": b"from both import *"}).items():
@@ -394,20 +386,29 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd):
     (folder / os.fsdecode(b"\xff.py")).touch()
     for name in ("notes.txt", "x.tar.gz", ".DS_Store"):
         (folder / name).touch()
-    found = classes.submissions(folder)
+    found, one = classes.submissions(folder), Grading.one
+    runs = re.compile("from both|import er.x")  # two of them are run, the others have answered nothing
+
+    def graded(self, copied, hidden=()):
+        idle = isinstance(copied, Path) and not runs.search(copied.read_text(errors="replace"))
+        return "" if idle else one(self, copied, hidden)
+
+    monkeypatch.setattr(Grading, "one", graded)
     rows = grade(found, capfd, pages=tmp_path / "pages")
     notes = {name: row["note"] for name, row in rows.items() if name != "stderr"}
     expected = {
-        "'=cmd": "SyntaxError", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "SyntaxError", r"\xff": "",
+        "'=cmd": "", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "", r"\xff": "", "utf16": "",
         "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
         "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
         "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",
-        "notes.txt": "neither", "x.tar.gz": "archive", "utf16": "null bytes|SyntaxError|ValueError|not a text",
+        "notes.txt": "neither", "x.tar.gz": "archive",
     }  # fmt: skip
     assert set(notes) == set(expected) and rows["stderr"] == ""
     assert [name for name in notes if not re.search(expected[name], notes[name])] == [], notes
     assert len(list((tmp_path / "pages").iterdir())) == len(expected), "a page for each"
-    assert "secret" not in "".join(page.read_text() for page in (tmp_path / "pages").iterdir())
+    for page in (tmp_path / "pages").iterdir():
+        lines = page.read_text().splitlines()[1:]
+        assert "secret" not in lines and not [line for line in lines if line and line[:4] != "    "], page.name
     assert [s.name for s in classes.submissions(folder / "both.py")] == ["both"], "a file is one submission"
     with refused("both"):
         (folder / "both" / "notes.txt").touch()
@@ -415,17 +416,12 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd):
 
 
 def test_without_a_sandbox_nothing_is_graded_unless_told(tmp_path, monkeypatch, capfd):
+    """Told it is: test_check.py grades a class so."""
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
     (tmp_path / "ann.py").write_text(ALL)
-    arguments = ["01_intro", "--submission", str(tmp_path), "--csv"]
     with refused("a test", "--unprotected"):
-        check.main(arguments)
+        check.main(["01_intro", "--submission", str(tmp_path), "--csv"])
     assert capfd.readouterr().out == ""
-    assert check.main([*arguments, "--unprotected", "--export", str(tmp_path / "out")]) == 0
-    output = capfd.readouterr()
-    (row,) = csv.DictReader(output.out.splitlines())
-    assert row["points"] == "4" and "no sandbox" in output.err
-    assert (tmp_path / "out" / "canvas.csv").exists()
 
 
 def test_one_submission_that_cannot_be_graded_is_its_own_row(tmp_path, monkeypatch):

@@ -1,5 +1,8 @@
-"""`python` or `torchrun` as a request to the server of forked_programs.py: python -SE forked_command.py SOCKET PYTHON
-NAME ARGUMENTS. It imports next to nothing. What the server does not know goes to Python itself."""
+"""`python` or `torchrun` as a request to the server of forked_programs.py, in whose name it is called:
+
+    python -SE forked_command.py SOCKET PYTHON NAME ARGUMENTS
+
+It imports next to nothing. What the server does not know goes to the real PYTHON."""
 
 import json
 import os

@@ -97,10 +97,8 @@ def test_a_changed_output_fails_and_takes_the_rest_of_its_notebook_along(tmp_pat
     for cell, stored in zip(cells, prints.values(), strict=True):
         cell.outputs = [new_output("stream", name="stdout", text=stored)]
     nbformat.write(new_notebook(cells=cells), tmp_path / "changed.ipynb")
-    tmp_path.joinpath("tests").mkdir()
-    for file in (ROOT / "conftest.py", SANITIZE):
-        tmp_path.joinpath(file.relative_to(ROOT)).write_text(file.read_text())
-    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-v", "-rs"]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "conftest", "-v", "-rs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     assert re.findall(r"Cell \d ([A-Z]+)", printed)[:4] == ["PASSED", "FAILED", "SKIPPED", "SKIPPED"], printed
     assert {*re.findall(r"Cell \d failed before", printed)} == {"Cell 1 failed before"}, "the first that failed"

@@ -22,27 +22,6 @@ def some_verdicts() -> list[Verdict]:
     return [Verdict(right, "right"), mistaken, Verdict(left, "not attempted")]
 
 
-def test_the_table_has_a_row_for_each_exercise_and_what_is_wrong_below():
-    verdicts, minutes = some_verdicts(), {"sum": "5", "mean_of_all": "20"}
-    text = table(verdicts, minutes=minutes)
-    head, *rows, total = text.partition("\n\n")[0].splitlines()
-    assert [row.split()[0] for row in rows] == ["sum", "mean_of_all", "tree"]
-    for row, verdict in zip(rows, verdicts, strict=True):
-        exercise, points = verdict.exercise, verdict.exercise.points * (verdict.status == "right")
-        facts = [exercise.difficulty, minutes.get(exercise.name, ""), verdict.status, f"{points} of {exercise.points}"]
-        assert " ".join(row.split()[1:]) == " ".join(filter(None, facts))
-        assert row.index(verdict.status) == rows[0].index("right"), "columns stand below each other"
-    assert "1 of 3" in total and "3 of 17" in total, "how many are right, and points"
-    below = text.partition(total)[2]
-    for shown in ("world size 2, ones, rank 1", "mean_of_all([1])", "mean_of_all([2])", "5", "6", "rank 1: half",
-                  "mean_of_all --hint", "rank 0  F0", "rank 1  ."):  # fmt: skip
-        assert shown in below, "where, with which input, what was expected, what came, what it printed, its drawing"
-    assert "tree" in below.splitlines()[-1], "what is next"
-    plain = table(verdicts, False, minutes)
-    assert "rank 0  F0" in text and "rank 0  F0" not in plain, "a notebook shows the picture instead"
-    assert "minutes" in head and "minutes" not in table(verdicts)
-
-
 def test_what_one_exercise_printed_is_shown_and_why_a_file_cannot_be_used():
     exercise = some_verdicts()[0].exercise
     alone = table([Verdict(exercise, "right", printed=("rank 0: 6", "rank 1: 6"))])

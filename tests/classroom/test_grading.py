@@ -10,7 +10,6 @@ from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.grading.feedback import column_of, table
 from common.lab.ledger import LedgerEntry
-from course.fsdp.classroom import grading as fsdp
 from course.intro.classroom import grading as intro
 from course.pipeline import schedules
 from course.pipeline.classroom import grading as pipeline
@@ -79,17 +78,6 @@ def test_as_many_bytes_at_most():
     assert said == "rank 0: expected at most 100 bytes sent by each rank, got 120 bytes: all_reduce of 80 bytes"
 
 
-def test_one_all_reduce_of_two_numbers():
-    two = [LedgerEntry("all_reduce", 8, 2)]
-    assert refusal(intro.one_all_reduce, [two, two]) == ""
-    said = refusal(intro.one_all_reduce, [two, [LedgerEntry("all_reduce", 24, 2)]])
-    assert said == "rank 1: expected an all_reduce of two numbers, got an all_reduce of 24 bytes"
-    assert refusal(intro.one_all_reduce, [two, []]) == (
-        "rank 1: expected one all_reduce and nothing else, got nothing sent"
-    )
-    assert refusal(intro.one_all_reduce, [[LedgerEntry("all_reduce", 16, 2)], two]) == "", "two numbers of 8 bytes"
-
-
 def test_a_tree_passes_whole_tensors_on_in_few_rounds():
     pattern = intro.binomial_tree(0, 8)
     assert refusal(pattern, [sends((1, 8), (2, 8)), sends((3, 8)), [], []]) == ""
@@ -104,22 +92,6 @@ def test_a_tree_passes_whole_tensors_on_in_few_rounds():
     assert refusal(pattern, twice) == "rank 3: expected the tensor received 1 time(s), got 2 time(s)"
 
 
-def test_halving_and_doubling_send_halves_of_what_is_left():
-    pattern, partners = intro.halving_doubling(8, 4), [(2, 1), (3, 0), (0, 3), (1, 2)]
-    right = [sends((far, 16), (near, 8), (near, 8), (far, 16)) for far, near in partners]
-    assert refusal(pattern, right) == ""
-    more = [sends((far, 16), (near, 16), (near, 16), (far, 16)) for far, near in partners]
-    assert refusal(pattern, more) == "rank None: expected 192 bytes sent by all ranks together, got 256 bytes"
-
-
-def test_inside_of_rows_and_then_across_them():
-    pattern = fsdp.inside_then_across(columns=2, replicas=2, whole=24)
-    right = [LedgerEntry("reduce_scatter", 24, 2), LedgerEntry("all_reduce", 12, 2)]
-    assert refusal(pattern, [right, right]) == ""
-    said = refusal(pattern, [right, [right[0], LedgerEntry("all_reduce", 12, 4)]])
-    assert said.endswith("got reduce_scatter of 24 bytes among 2 ranks, all_reduce of 12 bytes among 4 ranks")
-
-
 def test_a_schedule_keeps_its_budget_to_the_last_unit():
     schedule = pipeline.text_of(schedules.build("1f1b", 4, 8))  # makespan 22, and stores 4, 3, 2 and 1
 
@@ -129,18 +101,6 @@ def test_a_schedule_keeps_its_budget_to_the_last_unit():
     assert said(22, [4, 3, 2, 1]) == ""
     assert said(21, [4, 3, 2, 1]) == "rank None: expected a makespan of at most 21, got 22"
     assert said(22, [4, 3, 2, 0]).endswith("at most [4, 3, 2, 0] activations stored on the ranks, got [4, 3, 2, 1]")
-
-
-def test_inputs_show_which_ranks_are_in_a_sum():
-    assert patterns.numbered(2, 3).tolist() == [100.0, 200.0, 300.0]
-    assert sum(patterns.numbered(rank, 1, torch.int64) for rank in (0, 1, 3)).tolist() == [1011]
-
-
-def test_what_only_calculates_is_asked_once():
-    table = [(1, 2, 3), (4, 5, 9)]
-    assert [list(patterns.calculated(size, "add", table)) for size in (3, 4)] == [[], []]
-    first, second = patterns.calculated(2, "add", table)
-    assert (second.what, second.arguments, second.expected) == ("add(4, 5)", [(4, 5)] * 2, [9, 9])
 
 
 DIFFERENCES = [

@@ -3,7 +3,6 @@ replace, and what is told of it."""
 
 import contextlib
 import copy
-import signal
 
 import pytest
 import torch
@@ -57,13 +56,6 @@ def judged(*ranks: CallOutcome) -> tuple[str, str]:
     return verdict.where, verdict.got
 
 
-def test_the_rank_that_raised_is_named():
-    returned = CallOutcome("returned", 5)
-    raised = CallOutcome("raised", text="ValueError: no")
-    where, got = judged(returned, raised, raised)
-    assert (where, got) == ("world size 3, a case, rank 1", "ValueError: no"), "the first that raised"
-
-
 def messages(operation: str, *about: tuple[int, int]) -> CallOutcome:
     return CallOutcome("returned", 5, [LedgerEntry(operation, nbytes, 3, peer=peer) for peer, nbytes in about])
 
@@ -95,16 +87,6 @@ def test_an_error_of_a_partner_that_does_not_come_is_waiting(message, told, tmp_
     assert outcome.printed == "begun\n", "what it printed before it failed"
 
 
-def test_a_call_waits_in_the_collective_that_the_learner_has_called(tmp_path):
-    """Which may call another one."""
-    inside, names = "def send(): isend()\ndef isend(): raise RuntimeError('Timed out')\n", {}
-    exec(compile(inside, "/x/torch/distributed/distributed_c10d.py", "exec"), names)
-    (tmp_path / "mine.py").write_text("def f(send):\n    send()\n")
-    function = engine.load(tmp_path / "mine.py").f
-    outcome = engine._call(function, (names["send"],), tmp_path / "mine.py")
-    assert outcome.text == "waiting in send, line 2 of f: send()", "the collective that was called"
-
-
 def write(tensors, place):
     tensors[place] += 1
 
@@ -115,15 +97,6 @@ def test_a_call_that_writes_into_its_arguments_is_noticed():
     assert (first.changed_input, second.changed_input) == (True, True), "a tensor in a list was changed"
     assert third.status == "raised"
     assert not engine._call(lambda tensors: tensors[0] + 1, ([torch.zeros(2)],), None).changed_input
-
-
-def test_an_alarm_rings_after_the_limit_and_then_every_second():
-    with engine._alarm():
-        left, interval = signal.getitimer(signal.ITIMER_REAL)
-    assert 5 < left <= 10 and interval == 1, "seconds until it rings, and from then on"
-    with pytest.raises(engine._OutOfTime), engine._alarm():
-        signal.raise_signal(signal.SIGALRM)
-        pytest.fail("the alarm does not end a call")
 
 
 def test_a_file_is_a_module_that_knows_its_place(tmp_path):
@@ -150,11 +123,3 @@ def test_what_counts_and_compares_cannot_be_replaced(owner, name, monkeypatch):
     assert not seal.broken(), "nothing has been replaced"
     monkeypatch.setattr(owner, name, lambda *args, **named: True)
     assert seal.broken(), f"{name} of {owner.__name__} was replaced, and nobody notices"
-
-
-def test_what_pytorch_itself_sets_breaks_no_seal(monkeypatch):
-    seal = engine._Seal()
-    monkeypatch.setattr(torch, "a_number_of_its_own", 1, raising=False)
-    assert not seal.broken(), "a name that cannot be called"
-    monkeypatch.setattr(torch, "a_function_of_its_own", print, raising=False)
-    assert seal.broken(), "one that can"

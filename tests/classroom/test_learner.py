@@ -47,12 +47,6 @@ def test_an_exercise_is_found_in_its_chapter(capfd):
     assert second in last, "and there are no more"
 
 
-def test_stages_together_are_the_hint():
-    for exercise in EXERCISES:
-        assert " ".join(stages(exercise)) == exercise.hint
-    assert sum(len(stages(exercise)) > 1 for exercise in EXERCISES) > 0.8 * len(EXERCISES)
-
-
 def test_watch_shows_one_failure_at_a_time_until_all_is_right(tmp_path, monkeypatch, capfd):
     """Checked whenever the file is saved. What was right and no longer is comes up again at the end."""
     file, texts, said = tmp_path / "exercises.py", ["half", "both", "broken", "good"], []
@@ -115,52 +109,6 @@ def test_watch_begins_with_what_is_begun(tmp_path, monkeypatch, capfd):
     assert checked == ["all_to_all", "all_to_all"]
 
 
-def test_watch_says_why_there_is_nothing_to_check_yet(tmp_path, monkeypatch, capfd):
-    """Not attempted, or a file that cannot be used."""
-    (tmp_path / "exercises.py").touch()
-    exercise, said = named("ring_shift"), []
-
-    def wait(path, before):
-        said.append((capfd.readouterr().out.splitlines(), path, before))
-        if len(said) == 2:
-            raise KeyboardInterrupt
-
-    for status, reason in (("not attempted", ""), ("not graded", "SyntaxError")):
-        verdict = engine.Verdict(exercise, status, got=reason)
-        told = [verdict, engine.Verdict(exercise, "wrong", "here")]
-        monkeypatch.setattr(check, "verdicts", lambda *about, told=told, **more: [told.pop(0)])
-        said.clear()
-        with contextlib.suppress(KeyboardInterrupt):
-            check.watch("01_intro", tmp_path / "exercises.py", exercise.name, wait)
-        head, why = said[0][0][1:3]
-        assert "0 of 1" in head and "ring_shift" in head and why == f"ring_shift: {verdict.got or 'not attempted'}"
-        assert said[0][1:] == (tmp_path / "exercises.py", (tmp_path / "exercises.py").stat().st_mtime_ns)
-
-
-def test_the_command_line_reaches_the_watch(tmp_path, monkeypatch):
-    watched = []
-    monkeypatch.setattr(check, "watch", lambda *about: watched.append(about))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").touch()
-    assert check.main(["03_ddp/", "--watch"]) == check.main(["bf16_average", "--watch"]) == 0
-    assert check.main(["01_intro", "ring_shift", "--submission", "mine.py", "--watch"]) == 0
-    shipped = check.ROOT / "03_ddp" / "exercises.py"
-    assert watched == [
-        ("03_ddp", shipped, None),
-        ("03_ddp", shipped, "bf16_average"),
-        ("01_intro", tmp_path / "mine.py", "ring_shift"),
-    ], "chapter, file and exercise that are watched"
-
-
-def test_a_submission_is_of_the_chapter_whose_exercises_it_has_most_of():
-    texts = [
-        "def bf16_average(): ...\ndef learning_rate(): ...\n",
-        "def ring_shift(): ...\nbytes = 'def global_mean'\n",
-    ]
-    assert check.chapter_of([*texts, ""]) == "03_ddp", "2 against 1"
-    assert check.chapter_of([]) == "01_intro", "the first where there is nothing to tell"
-
-
 def test_minutes_are_those_that_the_stubs_allow(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "exercises.py").write_text(
@@ -216,16 +164,6 @@ def test_of_what_is_printed_the_beginning_is_kept():
         print("x" * 1000, file=printed)
     assert printed.getvalue().startswith("begin\nxxx") and printed.getvalue().endswith("\n... (cut here)")
     assert len(printed.getvalue()) < values.MOST_PRINTED + 20
-
-
-def test_progress_is_told_while_ranks_start(tmp_path):
-    (tmp_path / "ring.py").write_text(SHIFT)
-    told = []
-    check.verdicts("01_intro", tmp_path / "ring.py", "ring_shift", progress=told.append)
-    assert told == [f"starting {size} ranks for 1 exercise" for size in (2, 3, 4)]
-    told.clear()
-    check.verdicts("01_intro", tmp_path / "ring.py", "global_mean", progress=told.append)
-    assert told == ["starting 2 ranks for 1 exercise"]  # not attempted: nothing is left to do
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch, capfd):

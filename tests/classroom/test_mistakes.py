@@ -1,11 +1,9 @@
 """The catalogue of mistakes: each program says what its entry says, and its fixed line works."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from course.ddp import catalogue
 from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, run, run_wrong
 
 NAMES = sorted(mistakes())
@@ -66,39 +64,3 @@ def test_right_lines_take_the_place_of_the_wrong_ones():
     assert found.fixed == '"""T"""\n\nif x:\n    a()\n    b()\nd(timedelta(seconds=60))\n'
     program = "if x:\n    c()  # wrong\n    if y:  # wrong\nd(timedelta(seconds=3))"
     assert found.program == program and found.right == "a()\nb()"
-
-
-def fake(says: str, right: str = "pass") -> Mistake:
-    source = f'"""T"""\n\n# right: {right}\na()  # wrong\n'
-    messages = tuple(message(part) for part in says.split(" | "))
-    return Mistake("late", "Comes late", messages, (), "Nothing.", "Ask rank 1.", "Come in time.", source)
-
-
-def test_programs_that_did_not_say_it_are_run_again_one_by_one_three_times(monkeypatch):
-    runs = []
-
-    def run(sources, at_once):
-        runs.append((list(sources), at_once))
-        heard = {"first": 1, "third": 3, "never": 9}
-        return {name: [Ended(1, "No" if len(runs) >= heard[name] else "")] for name in sources}
-
-    monkeypatch.setattr(catalogue, "run", run)
-    monkeypatch.setattr(catalogue, "mistakes", lambda: dict.fromkeys(("first", "third", "never"), fake("rank 0: No")))
-    ended = run_wrong(["first", "third", "never"])
-    again = [(["third", "never"], 1), (["third", "never"], 1), (["never"], 1)]
-    assert runs == [(["first", "third", "never"], 10), *again], "which programs are run, and how many at once"
-    assert {name: one.output for name, (one,) in ended.items()} == {"first": "No", "third": "No", "never": ""}
-
-
-def test_a_rank_that_is_still_at_work_is_killed(tmp_path):
-    log, done = tmp_path / "0", []
-    log.write_bytes(b"begun \xff")
-
-    def process(alive):
-        return SimpleNamespace(is_alive=lambda: alive, kill=lambda: done.append("kill"), exitcode=-9,
-                               join=lambda seconds: done.append("join"))  # fmt: skip
-
-    assert catalogue._end(process(True), log) == Ended(None, "begun \ufffd"), "no code of its own, and what it wrote"
-    assert done == ["kill", "join"], "what is done to a rank that is still at work"
-    assert catalogue._end(process(False), tmp_path / "1") == Ended(-9, ""), "its code; it has written nothing"
-    assert done == ["kill", "join", "join"]

@@ -1,6 +1,5 @@
 """The picture of a transformer block shows the messages and splits of two ranks; bars of a layer follow sliders."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from course.model_parallel import pictures
 from course.model_parallel.by_hand_tensor import apply_tensor_parallel, own
 
 BATCH, TIME, WIDTH = 2, 4, 8
-WHITE = (1.0, 1.0, 1.0)
 
 
 def block_on_a_rank(kind):
@@ -47,24 +45,3 @@ def test_what_is_drawn_is_what_two_ranks_do(kind):
     for place, shape in shapes.items():
         across, down, *_ = pictures.SPLITS[pictures.split(kind, "forward", place)]
         assert tuple(shape) == (BATCH, TIME * down, WIDTH * across), place
-
-
-def test_every_frame_is_drawn():
-    for kind, direction in pictures.WORDS:
-        fig = pictures.draw_block(kind, direction)
-        said = [text.get_text().replace("\n", "") for ax in fig.axes for text in ax.texts]
-        plt.close(fig)
-        for message in ("all-reduce", "all-gather", "reduce-scatter", "nothing"):  # in attention and in the MLP
-            assert said.count(message) == 2 * pictures.BLOCK_MESSAGES.get((kind, direction), ()).count(message)
-    assert {pictures.split("one", "forward", place) for place in pictures.PLACES} == {"whole"}
-
-
-def test_the_shapes_of_a_split_mlp_fit():
-    fig = pictures.draw_split_mlp()
-    sizes = [box.get_bbox().size.round(3).tolist() for box in fig.axes[0].patches if box.get_facecolor()[:3] != WHITE]
-    plt.close(fig)
-    assert len(sizes) == 11  # five on each rank, and the sum
-    for rank in (0, 1):
-        (width, tokens), (columns, rows), y, b, summand = sizes[5 * rank : 5 * rank + 5]
-        assert rows == width and y == [columns, tokens]
-        assert b == [width, columns] and summand == [width, tokens] == sizes[10]

@@ -81,15 +81,6 @@ def test_viewers_without_html_show_the_last_frame(shown):
     assert last["src"].endswith(data["image/png"]) and metadata["image/png"]["alt"] == last["alt"]
 
 
-def test_it_is_operated_by_a_slider_and_two_buttons(shown):
-    flipbook(frames(), still=0)
-    page = Page(shown[0][0]["text/html"])
-    (slider,) = page.all("input")
-    assert (slider["type"], slider["min"], slider["max"], slider["value"]) == ("range", "1", "3", "1")
-    assert [button["aria-label"] for button in page.all("button")] == ["previous frame", "next frame"]
-    assert slider["aria-label"] == "frame"
-
-
 def test_it_needs_no_network(shown):
     flipbook(frames(), still=0)
     html = re.sub(r"base64,[^\"]*", "", shown[0][0]["text/html"])

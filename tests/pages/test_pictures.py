@@ -3,7 +3,6 @@
 import runpy
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from common import ROOT
@@ -31,9 +30,3 @@ def test_they_are_small_and_shown_with_what_they_say():
         assert f"](docs/pictures/{path.name})" in readme
     for number in ("33 units of time", "idle for 27%", "25.5", "idle for 6%", "6e-06"):  # as they are drawn
         assert number in readme.replace("\n", " ")
-
-
-def test_losses_that_part_are_seen():
-    fig = PICTURES["losses"]({"one": [4.0, 2.0], "two": [4.0, 2.2]})
-    assert fig.axes[0].get_title(loc="left") == "largest relative difference at any step: 1e-01"
-    assert [line.get_linewidth() for line in fig.axes[0].lines] == pytest.approx([5, 2])

@@ -31,18 +31,6 @@ def test_every_slider_redraws(sliders):
     assert all(picture.startswith(b"\x89PNG") for picture in seen)
 
 
-def test_stages_per_rank_can_be_chosen_where_a_schedule_takes_several(sliders, monkeypatch):
-    monkeypatch.setattr(lab.plotting, "pipeline", list)  # titles alone: nothing is drawn
-    open_for = []
-    for name in schedules.SCHEDULES:
-        titles = sliders.draw(name=name, ranks=2, microbatches=4, stages_per_rank=3, forward=1, backward_input=1,
-                              backward_weight=1, message=0)  # fmt: skip
-        timeline = lab.run(name, 2, 4, schedules.SCHEDULES[name].stages_per_rank or 3)
-        assert titles == [lab.caption(name, timeline)], f"{name}: the picture's title"
-        open_for += [name] * (not sliders.controls["stages_per_rank"].disabled)
-    assert open_for == ["interleaved", "looped-bfs", "interleaved-zb"], "where the slider can be moved"
-
-
 def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
     shown = []
     monkeypatch.setattr("common.lab.sliders.display", lambda data, metadata, raw: shown.append((data, metadata)))
@@ -51,28 +39,6 @@ def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):
     assert data.pop("application/vnd.jupyter.widget-view+json")["model_id"] == sliders.model_id
     assert data.keys() == {"text/plain", "image/png"} and sliders.model_id not in data["text/plain"]
     assert metadata["image/png"]["alt"] == "what it shows"
-
-
-def test_steps_of_a_schedule_say_who_waits_for_which_message():
-    timeline = simulator.simulate(schedules.build("1f1b", 2, 2), simulator.Times(2, 1, 1))
-    steps = pictures.steps(timeline)
-    assert [step.caption for step in steps] == [
-        "Time 0: rank 0 begins forward 0.",
-        "Time 2: rank 0 begins forward 1, rank 1 begins forward 0.",
-        "Time 4: rank 1 begins backward 0.",
-        "Time 6: rank 0 begins backward 0, rank 1 begins forward 1.",
-        "Time 8: rank 1 begins backward 1.",
-        "Time 10: rank 0 begins backward 1.",
-    ]
-    assert steps[2].words == (
-        "rank 0: waits for gradient 0 from rank 1, stores micro-batch 0, 1; rank 1: backward 0, stores micro-batch 0"
-    )
-    assert steps[3].words == (
-        "rank 0: backward 0, with gradient from rank 1, stores micro-batch 0, 1; "
-        "rank 1: forward 1, with activations from rank 0, stores micro-batch 1"
-    )
-    assert steps[5].words.endswith("rank 1: done, stores nothing")
-    assert all(step.png.startswith(b"\x89PNG") for step in steps)
 
 
 def test_messages_in_a_common_order_never_wait_for_ever():

@@ -123,25 +123,6 @@ def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     assert auto.machine(SimpleNamespace(device="cpu"), 16, 8)[0].gpu.name == "cpu", "--device cpu"
 
 
-def test_layouts_that_the_course_has_not_are_passed_over(monkeypatch, capsys):
-    def refused(argv, one):
-        seen.append(one)
-        if len(seen) <= left:
-            raise UserError("not in the course")
-        return with_layout(argv, one)
-
-    monkeypatch.setattr(auto, "with_layout", refused)
-    seen, left = [], 1
-    picked("--layers 2 --width 32 --batch-size 24", 2)
-    assert ": place 2: those before it are not in the course, by" in capsys.readouterr().out
-    seen, left = [], 1000
-    with pytest.raises(UserError) as error:
-        picked("--layers 2 --width 32 --batch-size 24", 2)
-    assert len(seen) > 1, "more layouts than the fastest one are looked at"
-    told = f"--strategy auto: the course has none of the {len(seen)} fastest layouts; name a --strategy"
-    assert str(error.value) == told
-
-
 def test_it_trains_like_what_it_picked(tmp_path):
     process = start("--distributed", "--strategy=auto", "--steps=2", "--run-dir=auto", nproc=2, cwd=tmp_path)
     out, err = process.communicate(timeout=200)

@@ -5,13 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from planner import calibrate, hardware
 from planner.constants import PRIOR
-from planner.layer_time import of_layer
-from planner.layout import Layout
-from planner.models import course_gpt
 
 HERE = {"peak": 6e10, "hbm": 1e10, "link": 5e8, "kernel": 2e-5, "alpha_link": 1e-4, "cores": 2, "block": 0.05}
 CPU = torch.device("cpu")
@@ -45,51 +41,6 @@ def test_the_fastest_of_several_runs_counts_and_not_the_first(monkeypatch):
     assert next(runs, "none") == "none", "runs that are left"
 
 
-def test_a_block_is_timed_forward_and_backward(monkeypatch):
-    ran = []
-    monkeypatch.setattr(calibrate, "best_of", lambda work, times: ran.append(times) or work())
-    monkeypatch.setattr(torch.Tensor, "backward", lambda self: ran.append(self.shape))
-    calibrate.block(CPU, 7)
-    assert ran == [7, ()], "(how many times, the sum whose backward pass is computed)"
-
-
-def test_a_message_costs_what_it_adds_to_the_work_before(monkeypatch):
-    """A product takes a second, a message a microsecond for each number but the first of each size, which takes none:
-    the usual one counts."""
-    clock, sent = Clock(monkeypatch), []
-
-    class Numbers:
-        def __init__(self, *shape):
-            self.number = shape[0]
-
-        def __matmul__(self, other):
-            return clock.wait(1.0)
-
-    def all_reduce(tensor):
-        clock.wait(1e-6 * tensor.number if tensor.number in sent else 0.0)
-        sent.append(tensor.number)
-
-    monkeypatch.setattr(torch, "ones", Numbers)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    found = calibrate.messages()
-    assert found == pytest.approx([1e-6 * size / 4 for size in calibrate.SIZES]), "of SIZES bytes in float32"
-    assert [sent.count(size // 4) for size in calibrate.SIZES] == [15] * 4, "messages of each size"
-
-
-def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
-    """`block` runs two, one to warm up; each takes 0.3 seconds here."""
-    now = [0.0]
-
-    def block(device, times):
-        now[0] += 0.3 * (1 + times)
-
-    monkeypatch.setattr(calibrate, "block", block)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
-
-
 def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
     """Small messages that took longer than large ones: the bandwidth is that of the largest."""
     times = [1.0, 0.9, 0.8, 0.7]
@@ -98,15 +49,6 @@ def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):
     assert link == pytest.approx(calibrate.SIZES[-1] / 0.7), "all-reduces of two ranks send as much as they have"
     times[:] = [(size / 1e6) ** 2 for size in calibrate.SIZES]  # a line through them has less than nothing at 0 bytes
     assert calibrate.links(2)[0] == 1e-9, "seconds of a message"
-
-
-def test_with_what_it_found_a_block_takes_the_time_that_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate, "measure", lambda ranks: HERE)
-    calibrate.calibrate(tmp_path / "here.json", 2)
-    constants = replace(PRIOR, **calibrate.json.loads((tmp_path / "here.json").read_text())["constants"])
-    layout = Layout((("data", 1),), 8, 8, 128, fused=False, precision="float32", sequence_parallel=False)
-    block = of_layer(course_gpt(1, 128, 4, 128), hardware.here(HERE), layout, False, constants)
-    assert block.forward + block.backward == pytest.approx(HERE["block"], rel=1e-9), "seconds, forward and backward"
 
 
 def test_a_block_that_products_explain_leaves_a_little_for_the_rest():

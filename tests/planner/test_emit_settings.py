@@ -1,7 +1,6 @@
 """What `planner emit` writes for each tool: a setting for each choice of the layout, for one machine and several."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import yaml
 from helpers import refused
 
 from common.constants import GIB
-from planner import as_course, models
+from planner import models
 from planner.emit import Emitted, emit, toml
 from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
@@ -212,43 +211,3 @@ def test_toml_has_the_values_of_json():
 
 
 # --- the course's own file ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "mesh, fields, told",
-    [
-        ({"data": 2, "shard": 4}, {}, {"mesh": "data=8", "precision": "bf16", "accumulation-steps": 8}),
-        ({"data": 8}, {"precision": "fp16", "recompute": "products"}, {"precision": "fp16", "recompute": "selective"}),
-        ({"pipeline": 4, "data": 2}, {"schedule": "interleaved", "stages_per_rank": 2},
-         {"mesh": "pipeline=4,data=2", "stages-per-rank": 2, "schedule": "interleaved", "microbatches": 32}),
-        ({"shard": 8}, {"zero_stage": 2, "offload": True}, {"strategy": "zero2", "offload": True}),
-        ({"data": 2, "expert": 4}, {"model": "mixtral-8x7b"}, {
-            "strategy": "expert", "mesh": "data=2,expert=4", "experts": 8, "top-k": 2, "by-hand": True}),
-        ({"expert": 8}, {"model": "mixtral-8x7b"}, {"mesh": "data=1,expert=8"}),
-        ({"shard": 4, "tensor": 2}, {"sequence_parallel": False}, {"mesh": "data=4,tensor=2"}),
-        ({}, {}, {"mesh": "data=1", "accumulation-steps": 64}),
-        ({"tensor": 8}, {}, {"strategy": "sequence", "by-hand": True, "mesh": "tensor=8"}),
-        ({"data": 4, "context": 2}, {}, {"by-hand": True, "mesh": "data=4,context=2"}),
-    ],
-)  # fmt: skip
-def test_layouts_as_the_courses_options(mesh, fields, told):
-    found = estimated(math.prod(mesh.values()), mesh, **fields)
-    settings = as_course.settings(found.model, found.layout)
-    assert {name: settings.get(name, "not there") for name in told} == told, f"options of {mesh}, {fields}"
-
-
-def test_in_what_a_model_is_unlike_the_courses():
-    gpt = models.course_gpt(2, 64, 4, 32)
-    assert as_course.differences(gpt) == []
-    for changed, words in (
-        ({"vocabulary": 512}, "a vocabulary of 512, where the course's has 256"),
-        ({"kv_heads": 2}, "2 heads of keys"),
-        ({"mlp": "swiglu"}, "an MLP of three matrices"),
-        ({"mlp_width": 100}, "an MLP 100 wide"),
-        ({"positions": 0}, "other positions"),
-    ):
-        (said,) = as_course.differences(models.custom(gpt, **changed))
-        assert said.startswith(words)
-    assert as_course.differences(models.custom(gpt, kv_heads=4)) == [], "as many heads of keys as of queries"
-    mixture = models.custom(gpt, experts=4, top_k=2, expert_width=256, mlp_width=100)
-    assert as_course.differences(mixture) == [], "no layer of a mixture has an MLP of its own"

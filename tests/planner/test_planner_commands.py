@@ -14,15 +14,6 @@ def said(capsys, line: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_grid_is_printed_as_json_and_what_was_measured_as_a_table(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "grid", lambda *_: ["predicted"])
-    monkeypatch.setattr(benchmark, "compare", lambda runs, steps: [*runs, "measured"])
-    monkeypatch.setattr(benchmark, "table", lambda runs: f"a table of {', '.join(runs)}")
-    assert said(capsys, "benchmark") == '[\n "predicted"\n]\n', "the grid"
-    assert said(capsys, "benchmark --run") == "a table of predicted, measured\n", "--run"
-    assert said(capsys, "benchmark --run --json") == '[\n "predicted",\n "measured"\n]\n', "--run --json"
-
-
 def test_a_machine_that_was_measured_is_the_gpu_here(monkeypatch, tmp_path):
     monkeypatch.setattr(commands.hardware, "GPUS", dict(commands.hardware.GPUS))
     file = tmp_path / "mine.json"

@@ -8,7 +8,7 @@ import pytest
 from common.errors import UserError
 from planner import models, stages
 from planner.hardware import cluster
-from planner.layout import Layout, make_layout, rounds
+from planner.layout import Layout, make_layout
 
 SMALL = models.Model("small", 10, 64, 4, 100)
 MIXED = models.Model("mixed", 10, 64, 4, 100, experts=4, top_k=1, expert_width=64)
@@ -102,25 +102,6 @@ def test_numbers_that_follow_from_a_layout():
         other = Layout(one.mesh, one.batch_size, zero_stage=stage, shard_context=shard_context)
         assert (other.shards, other.copies) == expected, f"ZeRO-{stage}, shard_context={shard_context}"
     assert Layout((("data", 1),), 8).copies == {}, "one rank sums with no other"
-
-
-def test_a_layout_in_a_line():
-    one = Layout((("pipeline", 4), ("data", 1), ("tensor", 2)), 8, 2, schedule="interleaved", stages_per_rank=2,
-                 recompute="full", zero_stage=1, offload=True)  # fmt: skip
-    assert one.describe() == (
-        "pipeline 4 x tensor 2, ZeRO-1 with offload, interleaved x 2, micro-batch 2, recompute full"
-    )
-    assert Layout((("data", 1),), 8).describe() == "one GPU, micro-batch 1, recompute none"
-    assert Layout((("pipeline", 2),), 8).describe() == "pipeline 2, 1f1b, micro-batch 1, recompute none"
-
-
-def test_so_many_micro_batches_show_a_schedules_steady_state():
-    for schedule, many, expected in (
-        ("1f1b", 30, 12), ("1f1b", 12, 12), ("1f1b", 10, 10), ("gpipe", 13, 12), ("interleaved", 32, 12),
-        ("interleaved", 30, 30), ("interleaved", 8, 8),
-    ):  # fmt: skip
-        one = Layout((("pipeline", 4),), many, schedule=schedule)
-        assert rounds(one) == expected, f"{many} micro-batches of {schedule} on four ranks"
 
 
 def test_layers_and_ends_of_each_rank():

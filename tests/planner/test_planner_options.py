@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UserError
 from planner import __main__ as commands
-from planner import benchmark, constants, hardware, models
+from planner import benchmark, constants, models
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -34,16 +34,6 @@ def test_each_option_of_a_layout_reaches_it():
 
 
 @pytest.mark.parametrize(
-    "said, schedule, chunks",
-    [("AFAB", "gpipe", 1), ("zero-bubble", "zb-h1", 1), ("ZB-V", "zbv", 2), ("DualPipe", "dualpipev", 2),
-     ("interleaved-1f1b", "interleaved", 2), ("Interleaved1F1B", "interleaved", 2)],
-)  # fmt: skip
-def test_schedules_have_other_names_too(said, schedule, chunks):
-    line = f"{ESTIMATE} --mesh pipeline=8 --schedule {said} --stages-per-rank {chunks}"
-    assert named(read(line.split())).layout.schedule == schedule, f"the schedule of --schedule {said}"
-
-
-@pytest.mark.parametrize(
     "more, parameters",
     [
         ("", 2 * (12 * 64**2 + 13 * 64) + 256 * 64 + 2048 * 64 + 2 * 64),  # as GPT-2: positions, biases, a tied head
@@ -58,13 +48,6 @@ def test_schedules_have_other_names_too(said, schedule, chunks):
 )  # fmt: skip
 def test_each_option_of_a_shape_reaches_the_model(more, parameters):
     assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
-
-
-def test_experts_that_are_added_to_a_model_are_as_wide_as_its_mlp():
-    line = "estimate --gpus 8 --gpu h100-80gb --batch-size 8 --top-k 2 --experts 16 --model"
-    found = {name: model_of(read(f"{line} {name}".split())) for name in ("mixtral-8x7b", "llama-7b", "gpt2")}
-    widths = {name: (model.experts, model.expert_width) for name, model in found.items()}
-    assert widths == {"mixtral-8x7b": (16, 14336), "llama-7b": (16, 11008), "gpt2": (16, 4 * 768)}
 
 
 def test_each_option_of_a_cluster_reaches_it():
@@ -115,20 +98,6 @@ def test_every_file_is_written(capsys, tmp_path):
         assert {file.name for file in folder.iterdir()} == {"job.sbatch", "course.yaml"}
         out = capsys.readouterr().out
         assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
-
-
-def test_this_machine_has_what_calibrate_measured():
-    measured = {"peak": 1e11, "hbm": 2e10, "link": 3e9, "cores": 2.0, "crowding": 1.25, "processes": 4, "memory": 5e9}
-    told = {
-        "name": "here", "peak": 1e11, "achievable": 1.0, "memory": 5e9, "hbm": 2e10, "link": 3e9, "pcie": 2e10,
-        "attention": 0.5, "source": "measured by calibrate", "peak_fp8": 0.0, "gpus_per_node": 4, "cores": 2,
-        "crowding": 1.25,
-    }  # fmt: skip
-    found = vars(hardware.here(measured))
-    assert {name: found[name] for name in told} == told
-    old = hardware.here({"peak": 1e11, "hbm": 2e10, "link": 3e9})
-    numbers = (old.memory, old.gpus_per_node, old.cores, old.crowding)
-    assert numbers == (8 * 2**30, 8, 0, 1.0), "what an older file lacks"
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------

@@ -102,94 +102,25 @@ def test_what_limits_micro_batches_pipelines_and_tensor_parallelism():
     assert "pipeline=4 0 1f1b-1: 1" in odd and not any("=4 0 inter" in line for line in odd), "6 are no rounds of four"
 
 
-# --- which are estimated ----------------------------------------------------------------------------------------------
-
-
-def candidates_of(monkeypatch, room: float, needed: dict[str, float], host: float = 0.0, low: float = 1.0):
-    """(recomputation, seconds, GiB) of each candidate of three layouts that need so many GiB, in a node of two GPUs."""
-    alike = [Layout((("data", 2),), 8, recompute=kind) for kind in search.RECOMPUTE]
-    monkeypatch.setattr(search, "layouts", lambda *_: iter(alike))
-    monkeypatch.setattr(search.memory, "estimate", lambda model, one, constants: SimpleNamespace(
-        low=low * needed[one.recompute] * GIB, expected=needed[one.recompute] * GIB,
-        high=needed[one.recompute] * GIB, host=host * GIB))  # fmt: skip
-    times = {"none": 1.0, "selective": 2.0, "full": 3.0}
-    monkeypatch.setattr(search.time, "estimate", lambda model, gpus, one, constants, quick: SimpleNamespace(
-        seconds=times[one.recompute] if quick else None))  # fmt: skip
-    nodes = replace(cluster("h100-80gb", 2), gpus_per_node=2, host_memory=10 * GIB)
-    nodes = replace(nodes, gpu=replace(nodes.gpu, memory=room * GIB))
-    found = search.candidates(SMALL, nodes, 8, 1024, "bf16", PRIOR)
-    return [(one.layout.recompute, one.seconds, one.expected / GIB) for one in found]
-
-
-def test_no_more_is_recomputed_than_what_makes_a_layout_fit(monkeypatch):
-    needed = {"none": 40.0, "selective": 20.0, "full": 10.0}
-    none, selective, full = ("none", 1.0, 40.0), ("selective", 2.0, 20.0), ("full", 3.0, 10.0)
-    for room, expected in (
-        (48, [none]), (46, [none, selective]), (24, [none, selective]), (23, [none, selective, full]),
-        (9, [none, selective, full]), (7, [none, selective, full]), (6.6, [("full", float("inf"), 10.0)]),
-    ):  # fmt: skip
-        assert candidates_of(monkeypatch, room, needed) == expected, (
-            f"{room} GiB, of which 85% are recommended: far too much is half more than all"
-        )
-    assert len(candidates_of(monkeypatch, 6.6, needed, low=0.9)) == 3, "9 GiB, if the allocator reserves least"
-    assert candidates_of(monkeypatch, 48, needed, host=5) == [none], "two GPUs of a node fill 10 GiB of the host"
-    crowded = [("full", float("inf"), float("inf"))]
-    assert candidates_of(monkeypatch, 48, needed, host=5.1) == crowded, "more than the host has, of two GPUs"
-
-
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def candidate(seconds: float, gib: float = 10.0, batch: int = 8, **more) -> Candidate:
-    return Candidate(Layout((("data", 8),), batch, **more), seconds, gib * GIB, gib * GIB)
+def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
+    """A GPU of 40 GB holds 18 bytes for each of 1.6 billion parameters, and not for each of 6.7."""
+    for name, offload in (("gpt2-xl", False), ("llama-7b", True)):
+        chosen = search.plan(models.find(name), cluster("a100-40gb", 1), 8, 512)
+        assert {one.estimate.layout.offload for one in chosen} == {offload}, name
 
 
-def planned(monkeypatch, found: list[Candidate], offloaded: list[Candidate], count=5, exact=lambda one: one, **more):
-    """What a plan says of these candidates: seconds; and of which its search and its estimates were asked."""
-    asked, estimated = [], []
-
-    def candidates(model, nodes, batch_size, sequence, precision, constants, offload=False, framework=""):
-        asked.append((nodes.gpu.memory / GIB, batch_size, sequence, precision, constants, offload))
-        return list(offloaded if offload else found)
-
-    def estimate(model, nodes, layout, constants):
-        estimated.append(layout.batch_size)
-        return SimpleNamespace(seconds=exact(layout.batch_size), layout=layout)
-
-    monkeypatch.setattr(search, "candidates", candidates)
-    monkeypatch.setattr(search, "estimate", estimate)
-    monkeypatch.setattr(search, "loser", lambda one, every, room: f"{len(every)} looked at, {room / GIB:.0f} GiB")
-    chosen = search.plan(SMALL, cluster("h100-80gb", 8), 16, 512, "bf16", 80, count, PRIOR, **more)
-    return [(one.estimate.seconds, one.loser) for one in chosen], asked, estimated
-
-
-def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else(monkeypatch):
-    fits, large, host = candidate(5.0, 80.0, 5), candidate(1.0, 81.0, 1), candidate(9.0, 10.0, 9)
-    chosen, asked, _ = planned(monkeypatch, [large, fits], [host])
-    assert asked == [(80.0, 16, 512, "bf16", PRIOR, False)], "(GiB, batch, sequence, precision, constants, offload)"
-    assert chosen == [(5, "2 looked at, 80 GiB")], "what fits, of all that was looked at"
-    chosen, asked, _ = planned(monkeypatch, [large], [host])
-    assert [one[-1] for one in asked] == [False, True], "nothing fits, so offload is looked at as well"
-    assert chosen == [(9, "2 looked at, 80 GiB")]
-
-
-def test_the_fastest_are_estimated_in_full_and_ordered_again(monkeypatch):
-    """Twenty, or four for each that is printed: the search's time is rough."""
-    found = [candidate(float(number), batch=number) for number in range(60, 0, -1)]
-    chosen, _, estimated = planned(monkeypatch, found, [], count=3, exact=lambda one: 100 - one)
-    assert estimated == [*range(1, 21)], "the twenty fastest of the search"
-    assert [seconds for seconds, _ in chosen] == [80, 81, 82], "the three fastest of those, by the estimate"
-    assert len(planned(monkeypatch, found, [], count=10)[2]) == 40
-
-
-def test_a_plan_that_cannot_be_says_what_would_do(monkeypatch):
-    small, large = candidate(float("inf"), 90.0, 8, micro_batch=1), candidate(1.0, 95.0, 8)
-    with pytest.raises(UserError) as error:
-        planned(monkeypatch, [large], [small])
-    assert str(error.value) == (  # the least of those in the host's memory too
-        "small does not fit 8 x 80.0 GiB: the smallest layout needs 90.0 GiB (data 8, micro-batch 1, recompute none); "
-        "use more or larger GPUs, or a shorter --sequence"
-    )
+def test_what_many_gpus_offload_has_to_fit_into_the_memory_of_their_host():
+    """16 bytes for each of 1.6 billion parameters, 25 GB on each of two GPUs that copy the model."""
+    model, nodes = models.find("gpt2-xl"), cluster("a100-40gb", 2)
+    found = {}
+    for memory in (40e9, 60e9):
+        small = replace(nodes, gpus_per_node=2, host_memory=memory, gpu=replace(nodes.gpu, memory=20 * GIB))
+        every = search.candidates(model, small, 8, 512, "bf16-mixed", PRIOR, offload=True)
+        found[memory] = {one.layout.describe() for one in every if math.isfinite(one.expected)}
+    assert found[40e9] < found[60e9]
 
 
 def test_a_batch_that_does_not_divide_is_told_what_would():

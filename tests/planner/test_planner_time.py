@@ -26,15 +26,6 @@ def test_a_line_is_found_again():
     assert alpha == pytest.approx(3e-5) and beta == pytest.approx(2e-9), "seconds of a message, and of a byte"
 
 
-def test_groups_are_where_the_mesh_puts_them():
-    gpus = cluster("h100-80gb", 64)
-    layout = Layout((("pipeline", 2), ("data", 2), ("shard", 4), ("tensor", 4)), 64)
-    found = {axis: group(gpus, layout, PRIOR, axis) for axis in ("tensor", "shard", "data", "pipeline")}
-    assert {axis: (one.local, one.nodes) for axis, one in found.items()} == {
-        "tensor": (4, 1), "shard": (2, 2), "data": (1, 2), "pipeline": (1, 2),
-    }  # fmt: skip
-
-
 def test_collectives_between_nodes_are_bound_by_adapters():
     """Published bus bandwidths (planner/published): one node of H200 in a ring 363 to 368 GB/s, and four nodes of B200
     with 50 GB/s for each GPU 381: within 15%, where the adapters reach 0.95."""
@@ -129,69 +120,3 @@ def test_a_published_throughput_is_of_the_tokens_of_a_whole_batch():
         if run.seconds:
             rate = run.layout.batch_size * run.layout.sequence / run.seconds / run.cluster.gpus
             assert rate == pytest.approx(float(row["tokens_per_s_per_gpu"])), f"{run.name}: tokens per second and GPU"
-
-
-def test_what_each_pass_sends_along_context():
-    """If nothing is hidden: keys and values of the whole sequence forward; backward again, and their gradients."""
-    bare, model, gpus = constants.replace(PRIOR, kept=0.0), models.find("llama-7b"), cluster("h100-80gb", 8)
-    one = make_layout(model, gpus, {"context": 8}, batch_size=2, sequence=16384)
-    step = time.estimate(model, gpus, one, bare)
-    gathered = group(gpus, one, bare, "context").seconds("all_gather", 2 * 16384 * model.key * 2)
-    assert step.parts["messages in layers"] == pytest.approx(2 * model.layers * 3 * gathered), (
-        "three times in each layer"
-    )
-
-
-def test_the_head_computes_once_forward_and_twice_backward():
-    """A vocabulary of 32,000 more costs three products, and its logits four times through the memory."""
-    small, gpus = models.find("llama-7b"), cluster("h100-80gb", 1)
-    large = models.custom(small, vocabulary=small.vocabulary + 32_000)
-    works = [time.estimate(model, gpus, make_layout(model, gpus, {"data": 1}, batch_size=1, sequence=2048), PRIOR)
-             .parts["work"] for model in (small, large)]  # fmt: skip
-    gpu = gpus.gpu
-    three = [
-        3 * layer_time.product(2048, small.width, model.vocabulary, gpu, "bf16", PRIOR) for model in (small, large)
-    ]
-    logits = 4 * 4 * 2048 * 32_000 / (gpu.hbm * PRIOR.memory_rate)
-    assert works[1] - works[0] == pytest.approx(three[1] - three[0] + logits), "three products, and logits four times"
-
-
-def test_what_is_left_over_of_a_message_beside_work():
-    """Of what goes on at the same time, nine tenths are hidden here."""
-    nine = constants.replace(PRIOR, kept=0.9)
-    assert time.left_over(3.0, 2.0, nine) == pytest.approx(1.2), "a second alone, and a tenth of two"
-    assert time.left_over(1.0, 4.0, nine) == pytest.approx(0.1), "a tenth of one"
-
-
-def test_gradients_that_wait_for_the_end_and_stages_that_reduce_each_micro_batch():
-    """Nothing hides a message that begins when the work is done; ZeRO-2 reduces after each micro-batch."""
-    whole = constants.replace(PRIOR, bucket=0.0)  # in one message
-    model, gpus = models.find("llama-7b"), cluster("h100-80gb", 64)
-
-    def step(**fields):
-        mesh = {"shard": 64} if fields.get("zero_stage") else {"data": 64}
-        fields = {"batch_size": 256, "sequence": 512, "overlap_gradients": False} | fields
-        return time.estimate(model, gpus, make_layout(model, gpus, mesh, **fields), whole).parts
-
-    one = group(gpus, Layout((("data", 64),), 64), whole, "data")
-    reduced = one.seconds("all_reduce", 4 * model.parameters)
-    assert step()["messages of state"] == pytest.approx(reduced), "all of an all-reduce of float32"
-    assert step(overlap_gradients=True)["messages of state"] < 0.9 * reduced, "work hides a part of it"
-    scattered = one.seconds("reduce_scatter", 4 * model.parameters)
-    first, second = (step(zero_stage=stage)["messages of state"] for stage in (1, 2))
-    assert second - first == pytest.approx(3 * scattered), "four micro-batches, and one"
-
-
-def test_an_optimizer_goes_through_the_memory_or_over_pcie():
-    """Bytes of a parameter, by precision; offloaded, those of a node share the host's memory."""
-    model, gpus = models.find("llama-3.2-1b"), cluster("h100-80gb", 8)
-
-    def seconds(**fields):
-        layout = make_layout(model, gpus, {"data": 8}, batch_size=8, sequence=512, **fields)
-        return time.estimate(model, gpus, layout, PRIOR).parts["optimizer"]
-
-    rate = gpus.gpu.hbm * PRIOR.memory_rate
-    for precision, size in (("bf16-mixed", 42), ("bf16", 20), ("bf16-12", 28)):
-        assert seconds(precision=precision) == pytest.approx(model.parameters * size / rate, rel=1e-3), precision
-    there = model.parameters * ((4 + 2) / gpus.gpu.pcie + 30 * 8 / gpus.host)
-    assert seconds(offload=True) == pytest.approx(there, rel=1e-3), "gradients there, parameters back"

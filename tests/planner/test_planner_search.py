@@ -10,7 +10,6 @@ import pytest
 from common.constants import GIB
 from common.errors import UserError
 from planner import models, search
-from planner.constants import PRIOR
 from planner.hardware import cluster
 from planner.layout import Layout
 from planner.search import Candidate
@@ -110,17 +109,6 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
     for name, offload in (("gpt2-xl", False), ("llama-7b", True)):
         chosen = search.plan(models.find(name), cluster("a100-40gb", 1), 8, 512)
         assert {one.estimate.layout.offload for one in chosen} == {offload}, name
-
-
-def test_what_many_gpus_offload_has_to_fit_into_the_memory_of_their_host():
-    """16 bytes for each of 1.6 billion parameters, 25 GB on each of two GPUs that copy the model."""
-    model, nodes = models.find("gpt2-xl"), cluster("a100-40gb", 2)
-    found = {}
-    for memory in (40e9, 60e9):
-        small = replace(nodes, gpus_per_node=2, host_memory=memory, gpu=replace(nodes.gpu, memory=20 * GIB))
-        every = search.candidates(model, small, 8, 512, "bf16-mixed", PRIOR, offload=True)
-        found[memory] = {one.layout.describe() for one in every if math.isfinite(one.expected)}
-    assert found[40e9] < found[60e9]
 
 
 def test_a_batch_that_does_not_divide_is_told_what_would():

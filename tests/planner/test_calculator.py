@@ -58,11 +58,10 @@ def test_every_control_redraws_and_errors_are_explained():
     found = calculator.ask("llama-7b", 8, 3)
     for number in (f"{found.memory.high / GIB:.0f} GiB", f"{found.seconds:.2f} s", f"{100 * found.mfu:.0f}%"):
         assert number in sliders.text.value, "memory, time and MFU of what is shown"
-    for name, value in [("model", "llama-13b"), ("gpus", 16), ("stage", 1), ("precision", "bf16"), ("sequence", 2048),
-                        ("micro_batch", 4), ("recompute", "full"), ("offload", True)]:  # fmt: skip
+    for name, value in [("model", "llama-13b"), ("stage", 1)]:  # the ends of each: tests/pages/test_every_picture.py
         sliders.controls[name].value = value
         seen.add(bytes(sliders.picture.value))
-    assert len(seen) == 9
+    assert len(seen) == 3
     sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
     sliders.controls["model"].value = "llama-8"
     assert "llama-8" in sliders.text.value and sliders.picture.layout.display == "none"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from planner import calibrate, hardware
 from planner.constants import PRIOR
@@ -39,6 +40,43 @@ def test_the_fastest_of_several_runs_counts_and_not_the_first(monkeypatch):
     clock, runs = Clock(monkeypatch), iter([0.5, 3.0, 1.0, 2.0])
     assert calibrate.best_of(lambda: clock.wait(next(runs)), times=3) == 1.0, "the first one warms up"
     assert next(runs, "none") == "none", "runs that are left"
+
+
+def test_a_message_costs_what_it_adds_to_the_work_before(monkeypatch):
+    """A product takes a second, a message a microsecond for each number but the first of each size, which takes none:
+    the usual one counts."""
+    clock, sent = Clock(monkeypatch), []
+
+    class Numbers:
+        def __init__(self, *shape):
+            self.number = shape[0]
+
+        def __matmul__(self, other):
+            return clock.wait(1.0)
+
+    def all_reduce(tensor):
+        clock.wait(1e-6 * tensor.number if tensor.number in sent else 0.0)
+        sent.append(tensor.number)
+
+    monkeypatch.setattr(torch, "ones", Numbers)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    found = calibrate.messages()
+    assert found == pytest.approx([1e-6 * size / 4 for size in calibrate.SIZES]), "of SIZES bytes in float32"
+    assert [sent.count(size // 4) for size in calibrate.SIZES] == [15] * 4, "messages of each size"
+
+
+def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
+    """`block` runs two, one to warm up; each takes 0.3 seconds here."""
+    now = [0.0]
+
+    def block(device, times):
+        now[0] += 0.3 * (1 + times)
+
+    monkeypatch.setattr(calibrate, "block", block)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
 
 
 def test_a_busy_machine_has_no_links_of_negative_speed(monkeypatch):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
@@ -17,7 +17,9 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from common.lab import plotting, recordings
 from common.lab.sliders import Sliders
-from course.data_parallel.fake_gpus import Bytes
+
+if TYPE_CHECKING:  # it imports torch
+    from course.data_parallel.fake_gpus import Bytes
 
 COLOUR_OF = {"data": plotting.BLUE, "model": plotting.GREEN, "output": plotting.ORANGE, "gradient": plotting.PURPLE}
 
@@ -100,7 +102,7 @@ def _star(home, others, sent, inwards):
     return fig
 
 
-def draw_memory(panels: dict[str, tuple[Bytes, int]]):
+def draw_memory(panels: "dict[str, tuple[Bytes, int]]"):
     """The fullest moment of each GPU, a panel for each title: horizontal bars on one scale, with their sums.
 
     panels: title -> the bytes of a step, and how many of them on device 0 are there because outputs are gathered

@@ -13,9 +13,9 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from common.constants import MEBIBYTE
 from common.lab import plotting
 from common.lab.sliders import Sliders
-from course.ddp.by_hand import MEBIBYTE
 
 BLOCKS, WIDTH = 24, 1024
 # The gradients of four weight matrices of each block (q, k and v in one; attention's output; up; down), in bytes: 302

@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from common.collectives import broadcast_module, broadcast_together
+from common.constants import MEBIBYTE
 from common.errors import UserError
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.strategy import require_gradients
 from course.ddp.options import ReplicatedModel
-
-MEBIBYTE = 2**20
 
 
 class DDPByHand(ReplicatedModel):

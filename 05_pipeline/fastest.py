@@ -17,6 +17,7 @@ from course.pipeline.schedules import Action, Schedule
 
 Way = tuple[int, int]  # units that a micro-batch has gone along all stages and back; bits of the stages whose W is done
 Position = tuple[Way, ...]
+Loads = tuple[tuple[int, int], ...]  # of each rank: the stage whose parameters are there (-1: none), gathers so far
 
 
 class Search:
@@ -24,7 +25,7 @@ class Search:
         self.game, self.rank_of, self.stages = game, game.rank_of, len(game.rank_of)
         self.back = 1 if game.split else 2  # units of a backward on the way
         self.length = self.stages * (1 + self.back)
-        self.failed: set[tuple[Position, int]] = set()
+        self.failed: set[tuple[Position, int, Loads]] = set()
 
     def next_stage(self, gone: int) -> int:
         """The stage at which a micro-batch is that has gone so many units."""
@@ -42,6 +43,21 @@ class Search:
                 over = weights >> stage & 1 if self.game.split else gone >= turns
                 count += self.rank_of[stage] == rank and not over
         return count
+
+    def stage_of(self, before: Way, after: Way) -> int:
+        """The stage whose action makes this of that."""
+        return self.next_stage(before[0]) if after[0] != before[0] else (before[1] ^ after[1]).bit_length() - 1
+
+    def loaded(self, loads: Loads, position: Position, moves) -> Loads | None:
+        """What ranks have gathered after these moves; None where one may not gather so often."""
+        if self.game.gathers is None:
+            return loads
+        found = list(loads)
+        for rank, at, way in moves:
+            stage = self.stage_of(position[at], way)
+            if found[rank][0] != stage:
+                found[rank] = stage, found[rank][1] + 1
+        return None if any(often > self.game.gathers for _, often in found) else tuple(found)
 
     def moves(self, position: Position, rank: int) -> list[tuple[int, Way] | None]:
         """What a rank can do in the next unit: (place of a micro-batch, how far it is then), or None for nothing."""
@@ -76,20 +92,24 @@ class Search:
             way = max(way, left + (self.game.split and left > 0))  # the first stage's W comes after its I
         return max(*work, way)
 
-    def within(self, position: Position, units: int) -> list[list[tuple[int, int, Way]]] | None:
+    def within(self, position: Position, units: int, loads: Loads = ()) -> list[list[tuple[int, int, Way]]] | None:
         """What is done in each unit, as (rank, place of its micro-batch, how far that is then), with which all is over
         in time; None where nothing does it."""
         least = self.least(position)
+        loads = loads or ((-1, 0),) * self.game.ranks
         if least == 0:
             return []
-        if least > units or (position, units) in self.failed:
+        if least > units or (position, units, loads) in self.failed:
             return None
         for chosen in product(*(self.moves(position, rank) for rank in range(self.game.ranks))):
             for moves in self.assigned(position, [(rank, *move) for rank, move in enumerate(chosen) if move]):
-                rest = self.within(tuple(sorted(after(position, moves))), units - 1)
+                then = self.loaded(loads, position, moves)
+                if then is None:
+                    continue
+                rest = self.within(tuple(sorted(after(position, moves))), units - 1, then)
                 if rest is not None:
                     return [moves, *rest]
-        self.failed.add((position, units))
+        self.failed.add((position, units, loads))
         return None
 
     def assigned(self, position: Position, moves) -> Iterator[list[tuple[int, int, Way]]]:
@@ -128,7 +148,7 @@ def lists_of(search: Search, position: Position, units) -> Schedule:
         for rank, at, (gone, weights) in moves:
             before = position[at]
             if gone == before[0]:
-                lists[rank].append(Action((weights ^ before[1]).bit_length() - 1, "W", numbers[at]))
+                lists[rank].append(Action(search.stage_of(before, (gone, weights)), "W", numbers[at]))
             elif not search.halfway(before[0]):
                 kind = "F" if before[0] < search.stages else "I" if search.game.split else "B"
                 lists[rank].append(Action(search.next_stage(before[0]), kind, numbers[at]))

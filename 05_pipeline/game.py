@@ -27,6 +27,8 @@ class Level:
     stages: of a rank; with two they lie in a V where `v` is set, else in a loop
     split:  backward in two parts, I and W, in place of B
     most:   activations that a rank may store, None: any number
+    gathers: how often a rank may gather the parameters of a stage, where they are sharded over other ranks (FSDP beside
+             the pipeline) and there is room for one stage's at a time; None: they aren't sharded
     """
 
     name: str
@@ -36,6 +38,7 @@ class Level:
     v: bool = False
     split: bool = False
     most: int | None = None
+    gathers: int | None = None
     hint: str = ""
 
     @property
@@ -68,6 +71,25 @@ LEVELS = (
     Level("zero bubble", 3, 3, split=True, most=3, hint="ZB-H1 moves weight gradients into the drain."),
     Level("a loop", 2, 2, stages=2, hint="Two smaller stages per rank: what is in flight comes round again."),
     Level("a V", 2, 3, stages=2, v=True, split=True, most=4, hint="Rank 0 has the first stage and the last one."),
+    Level(
+        "beside FSDP",
+        2,
+        4,
+        stages=2,
+        gathers=3,
+        hint="Parameters are sharded, with room for one stage's at a time: who "
+        "goes to the other stage gathers again. Interleaved 1F1B would gather 11 times.",
+    ),
+    Level(
+        "gathers for memory",
+        2,
+        4,
+        stages=2,
+        gathers=5,
+        most=5,
+        hint="Breadth-first would store eight activations. "
+        "With four gathers, five activations would cost nine units; with five?",
+    ),
 )
 
 
@@ -154,6 +176,11 @@ def held(game: Level, own: Sequence[Action]) -> int:
     return sum((action.kind == "F") - (action.kind == last) for action in own)
 
 
+def gathered(own: Sequence[Action]) -> int:
+    """How often a rank gathers parameters for these actions: once for each run of actions of one stage."""
+    return sum(not place or own[place - 1].stage != action.stage for place, action in enumerate(own))
+
+
 def ready(game: Level, lists: Schedule) -> list[dict[Action, str]]:
     """For each rank what it has not done: action -> why it can't come next; "" where it can."""
     placed = {action for own in lists for action in own}
@@ -170,6 +197,8 @@ def ready(game: Level, lists: Schedule) -> list[dict[Action, str]]:
                 why[action] = f"needs {missing[0]} of rank {game.rank_of[missing[0].stage]}"
             elif action.kind == "F" and full:
                 why[action] = f"rank {rank} stores {game.most}, and may not store more"
+            elif game.gathers is not None and gathered([*own, action]) > game.gathers:
+                why[action] = f"rank {rank} has gathered parameters {game.gathers} times, and may not gather more"
         found.append(why)
     return found
 
@@ -228,6 +257,9 @@ def judge(game: Level, lists: Schedule) -> dict:
         over = [rank for rank, most in enumerate(timeline.peaks) if game.most is not None and most > game.most]
         if over:
             wrong = f"rank {over[0]} stores {timeline.peaks[over[0]]} activations, and may store {game.most}"
+        often = [rank for rank, own in enumerate(lists) if game.gathers is not None and gathered(own) > game.gathers]
+        if often:
+            wrong = f"rank {often[0]} gathers {gathered(lists[often[0]])} times, and may gather {game.gathers} times"
     except UserError as error:
         wrong = str(error)
     whole = not wrong and not any(ready(game, lists))
@@ -235,7 +267,8 @@ def judge(game: Level, lists: Schedule) -> dict:
     return {
         "level": game.name, "lists": [" ".join(map(str, own)) for own in lists], "wrong": wrong, "whole": whole,
         "events": [[(start, end, str(action)) for start, end, action in own] for own in timeline.ranks],
-        "makespan": end, "par": game.par, "stored": timeline.peaks, "names": names(game, lists),
+        "gathered": [gathered(own) for own in lists], "makespan": end, "par": game.par, "stored": timeline.peaks,
+        "names": names(game, lists),
         "bubble": timeline.bubble if whole else None,
         "idle": [tuple(one) for one in idle(game, timeline, max(end, game.par))] if not wrong else [],
         "ready": [{str(action): why for action, why in own.items()} for own in ready(game, lists)],

@@ -52,6 +52,7 @@ def html(level: game.Level, found: dict) -> str:
     length = max(found["makespan"], BEFORE_PAR * level.par)
     rows = "".join(row(level, found, rank, length) for rank in range(level.ranks))
     limit = f", a rank may store {level.most} activations" if level.most else ""
+    limit += f", and may gather parameters {level.gathers} times" if level.gathers else ""
     picks = "".join(
         button({"level": one.name}, one.name, f"pick{number}", "picked" * (one is level))
         for number, one in enumerate(game.LEVELS)
@@ -110,10 +111,12 @@ def verdict(level: game.Level, found: dict) -> str:
         return f"<p>Par is {level.par}: no schedule of this level is shorter.{begun}</p>"
     against = "which is par" if found["makespan"] == level.par else f"par is {level.par}"
     name = f" It is {called}." if called else " It has no name that this course knows."
+    times = ", ".join(map(str, found["gathered"]))
+    gathers = f" They gather parameters {times} times." if level.gathers else ""
     lists = " ".join(f'"{text}"' for text in found["lists"])
     return (
         f"<p><b>Done after {found['makespan']:g} units, {against}.</b> Ranks are idle for {found['bubble']:.0%} of the "
-        f"time and store at most {', '.join(map(str, found['stored']))} activations.{name}</p>"
+        f"time and store at most {', '.join(map(str, found['stored']))} activations.{gathers}{name}</p>"
         f"<p>Run it on {level.ranks} real ranks, which are compared with one process:</p>"
         f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>"
     )

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_together, global_norm, leave_meta
+from common.constants import MEBIBYTE
 from common.errors import UserError
 from common.mesh import axis
 from common.model import children_or_items, cross_entropy
 from common.recompute import RecomputeOptions, recompute_blocks
 from common.strategy import DTYPES, Strategy, require_gradients
-from course.ddp.by_hand import MEBIBYTE, assign
+from course.ddp.by_hand import assign
 from course.fsdp.by_hand_zero1 import broadcast_buffers, flats_of, gather_updated, parts_of
 
 

@@ -1,6 +1,6 @@
 """Numbers and names of the course that are needed where importing torch would take too long, too."""
 
-GIB = 2**30
+MEBIBYTE, GIB = 2**20, 2**30
 VOCABULARY = 256  # of text: its bytes
 PRECISIONS = ("fp32", "bf16", "fp16")  # of the forward pass, as --precision has them
 RECOMPUTE = ("none", "selective", "full")  # what is computed again: less memory and more time from one to the next

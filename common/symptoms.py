@@ -8,14 +8,16 @@ words, so that "hangs" finds "hang", and a message finds its row although number
 import ast
 import functools
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from common import ROOT
 
 GUIDES = ("troubleshooting", "incidents", "cluster", "your-own")  # in which people look for what has gone wrong
+NOTHING = "nothing here has these words; try those of the message, or what you see first"
 LEAST = 0.08  # likeness below which a place has hardly more than small words in common with the question
 
 
@@ -88,29 +90,91 @@ def pages() -> Iterator[Place]:
                 yield Place(f"{path.relative_to(ROOT)}, {heading}", heading, plain(f"{heading} {body}"))
 
 
-@functools.cache
-def index() -> tuple[list[Place], list[tuple[Any, Any]]]:
-    """All places; and twice, by pieces of words and by words, what turns a text into numbers, and the places so."""
-    from sklearn.feature_extraction.text import TfidfVectorizer  # a second that only who asks should wait
+SMALL_WORDS = """
+    an and any are as at be been but by can did do does for from get gets go goes had has have how if in into
+    is it its me my no not of on or our out so that the their them then there these they this to up us use was
+    we were what when where which while who why will with you your
+"""
+SMALL = frozenset(SMALL_WORDS.split())  # they say nothing of a symptom
 
-    places = [*guides(), *mistakes(), *pages()]
-    by_pieces = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True)
-    by_words = TfidfVectorizer(stop_words="english", sublinear_tf=True)
-    return places, [(by, by.fit_transform([place.text for place in places])) for by in (by_pieces, by_words)]
+
+def words_of(text: str) -> Iterator[str]:
+    yield from (word for word in re.findall(r"\w\w+", text.lower()) if word not in SMALL)
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """All runs of three to five letters within a word, whose ends count as letters."""
+    for word in text.lower().split():
+        padded = f" {word} "
+        for size in range(3, 6):
+            yield from (padded[place : place + size] for place in range(max(1, len(padded) - size + 1)))
+            if len(padded) <= size:
+                break
+
+
+class Likeness:
+    """Texts as vectors of what `cut` makes of them, weighed by TF-IDF: ln((1 + n) / (1 + how many have it)) + 1 times
+    1 + ln(how often it is there), in length 1 (scikit-learn's TfidfVectorizer with sublinear_tf). It is written out
+    here because it runs in a browser too, on the site."""
+
+    def __init__(self, cut: Callable[[str], Iterable[str]], texts: list[str]):
+        self.cut = cut
+        counts = [Counter(cut(text)) for text in texts]
+        seen = Counter(term for count in counts for term in count)
+        self.rare = {term: math.log((1 + len(texts)) / (1 + number)) + 1 for term, number in seen.items()}
+        self.places: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for place, count in enumerate(counts):
+            for term, weight in self.weighed(count).items():
+                self.places[term].append((place, weight))
+
+    def weighed(self, count: Counter[str]) -> dict[str, float]:
+        found = {term: (1 + math.log(often)) * self.rare[term] for term, often in count.items() if term in self.rare}
+        length = math.sqrt(sum(weight * weight for weight in found.values())) or 1.0
+        return {term: weight / length for term, weight in found.items()}
+
+    def of(self, words: str) -> Counter[int]:
+        """Place of a text -> its likeness to the words, from 0 to 1, where they have anything in common."""
+        found: Counter[int] = Counter()
+        for term, weight in self.weighed(Counter(self.cut(words))).items():
+            for place, other in self.places[term]:
+                found[place] += weight * other  # type: ignore[assignment]  # a Counter of floats
+        return found
+
+
+@functools.cache
+def all_places() -> list[Place]:
+    return [*guides(), *mistakes(), *pages()]
+
+
+class Finder:
+    """Places, by their likeness in words and in pieces of words."""
+
+    def __init__(self, places: list[Place]):
+        self.places = places
+        self.tables = [Likeness(cut, [place.text for place in places]) for cut in (pieces_of, words_of)]
+
+    def find(self, words: str, most: int = 3) -> list[Place]:
+        """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
+        found: Counter[int] = Counter()
+        for table in self.tables:
+            found.update(table.of(words))
+        score = {place: like / len(self.tables) * self.places[place].known for place, like in found.items()}
+        best = sorted(score, key=lambda place: -score[place])[:most]
+        return [self.places[place] for place in best if score[place] > LEAST]
+
+
+@functools.cache
+def finder() -> Finder:
+    return Finder(all_places())
 
 
 def find(words: str, most: int = 3) -> list[Place]:
-    """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
-    places, tables = index()
-    likeness = sum((table @ by.transform([words]).T).toarray()[:, 0] for by, table in tables) / len(tables)
-    score = [like * place.known for like, place in zip(likeness, places, strict=True)]
-    best = sorted(range(len(places)), key=lambda place: -score[place])[:most]
-    return [places[place] for place in best if score[place] > LEAST]
+    return finder().find(words, most)
 
 
 def answer(words: str) -> str:
     """The places as lines for a terminal; a line that says so where nothing is found."""
     found = find(words)
     if not found:
-        return "nothing here has these words; try those of the message, or what you see first"
+        return NOTHING
     return "\n".join(f"{number}. {place.what}\n   {place.where}" for number, place in enumerate(found, start=1))

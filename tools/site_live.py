@@ -16,9 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from common.lab.site import served
 from course.pipeline import game, schedules
 from planner import hardware, models
-from tools.site_check import chromium, pages_of, served
+from tools.site_check import chromium, pages_of
 
 DIGITS = 1e-6
 AT_MOST = 500_000  # bytes of a page with all that is its own, beside the runtime

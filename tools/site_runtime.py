@@ -6,14 +6,19 @@ Pyodide comes from npm, in one pinned version whose checksum is compared, and is
 with the files of ours that LIVE imports, found by importing them without any package, and the tables that they read.
 """
 
+import dataclasses
 import hashlib
+import json
+import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
-from common import ROOT
+from common import ROOT, symptoms
+from tools import site_cells
 
 VERSION = "314.0.7"
 SHA512 = (
@@ -21,11 +26,11 @@ SHA512 = (
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-LIVE = ("planner.page", "course.pipeline.game_page")  # the modules whose reply(text) pages call
+LIVE = ("planner.page", "course.pipeline.game_page", "page_sliders", "page_symptoms")  # whose reply(text) pages call
 DATA = ("common/*.csv", "planner/*.csv", "planner/constants.json", "planner/published/*.csv", "05_pipeline/levels.json")
 FIND = """
-import sys
 for name in {live!r}: __import__(name)
+for cell in sys.modules["page_sliders"].CELLS.glob("*.py"): sys.modules["page_sliders"].of(cell.stem)
 print(*sorted(module.__file__ for module in sys.modules.values() if getattr(module, "__file__", None)), sep="\\n")
 """
 
@@ -48,11 +53,10 @@ def fetched(folder: Path) -> Path:
     return package
 
 
-def sources() -> list[Path]:
-    """The files of ours that the live modules import, by a Python that has the standard library alone."""
-    program = FIND.format(live=LIVE)
-    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [Path(line) for line in done.stdout.splitlines()]
+def sources(laid_out: Path) -> list[Path]:
+    """The files of ours that the live modules import, by a Python that has the standard library alone, and the folder
+    in which site_cells has laid out what a browser needs besides."""
+    paths = [Path(line) for line in site_cells.alone(FIND.format(live=LIVE), laid_out).splitlines()]
     # a chapter is found through its folder, whose name differs from that of its module
     return sorted(path.relative_to(ROOT) for path in map(Path.resolve, paths) if path.is_relative_to(ROOT))
 
@@ -60,10 +64,35 @@ def sources() -> list[Path]:
 def zipped(target: Path) -> int:
     """Write the zip; the same bytes whenever the files are the same. Returns its size."""
     data = [path.relative_to(ROOT) for pattern in DATA for path in sorted(ROOT.glob(pattern))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site_cells.laid_out(folder)
+        files = {path: ROOT / path for path in [*sources(folder), *data]}
+        files |= {path.relative_to(folder): path for path in sorted(folder.rglob("*.py"))}
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for path, file in files.items():
+                entry = zipfile.ZipInfo(str(path), date_time=(1980, 1, 1, 0, 0, 0))
+                archive.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED, 9)
+    return target.stat().st_size
+
+
+def symptoms_zip(site: Path) -> int:
+    """Write the places that explain symptoms, each with its address, beside the search page. Returns the size."""
+    from docutils.nodes import make_id  # comes with Sphinx
+
+    ids = {page: set(re.findall(r'id="([^"]+)"', page.read_text())) for page in site.rglob("*.html")}
+    rows = []
+    for place in symptoms.all_places():
+        page, heading = place.where.split(", ", 1)
+        target = site / Path(page).with_suffix(".html")
+        anchors = (make_id(heading.split(", ")[0]), make_id(heading.split(";")[0]), make_id(place.what))
+        anchor = next((one for one in anchors if one and one in ids[target]), "")
+        address = f"{target.relative_to(site)}#{anchor}" if anchor else str(target.relative_to(site))
+        rows.append([*dataclasses.astuple(place), address])
+    target = site / "_static" / "symptoms.zip"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path in [*sources(), *data]:
-            entry = zipfile.ZipInfo(str(path), date_time=(1980, 1, 1, 0, 0, 0))
-            archive.writestr(entry, (ROOT / path).read_bytes(), zipfile.ZIP_DEFLATED, 9)
+        entry = zipfile.ZipInfo("symptoms.json", date_time=(1980, 1, 1, 0, 0, 0))
+        archive.writestr(entry, json.dumps(rows), zipfile.ZIP_DEFLATED, 9)
     return target.stat().st_size
 
 
@@ -77,8 +106,9 @@ def main(argv: list[str]) -> None:
             assert content is not None  # the checksum says that it is there
             (runtime / name).write_bytes(content.read())
     weight = sum(path.stat().st_size for path in runtime.iterdir())
-    size = zipped(static / "course.zip")
-    print(f"live pages: Pyodide {VERSION}, {weight / 1e6:.1f} MB; the course's modules and tables, {size / 1e3:.0f} kB")
+    size, places = zipped(static / "course.zip"), symptoms_zip(Path(argv[0]))
+    print(f"live pages: Pyodide {VERSION}, {weight / 1e6:.1f} MB; the course's modules, tables {size / 1e3:.0f} kB; "
+          f"symptoms, {places / 1e3:.0f} kB")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,17 +3,24 @@
 sphinx-build -W -c docs/site . _site
 """
 
+import base64
 import functools
+import hashlib
 import html
 import json
 import os
 import re
+import struct
 import sys
+import zlib
 from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the modules of live pages
+from common.questions import Question, questions  # noqa: E402
+from tools import site_cells  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 project = "Distributed training in PyTorch, from the inside"
@@ -35,9 +42,9 @@ myst_heading_anchors = 4
 html_theme = "sphinx_book_theme"
 html_title = project
 html_favicon = "icon.svg"
-html_static_path = ["style.css", "live.js", "worker.js"]
+html_static_path = ["style.css", "live.js", "predict.js", "worker.js"]
 html_css_files = ["style.css"]
-html_js_files = ["live.js"]
+html_js_files = ["live.js", "predict.js"]
 LIVE = {
     "planner": "planner.page",
     "game": "course.pipeline.game_page",
@@ -112,7 +119,78 @@ def live(text: str) -> str:
     return re.sub(r"<!-- live: (\w+) -->.*?<!-- end live -->", place, text, flags=re.DOTALL)
 
 
-def read_source(_app, docname, source):
+def markup(text: str) -> str:
+    """Text of a question as HTML: `code` is marked."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def asked(question: Question) -> str:
+    """A question as HTML. It is hidden where no script runs, and so hides nothing itself."""
+    if question.choices is None:
+        low, high = question.interval
+        judged = f'data-low="{low:.9g}" data-high="{high:.9g}"'
+        field = '<input type="text" name="given" inputmode="decimal" autocomplete="off">'
+        fields = f"<label>Your number {field} {html.escape(question.unit)}</label>"
+    else:
+        judged = f'data-right="{html.escape(question.filled(question.right))}"'
+        fields = "".join(
+            f'<label><input type="radio" name="given" value="{html.escape(choice)}"> {markup(choice)}</label>'
+            for choice in map(question.filled, question.choices)
+        )
+    return (
+        f'<form class="predict" data-predict="{question.name}" {judged} hidden><fieldset><legend>Before you look: '
+        f"{markup(question.ask)}</legend>{fields}</fieldset><button>Lock it in</button> "
+        '<button type="button" class="skip">Show it without</button><p class="verdict" role="status" tabindex="-1"></p>'
+        f"<template><span>{markup(question.filled(question.because))}</span></template></form>"
+    )
+
+
+SCORE = (
+    '<div class="predict-score" hidden><p>On this page you have predicted <b class="here"></b> rightly, and of those '
+    'that you have answered in the whole course <b class="course"></b>. The browser keeps your answers, and sends them '
+    'nowhere.</p><button type="button" class="export">Save them as a file</button> <button type="button" '
+    'class="forget">Forget them</button></div>'
+)
+
+
+def with_questions(cells: list[dict], page: str) -> list[dict]:
+    """A page's cells with each question before the cell that answers it, and the score at the end."""
+    own = questions().get(page, [])
+    found = []
+    for cell in cells:
+        found += [as_cell(asked(one)) for one in own if one.cell == cell["id"]]
+        found.append(cell)
+    return [*found, as_cell(SCORE)] if own else found
+
+
+def as_cell(text: str) -> dict:
+    return {"cell_type": "markdown", "id": f"site-{zlib.crc32(text.encode()):08x}", "metadata": {}, "source": text}
+
+
+def in_files(text: str, target: Path, docname: str) -> str:
+    """HTML whose PNGs are files of the site, which a browser loads when they come into view, and not a part of it."""
+
+    def file_of(mark):
+        picture = base64.b64decode(mark[1])
+        name = f"{hashlib.sha256(picture).hexdigest()[:16]}.png"
+        (target / "_images").mkdir(parents=True, exist_ok=True)
+        (target / "_images" / name).write_bytes(picture)
+        width, height = struct.unpack(">II", picture[16:24])
+        size = f'style="aspect-ratio: {width} / {height}; height: auto; max-width: 100%; background-color: white"'
+        return f'loading="lazy" {size} src="{"../" * docname.count("/")}_images/{name}"'
+
+    text = re.sub(r' style="max-width: 100%; background-color: white"(?=>)', "", text)  # a flipbook's, said anew
+    return re.sub(r'src="data:image/png;base64,([^"]+)"', file_of, text)
+
+
+def with_sliders(picture: str, docname: str, cell: str) -> str:
+    """The stored picture of sliders, with their controls above it, and the place where the live one comes."""
+    name = site_cells.name_of(docname, cell)
+    return (f'<div class="live" data-live="sliders" data-cell="{name}"><p class="state" role="status"></p>'
+            f'{site_cells.forms()[name]}<div class="answer">{picture}</div></div>')  # fmt: skip
+
+
+def read_source(app, docname, source):
     """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
     page = next(path for end in ("md", "ipynb") if (path := ROOT / f"{docname}.{end}").exists())
     if docname == "README":
@@ -126,13 +204,17 @@ def read_source(_app, docname, source):
             cell["source"] = as_myst("".join(cell["source"]), page)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            data.pop("application/vnd.jupyter.widget-view+json", None)
+            moves = data.pop("application/vnd.jupyter.widget-view+json", None)
             about = output.get("metadata", {}).get("image/png", {})
             if "image/png" in data and "text/html" not in data:
                 encoded = "".join(data.pop("image/png")).replace("\n", "")
                 width = f' width="{about["width"]}"' if "width" in about else ""
                 alt = html.escape(about.get("alt", ""))
                 data["text/html"] = f'<img src="data:image/png;base64,{encoded}" alt="{alt}"{width}>'
+            if "data:image/png;base64," in "".join(data.get("text/html", "")):
+                shown = in_files("".join(data["text/html"]), Path(app.outdir), docname)
+                data["text/html"] = with_sliders(shown, docname, cell["id"]) if moves else shown
+    notebook["cells"] = with_questions(notebook["cells"], docname)
     notebook.get("metadata", {}).pop("widgets", None)
     source[0] = json.dumps(notebook)
 
@@ -160,9 +242,21 @@ def landing() -> str:
     return re.sub(r"@(\w+)@", lambda mark: filled[mark[1]], (ROOT / "docs/site/landing.html").read_text())
 
 
+SYMPTOMS = (
+    '<section class="live" data-live="symptoms" data-also="symptoms.zip"><h2>Places that explain a symptom</h2>'
+    '<p class="state" role="status"></p><div class="answer" aria-live="polite"></div></section>'
+)
+
+
 def write_index(app, error):
+    """The first page; and on the page of the search, what the doctor would answer above what has the words."""
     if error is None:
         Path(app.outdir, "index.html").write_text(landing())
+        page = Path(app.outdir, "search.html")
+        text = page.read_text()
+        if text.count('<div id="search-results"') != 1:
+            raise ValueError("search.html has no place for symptoms: the theme has changed")
+        page.write_text(text.replace('<div id="search-results"', f'{SYMPTOMS}<div id="search-results"'))
 
 
 def setup(app):

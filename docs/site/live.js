@@ -1,8 +1,10 @@
 // Joins a page with the course's Python in a worker. It asks, and shows what is answered; it computes nothing.
 const here = document.currentScript.src;
 
-function start() {
-  const worker = new Worker(new URL("./worker.js", here), { type: "module" });
+function start(also) {
+  const address = new URL("./worker.js", here);
+  for (const name of also) address.searchParams.append("also", name);  // what only some pages need
+  const worker = new Worker(address, { type: "module" });
   const waiting = new Map();
   let count = 0, isReady, broke;
   const ready = new Promise((resolve, reject) => { isReady = resolve; broke = reject; });
@@ -72,12 +74,55 @@ function game(place, course) {
   said.textContent = "Live: press what is lit.";
 }
 
-const kinds = { planner, game };
+// Sliders of a page: loaded when somebody first moves one, so that who only reads loads nothing.
+function sliders(place, course) {
+  const form = place.querySelector("form"), shown = place.querySelector(".answer"), said = place.querySelector(".state");
+  let asked = 0;
+  const ask = async () => {
+    const mine = ++asked, values = {};
+    for (const field of form.elements) values[field.name] = field.type === "checkbox" ? String(field.checked) : field.value;
+    const text = JSON.stringify({ cell: place.dataset.cell, values });
+    const found = JSON.parse(await course.call("page_sliders", text));
+    if (mine !== asked) return;  // moved again meanwhile
+    said.textContent = found.error || "Live.";
+    said.classList.toggle("wrong", Boolean(found.error));
+    if (found.error) return;
+    shown.innerHTML = found.html;
+    for (const field of form.elements) {
+      field.disabled = found.closed.includes(field.name);
+      const text = found.readouts[field.name];
+      if (field.type !== "range") continue;
+      field.setAttribute("aria-valuetext", text);
+      field.nextElementSibling.textContent = text;
+    }
+  };
+  form.addEventListener("input", ask);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  return form.dataset.moved ? ask() : undefined;
+}
+
+// Beside the search for words: the search for what one sees, by the likeness that the doctor uses.
+async function symptoms(place, course) {
+  const words = new URLSearchParams(location.search).get("q");
+  if (!words) return (place.querySelector(".state").textContent = "Ask above in your words, or in those of a message.");
+  const found = JSON.parse(await course.call("page_symptoms", JSON.stringify({ q: words })));
+  place.querySelector(".answer").innerHTML = found.html;
+  place.querySelector(".state").textContent = "";
+}
+
+const kinds = { planner, game, sliders, symptoms };
 
 document.addEventListener("DOMContentLoaded", async () => {
   const places = [...document.querySelectorAll("[data-live]")];
   if (!places.length) return;
-  const course = (window.course = start());
+  const late = places.filter((place) => place.dataset.live === "sliders");
+  if (late.length === places.length) await new Promise((moved) => {
+    for (const place of late) {
+      place.querySelector(".state").textContent = "Move a slider: Python is loaded then.";
+      place.querySelector("form").addEventListener("input", ({ currentTarget }) => { currentTarget.dataset.moved = "yes"; moved(); });
+    }
+  });
+  const course = (window.course = start(places.map((place) => place.dataset.also).filter(Boolean)));
   for (const place of places) place.querySelector(".state").textContent = "Python is being loaded ...";
   try {
     await course.ready;

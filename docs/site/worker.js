@@ -2,11 +2,12 @@
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const ready = (async () => {
-  const [python, zip] = await Promise.all([
+  const [python, ...zips] = await Promise.all([
     loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
-    fetch(new URL("./course.zip", import.meta.url)).then((found) => found.arrayBuffer()),
+    ...["course.zip", ...new URL(import.meta.url).searchParams.getAll("also")].map(
+      (name) => fetch(new URL(`./${name}`, import.meta.url)).then((found) => found.arrayBuffer())),
   ]);
-  python.unpackArchive(zip, "zip", { extractDir: "/course" });
+  for (const zip of zips) python.unpackArchive(zip, "zip", { extractDir: "/course" });
   python.runPython("import sys; sys.path.insert(0, '/course')");
   postMessage({ ready: true });
   return python;

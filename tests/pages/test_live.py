@@ -3,25 +3,18 @@
 That both give the same numbers in a real browser is for tools/site_live.py."""
 
 import json
-import subprocess
-import sys
+import zipfile
 
 import pytest
 
-from common import ROOT
 from common.errors import UserError
 from planner import page
 from planner.__main__ import main
 from planner.compare import PRICES
 from tools import site_live, site_runtime
+from tools.site_cells import alone
 
 SMALL = {"model": "gpt2", "gpu": "a100-80gb", "gpus": "2", "batch_size": "8", "sequence": "512"}
-
-
-def alone(program: str) -> str:
-    """What a Python prints that has the standard library and the files that the site brings, and nothing else."""
-    return subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True,
-                          check=True).stdout  # fmt: skip
 
 
 def test_the_page_says_what_the_command_says(capsys):
@@ -35,9 +28,11 @@ def test_the_page_says_what_the_command_says(capsys):
     assert all(f"{one['memory_gib']:.1f} GiB" in found["html"] for one in told)
 
 
-def test_every_module_of_a_live_page_travels():
-    names = {str(path) for path in site_runtime.sources()}
-    assert {"planner/page.py", "05_pipeline/simulator.py", "course/__init__.py"} < names
+def test_every_module_of_a_live_page_travels(tmp_path):
+    site_runtime.zipped(tmp_path / "course.zip")
+    names = set(zipfile.ZipFile(tmp_path / "course.zip").namelist())
+    assert {"planner/page.py", "05_pipeline/simulator.py", "course/__init__.py", "06_fsdp/sharding_pictures.py"} < names
+    assert {"page_sliders.py", "matplotlib/pyplot.py", "planner/models.csv"} < names
     assert not [name for name in names if ".venv" in name]
 
 

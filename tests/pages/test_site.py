@@ -1,12 +1,16 @@
 """The site: its pages are those of the course in reading order, and its check sees what is broken. It is built, and
 looked at in a browser, by `make site site-check`; here is what needs neither Sphinx nor a browser."""
 
+import base64
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from common import ROOT
 from tools.site_check import Page, broken_links
@@ -54,17 +58,26 @@ def test_anchors_and_links_to_folders(conf):
     assert "[b](../03_ddp/01_ddp.ipynb)" in found
 
 
-def test_pictures_keep_their_text_and_widgets_go(conf):
+def test_pictures_keep_their_text_and_become_files(conf, tmp_path):
+    """Each is loaded when it comes into view; of a widget the picture is left, and of one with sliders the controls."""
+    picture = io.BytesIO()
+    Image.new("RGB", (86, 20)).save(picture, "png")
+    encoded = base64.encodebytes(picture.getvalue()).decode()
     output = {
-        "data": {"image/png": "iVBO\nRw0K", "application/vnd.jupyter.widget-view+json": {"model_id": "1"}},
+        "data": {"image/png": encoded, "text/plain": "sliders"},
         "metadata": {"image/png": {"alt": "two <ranks>", "width": 86}},
     }
-    source = [json.dumps({"cells": [{"cell_type": "code", "outputs": [output]}], "metadata": {"widgets": {}}})]
-    conf.read_source(None, "03_ddp/01_ddp", source)
+    source = [
+        json.dumps({"cells": [{"cell_type": "code", "id": "a", "outputs": [output]}], "metadata": {"widgets": {}}})
+    ]
+    conf.read_source(SimpleNamespace(outdir=tmp_path), "03_ddp/07_ten_questions", source)
     notebook = json.loads(source[0])
-    data = notebook["cells"][0]["outputs"][0]["data"]
-    shown = '<img src="data:image/png;base64,iVBORw0K" alt="two &lt;ranks&gt;" width="86">'
-    assert data == {"text/html": shown} and notebook["metadata"] == {}
+    shown = Page(notebook["cells"][0]["outputs"][0]["data"]["text/html"])
+    (link,) = shown.links
+    assert (tmp_path / "03_ddp" / link).resolve().read_bytes() == picture.getvalue() and not shown.faults
+    text = notebook["cells"][0]["outputs"][0]["data"]["text/html"]
+    assert 'alt="two &lt;ranks&gt;"' in text and "86 / 20" in text and 'loading="lazy"' in text
+    assert notebook["metadata"] == {}
 
 
 PAGE = '<html><body><a href="{link}">x</a><h2 id="there">There</h2><img src="a.png" alt="{alt}"></body></html>'

@@ -1,7 +1,9 @@
 """The schedule game: its rules say what the simulator says, par is the shortest time, and what is drawn trains."""
 
+import itertools
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -29,16 +31,22 @@ def drawn(level, choose):
     return lists
 
 
+def gathers(own):
+    """How often a rank comes to a stage: with one stage's parameters at a time, each time it gathers."""
+    return len([*itertools.groupby(action.stage for action in own)])
+
+
 @settings(max_examples=200 if os.environ.get("FULL") else 40, deadline=None)
 @given(LEVELS, st.randoms(use_true_random=False))
 def test_what_is_ready_makes_a_schedule_that_the_simulator_runs_and_none_is_below_par(level, draw):
     lists = drawn(level, draw.choice)
     if lists is None:
-        assert level.most is not None
+        assert level.most is not None or level.gathers is not None
         return
     found, timeline = game.judge(level, lists), simulator.simulate(lists, game.TIMES)
     assert found["whole"] and found["makespan"] == timeline.makespan >= level.par
     assert level.most is None or max(timeline.peaks) <= level.most
+    assert level.gathers is None or max(map(gathers, lists)) <= level.gathers
     busy = sum(end - start for own in timeline.ranks for start, end, _ in own)
     idle = sum(end - start for rank, start, end, _ in found["idle"])
     assert busy + idle == level.ranks * timeline.makespan, "every time in which a rank waits has its reason"
@@ -49,6 +57,7 @@ def test_par_is_reached_and_nothing_is_shorter(level):
     lists = [schedules.parse(text) for text in game.stored()[level.name]["lists"]]
     timeline = simulator.simulate(lists, game.TIMES)
     assert timeline.makespan == level.par and (level.most is None or max(timeline.peaks) <= level.most)
+    assert level.gathers is None or max(map(gathers, lists)) <= level.gathers
     start, search = ((0, 0),) * level.microbatches, fastest.Search(level)
     assert search.within(start, level.par - 1) is None, "write levels.json with `python -m course.pipeline.fastest`"
     assert search.within(start, level.par) is not None
@@ -98,6 +107,17 @@ def test_a_rank_that_stores_too_much_is_named():
     level = game.level("no room")
     found = game.judge(level, [schedules.parse("0F0 0F1 0F2"), []])
     assert "rank 0 stores 3" in found["wrong"] and not found["whole"]
+
+
+def test_fewer_gathers_cost_time_or_memory():
+    """Beside FSDP the interleaved order is refused; and by search, less memory takes more gathers."""
+    level = game.level("beside FSDP")
+    known = {name: schedules.build(name, 2, 4, 2) for name in ("interleaved", "looped-bfs")}
+    assert "rank 0 gathers 11 times, and may gather 3" in game.judge(level, known["interleaved"])["wrong"]
+    assert game.judge(level, known["looped-bfs"])["gathered"] == [3, 3] and level.par == 27
+    memory = game.level("gathers for memory")
+    fewer, units = replace(memory, gathers=memory.gathers - 1), [27, 36]
+    assert [fastest.fastest(one)[0] for one in (memory, fewer)] == units
 
 
 def steps(many):

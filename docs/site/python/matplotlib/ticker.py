@@ -1,0 +1,3 @@
+class MaxNLocator:
+    def __init__(self, integer=False):
+        self.integer = integer

@@ -1,6 +1,6 @@
 """Predict first: questions about a page's outputs, which a reader answers before the output is shown.
 
-    python -m common.questions predictions-*.json
+    python -m common.questions FILES
 
 Questions stand beside the pages, in questions.yaml of each chapter. No answer is typed there: it is what `find` finds
 in the stored output of a cell, which `make test` compares with that of a new run. The site asks them. Files that

@@ -10,7 +10,7 @@ class Missing:
     """What no picture under sliders draws."""
 
     def __init__(self, *_arguments, **_fields):
-        raise NotImplementedError("docs/site/python/matplotlib does not draw this")
+        raise TypeError("docs/site/python/matplotlib does not draw this")
 
 
 Circle = Ellipse = FancyArrowPatch = FancyBboxPatch = Polygon = Missing

@@ -2,8 +2,10 @@
 
 import re
 
+import psutil
 import pytest
 
+from course.ddp import catalogue
 from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, run, run_wrong
 
 NAMES = sorted(mistakes())
@@ -64,3 +66,11 @@ def test_right_lines_take_the_place_of_the_wrong_ones():
     assert found.fixed == '"""T"""\n\nif x:\n    a()\n    b()\nd(timedelta(seconds=60))\n'
     program = "if x:\n    c()  # wrong\n    if y:  # wrong\nd(timedelta(seconds=3))"
     assert found.program == program and found.right == "a()\nb()"
+
+
+def test_a_rank_that_is_still_at_work_is_killed(monkeypatch):
+    monkeypatch.setattr(catalogue, "START", 1.0)
+    before = psutil.Process().children()
+    (one, other) = run({"sleeps": "import time\ntime.sleep(600)\n"})["sleeps"]
+    assert one.code is other.code is None, "it has no code of its own"
+    assert not {*psutil.Process().children()} - {*before}

@@ -352,9 +352,16 @@ def prove(
     Raises NotEqual with the first difference beyond TOLERANCE, and RankFailed, of launch, for ranks that wait for each
     other longer than `timeout` seconds.
     """
-    mesh = f", mesh {','.join(f'{name}={size}' for name, size in axes.items())}" if axes else ""
-    who = f"{who or strategy_class.__name__} on {nproc} rank(s){mesh}"
     outcomes = launch(on_ranks, nproc, (strategy_class, cases, axes, options), timeout)
+    return judge(strategy_class, outcomes, axes, cases, who)
+
+
+def judge(
+    strategy_class, outcomes: list[list[Outcome]], axes: dict[str, int] | None, cases: list[Case], who: str = ""
+) -> list[Proof]:
+    """The same, of what `on_ranks` gave on each rank. Raises NotEqual."""
+    mesh = f", mesh {','.join(f'{name}={size}' for name, size in axes.items())}" if axes else ""
+    who = f"{who or strategy_class.__name__} on {len(outcomes)} rank(s){mesh}"
     model_class = model_class_of(strategy_class)
     proofs = []
     for number, (case, reference) in enumerate(zip(cases, references(tuple(cases), model_class), strict=True)):

@@ -242,10 +242,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, kind", KINDS)
-def test_options_reach_every_strategy(name, kind, tmp_path):
-    """In one launch: a run with the defaults, one for each of VARIANTS, and one for each option of the strategy."""
-    size = size_of(name, kind)
+@pytest.mark.parametrize("size", (1, 2))
+def test_options_reach_every_strategy(size, tmp_path):
+    """In one launch: of each a run with the defaults, one for each of VARIANTS, and one for each of its own options."""
+    plans = [
+        planned(name, kind, size, tmp_path / f"{name}-{kind}") for name, kind in KINDS if size_of(name, kind) == size
+    ]
+    configs, looks = ([one for plan in plans for one in plan[part]] for part in (0, 1))
+    rest = iter(launch(observe, size, (configs, looks), timeout=1800)[-1])
+    for configs, _, check in plans:
+        check([next(rest) for _ in configs])
+
+
+def planned(name, kind, size, folder) -> tuple:
+    """The runs of a strategy, where to look in each, and what to ask of what was seen."""
     own = {option: OWN[option](name, kind) for option in CASES[name, kind]}
 
     def look_for_all(run, seen):
@@ -263,17 +273,18 @@ def test_options_reach_every_strategy(name, kind, tmp_path):
     defaults = "defaults" if pipeline else "base"
     looks = dict.fromkeys(settings, lambda run, seen: None) | {defaults: look_for_all}
     looks |= {f"own-{option}": look for option, (_, look, *_) in own.items()}
-    configs = [configure(size=size, run_dir=tmp_path / run, **common | changed) for run, changed in settings.items()]
-    ranks = launch(observe, size, (configs, list(looks.values())), timeout=180)
-    seen = dict(zip(settings, ranks[-1], strict=True))
-    check_the_runs_options(seen, {run: numbers(tmp_path / run) for run in ("base", *VARIANTS)})
-    before = seen[defaults]["looked"]
-    for option, (_, _, default, then) in own.items():
-        if default is None:
-            assert before[option] != then, option
-        else:
-            assert before[option] == default, option
-        assert seen[f"own-{option}"]["looked"] == then, option
+    configs = [configure(size=size, run_dir=folder / run, **common | changed) for run, changed in settings.items()]
+
+    def check(found):
+        seen = dict(zip(settings, found, strict=True))
+        check_the_runs_options(seen, {run: numbers(folder / run) for run in ("base", *VARIANTS)})
+        before = seen[defaults]["looked"]
+        for option, (_, _, default, then) in own.items():
+            who = f"{name}, {kind}: {option}"
+            assert before[option] != then if default is None else before[option] == default, who
+            assert seen[f"own-{option}"]["looked"] == then, who
+
+    return configs, [looks[run] for run in settings], check
 
 
 def test_every_option_is_tested():

@@ -1,7 +1,10 @@
 """The guard catches each mistake that gloo passes over in silence, and leaves correct programs alone."""
 
 import contextlib
+import itertools
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.lab import guard
 from common.lab.guard import CheckCollectives, CollectiveMismatch
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger
@@ -209,6 +213,22 @@ def test_each_mistake_is_caught_before_it_starts():
         assert texts[mistake][1].startswith(second)
 
 
+def patience_ends_when_they_wait(store, ranks):
+    """From here on the guard's clock stands still on this rank until each of `ranks` has written down what it is about
+    to call: then its time is up."""
+    post, ticks = CheckCollectives._post, itertools.count()
+
+    def noted(guard, group, number, rank, call):
+        post(guard, group, number, rank, call)
+        store.set(f"{rank} waits", "")
+
+    def monotonic():
+        return 10.0 * next(ticks) if store.check([f"{rank} waits" for rank in ranks]) else 0.0
+
+    CheckCollectives._post = noted
+    guard.time = SimpleNamespace(sleep=time.sleep, monotonic=monotonic)
+
+
 def subgroups_and_latecomers():
     rank, store, texts = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
     group = dist.new_group([0, 2, 3])
@@ -225,6 +245,8 @@ def subgroups_and_latecomers():
             dist.barrier()
             if rank == 2:
                 store.wait([f"gave up {other}" for other in (0, 1, 3)])
+            else:
+                patience_ends_when_they_wait(store, (0, 1, 3))
             dist.barrier()
     except CollectiveMismatch as error:
         texts.append(str(error))

@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from forks import ranks_of, start, wait_for_step
-from helpers import TEXT, configure, metrics, numbers, refused, train
+from helpers import FULL, TEXT, configure, impatient, metrics, numbers, train
 
 from common import manifest, meter
 from common.errors import UserError
 from common.keeper import Keeper
-from common.lab.launch import launch
+from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.progress import Progress
 from common.ranks import process_group
 from common.run import INTERRUPTED, Run
-from common.run_dir import RunDirectory
 from common.task import make_task
 from course.ddp.loading import WORKERS
 
@@ -36,8 +36,10 @@ def test_the_promise(tmp_path):
 
     single = [{"strategy": "single"}, {"strategy": "single", "accumulation_steps": 3}]
     ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulation_steps": 3}]
-    text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
-    images = {1: single[:1], 2: ddp[:2], 4: ddp[2:]}  # five million parameters each: enough is enough
+    text = {1: single[:1], 2: ddp[:2], 4: ddp[2:]}
+    if FULL:
+        text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
+    images = {1: single[:1], 2: ddp[:1], 4: ddp[2:]} if FULL else {1: single[:1], 2: ddp[2:], 4: []}
     runs = {
         nproc: [
             configure(size=nproc, **settings, **variant, run_dir=tmp_path / f"{settings is IMAGES}-{nproc}-{number}")
@@ -50,7 +52,7 @@ def test_the_promise(tmp_path):
         launch(train, nproc, (todo,), timeout=120)
     for task in ("text", "images"):
         folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
-        assert len(folders) == (15 if task == "text" else 4)
+        assert len(folders) >= (4 if task == "text" else 2)
         expected = numbers(folders[0])
         assert len(expected) == 2 * (4 if task == "text" else 2)
         assert expected[0] > 1.5 and len(set(expected)) == len(expected)
@@ -172,17 +174,31 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""
 
 
+def stops_answering(config) -> None:
+    """Train; rank 1 is stopped after the third step, and only then rank 0 loses its patience."""
+    log, process = Run.log, torch.tensor(os.getpid())
+    dist.broadcast(process, src=1)
+
+    def logged(run, step, *numbers):
+        log(run, step, *numbers)
+        if step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == 2:
+            while psutil.Process(int(process)).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            impatient(1.0)
+
+    Run.log = logged
+    train([config])
+
+
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    process = start("--steps=100000", "--run-dir=run", "--distributed", "--timeout=8", nproc=2, cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3)
-    first, second = ranks_of(process)
-    second.suspend()
-    first.wait(timeout=300)  # rank 0 has said what it has to say
-    second.kill()  # torchrun would wait for half a minute
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "error: rank 1 did not answer within 8 s (--timeout): see what happened there" in errors, errors
-    assert "go on with --resume --run-dir run" in errors and "Timed out waiting" not in errors, errors
+    config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run", timeout=123)
+    with pytest.raises(RankFailed, match="rank 0 of 2: UserError: rank 1 ") as failure:
+        launch(stops_answering, 2, (config,), timeout=100)
+    said = str(failure.value)
+    assert not [word for word in ("123 s", "--timeout", f"--resume --run-dir {tmp_path}/run") if word not in said], said
+    assert "Timed out waiting" not in said
 
 
 def checkpoint_files(folder: Path) -> dict[str, bytes]:
@@ -213,24 +229,6 @@ def test_a_full_disk_loses_nothing(tmp_path):
     process = start("--resume", "--steps=6", "--run-dir=run", cwd=tmp_path)
     assert process.wait(timeout=300) == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-
-
-def in_folder(folder: Path):
-    """Settings of a run in a folder that may hold one already."""
-    config = configure(run_dir=folder / "new", strategy="single")
-    config.run_dir = str(folder)
-    return config
-
-
-def test_metrics_on_a_full_disk(tmp_path):
-    run = RunDirectory(in_folder(tmp_path), world_size=1)
-    run.metrics.close()
-    run.metrics = open("/dev/full", "a")
-    with refused("No space left on device", "--run-dir"):
-        run.log({"step": 1})
-    (tmp_path / "checkpoint-000001").mkdir()
-    with refused("--run-dir", "--resume"):
-        run.log({"step": 2})
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace", "rename"])

@@ -70,13 +70,17 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
         return config
 
 
+# Their state lies on the ranks, and is validated, as that of another: with FULL=1 they are looked at, too.
+ALIKE = {"sequence": "tensor", "ulysses": "context", "zero2": "fsdp"}
+
+
 def every_strategy() -> list[tuple[int, str, str, str]]:
     """(ranks, strategy, implementation, its options): each on two ranks or, where it needs four, on four."""
     sizes = {(name, kind): entry.sizes(kind) for name, entry in STRATEGIES.items() for kind in entry.implementations}
     table = [
         (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
         for who in sizes
-        if who[0] != "mesh" and max(sizes[who]) > 1
+        if who[0] != "mesh" and max(sizes[who]) > 1 and (FULL or who[0] not in ALIKE)
     ]
     return [
         *sorted(table),
@@ -84,8 +88,8 @@ def every_strategy() -> list[tuple[int, str, str, str]]:
         (2, "fsdp", "pytorch", "--precision fp16"),
         (4, "mesh", "by-hand", "--mesh shard=2,tensor=2"),  # flat shards of weights that are cut
         (4, "mesh", "by-hand", "--mesh pipeline=2,tensor=2"),
-        (4, "mesh", "pytorch", "--mesh pipeline=2,tensor=2"),
-        (4, "mesh", "pytorch", "--mesh pipeline=2,shard=2"),
+        # DTensors of two axes, and stages of PyTorch's, are in the rows of the table, too
+        *([(4, "mesh", "pytorch", f"--mesh pipeline=2,{axis}=2") for axis in ("tensor", "shard")] if FULL else []),
     ]
 
 

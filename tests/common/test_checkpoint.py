@@ -2,13 +2,11 @@
 
 import copy
 import errno
-import math
 import os
 import shutil
 import threading
 import time
 import zlib
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,24 +20,9 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
-from common.pieces import boxes, pieces_of, pieces_to_save
+from common.pieces import pieces_of, pieces_to_save
 from common.state import Part, Where, whole
 from common.task import make_task
-
-
-def test_boxes_have_the_elements_of_every_interval():
-    for size in [(), (7,), (3, 5), (2, 3, 4), (1, 4), (4, 1), (2, 1, 3)]:
-        numbers = torch.arange(math.prod(size)).view(size)
-        for start, stop in product(range(math.prod(size) + 1), repeat=2):
-            found = list(boxes(size, start, stop))
-            assert len(found) <= max(1, 2 * len(size) - 1)
-            inside = [
-                numbers[tuple(slice(a, a + n) for a, n in zip(offset, box, strict=True))].reshape(-1)
-                for offset, box in found
-            ]
-            assert torch.cat([numbers.new_empty(0), *inside]).tolist() == list(range(start, stop)), (
-                "elements of the interval"
-            )
 
 
 def test_pieces_are_memory_of_the_part():

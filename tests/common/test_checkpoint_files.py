@@ -6,61 +6,26 @@ import json
 import os
 import socket
 import warnings
-import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import SMALL, configure, refused
-from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from common import checkpoint, lock, manifest
 from common.checkpoint import Reader, Saver, Writer, Written, disk_errors, load
 from common.lock import Lock
 from common.mesh import make_mesh
-from common.pieces import LoadPieces, Piece, SavePieces, pieces_of, pieces_to_load
-from common.random_state import random_state, set_random_state
+from common.pieces import SavePieces, pieces_of
 from common.ranks import process_group
-from common.state import Part, whole
+from common.state import whole
 from common.strategy import Setup
 from common.task import make_task
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A checkpoint of five files, a to e, of four bytes each."""
-    place = tmp_path / "checkpoint-000002"
-    place.mkdir()
-    files = {}
-    for name in "abcde":
-        (place / name).write_text(name * 4)
-        files[name] = (4, f"{zlib.crc32(name.encode() * 4):08x}")
-    (place / "manifest.json").write_text(manifest.seal({"step": 2}, files))
-    return place
-
-
-def test_each_file_is_looked_at_by_one_rank(folder):
-    found = {}
-    for name in "abcde":
-        (folder / name).write_text("cut")
-        found[name] = [rank for rank in range(3) if manifest.damage(folder, rank, 3)]
-        (folder / name).write_text(name * 4)
-    assert found == {"a": [0], "b": [1], "c": [2], "d": [0], "e": [1]}, "which of three ranks finds a file damaged"
-
-
-def test_what_is_synced_is_on_the_disk_and_closed(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append((number, os.fstat(number).st_ino)))
-    manifest.sync(tmp_path)
-    assert [inode for _, inode in synced] == [tmp_path.stat().st_ino], "what the system was asked to write to disk"
-    with pytest.raises(OSError):
-        os.fstat(synced[0][0])
-        pytest.fail("the file stays open")
 
 
 def test_a_checkpoint_names_no_folder_of_the_machine(tmp_path):
@@ -142,31 +107,6 @@ def test_the_loss_scale_is_taken_up():
         assert other.scaler.state_dict()["scale"] == 512.0, "a run without scaling has nothing to take up"
 
 
-def test_random_numbers_of_a_device_go_with_those_of_the_cpu(monkeypatch):
-    kept = []
-    gpu = SimpleNamespace(get_rng_state=lambda device: torch.ones(3), set_rng_state=lambda *about: kept.append(about))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    device, cpu = torch.device("cuda", 0), torch.get_rng_state()
-    states = random_state(device)
-    assert torch.equal(states[0], cpu) and states[1].tolist() == [1, 1, 1], "of the CPU, and of the device"
-    assert len(random_state(torch.device("cpu"))) == 1
-    set_random_state(states, device)
-    assert kept == [(states[1], device)], "what the device goes on from"
-    set_random_state(states[:1], device)
-    set_random_state(states, torch.device("cpu"))
-    assert len(kept) == 1, "states of another kind of device are left"
-
-
-def test_a_piece_that_the_checkpoint_does_not_have(tmp_path):
-    properties = TensorProperties(dtype=torch.float32)
-    there = Metadata({"model.w": TensorStorageMetadata(properties, torch.Size((4, 3)), [])})
-    for name, has in {"model.v": "none", "model.w": "[4, 3]"}.items():
-        planner = LoadPieces([Piece(name, (4, 2), (0, 0), torch.zeros(4, 2))], "there")
-        planner.set_up_planner({}, there)
-        with refused("there", name, "[4, 2]", has):
-            planner.create_local_plan()
-
-
 def test_whole_tensors_are_read_as_they_were_written(tmp_path):
     """Of every type, by one process, which is told nothing of a process group that it has not."""
     tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in (torch.int64, torch.bfloat16, torch.float32)}
@@ -180,38 +120,6 @@ def test_whole_tensors_are_read_as_they_were_written(tmp_path):
         found = checkpoint.whole_tensors(tmp_path / "a")
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in tensors.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), "the numbers of each"
-
-
-def test_memory_for_the_optimizers_state_is_of_the_type_that_was_saved():
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    part, state = Part("w", weight.detach(), whole(weight), weight), {weight: {}}
-    kinds = {"step": (torch.int64, ()), "exp_avg": (torch.bfloat16, (2, 2))}
-    saved = {
-        f"optimizer.w.{key}": TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        for key, (dtype, shape) in kinds.items()
-    }
-    found = pieces_to_load([part], state, Metadata(saved))
-    assert {key: (value.dtype, tuple(value.shape)) for key, value in state[weight].items()} == kinds
-    assert [piece.name for piece in found] == ["model.w", "optimizer.w.step", "optimizer.w.exp_avg"], "what is read"
-
-
-def test_copies_are_compared_where_their_shapes_agree(monkeypatch):
-    """Two ranks' pieces that begin at one place, as flat shards of different lengths do, and two that are copies."""
-
-    def plans(*tensors):
-        for tensor in tensors:
-            piece = Piece("model.w", (4, 2), (0, 0), tensor)
-            planner = SavePieces([piece], len(tensors))
-            planner.set_up_planner({piece.key: tensor})
-            yield planner, planner.create_local_plan()
-
-    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", lambda planner, plans: len(plans))
-    for other in (torch.ones(1, 2), torch.zeros(2, 2)):
-        (planner, one), (_, two) = plans(torch.zeros(2, 2), other)
-        assert planner.create_global_plan([one, two]) == 2, "no copies, or equal ones"
-    (planner, one), (_, two), (_, three) = plans(*[torch.zeros(2, 2)] * 2, torch.ones(2, 2))
-    with refused("0 and 2", "model.w"):
-        planner.create_global_plan([one, two, three])
 
 
 def test_messages_of_a_checkpoint_in_the_background_have_their_own_group(tmp_path, monkeypatch):

@@ -2,18 +2,18 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Fork
 from helpers import LAUNCHER, configure, refused
 
 from common import ROOT
 from common.command_line import parse as parse_table
 from common.config import shared
-from common.ranks import environment
+from common.errors import one_line_errors
+from common.ranks import process_group
 from common.run_dir import claim
 from common.strategy import require_precision
 from course.strategies import BY_AXES, STRATEGIES
@@ -144,42 +144,33 @@ def test_only_rank_0_claims_the_run_directory(monkeypatch):
     assert Path("mine").is_dir()
 
 
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run a script of the course in the current folder, in an environment of its own."""
-    environment = {key: value for key, value in os.environ.items() if key not in TWO_RANKS} | variables
-    script, *arguments = command
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, env=environment, timeout=300
-    )
+def refusal_of(program, *arguments, **variables: str) -> str:
+    """What a program, as a process with these variables, says on stderr before it ends with exit code 2."""
+    process = Fork(program, *arguments, cwd=Path.cwd(), env=os.environ | TWO_RANKS | variables)
+    said, errors = process.communicate(timeout=300)
+    assert (process.returncode, said) == (2, ""), errors
+    return errors
 
 
 def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        result = run("distributed_training.py", "--distributed", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **TWO_RANKS)
-    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.stderr
-    assert port in result.stderr and "--master_port" in result.stderr
+        script = ROOT / "distributed_training.py"
+        said = refusal_of(script, "--distributed", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert said.count("\n") == 1 and port in said and "--master_port" in said, said
 
 
 def test_nobody_comes():
     """Rank 1 of 2, whose rank 0 was never started, on a port where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks_environment = TWO_RANKS | {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = (
-        "from common.errors import one_line_errors\nfrom common.ranks import process_group\n"
-        "with one_line_errors(), process_group('cpu', 'gloo', timeout=2): pass"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | ranks_environment, timeout=300
-    )
-    assert result.returncode == 2
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and f"127.0.0.1:{port}" in last, result.stderr
 
+    def meet(_arguments):
+        with one_line_errors(), process_group("cpu", "gloo", timeout=2):
+            pass
 
-def test_environment_without_a_launcher():
-    assert environment() == (0, 1, 0, 1)
+    last = refusal_of(meet, RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)).splitlines()[-1]
+    assert last.startswith("error: ") and f"127.0.0.1:{port}" in last, last
 
 
 def test_an_engine_that_is_not_installed_gets_the_line_that_installs_it(monkeypatch):

@@ -146,13 +146,10 @@ def test_nccls_own_view():
 
 
 def test_the_exit_code(tmp_path):
-    """Of one process, as one types it; and 1 where there is something to look at."""
+    """Of one process, as one types it."""
     command = [sys.executable, "-m", "common.cluster_check", "--device=cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    code = "import common.cluster_check as c, sys; c.report = lambda *a: (['page'], ['a fault']); sys.exit(c.main([]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.startswith("page\n") and "a fault" in done.stdout, done.stderr
 
 
 def test_a_message_of_no_size_is_refused():
@@ -241,24 +238,6 @@ def test_of_two_slow_links_the_fault_may_be_at_their_other_ends():
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
-
-
-def test_of_clocks_the_answer_that_came_soonest_counts(monkeypatch):
-    asked, stamps = iter([100.0, 104.0, 110.0, 110.5, 120.0, 124.0]), iter([90.0, 105.0, 100.0])
-    monkeypatch.setattr(cluster_check, "time", SimpleNamespace(time=lambda: next(asked)))
-    monkeypatch.setattr(dist, "send", lambda tensor, to: None)
-    monkeypatch.setattr(dist, "recv", lambda tensor, source: tensor.fill_(next(stamps)))
-    found = cluster_check.compare_clocks(Ranks(1, 2, 1, torch.device("cpu")), rounds=3)
-    assert found == (5.25, 0.25), "ahead of 105.0 at 110.25, within half of the way there and back"
-
-
-def test_a_link_has_the_time_of_a_byte_and_the_bandwidth_of_a_large_message(monkeypatch):
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(cluster_check, "exchange", lambda message, other, times: 0.25 if len(message) > 1 else 1e-4)
-    for rank, others in ((0, [1, 2]), (1, [2]), (2, [])):
-        links = cluster_check.measure_links(Ranks(rank, 3, rank, torch.device("cpu")), 2**20)
-        expected = {Link(rank, other, 1e-4, 2**22) for other in others}
-        assert {*links} == expected and len(links) == len(others), f"of rank {rank}: seconds, bytes per second"
 
 
 def test_what_is_compared_of_a_rank(monkeypatch):

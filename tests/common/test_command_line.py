@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import configure, refused, write_facts
 
-from common.axes import parse_axes, parse_order
 from common.command_line import parse as parse_table
-from common.config import Config, shared
+from common.config import shared
 from common.did_you_mean import ELSEWHERE, nearest_option
 from course.strategies import BY_AXES, STRATEGIES
 
@@ -55,15 +53,6 @@ def test_which_implementation_a_mesh_means():
         assert (config.strategy, config.implementation, config.by_hand) == ("mesh", "by-hand", True), line
 
 
-def test_which_strategy_each_mesh_means():
-    meant = {
-        "data": "ddp", "shard": "fsdp", "tensor": "tensor", "context": "context", "expert": "expert",
-        "pipeline": "pipeline", "data expert": "expert", "data pipeline": "pipeline+ddp",
-        "pipeline shard": "pipeline+fsdp", "data shard": "hsdp", "shard tensor": "tensor+fsdp",
-    }  # fmt: skip
-    assert {" ".join(sorted(axes)): name for axes, name in BY_AXES.items()} == meant, "strategies by the axes of --mesh"
-
-
 # --- going on with a run ----------------------------------------------------------------------------------------
 
 
@@ -91,13 +80,6 @@ def test_which_strategy_and_implementation_goes_on():
     assert configure("--resume --run-dir run").implementation == "by-hand", "of a run that says by_hand only"
 
 
-def test_the_order_goes_with_the_mesh():
-    begun("run", strategy="hsdp", mesh="data=1,shard=1", mesh_order="shard,data")
-    assert list(configure("--resume --run-dir run").axes) == ["shard", "data"]
-    named = configure("--resume --run-dir run --mesh data=1,shard=1")
-    assert list(named.axes) == ["data", "shard"], "a mesh that is named has its own order"
-
-
 def test_a_setting_that_this_version_does_not_have_is_refused():
     changed(begun("run", strategy="ddp"), precision="fp8")
     with refused("--precision", "fp8", "bf16"):
@@ -105,22 +87,6 @@ def test_a_setting_that_this_version_does_not_have_is_refused():
 
 
 # --- small parts ------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_may_bring_a_loop_of_its_own():
-    for kind, expected in (
-        (SimpleNamespace(main=None), "the chapter's"),
-        (SimpleNamespace(main="the engine's"), "the engine's"),
-    ):
-        entry = SimpleNamespace(main="the chapter's", implementation=lambda name, kind=kind: kind)
-        assert Config(entry=entry).main == expected, "main"
-
-
-def test_spaces_between_axes_do_not_matter():
-    assert parse_axes(" data = 2 , tensor=3 ") == {"data": 2, "tensor": 3}
-    assert parse_order("tensor , data")[:2] == ("tensor", "data")
-    with refused("--mesh", "tensor=x"):
-        parse_axes("data=2, tensor=x")
 
 
 def test_what_others_call_an_option():

@@ -14,7 +14,7 @@ from common.model import GPT
 from common.strategy import use_tf32
 
 CASES = [(1, "single", "pytorch", ""), (1, "dp", "pytorch", ""), (1, "dp", "by-hand", ""), *every_strategy()]
-SELECTED = CASES if FULL else [case for case in CASES if case[1:] == ("fsdp", "pytorch", "")]
+SELECTED = CASES if FULL else [(1, "fsdp", "pytorch", "")]  # whose hooks are the most
 
 
 def train_and_count(configs):
@@ -52,9 +52,9 @@ def train_and_see_kernels(configs):
 
 def test_a_fused_step_has_nearly_the_numbers_of_another(tmp_path):
     line = "--steps 3 --checkpoint-every 0"
-    plain, fused = [config_of(tmp_path, 2, "fsdp", line=line + more) for more in ("", " --fused")]
-    assert launch(train_and_see_kernels, 2, ([plain],)) == [[], []]
-    assert launch(train_and_see_kernels, 2, ([fused],)) == [["aten::_fused_adamw_"]] * 2
+    plain, fused = [config_of(tmp_path, 1, "fsdp", line=line + more) for more in ("", " --fused")]
+    assert launch(train_and_see_kernels, 1, ([plain],)) == [[]]
+    assert launch(train_and_see_kernels, 1, ([fused],)) == [["aten::_fused_adamw_"]]
     assert numbers(fused.run_dir) == pytest.approx(numbers(plain.run_dir), rel=1e-5)
     with refused("--fused", "adamw"):
         configure("--fused --optimizer sgd")

@@ -4,11 +4,13 @@ of the weekly job (DAMAGES says how many of each kind of file), and a few, alway
 
 import contextlib
 import functools
+import io
 import json
 import os
 import pickle
 import shutil
 import signal
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -236,6 +238,18 @@ def test_code_in_a_checkpoint_is_never_run(whole, tmp_path):
         seal(folder)
         checkpoint.whole_tensors(folder)
     assert not (tmp_path / "called").exists()
+
+
+def test_a_small_file_that_would_take_much_memory_is_refused():
+    """A tensor of zeros, compressed; as torch.save writes it, it is read."""
+    saved, squeezed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(100_000), saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as other:
+        for entry in archive.infolist():
+            other.writestr(entry.filename, archive.read(entry))
+    checkpoint.refuse_bombs(saved, len(saved.getvalue()))
+    with pytest.raises(ValueError):
+        checkpoint.refuse_bombs(squeezed, len(saved.getvalue()))
 
 
 @pytest.mark.parametrize("name", [".config.json.partial", ".lock", "model-000001.pt", "metrics.jsonl", "loss.png"])

@@ -8,15 +8,7 @@ import pytest
 import torch
 from helpers import refused
 
-from common.data import Images, Plan, Text, digits, epoch_order, global_batch, micro_batches, shard, validation_text
-
-
-def test_every_example_once_per_epoch_and_epochs_differ():
-    size, batch = 20, 6  # batches straddle the epochs' ends
-    order = torch.cat([global_batch(3, step, batch, size) for step in range(10)])
-    for epoch in range(3):
-        assert sorted(order[epoch * size : (epoch + 1) * size].tolist()) == list(range(size))
-    assert not torch.equal(order[:size], order[size : 2 * size])
+from common.data import Images, Plan, Text, digits, epoch_order, global_batch, shard, validation_text
 
 
 def test_order_depends_on_seed_and_step_alone():
@@ -53,41 +45,11 @@ def test_a_slice_is_cut_into_pairs_on_the_device():
     assert [[part.tolist() for part in pair] for pair in pairs] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
 
 
-def test_micro_batches_are_where_they_are_wanted():
-    plan = Plan(seed=0, batch_size=8, examples=8, data_rank=1, data_size=2, accumulate=2, device="meta")
-    (parts,) = shard(Numbers(), plan)
-    assert [[part.device.type for part in pair] for pair in parts] == [["meta"] * 2] * 2, "inputs and targets"
-
-
 class Numbers:
     size = 20
 
     def batch(self, indices):
         return indices, -indices
-
-
-@pytest.mark.parametrize("data_size", [1, 2, 4])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_ranks_and_micro_batches_cut_the_global_batch_into_equal_parts(data_size, accumulate):
-    indices = global_batch(0, 0, 24, 100)
-    parts = [
-        part
-        for data_rank in range(data_size)
-        for part in micro_batches(Numbers(), indices, data_rank, data_size, accumulate, "cpu")
-    ]
-    assert len(parts) == data_size * accumulate
-    assert {len(inputs) for inputs, _ in parts} == {24 // len(parts)}
-    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), indices), "the ranks' slices are not the batch"
-    assert all(torch.equal(targets, -inputs) for inputs, targets in parts)
-
-
-def test_text_is_the_standard_library_and_the_target_is_the_next_byte():
-    text = Text(context=16)
-    inputs, targets = text.batch(torch.tensor([0, 7, text.size - 1]))
-    assert inputs.shape == targets.shape == (3, 16) and inputs.dtype == torch.int64
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert text.size > 10_000
-    assert b"def " in bytes(text.tokens[:100_000].tolist())
 
 
 def test_text_is_read_from_its_files_in_the_order_of_their_names_window_by_window(tmp_path):

@@ -115,11 +115,6 @@ def first_line_of(path: Path, function: str) -> int:
     return body[isinstance(body[0], ast.Expr)].lineno
 
 
-def test_an_editors_breakpoint_is_hit_in_a_file_that_the_program_imports(tmp_path):
-    place = SCRIPT.with_name("by_hand.py"), first_line_of(SCRIPT.with_name("by_hand.py"), "step")
-    assert stops([SCRIPT, *OPTIONS, f"--run-dir={tmp_path / 'run'}", "--by-hand"], [place], 1) == [place]
-
-
 def test_an_editors_breakpoint_is_hit_in_the_program_in_every_rank_of_torchrun(tmp_path):
     place = SCRIPT, first_line_of(SCRIPT, "main")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forks import Fork
+from forks import Fork, torchrun
 from helpers import LAUNCHER, configure, refused
 
 from common import ROOT, errors
@@ -74,20 +74,17 @@ def test_without_torchrun_and_between_its_attempts_it_stands_on_stderr(error_fil
 
 
 def test_torchrun_ends_with_the_line(tmp_path):
-    """The real one: a batch of 7 on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    done = subprocess.run(
-        [*command, SCRIPT, "--distributed", *SMALL, "--batch-size=7", "--run-dir=run"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=180, env=environment | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    """A batch of 7 on two ranks."""
+    line = ["--standalone", "--nproc_per_node=2", SCRIPT, "--distributed", *SMALL, "--batch-size=7", "--run-dir=run"]
+    done = torchrun(*line, cwd=tmp_path)
+    _, errors = done.communicate(timeout=300)
     assert done.returncode == 1
-    *_, last, border = done.stderr.splitlines()
+    *_, last, border = errors.splitlines()
     assert set(border) == {"="}
     assert last.strip().startswith("traceback : error: --batch-size 7 ") and last.endswith("8")
     # torchrun ends rank 1 before it speaks, or not, if the machine is busy.
-    reported, said = (done.stderr.count(f"{where}error: --batch-size 7 ") for where in ("traceback : ", ""))
-    assert said == reported, f"in torchrun's report, and nowhere else:\n{done.stderr}"
+    reported, said = (errors.count(f"{where}error: --batch-size 7 ") for where in ("traceback : ", ""))
+    assert said == reported, f"in torchrun's report, and nowhere else:\n{errors}"
 
 
 # --- memory, data, packages -----------------------------------------------------------------------------------

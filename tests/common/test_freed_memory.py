@@ -24,14 +24,6 @@ def test_no_c_library_or_another_one_is_no_harm(monkeypatch):
     assert calls == ["libc.so.6"] * 2
 
 
-def test_what_glibc_is_asked_for(monkeypatch):
-    asked = []
-    library = SimpleNamespace(mallopt=lambda *option: asked.append(option))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    keep_freed_memory()
-    assert asked == [(-3, 33_554_432), (-1, 1_073_741_824)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's memory")
 def test_memory_that_is_freed_is_kept():
     """Eight blocks of 8 MB, 16,384 pages of 4 KB, freed and asked for again: after a few times they are no new ones."""

@@ -1,6 +1,5 @@
 """python -m common.generate: the text that the model of a run writes, whatever wrote its checkpoint."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -51,29 +50,6 @@ def test_it_is_what_the_trained_model_writes(runs, capsys):
         assert other == written(capsys, runs / name, "--seed", 1), "the same seed draws the same"
         cold = {written(capsys, runs / name, "--temperature", 0, "--seed", seed) for seed in (0, 1)}
         assert len(cold) == 1, "the likeliest byte needs no seed"
-
-
-def test_a_model_sees_its_context_and_draws_by_temperature(monkeypatch):
-    """A model whose likeliest byte follows the last one in `order`; what is no letter of ASCII is a dot."""
-    seen, drawn, order = [], [], [97, 98, 99, 10, 31, 32, 126, 127, 200]
-
-    def model(tokens):
-        seen.append(tokens.tolist())
-        logits = torch.zeros(*tokens.shape, 256)
-        logits[0, -1, order[order.index(seen[-1][0][-1]) + 1]] = 3.0
-        return logits
-
-    assert sample(model, 2, 7, "ab", temperature=0) == "abc\n· ~··", "the prompt, and a character for each byte"
-    assert seen[:3] == [[[97, 98]], [[98, 99]], [[99, 10]]], "the last bytes, as many as the context has"
-
-    def draw(probabilities, number, generator):
-        drawn.append((probabilities, generator.initial_seed()))
-        return torch.tensor([99])
-
-    monkeypatch.setattr(torch, "multinomial", draw)
-    assert sample(model, 2, 1, "ab", temperature=1.5, seed=7) == "abc"
-    probabilities, seed = drawn[0]
-    assert seed == 7 and probabilities[99] / probabilities[0] == pytest.approx(math.exp(3.0 / 1.5)), "of the next byte"
 
 
 def test_what_cannot_write_is_refused_in_one_line(runs):

@@ -268,57 +268,6 @@ def test_classes_are_unpickled_where_nothing_is_imported_and_git_has_made_no_lin
     assert written.split() == [str(sum(len(kinds(name)) for name in STRATEGIES)), "{True}"]
 
 
-PYRIGHT = shutil.which("pyright-langserver", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
-@pytest.mark.skipif(not PYRIGHT, reason="there is no pyright-langserver (pip install pyright)")
-def test_pyright_finds_definitions(tmp_path):
-    """What VS Code asks, over the language server protocol."""
-    page = ROOT / "03_ddp" / "new.py"
-    code = "from course.ddp.by_hand import Reducer\n"
-    server = subprocess.Popen([PYRIGHT, "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def send(method: str, **more) -> None:
-        body = json.dumps({"jsonrpc": "2.0", "method": method, **more}).encode()
-        server.stdin.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        server.stdin.flush()
-
-    def receive() -> dict:
-        length = 0
-        while (line := server.stdout.readline().strip()) or not length:
-            if line.lower().startswith(b"content-length"):
-                length = int(line.split(b":")[1])
-        return json.loads(server.stdout.read(length))
-
-    def answer(number: int) -> dict:
-        while (message := receive()).get("id") != number or "method" in message:
-            if "id" in message:  # it asks for its settings: there are none
-                asked = message.get("params", {}).get("items", [])
-                body = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": [None] * len(asked)}).encode()
-                server.stdin.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                server.stdin.flush()
-        return message["result"]
-
-    try:
-        folders = [{"uri": ROOT.as_uri(), "name": "course"}]
-        send("initialize", id=1, params={"processId": None, "rootUri": ROOT.as_uri(), "capabilities": {},
-                                         "workspaceFolders": folders})  # fmt: skip
-        answer(1)
-        send("initialized", params={})
-        document = {"uri": page.as_uri(), "languageId": "python", "version": 1, "text": code}
-        send("textDocument/didOpen", params={"textDocument": document})
-        place = {"line": 0, "character": code.index("Reducer") + 2}
-        send("textDocument/definition", id=2, params={"textDocument": {"uri": page.as_uri()}, "position": place})
-        (found,) = answer(2)
-    finally:
-        server.kill()
-        server.wait()
-    file = Path(found.get("uri", found.get("targetUri")).removeprefix("file://")).resolve()
-    line = found.get("range", found.get("targetRange"))["start"]["line"]
-    assert file == ROOT / "03_ddp" / "by_hand.py"
-    assert file.read_text().splitlines()[line].startswith("class Reducer")
-
-
 def test_an_editor_finds_definitions():
     """What JupyterLab and many editors ask, jedi, answers without running anything."""
     code = "from course.ddp.by_hand import Reducer\nReducer\n"

@@ -71,13 +71,6 @@ def test_what_a_rank_finds(monkeypatch):
     }  # fmt: skip
 
 
-def test_each_rank_is_told_what_torchrun_would_tell_it():
-    assert launching.rank_variables(2, 5, 29501) == {
-        "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5", "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1",
-    }, "the variables of rank 2 of 5"  # fmt: skip
-
-
 @pytest.mark.parametrize("start_method, nproc", [("fork", 2), ("spawn", 1)])
 def test_functions_of_a_notebook(start_method, nproc):
     """What a cell defines belongs to no file: closures, lambdas, and results whose class only the cell knows."""
@@ -89,16 +82,6 @@ def test_functions_of_a_notebook(start_method, nproc):
     factor = 3
     answers = launch(lambda: Answer(factor * (dist.get_rank() + 1)), nproc, start_method=start_method)
     assert [answer.value for answer in answers] == [3, 6][:nproc]
-
-
-def test_tensors_come_back_and_cross_the_ranks():
-    def total():
-        tensor = torch.full((1000,), float(dist.get_rank() + 1))
-        dist.all_reduce(tensor)
-        return tensor
-
-    for tensor in launch(total, 4):
-        assert torch.equal(tensor, torch.full((1000,), 10.0))
 
 
 def test_after_heavy_work_on_many_threads():

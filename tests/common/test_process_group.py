@@ -65,11 +65,6 @@ def test_the_guard_is_on_in_a_group_of_its_own():
             assert watched(check), f"check={check}: is the guard there?"
 
 
-def test_a_process_group_loads_nothing_of_the_lab():
-    program = "import sys, common.ranks; sys.exit(any(name.startswith('common.lab') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"backend": "nccl"}])
 def test_within_a_launch_there_is_no_gpu(option):
     def work():
@@ -158,11 +153,12 @@ def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):
 
 
 def test_nothing_imports_dtensor_that_does_not_use_it():
-    """It takes most of a second, in each rank of every run."""
+    """It takes most of a second, in each rank of every run. And common.ranks loads nothing of the lab."""
     modules = ["common.ranks", "common.run", "common.lab.ledger", "common.lab.guard", "common.lab.launch"]
     slow = ("torch.distributed.tensor", "torch._dynamo", "matplotlib")
     code = (
-        f"import importlib, sys\nfor module in {[*modules, 'common.state']}:\n    importlib.import_module(module)\n"
+        "import common.ranks, sys\nassert not [name for name in sys.modules if name.startswith('common.lab')]\n"
+        f"import importlib\nfor module in {[*modules, 'common.state']}:\n    importlib.import_module(module)\n"
         f"    print(module, [name for name in {slow} if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -193,22 +193,6 @@ def test_the_gpu_is_that_of_the_local_rank(gpus, monkeypatch, started):
     assert started.barriers == [(4, "common.ranks/met", {"barrier_timeout": 300.0})], "all ranks have connections"
 
 
-def test_how_a_group_ends(gpus, monkeypatch, started):
-    """In this order: garbage goes, all ranks are done (each had its own time for a collective), rank 0 leaves last."""
-    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(ranks, "let_threads_finish", lambda: None)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
-    with process_group("cpu", timeout=7, store=dist.HashStore()):
-        order = started.barriers = []
-        monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(ranks.gc, "collect", lambda: order.append("garbage"))
-        monkeypatch.setattr(ranks, "leave_last", lambda store, *about: order.append(about))
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("destroyed"))
-    done = 2, "common.ranks/done", {"barrier_timeout": 9}
-    assert order == ["garbage", done, (1, 2), "destroyed"], "the end of a process group"
-
-
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_a_gpu_bound_to_each_process(gpus, monkeypatch, started, backend, capsys):
     gpus(1, "D")
@@ -279,27 +263,6 @@ def test_loopback_for_a_single_process_and_where_nobody_chose_another(gpus, monk
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_threads(gpus, monkeypatch, started):
-    """One for each of several ranks of a node; a single process, or one on a GPU, keeps what it has. And who computes
-    on the CPU keeps its memory."""
-    asked, kept = [], []
-    monkeypatch.setattr(ranks, "keep_freed_memory", lambda: kept.append(len(kept)))
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(ranks, "let_threads_finish", lambda: asked.append("let_threads_finish"))
-    with process_group("cpu"):
-        assert asked == []
-    launcher(monkeypatch, rank=1, size=2, local_rank=0, local_size=1)
-    with process_group("cpu", store=dist.HashStore()):
-        assert asked == []
-    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
-    gpus(2)
-    with process_group(store=store_with("node A")):
-        assert asked == []
-    with process_group("cpu", store=dist.HashStore()):
-        assert asked == [1, "let_threads_finish"]
-    assert kept == [0, 1, 2], "keep_freed_memory: in three groups on the CPU, and not in the one on a GPU"
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -320,14 +283,4 @@ def test_without_an_address_nobody_meets(monkeypatch):
         UserError, match="WORLD_SIZE is 2, and MASTER_ADDR and MASTER_PORT are not both set; start with"
     ):
         with process_group("cpu"):
-            pass
-
-
-NOBODY = r"^cannot meet .* 127.0.0.1:29500: .*; are all nodes started, with the same address, port and --nnodes\?$"
-
-
-def test_ranks_that_never_come_are_told_about(monkeypatch):
-    launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2, address="127.0.0.1")
-    with pytest.raises(UserError, match=NOBODY):
-        with process_group("cpu", timeout=1):
             pass

@@ -1,7 +1,6 @@
 """Recordings of GPU runs: every file has a source, intervals obey their laws, and the traces say what pages claim."""
 
 import csv
-from statistics import median
 
 import pytest
 from hypothesis import given
@@ -104,54 +103,6 @@ def test_a_recording_is_drawn_by_the_function_of_our_own_timelines():
 
 
 # --- What the traces show ---------------------------------------------------------------------------------------------
-
-
-def test_naive_ddp_hides_nothing():
-    events = recordings.events(recordings.read("trace_naive_ddp_2xv100"))
-    spans = recordings.spans(events, "all_reduce")
-    assert len(spans) == 404 and recordings.hidden(events, "all_reduce") == 0
-    assert spans[-1][1] - spans[0][0] == pytest.approx(130.8e-3, abs=0.05e-3)
-    assert recordings.length(spans) == pytest.approx(59.5e-3, abs=0.05e-3)
-    assert median(end - start for start, end in spans) == pytest.approx(8e-6)
-    assert max(end - start for start, end in spans) == pytest.approx(4.96e-3, abs=0.01e-3)
-
-
-def test_ddp_of_a_resnet50_has_five_buckets_and_the_last_layer_leaves_first():
-    rows = recordings.read("trace_ddp_resnet50_2xa100")
-    sizes = [row["elements"] for row in rows if row.get("collective") == "allreduce"]
-    assert sizes[:5] == sizes[5:10] == sizes[10:]
-    assert sum(sizes[:5]) == 25_557_032, "the parameters of a ResNet-50"
-    assert sizes[0] == 2048 * 1000 + 1000, "the matrix and the bias of its last layer"
-
-
-def test_the_last_bucket_is_exposed():
-    events = recordings.events(recordings.read("trace_ddp_actckpt_resnet18_8xmi300x"))
-    for number, hides in [(0, 4.0e-3), (1, 0.01e-3)]:
-        bucket = recordings.spans(events, "allreduce")[-2:][number]
-        compute = recordings.spans(events, "forward", "recompute", "backward", "optimizer", "other", "compute")
-        assert recordings.length(recordings.shared([bucket], compute)) == pytest.approx(hides, abs=0.06e-3)
-    phases = {name: round(seconds * 1e3, 1) for name, (_, seconds) in recordings.totals(events).items()}
-    assert (phases["forward"], phases["recompute"], phases["backward"]) == (6.4, 4.2, 10.4)
-
-
-def test_tensor_parallelism_on_one_stream_exposes_every_all_reduce():
-    events = recordings.events(recordings.read("trace_tp_gptoss120b_prefill_8xb200"))
-    count, seconds = recordings.totals(events)["all_reduce"]
-    assert count == 36 * 2 + 1 and seconds == pytest.approx(2.12e-3, abs=0.005e-3)
-    assert recordings.hidden(events, "all_reduce") == 0
-    busy = sum(end - start for start, end in recordings.spans(events))
-    assert seconds / busy == pytest.approx(0.18, abs=0.005)
-
-
-def test_dualpipe_hides_nearly_all_of_dispatch_and_combine():
-    def kind(row):
-        if row["where"] == "cpu":
-            return None
-        return "transfer" if row["kind"] in ("ep_dispatch", "ep_combine") else str(row["stream"])
-
-    events = recordings.events(recordings.read("trace_moe_dualpipe_deepseekv3_ep64_h800"), kind=kind)
-    assert recordings.totals(events)["transfer"][1] == pytest.approx(80.5e-3, abs=0.05e-3)
-    assert recordings.hidden(events, "transfer", under=["7", "23"]) == pytest.approx(0.963, abs=0.001)
 
 
 def test_a_collective_ends_on_all_ranks_together_and_starts_on_none():

@@ -14,7 +14,6 @@ from helpers import SMALL, configure, metrics, refused, train, write_facts
 from common import manifest
 from common.checkpoint import Writer
 from common.config import Config, shared
-from common.errors import UserError, one_line_errors
 from common.lab.launch import RankFailed, launch, ready_to_fork
 from common.run import INTERRUPTED, Run
 from course.strategies import load
@@ -184,18 +183,3 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_pa
         pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
     assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"
     assert manifest.read(tmp_path / "run" / "checkpoint-000003").about["step"] == 3
-
-
-@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [3])])
-def test_an_error_of_use_is_one_line_and_exit_code_2(local_rank, waits, monkeypatch, capsys):
-    """Told once per node: other ranks wait until torchrun has ended them."""
-    slept = []
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    monkeypatch.setattr("time.sleep", slept.append)
-    with pytest.raises(SystemExit) as leaving, one_line_errors():
-        raise UserError("what is wrong; what to do")
-    assert leaving.value.code == 2, "the exit code of an error of use"
-    assert slept == waits, "seconds that a rank other than its node's first waits"
-    assert capsys.readouterr() == ("", "error: what is wrong; what to do\n")
-    with pytest.raises(ValueError), one_line_errors():
-        raise ValueError("not the user's")

@@ -4,7 +4,6 @@ import signal
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from helpers import TEXT, configure, do_not_draw, metrics, refused
 
 from common import manifest, run_dir
-from common.checkpoint import Saver
 from common.errors import UserError
 from common.mesh import make_mesh
 from common.per_rank import PerRank
@@ -135,43 +133,7 @@ def test_a_timeout_is_told_whatever_gloo_says(said, tmp_path, monkeypatch):
     assert not [word for word in ("rank 1", "300 s", "--timeout", "start again") if word not in told], told
 
 
-class Bar:
-    """In the place of tqdm: what it was told."""
-
-    def __init__(self, **how):
-        self.how, self.updates, self.shown, Bar.last = how, 0, [], self
-
-    def update(self):
-        self.updates += 1
-
-    def set_postfix_str(self, text, refresh):
-        self.shown.append(text)
-
-    def close(self):
-        self.closed = True
-
-    @staticmethod
-    def write(text, file):
-        Bar.told.append(text)
-
-
-@pytest.fixture
-def told(monkeypatch) -> list[str]:
-    """What a run says; each step takes half a second."""
-    Bar.told, now = [], [0.0]
-
-    def later():
-        now[0] += 0.5
-        return now[0]
-
-    monkeypatch.setattr("common.record.tqdm", Bar)
-    monkeypatch.setattr("common.record.time", SimpleNamespace(perf_counter=later))
-    monkeypatch.setattr("common.record.Usage", lambda config, device: lambda seconds: {"mfu": seconds})
-    monkeypatch.setattr(PerRank, "due", lambda *about: False)
-    return Bar.told
-
-
-def test_what_a_run_refuses(tmp_path, told, monkeypatch):
+def test_what_a_run_refuses(tmp_path, monkeypatch):
     with alone(tmp_path / "a", max_norm=0.5) as run:
         assert run.strategy.max_norm == 0.5, "--max-norm reaches the strategy"
         with pytest.raises(RuntimeError, match="step 0 was not logged"), run:
@@ -183,16 +145,7 @@ def test_what_a_run_refuses(tmp_path, told, monkeypatch):
         pytest.fail("a precision that the device does not have")
 
 
-def test_a_checkpoint_that_is_being_written_is_waited_for(tmp_path, told, monkeypatch):
-    monkeypatch.setattr(Saver, "wait", lambda saver, wait=Saver.wait: waits.append(saver) or wait(saver))
-    with alone(tmp_path / "run", async_checkpoint=True) as run:
-        waits = []
-        train(run)
-        assert waits[-1].group is not None and waits[-1].under_way is None
-    assert [path.name for path in manifest.checkpoints(tmp_path / "run")] == ["checkpoint-000004"]
-
-
-def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path, told):
+def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path):
     asked = []
 
     def load(dataset, plan, start):
@@ -211,7 +164,7 @@ def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path, told):
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_lost_rank_and_how_to_go_on(how, tmp_path, told):
+def test_a_lost_rank_and_how_to_go_on(how, tmp_path):
     """The folder of the run may be on another node, without a checkpoint, or with one."""
     for there, advice in ((False, "start again"), (True, "go on with --resume --run-dir")):
         folder = tmp_path / str(there)

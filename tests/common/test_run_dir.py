@@ -183,14 +183,6 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
             run_dir.require_writable(Path("new"), "")
 
 
-def test_the_loss_curve():
-    (ax,) = run_dir.loss_curve([{"step": step, "loss": 1 / step} for step in (2, 4, 5)]).axes
-    (line,) = ax.lines
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 4, 5], [0.5, 0.25, 0.2])
-    assert ax.get_ylim()[0] == 0 and ax.get_xlabel() == "optimizer step"
-    assert ax.get_ylabel() == "loss (mean over the global batch)"
-
-
 def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_dir.time, "strftime", lambda form: {"%Y%m%d-%H%M%S-": "now-"}[form])

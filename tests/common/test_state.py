@@ -8,33 +8,7 @@ import torch
 from torch import nn
 
 from common import state
-from common.state import Part, Where, chunk, interval, whole
-
-FULL = torch.arange(24.0).reshape(4, 6)
-
-
-def test_chunks_lie_in_the_order_of_the_ranks():
-    for dim, parts in ((0, FULL.chunk(2)), (1, FULL.chunk(2, dim=1))):
-        for rank, part in enumerate(parts):
-            where = chunk(part, dim, SimpleNamespace(rank=rank, size=2))
-            assert torch.equal(where.take(FULL), part.flatten()), f"chunk {rank} of 2 along dimension {dim}"
-            assert (where.shape, where.size) == ((4, 6), tuple(part.shape))
-
-
-def test_an_interval_of_a_boxs_elements():
-    right = chunk(FULL[:, 3:], 1, SimpleNamespace(rank=1, size=2))
-    some = interval(right, 2, 5)
-    assert some.take(FULL).tolist() == [5.0, 9.0, 10.0], "of 3, 4, 5, 9, 10, 11, ... those from 2 to 5"
-    assert interval(some, 1, 2).take(FULL).tolist() == [9.0], "an interval of an interval"
-    assert interval(whole(FULL), 0, 24) == Where((4, 6), (0, 0), (4, 6), 0, 24)
-
-
-def test_what_is_put_stands_there_and_nothing_else_is_changed():
-    full = FULL.clone()
-    interval(chunk(FULL[:, 3:], 1, SimpleNamespace(rank=1, size=2)), 2, 5).put(full, -torch.ones(3))
-    changed = (full != FULL).nonzero().tolist()
-    assert changed == [[0, 5], [1, 3], [1, 4]], "the places that were written"
-    assert full[0, 5] == full[1, 3] == full[1, 4] == -1
+from common.state import Part, Where, whole
 
 
 @pytest.fixture
@@ -65,21 +39,6 @@ def test_the_parts_of_a_model():
     for part in found:
         kept = getattr(model, part.name)
         assert part.tensor.data_ptr() == kept.data_ptr() and not part.tensor.requires_grad, f"memory of {part.name}"
-
-
-def test_what_a_rank_is_sent_is_of_the_type_that_rank_0_has(alone, monkeypatch):
-    monkeypatch.setattr(state.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(state.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(state.dist, "gather_object", lambda mine, everybody: None)
-    weight, optimizer, asked = nn.Parameter(torch.zeros(2)), collections.defaultdict(dict), []
-    kept = {"step": (torch.float32, torch.tensor(3.0)), "exp_avg": (torch.bfloat16, None)}
-    told = {"w": kept}, {"w": torch.float64}
-    monkeypatch.setattr(state.dist, "broadcast_object_list", lambda box, src: box.__setitem__(0, told))
-    monkeypatch.setattr(state.dist, "recv", lambda values, src: asked.append((values.dtype, src)) or values.fill_(5))
-    state.scatter(None, [Part("w", weight.detach(), whole(weight), weight)], optimizer)
-    assert asked == [(torch.float64, 0), (torch.bfloat16, 0)], "of the model, and of the optimizer's state"
-    assert weight.tolist() == [5, 5] and optimizer[weight]["exp_avg"].tolist() == [5, 5], "what was received"
-    assert optimizer[weight]["step"] == 3, "a scalar"
 
 
 def test_a_state_is_scattered_and_gathered_whole(alone):

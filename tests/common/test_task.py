@@ -1,10 +1,5 @@
 """A task's weights, optimizer and batches, and what every strategy inherits: literal values, not the code's own."""
 
-import asyncio
-import email
-import json
-import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +7,10 @@ import torch
 from helpers import configure, refused
 from torch import nn
 
-from common import data
 from common.lab.launch import launch
-from common.mesh import make_mesh
 from common.random_state import random_state, set_random_state
-from common.strategy import Engine, Setup, Strategy, StrategyEntry, can_compute, mean_loss, require_gradients
-from common.task import Task, check_batch, make_dataset, make_task
+from common.strategy import can_compute, require_gradients
+from common.task import Task, check_batch, make_task
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 
@@ -33,13 +26,6 @@ def test_weights_come_from_the_seed_alone():
     torch.manual_seed(100)
     assert [weights(config) for config in configs] == first, "the seed was not set"
     assert first[0] != first[1], "two seeds give the same weights"
-
-
-def test_the_dataset_that_is_asked_for_is_read(monkeypatch):
-    monkeypatch.setattr(data, "torchvision_images", lambda *about: about)
-    for more, download in (("", False), (" --download", True)):
-        config = configure(f"--task images --dataset fashion-mnist --data-dir there{more}", strategy="single")
-        assert make_dataset(config) == ("fashion-mnist", "there", download), "name, folder, whether to download"
 
 
 def kinds_of_memory(configs) -> list[bool]:
@@ -66,18 +52,6 @@ def test_optimizers():
     group = sgd.param_groups[0]
     told = {"lr": 0.25, "momentum": 0.9, "weight_decay": 0, "nesterov": False}
     assert {name: group[name] for name in told} == told
-
-
-def test_a_plan_has_the_runs_settings_and_the_strategys_place():
-    config = configure(seed=3, batch_size=24, accumulation_steps=2, steps=5, **SMALL)
-    place = SimpleNamespace(data_rank=1, data_size=4, device="cpu")
-    plan = make_task(config).plan(place)
-    assert plan.seed == 3, "--seed does not reach the data"
-    assert (plan.batch_size, plan.examples, plan.steps) == (24, 120, 5)
-    assert plan.accumulate == 2, "--accumulation-steps does not reach the data"
-    assert (plan.data_rank, plan.data_size, plan.slice_size) == (1, 4, 6)
-    parts = make_task(config).micro_batches(0, place)
-    assert [tuple(inputs.shape) for inputs, _ in parts] == [(3, 16)] * 2
 
 
 @pytest.mark.parametrize(
@@ -111,52 +85,6 @@ def test_the_model_of_pictures_is_as_the_pictures_are():
     assert (model.conv1.in_channels, model.fc.out_features) == (3, 7), "channels and classes of the data"
 
 
-def test_validation_text_is_of_four_packages():
-    text = bytes(data.validation_text(16).tokens.tolist())
-    for package in (asyncio, email, json, logging):
-        assert Path(package.__file__).read_bytes() in text, f"{package.__name__} is held out"
-
-
-def test_the_loss_of_16_bit_logits_is_computed_in_float32():
-    torch.manual_seed(0)
-    logits, targets = torch.randn(2, 8, 32).bfloat16(), torch.randint(32, (2, 8))
-    expected = nn.functional.cross_entropy(logits.float().view(16, 32), targets.view(16))
-    found = mean_loss(logits, targets)
-    assert found.dtype == torch.float32 and found == expected, "the loss of 16-bit logits"
-
-
-def inherited() -> dict:
-    """What the base class does, on two ranks that shard, and one row of them."""
-    mesh, found = make_mesh({"data": 1, "shard": 2}), {}
-    strategy = Strategy(Setup(mesh))
-    found["place"] = strategy.data_rank, strategy.data_size
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    strategy.optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 9.0}], lr=1.0)
-    strategy.set_learning_rate(0.125)
-    found["rates"] = [group["lr"] for group in strategy.optimizer.param_groups]
-    found["types"] = {}
-    for precision in ("fp32", "bf16", "fp16"):
-        strategy = Strategy(Setup(mesh, precision=precision))
-        with strategy.autocast():
-            dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        found["types"][precision] = dtype, strategy.scaler.is_enabled()
-    strategy.optimizer = torch.optim.SGD([first], lr=1.0)
-    scale = strategy.scaler.get_scale()
-    strategy.load_global_state({"optimizer": {"lr": 0.5}, "scaler": {}})  # of a run that did not scale its losses
-    found["scale"] = strategy.scaler.get_scale() / scale, strategy.optimizer.param_groups[0]["lr"]
-    return found
-
-
-def test_what_every_strategy_inherits():
-    for rank, found in enumerate(launch(inherited, 2)):
-        assert found["place"] == (rank, 2), "data and shard both read slices"
-        assert found["rates"] == [0.125, 0.125], "the learning rate of every group"
-        assert found["scale"] == (1.0, 0.5), "the scale stays, the learning rate is taken up"
-        assert found["types"]["fp32"] == (torch.float32, False)
-        assert found["types"]["bf16"] == (torch.bfloat16, False)
-        assert found["types"]["fp16"] == (torch.float16, True), "in fp16 products are, and losses are scaled"
-
-
 def test_random_numbers_of_a_device_go_on_with_those_of_the_cpu(monkeypatch):
     device, taken_up = torch.device("cuda", 1), []
     module = SimpleNamespace(
@@ -171,15 +99,6 @@ def test_random_numbers_of_a_device_go_on_with_those_of_the_cpu(monkeypatch):
     assert taken_up == [([7], device)], "and the device's, on that device"
     set_random_state(states, torch.device("cpu")), set_random_state(states[:1], device)
     assert len(taken_up) == len(random_state(torch.device("cpu"))) == 1, "where one of both was a CPU"
-
-
-def test_a_strategy_says_how_to_step_and_an_engine_is_loaded_when_it_is_wanted():
-    with pytest.raises(TypeError, match="^Strategy does not say how to step$"):
-        Strategy.step(object.__new__(Strategy), [])
-    entry = StrategyEntry(
-        "03_ddp", "", {"pytorch": "common.strategy:Strategy"}, (1,), {"other": Engine("json", "json:loads")}
-    )
-    assert (entry.implementation("pytorch"), entry.implementation("other")) == (Strategy, json.loads)
 
 
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch):

@@ -82,33 +82,6 @@ def test_the_options_reach_the_optimizer_and_the_metrics(tmp_path):
         assert 0 < record["mfu"] < 1.5  # of two noisy cores; the peak is measured on one of them
 
 
-def test_clipping_with_sgd_scales_the_step(tmp_path):
-    """SGD's step is as long as its gradient, so what is clipped shows. AdamW would hide it."""
-
-    def moved(norm):
-        config = configure(f"--max-norm {norm}", strategy="single", optimizer="sgd", lr=1.0, warmup_steps=0, steps=1,
-                           run_dir=tmp_path / str(norm), **SMALL)  # fmt: skip
-        return launch(length_of_step, 1, (config,))[0]
-
-    assert moved(0.01) == pytest.approx(0.01, rel=1e-3)
-    assert moved(math.inf) == pytest.approx(metrics(tmp_path / "inf")[0]["grad_norm"], rel=1e-3)
-
-
-def length_of_step(config) -> float:
-    after, log = [], Run.log
-
-    def keep(run, step, loss, grad_norm):
-        after.extend(parameter.detach().clone() for parameter in run.strategy.model.parameters())
-        log(run, step, loss, grad_norm)
-
-    Run.log = keep
-    train([config])
-    torch.manual_seed(config.seed)
-    before = config.strategy_class.make_model(config)
-    pairs = zip(before.parameters(), after, strict=True)
-    return math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))
-
-
 # --- memory and MFU -------------------------------------------------------------------------------------------
 
 
@@ -209,11 +182,11 @@ def test_a_higher_temperature_makes_what_is_unlikely_likelier():
 
 
 def test_a_run_shows_what_it_wrote_before_and_after(tmp_path, capfd):
-    names = ["ddp", "fsdp", "pipeline", "tensor", "expert --by-hand"]
+    names = ["ddp", "fsdp", "pipeline"]
     line = "--sample 30 --lr 0.03 --warmup-steps 0 --strategy"
     configs = [configure(f"{line} {name}", size=2, run_dir=tmp_path / name[:6], **TEXT) for name in names]
     launch(train, 2, (configs,), timeout=120)
     texts = re.findall(r"writes (before|after) training:\n(?:\[rank 0\] )?(.*)", capfd.readouterr().out)
     assert [when for when, _ in texts] == ["before", "after"] * len(names)
-    assert len({text for when, text in texts[:8] if when == "before"}) == 1  # the same initial weights
+    assert len({text for when, text in texts if when == "before"}) == 1  # the same initial weights
     assert texts[0][1] != texts[1][1] and all(text.startswith("def ") for _, text in texts)

@@ -20,7 +20,7 @@ from course.model_parallel.moe_model import MixtureGPT
 from course.strategies import STRATEGIES, load
 
 ALLOWED = 1.5  # times the error of one process in bf16
-SIZES = (2, 4, 8) if FULL else (2, 8)
+SIZES = (2, 4, 8) if FULL else (4,)
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY, EXAMPLES = 6, 32, 8, 32, 64, 16
 
 # All that is by hand, beside threads, and pipelines with PyTorch's schedules, whose stages are ours. "model" is the

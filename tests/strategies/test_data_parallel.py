@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import code_of_page, definitions
+from helpers import FULL, code_of_page, definitions
 from torch import nn
 
 from common import mesh as meshes
@@ -33,7 +33,7 @@ def on(devices: int, strategy_class=by_hand.ThreadedDataParallelByHand):
     return OnDevices
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5] if FULL else [1, 3, 5])
 def test_equals_one_process_on_any_number_of_devices(devices):
     """Slices of 8 examples are 3, 3, 2 on three devices, and 2, 2, 2, 2 and none on five."""
     rows = prove(on(devices), 1, cases=equality.COVERING)
@@ -112,19 +112,6 @@ def test_batch_norm_learns_its_statistics_from_the_first_slice_alone():
     assert model.running_mean.tolist() == [1.0, 2.0] and model.num_batches_tracked == 1
     for part in y.chunk(2):
         assert part.mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)  # each normalised by its own slice
-
-
-def test_each_replica_has_a_thread_of_its_own():
-    barrier = threading.Barrier(3, timeout=10)
-
-    class Meeting(nn.Module):
-        def forward(self, x):
-            barrier.wait()  # passes only if three are inside at once
-            assert threading.current_thread() is not threading.main_thread()
-            return x
-
-    x = torch.arange(6.0)
-    assert by_hand.data_parallel(Meeting(), x, [CPU] * 3).equal(x)
 
 
 class Asks(nn.Module):
@@ -241,7 +228,7 @@ def test_with_two_gpus_it_is_torchs_data_parallel_with_its_threads_put_right():
     assert launch(with_two_gpus, 2) == [0, 0]  # of several ranks, each has one GPU
 
 
-def counted_on_pretended_gpus(count: int, bad_gather: bool = False):
+def counted_on_pretended_gpus(count: int):
     """Bytes after each move, and copied, for a small model with tied weights on GPUs that are not there."""
     with fake_gpus.pretend_gpus(count, equality.tied) as (devices, model, meter):
         inputs = torch.zeros(12, equality.CONTEXT, dtype=torch.int64, device=devices[0])
@@ -250,7 +237,7 @@ def counted_on_pretended_gpus(count: int, bad_gather: bool = False):
         held = [dict(meter.now)]
         outputs = by_hand.parallel_apply(replicas, slices)
         held.append(dict(meter.now))
-        output, outputs = by_hand.gather(outputs, devices[-1 if bad_gather else 0]), None
+        output, outputs = by_hand.gather(outputs, devices[0]), None
         held.append(dict(meter.now))
         output.sum().backward()
         gradients = {parameter.grad.device.index for parameter in model.parameters()}
@@ -283,12 +270,6 @@ def test_the_first_gpu_holds_three_times_the_parameters_and_four_times_the_outpu
     assert step.parameters == 4 * sum(parameter.numel() for parameter in equality.tied().parameters())
     expected = 3 * step.parameters + 2 * tokens + step.activations - outputs // count + 4 * outputs + 8
     assert step.peak[0] == expected > step.peak[1]
-
-
-def test_outputs_gathered_in_another_place_would_be_counted_there():
-    ((held, moved, _, _),) = launch(counted_on_pretended_gpus, 1, (2, True))
-    assert held[2][1] > held[1][1] and held[2][0] < held[1][0]
-    assert moved[0, 1] > moved[1, 0]
 
 
 def test_the_functions_that_the_page_builds_are_those_of_by_hand():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import FULL
 from pipelines import batch, mesh_of, small
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,24 +28,6 @@ from course.pipeline.split_backward import backward_for_input
 # What is kept
 
 
-class Counting(Executor):
-    """Notes how many tensors are kept because they may not have arrived yet."""
-
-    def run(self, *args):
-        self.most = {"F": 0, "B": 0}
-        return super().run(*args)
-
-    def compute(self, action):
-        super().compute(action)
-        for direction in self.most:
-            live = sum(key[1] == direction for key in self.sends)
-            self.most[direction] = max(self.most[direction], live)
-
-
-class CountingPipeline(by_hand.PipelineByHand):
-    executor_class = Counting
-
-
 def peaks(options):
     layers = len(simulator.placement(schedules.build(options["schedule"], dist.get_world_size(), 8))) - 2
     options = PipelineOptions(microbatches=8, **options)
@@ -58,11 +41,16 @@ def peaks(options):
     return executor.peak, executor.events, done, len(executor.kept), ledger.calls
 
 
-@pytest.mark.parametrize("name", schedules.SCHEDULES)
-def test_what_is_done_sent_and_kept_is_what_the_schedule_says(name):
+def test_what_is_done_sent_and_kept_is_what_the_schedule_says():
+    names = list(schedules.SCHEDULES)
+    found = launch(lambda: [peaks({"schedule": name}) for name in names], 4, timeout=600)
+    for number, name in enumerate(names):
+        check_a_schedule(name, [of_rank[number] for of_rank in found])
+
+
+def check_a_schedule(name, results):
     schedule = schedules.build(name, 4, 8)
     full = simulator.with_messages(schedule)
-    results = launch(peaks, 4, ({"schedule": name},))
     assert [result[0] for result in results] == simulator.simulate(schedule).peaks
     assert [result[2] for result in results] == schedule
     assert [result[3] for result in results] == [0] * 4
@@ -124,73 +112,6 @@ def test_a_forward_keeps_what_its_backward_needs_and_the_loss_keeps_nothing(reco
     assert loss == pytest.approx(expected)
 
 
-def unsent(name, numbers):
-    mesh = mesh_of(CountingPipeline)
-    counted = []
-    for m in numbers:
-        strategy = CountingPipeline(small(), equality.sgd, Setup(mesh, PipelineOptions(schedule=name, microbatches=m)))
-        strategy.step([batch(m)])
-        counted.append((strategy.executor.most, len(strategy.executor.sends)))
-    return counted
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
-def test_what_was_sent_is_not_kept_longer_the_more_micro_batches_there_are(name):
-    """Activations at most as many as the rank stores, gradients at most one for each stage; afterwards nothing."""
-    numbers = (4, 8, 32)
-    for rank, counted in enumerate(launch(unsent, 2, (name, numbers))):
-        for m, (most, left) in zip(numbers, counted, strict=True):
-            schedule = schedules.build(name, 2, m)
-            stages = len(simulator.placement(schedule))
-            assert most["F"] <= simulator.simulate(schedule).peaks[rank], f"activations kept, of {m} micro-batches"
-            assert most["B"] <= stages, f"gradients on their way at once, of {m} micro-batches"
-            assert left == 0, f"kept after a step of {m} micro-batches"
-            assert sum(most.values()) > 0
-
-
-class Noted:
-    """A handle that notes in `log` what was waited for."""
-
-    def __init__(self, work, kind, log):
-        self.work, self.kind, self.log = work, kind, log
-
-    def wait(self):
-        self.log.append(self.kind)
-        self.work.wait()
-
-
-def waited_for():
-    """Run 1F1B on this rank: for each action its direction, and the kinds of messages that it waited for."""
-    log, found, group = [], [], dist.group.WORLD
-
-    def noting(start, kind):
-        return lambda *args, **kwargs: Noted(start(*args, **kwargs), kind, log)
-
-    class Watched(Executor):
-        def compute(self, action):
-            log.clear()
-            super().compute(action)
-
-        def receive(self, stage, direction, m):
-            tensor = super().receive(stage, direction, m)
-            found.append((direction, tuple(log)))
-            return tensor
-
-    executor = Watched(schedules.build("1f1b", 3, 4), {dist.get_rank(): nn.Linear(2, 2)}, group)
-    dist.isend, dist.irecv = noting(dist.isend, "isend"), noting(dist.irecv, "irecv")
-    executor.run([torch.ones(1, 2)] * 4, lambda y, m: y.sum(), (1, 2))
-    return found
-
-
-def test_an_action_waits_for_its_own_message_alone():
-    """And, once a gradient is here, for the activation that it answers, which has arrived then."""
-    for rank, found in enumerate(launch(waited_for, 3)):
-        forward = ("irecv",) if rank > 0 else ()
-        backward = ("irecv", "isend") if rank < 2 else ()
-        assert {direction: waited for direction, waited in found} == {"F": forward, "B": backward}, rank
-        assert len(set(found)) == 2 and len(found) == 8, rank
-
-
 def passed_on(name, microbatches):
     """Two steps of stages that hand on vectors. How many vectors that were sent or received are alive at most after an
     action of the first step; and how many are after the second, the inputs counted too."""
@@ -231,28 +152,6 @@ def test_messages_and_inputs_are_freed_when_they_have_been_used(name):
     for rank, ((most, _), (most_of_many, left)) in enumerate(zip(few, many, strict=True)):
         assert left == 0, f"rank {rank}: alive after a step of 32 micro-batches, inputs counted"
         assert 0 < most_of_many <= most, f"rank {rank}: alive at once, of 32 micro-batches and of 8"
-
-
-one_each = dist.batch_isend_irecv
-
-
-def one_for_all(operations):
-    """batch_isend_irecv as with NCCL: one handle, for whatever number of messages."""
-    works = one_each(operations)
-    return [SimpleNamespace(wait=lambda: [work.wait() for work in works])]
-
-
-def with_one_handle(name):
-    dist.batch_isend_irecv = one_for_all  # this process ends here
-    return several_tensors(name, recompute=False)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_a_batch_of_messages_may_have_a_single_handle(name):
-    """On three ranks: with two, an action that waits for the whole batch waits for nothing that depends on it."""
-    for _, _, found, expected in launch(with_one_handle, 3, (name,)):
-        for number, gradients in expected.items():
-            torch.testing.assert_close(found[number], gradients, rtol=1e-5, atol=1e-6)
 
 
 class Clock:
@@ -329,7 +228,7 @@ def require_same_dropout(strategy_class, schedule="1f1b"):
         assert norms[0] != norms[1]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"] if FULL else ["1f1b", "zbv"])
 def test_what_is_computed_again_drops_the_same(name):
     require_same_dropout(by_hand.PipelineByHand, name)
 
@@ -342,31 +241,6 @@ def test_pytorchs_recomputation_drops_the_same():
 def test_bugs_that_only_dropout_shows(name):
     with pytest.raises(AssertionError):
         require_same_dropout(DROPOUT_BUGS.plant(name))
-
-
-def in_bfloat16():
-    """Train with all parameters in bf16, so the activations between stages are too; the loss, that of plain autograd,
-    and the dtypes that were handed on."""
-    torch.manual_seed(3)
-    model, same = (small().bfloat16() for _ in range(2))
-    same.load_state_dict(model.state_dict())
-    strategy = by_hand.PipelineByHand(same, equality.sgd, Setup(mesh_of(by_hand.PipelineByHand)))
-    sent, give = set(), strategy.executor.give
-
-    def noting(stage, direction, m, tensor):
-        sent.add((direction, tensor.dtype) if tensor is not None else None)
-        give(stage, direction, m, tensor)
-
-    strategy.executor.give = noting
-    loss, _ = strategy.step([batch()])
-    inputs, targets = batch()
-    return loss.item(), equality.cross_entropy(model(inputs).float(), targets).item(), sent
-
-
-def test_stages_hand_on_what_they_compute_in():
-    for rank, (loss, expected, sent) in enumerate(launch(in_bfloat16, 2)):
-        assert loss == pytest.approx(expected, rel=1e-2)
-        assert ("FB"[rank], torch.bfloat16) in sent
 
 
 def with_other_dtype():

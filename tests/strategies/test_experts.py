@@ -1,7 +1,5 @@
 """Expert parallelism: what it sends and holds, what it drops, and that the proof of equality has something to prove."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import Axis, axis, make_mesh
+from common.mesh import make_mesh
 from common.model import cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_experts as by_hand
@@ -122,24 +120,6 @@ def test_no_token_looks_ahead():
     assert not torch.allclose(one[5:], other[5:])
 
 
-def uneven():
-    """Rank r sends r + 1 rows, all to rank 0, forward and backward, which don't lie in one piece."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.full((2, rank + 1), float(rank)).t().requires_grad_()
-    sent = [rank + 1] + [0] * (size - 1)
-    received = [source + 1 for source in range(size)] if rank == 0 else [0] * size
-    result = by_hand.AllToAll.apply(rows, dist.group.WORLD, sent, received)
-    result.backward(torch.arange(float(len(result))).expand(2, -1).t())
-    return result.detach(), rows.grad
-
-
-def test_all_to_all_with_uneven_splits_and_its_way_back():
-    (first, _), (none, back), *_ = results = launch(uneven, 4)
-    assert first[:, 0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3] and none.shape == (0, 2)
-    assert back[:, 0].tolist() == [1, 2]  # rank 1's rows were the second and third there
-    assert torch.cat([grad[:, 0] for _, grad in results]).tolist() == list(range(10))
-
-
 def count(accumulate, precision):
     strategy = make(precision=precision)
     loads = []
@@ -175,46 +155,6 @@ def test_ledger_and_memory(nproc, accumulate, precision, nbytes):
         assert held == 4 * (others + in_experts // nproc)  # parameter, gradient and AdamW's two means
 
 
-def first_half():
-    strategy = make()
-    for step in range(2):
-        strategy.step(own_batches(strategy, step))
-    state = copy.deepcopy(strategy.full_state())
-    return state, [number.item() for number in strategy.step(own_batches(strategy, 2))]
-
-
-def second_half(state):
-    strategy = make()
-    strategy.load_full_state(state if dist.get_rank() == 0 else {})
-    again = copy.deepcopy(strategy.full_state())  # of rank 0
-    return again, [number.item() for number in strategy.step(own_batches(strategy, 2))]
-
-
-def test_resumed_on_another_number_of_ranks():
-    state, numbers = launch(first_half, 4)[0]
-    for nproc in (1, 2):
-        (again, resumed), *others = launch(second_half, nproc, (state,))
-        assert resumed == pytest.approx(numbers, rel=equality.TOLERANCE)
-        assert all(other == resumed for _, other in others)
-        flat, expected = equality.flatten(again), equality.flatten(state)
-        assert flat.keys() == expected.keys() and all(torch.equal(flat[name], expected[name]) for name in flat)
-
-
-def overflow():
-    strategy = make(precision="fp16")
-    scale = strategy.scaler.get_scale()
-    if dist.get_rank() == 1:  # its experts' gradients are more than float16 holds, and nobody else's
-        strategy.model.blocks[1].mlp.experts.up.register_hook(lambda gradient: gradient * float("inf"))
-    before = [parameter.clone() for parameter in strategy.model.parameters()]
-    _, norm = strategy.step(own_batches(strategy))
-    same = all(torch.equal(p, b) for p, b in zip(strategy.model.parameters(), before, strict=True))
-    return same, strategy.scaler.get_scale() / scale, norm.isfinite().item()
-
-
-def test_one_ranks_overflow_skips_the_step_on_all():
-    assert launch(overflow, 2) == [(True, 0.5, False)] * 2
-
-
 def waits():
     """What a forward and what a backward pass of one mixture waits for; and whether the lists above see anything."""
     layer = make().model.blocks[0].mlp
@@ -239,43 +179,6 @@ def test_a_mixture_waits_for_the_gpu_once(nproc):
         assert {"item", "index", "repeat_interleave"} <= {*seen}
 
 
-def routed(dtype):
-    """Type of the router's logits and how many tokens choose other experts than in float32, for both mixtures."""
-    torch.manual_seed(0)
-    layer, results = mixture.Mixture(WIDTH, EXPERTS, top_k=2, capacity_factor=1.25, std=0.02), []
-    x = torch.randn(4, 64, WIDTH)
-    chosen = layer.router(x).topk(2).indices
-    for router in (layer.router, by_hand.ParallelMixture(layer, Axis(dist.group.WORLD, 0, 1)).router):
-        with torch.autocast("cpu", dtype):
-            logits = router(x)
-        results.append((logits.dtype, (logits.topk(2).indices != chosen).sum().item()))
-    return results
-
-
-def test_the_router_is_float32_under_autocast():
-    for dtype in (torch.bfloat16, torch.float16):
-        assert launch(routed, 1, (dtype,)) == [[(torch.float32, 0)] * 2]
-
-
-def moved_and_kept():
-    """Elements of the model when it is moved to the device, and those that the strategy keeps."""
-    sizes = []
-
-    def to(module, device):
-        sizes.append(sum(p.numel() for p in module.parameters()))
-        return module
-
-    torch.nn.Module.to = to  # this process ends here
-    strategy = make()
-    return sizes, sum(p.numel() for p in strategy.model.parameters())
-
-
-def test_a_rank_moves_its_own_experts_only():
-    whole = sum(p.numel() for p in make_model().parameters())
-    for moved, kept in launch(moved_and_kept, 4):
-        assert moved == [kept] and kept < whole / 2
-
-
 def norms_only():
     """The gradient norm of a step in which no expert is trained, and that of one process."""
     torch.manual_seed(0)
@@ -295,29 +198,3 @@ def norms_only():
 def test_only_norms_are_trained():
     for norm, expected in launch(norms_only, 2):
         assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.01
-
-
-def beside_another_axis():
-    """Experts in two groups of two ranks: the largest error of a gradient over all four ranks' slices."""
-    mesh = make_mesh({"data": 2, "expert": 2})
-    data, expert = axis(mesh, "data"), axis(mesh, "expert")
-    tokens = equality.Batches().tokens[:8]
-    torch.manual_seed(0)
-    whole, model = make_model(), make_model()
-    model.load_state_dict(whole.state_dict())
-    (cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]) + whole.auxiliary_loss()).backward()
-    cut = by_hand.apply_expert_parallel(model, expert)
-    own = tokens.chunk(4)[axis(mesh, "data", "expert").rank]
-    ((cross_entropy(model(own[:, :-1]), own[:, 1:]) + model.auxiliary_loss()) / 4).backward()
-    off = []
-    for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
-        expected = reference.grad.chunk(2)[expert.rank] if parameter in cut else reference.grad
-        for group in [data.group] if parameter in cut else [data.group, expert.group]:
-            dist.all_reduce(parameter.grad, group=group)
-        off.append(equality.difference(parameter.grad, expected))
-    return max(off), len(cut)
-
-
-def test_groups_beside_each_other_do_not_mix():
-    for off, cut in launch(beside_another_axis, 4):
-        assert off < equality.TOLERANCE and cut == 4 * LAYERS

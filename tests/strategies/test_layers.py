@@ -1,4 +1,4 @@
-"""Layers split over ranks and over devices: the cut, the messages, tied and frozen weights, resumed runs."""
+"""Layers split over ranks and over devices: the cut, the messages, tied and frozen weights."""
 
 import itertools
 from functools import partial
@@ -6,16 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, configure, metrics, saved, train
 from torch import nn
 
 from common.errors import UserError
 from common.lab import equality
-from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
-from common.model import GPT, cross_entropy
+from common.model import GPT
 from common.strategy import Setup
 from course.model_parallel import by_hand_layers as by_hand
 from course.model_parallel import layers_on_devices
@@ -115,70 +113,6 @@ def test_any_cut_is_right():
     assert len(equality.prove(Uneven, 2, cases=equality.CASES[:2])) == 2
 
 
-def overflow():
-    """fp16's loss scaling: the gradient of one rank alone is infinite. Scale, and whether the step was skipped."""
-    strategy = make(equality.frozen(), precision="fp16")
-    strategy.step(batches(1))
-    before = [parameter.clone() for parameter in strategy.model.parameters()]
-    scale = strategy.scaler.get_scale()
-    if strategy.last:
-        strategy.model.head.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
-    _, norm = strategy.step(batches(1))
-    same = all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
-    return same, strategy.scaler.get_scale() / scale, norm.isfinite().item()
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    assert launch(overflow, 2) == [(True, 0.5, False)] * 2
-
-
-def checked():
-    strategy = make(equality.tied())
-    with CheckCollectives(timeout=20):
-        return strategy.step(batches(2))[0].item()
-
-
-def test_ranks_mean_the_same():
-    first, *others = launch(checked, 4)
-    assert others == [first] * 3
-
-
-def losses(folder) -> list[float]:
-    return [record["loss"] for record in metrics(folder)]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_resumed_on_another_number_of_ranks(optimizer, tmp_path):
-    """From one process to four ranks, to two, to the devices of one process: as if it had never stopped."""
-
-    def run(nproc, strategy, steps, folder="parts", **more):
-        settings = SMALL | {"checkpoint_every": 2, "optimizer": optimizer, "steps": steps} | more
-        config = configure(f"--strategy {strategy} --run-dir {tmp_path / folder}", nproc, **settings)
-        launch(train, nproc, ([config],))
-
-    run(1, "single", 8, "whole")
-    run(1, "single", 2)
-    run(4, "model --by-hand", 4, resume=True)
-    run(2, "model --by-hand", 6, resume=True, accumulation_steps=3)
-    run(1, "model", 8, resume=True)
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
-    whole, parts = (saved(tmp_path / name / "checkpoint-000008") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    off = {name: equality.difference(parts[name], whole[name]) for name in whole}
-    assert max(off.values()) < equality.TOLERANCE * 10, max(off, key=off.get)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_near(precision, tmp_path):
-    both = [
-        configure(f"--strategy model --by-hand --run-dir {tmp_path / p}", 2, **SMALL, steps=4, precision=p)
-        for p in ("fp32", precision)
-    ]
-    launch(train, 2, (both,))
-    full, half = (losses(tmp_path / p) for p in ("fp32", precision))
-    assert half == pytest.approx(full, rel=0.01) and half != full
-
-
 def to(layer, device):
     """Module.to for fake tensors, which it cannot move."""
     for parameter in layer.parameters():
@@ -230,61 +164,6 @@ def test_one_process_has_all_gpus_and_one_of_several_its_own(processes, gpus, se
         assert layers_on_devices.devices_of(own) == expected, f"devices of a process of {processes}, on {gpus} GPU(s)"
         note = "note: no two GPUs for the parts of the model; all of them are on 'cuda:1'\n"
         assert capsys.readouterr().err == ("" if several or rank > 0 else note), f"what rank {rank} is told"
-
-
-class Forgets(by_hand.SplitLayers):
-    """Keeps whatever it had when it is told to load."""
-
-    def load_full_state(self, state):
-        pass
-
-
-def loaded(strategy_class):
-    strategy, other = (make(equality.tied(), equality.adamw, strategy_class) for _ in range(2))
-    strategy.step(batches(1))
-    state = strategy.full_state()
-    other.load_full_state(state)
-    losses = [s.step(batches(2)[1:])[0].item() for s in (strategy, other)]
-    return losses[0] == losses[1], torch.equal(
-        strategy.model.head.out.weight, other.model.head.out.weight
-    ) if strategy.last else None
-
-
-def test_a_state_that_is_not_loaded_would_be_seen():
-    assert launch(loaded, 2, (by_hand.SplitLayers,)) == [(True, None), (True, True)]
-    assert launch(loaded, 2, (Forgets,)) == [(False, None), (False, False)]
-
-
-def test_the_loss_is_that_of_the_whole_model():
-    inputs, targets = batches(1)[0]
-
-    def loss():
-        torch.manual_seed(dist.get_rank())
-        model = equality.tied()
-        expected = cross_entropy(model(inputs), targets).item()
-        return make(model).step([(inputs, targets)])[0].item(), expected
-
-    (first, expected), (second, other) = launch(loss, 2)
-    assert first == second == expected != other
-
-
-def moved_and_kept():
-    """Elements of the model when it is moved to the device, and those that the strategy keeps."""
-    sizes = []
-
-    def to(module, device):
-        sizes.append(sum(p.numel() for p in module.parameters()))
-        return module
-
-    nn.Module.to = to  # this process ends here
-    strategy = make(equality.tied())
-    return sizes, sum(p.numel() for p in strategy.model.parameters())
-
-
-def test_a_rank_moves_its_own_layers_only():
-    whole = sum(p.numel() for p in equality.tied().parameters())
-    for moved, kept in launch(moved_and_kept, 4):
-        assert moved == [kept] and kept < whole / 2
 
 
 def tied_in_two_pipelines():

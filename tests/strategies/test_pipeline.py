@@ -1,31 +1,23 @@
-"""Pipelines: every schedule equals one process, alone and beside replicas; what is refused; runs that go on."""
+"""Pipelines: every schedule equals one process, alone and beside replicas; what is sent between replicas."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import FULL, do_not_draw
-from pipelines import batch, deep, mesh_of, small
+from helpers import FULL
+from pipelines import batch, deep, mesh_of
 from torch import nn
 
-from common import command_line
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import make_mesh
 from common.model import GPT
-from common.run import Run
 from common.strategy import Setup
-from common.task import make_task
 from course.pipeline import by_hand, schedules, torch_schedules
 from course.pipeline import distributed_training as torchs
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline.by_hand import PipelineDDPByHand
 from course.pipeline.options import PipelineOptions
-from course.strategies import STRATEGIES
 
 
 def first_layers_frozen(model_class=GPT) -> nn.Module:
@@ -192,73 +184,3 @@ def test_replicas_of_every_schedule_equal_one_process():
         if strategy_class is hybrid.PipelineFSDP:  # in the same launch, whose ranks know DTensor's rules by then
             trained.append(({}, [dataclasses.replace(case, accumulate=3) for case in FROZEN]))
         prove_all(trained, 4, strategy_class)
-
-
-def test_which_axis_is_outside_changes_nothing():
-    """Replicas far apart instead of neighbours: groups come from the mesh alone."""
-
-    def both():
-        results = []
-        for strategy_class in REPLICATED:
-            outer = next(iter(strategy_class.preset))
-            pair = []
-            for axes in ({outer: 2, "pipeline": 2}, {"pipeline": 2, outer: 2}):
-                torch.manual_seed(4)
-                strategy = strategy_class(small(), equality.sgd, Setup(mesh_of(strategy_class, **axes)))
-                inputs, targets = batch(16)
-                own = slice(strategy.data_rank * 8, strategy.data_rank * 8 + 8)
-                steps = [strategy.step([(inputs[own], targets[own])]) for _ in range(2)]
-                pair.append((steps, strategy.data_rank, dist.get_process_group_ranks(strategy.pipeline.group)))
-            results.append(pair)
-        return results
-
-    for rank, results in enumerate(launch(both, 4)):
-        for (one, place, row), (other, other_place, column) in results:
-            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-5)
-            assert (place, other_place) == (rank // 2, rank % 2)
-            assert (row, column) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
-
-
-# Precision, and runs that go on elsewhere
-
-TEXT = "--layers 4 --width 32 --heads 4 --context 16 --batch-size 8 --checkpoint-every 2"
-
-
-def train(lines):
-    """Each run as the command line would start it, in this process group."""
-    do_not_draw()
-    for line in lines:
-        config = command_line.parse(STRATEGIES, argv=f"{TEXT} {line} --distributed".split())
-        task, mesh = make_task(config), make_mesh(config.axes)
-        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
-        with Run(config, strategy, task) as run:
-            batches = run.batches()
-            for step in run.steps():
-                strategy.set_learning_rate(run.learning_rate(step))
-                run.log(step, *strategy.step(next(batches)))
-
-
-def losses(folder) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_half_precision_and_resumed_with_another_schedule(tmp_path):
-    def run(folder, steps, more):
-        return f"--run-dir {tmp_path / folder} --steps {steps} {more}"
-
-    halves = [
-        run(f"{precision}-{number}", 2, f"--strategy pipeline --precision {precision} --checkpoint-every 0 {how}")
-        for precision in ("bf16", "fp16")
-        for number, how in enumerate(["--by-hand --schedule zbv --recompute full", "--schedule 1f1b"])
-    ]
-    launch(train, 1, ([run("whole", 8, "--strategy pipeline --by-hand --checkpoint-every 0")],))
-    launch(train, 2, ([run("parts", 2, "--strategy pipeline --by-hand --schedule interleaved"), *halves],))
-    go_on = "--resume --strategy pipeline"
-    launch(train, 4, ([run("parts", 4, f"{go_on}+fsdp --schedule 1f1b")],))
-    last = [run("parts", 6, f"{go_on} --schedule 1f1b"), run("parts", 8, f"{go_on} --by-hand --schedule zbv")]
-    launch(train, 2, (last,))
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "parts") == pytest.approx(expected, rel=3e-5)
-    for half in halves:
-        got = losses(Path(half.split()[1]))
-        assert got == pytest.approx(expected[:2], rel=0.01) and got != expected[:2]

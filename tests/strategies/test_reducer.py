@@ -79,8 +79,13 @@ def both_ways(in_place: bool, accumulate: int, options: dict) -> tuple[list[int]
     return different, sizes, [flat.numel() * flat.element_size() for flat in reducer.flat]
 
 
-@pytest.mark.parametrize("in_place, accumulate", [(True, 1), (True, 2), (False, 2)])
-@pytest.mark.parametrize("nproc", [2, 3, 4])
+WAYS = [(True, 1), (True, 2), (False, 2)]
+SIZES = (
+    [(nproc, *way) for nproc in (2, 3, 4) for way in WAYS] if FULL else [(2, *WAYS[0]), (3, *WAYS[2]), (4, *WAYS[1])]
+)
+
+
+@pytest.mark.parametrize("nproc, in_place, accumulate", SIZES)
 def test_gradients_are_pytorchs_bit_by_bit(nproc, in_place, accumulate):
     """From its second step on: before, DistributedDataParallel has one bucket, and orders the sums by that. So also
     where something else than the reducer sets gradients to None."""
@@ -92,22 +97,6 @@ def test_gradients_are_pytorchs_bit_by_bit(nproc, in_place, accumulate):
         assert torchs == ", ".join(map(str, ours)) and len(ours) > 2
         if nproc == 2:  # a sum of two has only one order
             assert different[0] == 0
-
-
-def gradients_past_the_wrapper() -> list[float]:
-    model = nn.Linear(1, 1, bias=False)
-    wrapper = DistributedDataParallel(model)
-    found = []
-    for called in (wrapper, model):
-        model.zero_grad()
-        called(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
-        found.append(model.weight.grad.item())
-    return found
-
-
-def test_pytorchs_averages_only_where_its_own_forward_was_called():
-    """What the page warns of: trained through the model itself, each rank silently keeps its own gradient."""
-    assert launch(gradients_past_the_wrapper, 2) == [[1.5, 1.0], [1.5, 2.0]]
 
 
 def in_its_own_group() -> tuple[float, float]:
@@ -329,15 +318,14 @@ DIFFERENT = {  # what is named: the tensor, and what tells it apart from rank 0'
 }
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
-def test_unequal_models_are_named_on_every_rank(kind):
-    for line in launch(unequal, 2, (kind,)):
-        assert not [word for word in ("rank 0", "rank 1", *DIFFERENT[kind]) if word not in line], line
+def tells_them_apart(reducer_class=by_hand.Reducer) -> None:
+    for lines in launch(lambda: [unequal(kind, reducer_class) for kind in DIFFERENT], 2, timeout=100):
+        for line, words in zip(lines, DIFFERENT.values(), strict=True):
+            assert not [word for word in ("rank 0", "rank 1", *words) if word not in line], line
 
 
-def tells_them_apart(reducer_class) -> None:
-    for kind in DIFFERENT:
-        launch(unequal, 2, (kind, reducer_class), timeout=10)
+def test_unequal_models_are_named_on_every_rank():
+    tells_them_apart()
 
 
 def comes_and_goes(strategy_class) -> None:

@@ -106,18 +106,6 @@ def test_stored_activations_over_time():
     assert (idle.makespan, idle.bubble) == (3, 0.5), "and waits all the time"
 
 
-def test_rows_of_text():
-    assert simulator.rows(simulate(build("1f1b", 2, 2), UNIT)).splitlines() == [
-        "rank 0  F0 F1 .  B0 .  B1  2 stored",
-        "rank 1  .  F0 B0 F1 B1 .   1 stored",
-    ]
-    assert simulator.rows(simulate(build("zbv", 2, 1), Times(1, 2, 1))).splitlines()[1] == (
-        "rank 1  .   1F0 2F0 .   .   .   2I0 --- 2W0 1I0 --- 1W0 .   .    2 stored"
-    )
-    full = with_messages(build("gpipe", 2, 1))
-    assert simulator.rows(simulate(full)) == "rank 0  F0 .  .  .  B0 --  1 stored\nrank 1  .  F0 B0 -- .  .   1 stored"
-
-
 def test_a_schedule_that_gets_stuck_tells_how_far_it_came():
     with pytest.raises(IllegalSchedule) as refused:
         simulate([parse("0F0 0B0 0F1 0B1"), parse("1F0 1F1 1B0 1B1")], UNIT)

@@ -131,18 +131,6 @@ def test_only_what_is_measured_and_only_the_own_share_are_moved_to_the_device():
         assert moved == names and rest == [16, torch.bfloat16, [rank]], "width and type of what stages hand on"
 
 
-def test_a_model_without_memory_takes_what_rank_0_has():
-    def losses_of(meta):
-        torch.manual_seed(2)
-        with torch.device("meta" if meta and dist.get_rank(dist.group.WORLD) > 0 else "cpu"):
-            model = small()
-        strategy = by_hand.PipelineByHand(model, equality.sgd, Setup(mesh_of(by_hand.PipelineByHand)))
-        return [strategy.step([batch()])[0].item() for _ in range(3)]
-
-    for with_meta, without in launch(lambda: (losses_of(True), losses_of(False)), 4):
-        assert with_meta == without and with_meta[2] != with_meta[0]
-
-
 def test_a_rank_without_memory_never_has_more_than_its_stages_and_a_weight():
     def bytes_of(model):
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}

@@ -411,7 +411,7 @@ class Stop(Exception):
 GROUPS = [path for chapter, path in PROGRAMS.items() if chapter != ONE_PROCESS] + OTHERS + [ROOT / "docs/your_own.py"]
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8] if FULL else [0, 2])
 @pytest.mark.parametrize("program", GROUPS, ids=lambda path: path.stem)
 def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, capsys):
     """Each process of a node with so many GPUs, up to where the ranks meet: what it asks for, and what it says."""

@@ -69,7 +69,8 @@ def ring_bytes(rank: int, size: int, elements: int, itemsize: int) -> int:
 
     `itemsize` is the size of one element in bytes. The ring all-reduce is a reduce-scatter, after which rank r holds
     the sum of chunk r, and then an all-gather. In each of their steps every rank passes one chunk to its right
-    neighbour. Chunks may be uneven, so the familiar 2(N-1)/N is exact only where `size`
+    neighbour. (On the page, the sum of chunk r + 1 ends on rank r. Here everything is one chunk further left: rank r
+    sends chunk r - 1 first.) Chunks may be uneven, so the familiar 2(N-1)/N is exact only where `size`
     divides `elements`. Calculate only: send nothing.
 
     Difficulty ●●●○○   Importance ●●●○○   up to 15 minutes   2 points

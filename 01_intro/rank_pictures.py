@@ -103,7 +103,8 @@ def steps_of(ring: Callable) -> Iterator[tuple[Figure, str, str]]:
     steps = watch(ring)
     start = f"Before the first step, four ranks on a circle hold {steps[0][0]}"
     yield circle(None, steps[0][0], []), start, "Before: every rank holds its own numbers."
-    captions = [f"Reduce-scatter, step {step}: each rank adds what arrives to its copy of that chunk." for step in range(3)]
+    adds = "each rank adds what arrives to its copy of that chunk."
+    captions = [f"Reduce-scatter, step {step}: {adds}" for step in range(3)]
     captions += [f"All-gather, step {step}: each rank keeps what arrives, a complete sum." for step in range(3)]
     for (before, after, sent), caption in zip(steps, captions, strict=True):
         words = f"Messages (from, to, numbers): {sent}. Afterwards the ranks on the circle hold {after}"

@@ -1,7 +1,8 @@
 """What the shared loop costs, and how the strategies by hand compare with PyTorch's.
 
     make bench                         prints each figure, its interval, and what it was at the last release
-    python tools/bench.py --release    writes them to tools/bench.csv as well, as those of a release
+    python tools/bench.py --release    writes each to tools/bench.csv as well, as that of a release
+    python tools/bench.py --rounds 3   fewer rounds than the 9 of each, and wider intervals
 
 1. Milliseconds per step that the scripts' loop (data order, metrics, progress bar, agreement on Ctrl-C) adds: to the
    steps of the same strategy in a loop that does nothing else, and to a bare loop with the same model, batch and
@@ -22,7 +23,9 @@
 
 Contenders take turns step by step, or round by round, in one run on the same two ranks. The figure is the median of
 ratios or differences over the rounds; its interval has the middle nine tenths of 2,000 medians of as many rounds drawn
-with replacement. A single time would say more about the machine than about the code.
+with replacement. A single time would say more about the machine than about the code. bench.csv has with each figure how
+many rounds it is of and the machine's load then, in processes that would like to run for each core: ratios of a busy
+machine are ratios still, but bubbles and milliseconds aren't what a quiet one has.
 """
 
 import argparse
@@ -59,7 +62,7 @@ SLEEP = (0.4, 0.4, 0.4)
 RELEASED = ROOT / "tools" / "bench.csv"  # each figure at the last release: name, median, low, high
 
 
-def loops(config) -> list[tuple[float, ...]]:
+def loops(config, rounds: int) -> list[tuple[float, ...]]:
     """For each round the seconds per step of the scripts' loop, of the strategy's steps alone, and of the bare loop,
     which take turns step by step."""
     task = make_task(config)
@@ -77,13 +80,13 @@ def loops(config) -> list[tuple[float, ...]]:
             next(steps, None)
 
         next(steps)
-        return take_turns([in_the_loop, lambda: alone.step(batch)[0].item(), bare_loop(config, task)])
+        return take_turns([in_the_loop, lambda: alone.step(batch)[0].item(), bare_loop(config, task)], rounds)
 
 
-def take_turns(contenders) -> list[tuple[float, ...]]:
-    """For each of ROUNDS rounds the seconds that each contender takes, the median of STEPS calls but the first."""
+def take_turns(contenders, how_many: int) -> list[tuple[float, ...]]:
+    """For each of the rounds the seconds that each contender takes, the median of STEPS calls but the first."""
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(how_many):
         times: list[list[float]] = [[] for _ in contenders]
         for step in range(STEPS):
             turn = list(zip(contenders, times, strict=True))
@@ -114,7 +117,7 @@ def bare_loop(config, task):
     return step
 
 
-def by_hand_and_torch(configs) -> list[tuple[float, ...]]:
+def by_hand_and_torch(configs, rounds: int) -> list[tuple[float, ...]]:
     """For each round the seconds per step of a strategy by hand and of PyTorch's, which take turns step by step."""
     task = make_task(configs[0])
     mesh = make_mesh(configs[0].axes)
@@ -124,33 +127,39 @@ def by_hand_and_torch(configs) -> list[tuple[float, ...]]:
         [
             lambda strategy=strategy, batch=batch: strategy.step(batch)[0].item()
             for strategy, batch in zip(pair, batches, strict=True)
-        ]
+        ],
+        rounds,
     )
 
 
-class Figures:
-    """Figures as they are found, each beside that of the last release, and all of them for the next one."""
+COLUMNS = "name", "median", "low", "high", "rounds", "load per core"
 
-    def __init__(self):
-        self.found: list[tuple[str, float, float, float]] = []
-        self.released: dict[str, str] = {}
+
+class Figures:
+    """Figures as they are found, each beside that of the last release. With `release` each is written down at once in
+    that one's place, so that a run that is stopped has not been in vain."""
+
+    def __init__(self, release: bool):
+        self.release = release
+        self.rows: dict[str, dict] = {}
         if RELEASED.exists():
             with open(RELEASED, newline="") as file:
-                for row in csv.DictReader(file):
-                    self.released[row["name"]] = f"{row['median']} ({row['low']} to {row['high']})"
+                self.rows = {row["name"]: row for row in csv.DictReader(file)}
         print(f"{'':64}{'now':>8}  {'interval':18}{'at the last release':24}aim")
 
     def add(self, name: str, values: list[float], aim: str) -> None:
         middle, (low, high) = statistics.median(values), interval(values)
-        self.found.append((name, middle, low, high))
-        spread = f"({low:.3f} to {high:.3f})"
-        print(f"{name:64}{middle:8.3f}  {spread:18}{self.released.get(name, '-'):24}{aim}", flush=True)
-
-    def release(self) -> None:
-        with open(RELEASED, "w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["name", "median", "low", "high"])
-            rows.writerows([name, *(f"{number:.3f}" for number in numbers)] for name, *numbers in self.found)
+        spread, before = f"({low:.3f} to {high:.3f})", self.rows.get(name)
+        released = f"{before['median']} ({before['low']} to {before['high']})" if before else "-"
+        print(f"{name:64}{middle:8.3f}  {spread:18}{released:24}{aim}", flush=True)
+        if self.release:
+            load = f"{os.getloadavg()[0] / (os.cpu_count() or 1):.1f}"
+            numbers = [*(f"{number:.3f}" for number in (middle, low, high)), len(values), load]
+            self.rows[name] = dict(zip(COLUMNS, [name, *numbers], strict=True))
+            with open(RELEASED, "w", newline="") as file:
+                rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                rows.writeheader()
+                rows.writerows(self.rows.values())
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -182,7 +191,7 @@ dist.destroy_process_group()
 """
 
 
-def start_up(rounds: int = 5) -> list[tuple[float, float]]:
+def start_up(rounds: int) -> list[tuple[float, float]]:
     """For each round the seconds from the command to the end of the first step: of the course's DDP script, and of a
     program that does nothing else. They take turns."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -208,14 +217,17 @@ def start_up(rounds: int = 5) -> list[tuple[float, float]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", action="store_true", help="write the figures to tools/bench.csv")
-    release = parser.parse_args(argv).release
-    print(f"{ROUNDS} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
-    figures = Figures()
-    figures.add("seconds to the first step / a bare step of DDP", [ours / bare for ours, bare in start_up()], "<= 1.2")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how many of each (default {ROUNDS})")
+    options = parser.parse_args(argv)
+    count = max(1, options.rounds)
+    print(f"{count} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
+    figures = Figures(options.release)
+    starts = [ours / bare for ours, bare in start_up(min(5, count))]
+    figures.add("seconds to the first step / a bare step of DDP", starts, "<= 1.2")
     with tempfile.TemporaryDirectory() as folder:
         line = "--strategy ddp --checkpoint-every 0 --log-every 1000"
-        config = configure(line, 2, steps=ROUNDS * STEPS, run_dir=f"{folder}/run")
-        rounds = launch(loops, 2, (config,), timeout=900)[0]
+        config = configure(line, 2, steps=count * STEPS, run_dir=f"{folder}/run")
+        rounds = launch(loops, 2, (config, count), timeout=900)[0]
         above = [1000 * (loop - alone) for loop, alone, _ in rounds]
         figures.add("the scripts' loop: ms a step above the strategy's steps", above, "<= 0.3")
         above = [1000 * (loop - bare) for loop, _, bare in rounds]
@@ -235,11 +247,9 @@ def main(argv: list[str] | None = None) -> None:
                 configure(line, 2, implementation=kind, run_dir=f"{folder}/{number}-{kind}")
                 for kind in ("by-hand", "pytorch")
             ]
-            seconds = launch(by_hand_and_torch, 2, (configs,), timeout=900)[0]
+            seconds = launch(by_hand_and_torch, 2, (configs, count), timeout=900)[0]
             figures.add(f"speed of {name}", [torchs / by_hand for by_hand, torchs in seconds], ">= 1")
     bubbles(figures)
-    if release:
-        figures.release()
 
 
 if __name__ == "__main__":

@@ -151,7 +151,13 @@ def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):
         ax.set(xlim=(0, left), ylim=(0, top), xticks=[], title=title)
     axes[0].set_ylabel("memory of a rank (MiB)")
     handles, _ = axes[0].get_legend_handles_labels()
-    names = ["parameters", "optimizer state", "gradients", "messages, and what they have gathered", "activations"]
+    names = [
+        "parameters",
+        "optimizer state",
+        "gradients",
+        "messages, and what they have gathered",
+        "activations and temporaries",
+    ]
     fig.legend(handles, names, loc="outside upper center", ncols=5, fontsize=11, columnspacing=1.2)
     return fig
 
@@ -311,28 +317,28 @@ def snapshot_of_step(rows: list[dict], step: int) -> list[tuple[str, int, float,
     ]
 
 
+def backward_half(events: list[tuple[str, int, float, float]]) -> list[tuple[str, int, float, float]]:
+    """Those events of `snapshot_of_step` that begin in the backward pass, in their order: from the second gather of
+    the last unit on."""
+    turn = max(start for line, unit, start, _ in events if (line, unit) == ("message of a gather", 8))
+    return sorted((event for event in events if event[2] >= turn), key=lambda event: event[2])
+
+
 def draw_snapshot(events: list[tuple[str, int, float, float]]):
-    """Events of `snapshot_of_step` by plotting.timeline, each with the number of its unit; where two messages are there
-    at a time, the second is on a line of its own."""
-    turn = max(start for _, unit, start, _ in events if unit == 8 and start < max(end for *_, end in events) / 3) + 1
-    busy, placed = [0.0, 0.0], []
+    """Events of `backward_half` in three rows, each with the number of its unit; grey is the time of unit 7."""
+    rows = {"message of a gather": GATHER, "whole parameters": BACKWARD, "whole gradients": REDUCE}
+    fig, ax = plt.subplots(figsize=(9.5, 2.7))
     for line, unit, start, end in events:
-        if line == "message of a gather":
-            buffer = next(number for number, until in enumerate(busy) if until <= start)
-            busy[buffer] = end
-            line = ("message", "second message")[buffer]
-        placed.append((line, unit, start, end))
-    lines = ("message", "second message", *list(LANES.values())[1:])
-    placed.sort(key=lambda event: (lines.index(event[0]), event[2]))
-    passes = [
-        (line, "forward" if start <= turn else "backward", start / 1e3, end / 1e3) for line, _, start, end in placed
-    ]
-    fig = plotting.timeline(passes, colours={"forward": FORWARD, "backward": BACKWARD})
-    (ax,) = fig.axes
-    for line, unit, start, end in placed:
-        ax.text((start + end) / 2, lines.index(line), str(unit), ha="center", va="center", size=9, color="white")
-    ax.axvline(turn, color="black", lw=1, ls=":")
-    ax.set(xlabel="events of the allocator, in their order", xticks=[])
+        row = list(rows).index(line)
+        ax.barh(row, end - start, 0.75, start, color=rows[line], ec="white")
+        if end - start > 12:
+            ax.text((start + end) / 2, row, str(unit), ha="center", va="center", color="white")
+        if (line, unit) == ("whole parameters", 7):
+            ax.axvspan(start, end, color="#DDDDDD", zorder=0)
+            ax.text((start + end) / 2, -0.55, "unit 7 computes", ha="center", va="bottom")
+    ax.set(yticks=range(3), xticks=[], xlabel="what the allocator was asked for in the backward pass, in its order")
+    ax.set_yticklabels([f"{what}: {line}" for what, line in zip(("gather", "compute", "reduce"), rows, strict=True)])
+    ax.set_ylim(2.5, -1.1)
     return fig
 
 

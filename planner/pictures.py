@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 
 from common.lab import plotting
 from planner.estimate import Estimate
+from planner.fit import project
 from planner.scoreboard import Line
 
 TIMES = {"work": "#999999", "messages in layers": plotting.VERMILION, "bubble": "#DDDDDD",
@@ -28,38 +29,42 @@ def draw_times(rows: dict[str, Estimate]):
     return fig
 
 
-def draw_exposed(curves: dict[str, list[tuple[int, float]]], turns: dict[str, float]):
-    """Share of a step that waits for messages, against the tokens of a GPU.
+def draw_exposed(curves: dict[tuple[str, int], dict[int, float]], turns: dict[str, float]):
+    """Share of a step that waits for messages, against the tokens of a GPU in a micro-batch: a panel per strategy.
 
-    curves: name of a network -> (tokens, share) pairs; turns: name -> tokens from which on messages can be hidden
+    curves: (strategy, micro-batches of a step) -> {tokens: share}; turns: strategy -> tokens that hide its messages
     """
-    fig, ax = plt.subplots(figsize=(8.6, 3.4))
-    for colour, (name, points) in zip(plotting.PALETTE, curves.items(), strict=False):
-        tokens, shares = zip(*points, strict=True)
-        ax.plot(tokens, shares, "o-", color=colour)
-        ax.axvline(turns[name], color=colour, ls="--", lw=1.5)
-        ax.text(1.07 * turns[name], 1.24, f"{name}:\n{turns[name]:,.0f} tokens", color=colour, va="top", size=11)
-    ax.set(xscale="log", xlim=(400, 1e6), ylim=(0, 1.25), yticks=[0, 0.25, 0.5, 0.75, 1])
-    ax.set(xlabel="tokens of a GPU in a step", ylabel="share of the step\nthat waits")
-    ax.set_xticks([512 * 4**k for k in range(6)], [f"{512 * 4**k:,}" for k in range(6)])
-    ax.xaxis.set_minor_locator(plt.NullLocator())
+    fig, axes = plt.subplots(1, len(turns), figsize=(9.5, 3.3), sharey=True)
+    for ax, (name, turn) in zip(axes, turns.items(), strict=True):
+        own = {count: points for (strategy, count), points in curves.items() if strategy == name}
+        for colour, (count, points) in zip(plotting.PALETTE, own.items(), strict=False):
+            label = f"{count} micro-batch{'es' * (count > 1)} in a step"
+            ax.plot(points.keys(), points.values(), "o-", color=colour, ms=5, label=label)
+        ax.axvline(turn, color="black", ls="--", lw=1)
+        ax.text(turn * 1.1, 0.99, f"the rule:\n{turn:,.0f}", va="top", size=10)
+        ticks = [2048 * 4**k for k in range(4)]
+        ax.set(xscale="log", ylim=(0, 1), title=name, xlabel="tokens of a GPU in a micro-batch")
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=11)
+        ax.xaxis.set_minor_locator(plt.NullLocator())
+    axes[0].set_ylabel("share of the step\nthat waits")
+    axes[-1].legend(loc="lower left", fontsize=10)
     return fig
 
 
 def draw_scores(lines: list[Line]):
-    """Predicted over measured, for each published run: a row for each source."""
-    fig, axes = plt.subplots(1, 2, figsize=(9.5, 5.4), width_ratios=[7, 4], sharex=True, sharey=True)
-    sources = list(dict.fromkeys(line.run.source for line in lines))
-    for ax, what in zip(axes, ("time_error", "memory_error"), strict=True):
-        for row, source in enumerate(sources):
-            errors = [getattr(line, what) for line in lines if line.run.source == source]
-            errors = [error for error in errors if error is not None]
+    """Predicted over measured for each published run, a row for each project; orange: not in the stated interval."""
+    fig, axes = plt.subplots(1, 2, figsize=(9.5, 4.4), width_ratios=[7, 4], sharex=True, sharey=True)
+    projects = list(dict.fromkeys(project(line.run.source) for line in lines))
+    for ax, what, inside in zip(axes, ("time_error", "memory_error"), ("inside", "memory_inside"), strict=True):
+        for row, name in enumerate(projects):
+            own = [line for line in lines if project(line.run.source) == name and getattr(line, what) is not None]
+            errors = [1 + getattr(line, what) for line in own]
             places = [row + 0.6 * (k + 0.5) / len(errors) - 0.3 for k in range(len(errors))]
-            ax.plot([1 + error for error in errors], places, "o", color=plotting.BLUE, ms=4)
+            colours = [plotting.BLUE if getattr(line, inside) else plotting.ORANGE for line in own]
+            ax.scatter(errors, places, c=colours, s=14)
         ax.axvline(1, color="black", lw=1)
-        ax.axvspan(0.9, 1.1, color="#EEEEEE", zorder=0)
-        ax.set(title="time of a step (grey: within 10%)" if what == "time_error" else "memory", xlim=(0.3, 1.7))
+        ax.set(title="time of a step" if what == "time_error" else "memory", xlim=(0.3, 1.7))
         ax.set_xlabel("predicted / measured")
-    axes[0].set_yticks(range(len(sources)), sources, fontsize=9)
+    axes[0].set_yticks(range(len(projects)), projects, fontsize=10)
     axes[0].invert_yaxis()
     return fig

@@ -171,7 +171,7 @@ def seen_in_a_browser(folder: Path, only: str = "") -> list[str]:
             name, begin = str(path.relative_to(folder)), time.monotonic()
             if name in ("genindex.html", "search.html") or only not in name:
                 continue
-            page = browser.new_page()
+            page: Any = browser.new_page()
             errors: list[str] = []
             page.on("console", lambda message, errors=errors: message.type == "error" and errors.append(message.text))
             page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))

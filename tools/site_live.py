@@ -10,19 +10,24 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from common import symptoms
 from common.lab.site import served
 from course.pipeline import game, schedules
 from planner import hardware, models
-from tools.site_check import chromium, pages_of
+from tools.site_check import chromium, pages_of, violations
 
 DIGITS = 1e-6
 AT_MOST = 500_000  # bytes of a page with all that is its own, beside the runtime
+SYMPTOM = "everything stops when I write a checkpoint"
+MOVED = ".sliders input[type=range]:enabled"  # the first of a page
 LOADED = "document.documentElement.dataset.course == 'live'"
 
 
@@ -100,7 +105,7 @@ def same_answers(page, count: int, seed: int) -> list[str]:
     return faults
 
 
-def opened(browser, address: str, name: str, **settings) -> tuple[Any, list[str]]:
+def opened(browser, address: str, name: str, kind: str, **settings) -> tuple[Any, list[str]]:
     """A live page when its Python is there, and the list into which errors of its console go."""
     page = browser.new_page(**settings)
     errors: list[str] = []
@@ -111,6 +116,9 @@ def opened(browser, address: str, name: str, **settings) -> tuple[Any, list[str]
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
     page.goto(f"{address}/{name}", wait_until="load")
+    if kind == "sliders":  # wait until somebody wants them
+        page.focus(MOVED)
+        page.keyboard.press("ArrowRight")
     page.wait_for_function(LOADED, timeout=120_000)
     return page, errors
 
@@ -152,18 +160,42 @@ def by_keyboard_game(page) -> list[str]:
     return ["the keyboard did not come to the end of a level"]
 
 
-KEYBOARD: dict[str, Callable[[Any], list[str]]] = {"planner": by_keyboard_planner, "game": by_keyboard_game}
+def by_keyboard_sliders(page) -> list[str]:
+    """The first move has loaded Python and drawn; another one draws something else, and says where it is."""
+    page.wait_for_selector(".live .answer svg", timeout=60_000)
+    before, said = page.inner_html(".live .answer"), page.get_attribute(MOVED, "aria-valuetext")
+    page.focus(MOVED)
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("before => document.querySelector('.live .answer').innerHTML != before", arg=before,
+                           timeout=60_000)  # fmt: skip
+    return [] if page.get_attribute(MOVED, "aria-valuetext") != said else ["a slider does not say where it is"]
+
+
+def by_keyboard_symptoms(page) -> list[str]:
+    """What the doctor answers stands first, and each place is a link that leads somewhere."""
+    page.wait_for_selector(".live .answer li", timeout=60_000)
+    found = page.eval_on_selector_all(".live .answer li a", "links => links.map(one => [one.textContent, one.href])")
+    ours = [place.what[:160] for place in symptoms.find(SYMPTOM)]
+    faults = [] if [text for text, _ in found][: len(ours)] == ours else [f"the doctor finds {ours}, not {found}"]
+    return faults + [f"{link} leads nowhere" for _, link in found if page.request.get(link).status != 200]
+
+
+KEYBOARD: dict[str, Callable[[Any], list[str]]] = {
+    "planner": by_keyboard_planner,
+    "game": by_keyboard_game,
+    "sliders": by_keyboard_sliders,
+    "symptoms": by_keyboard_symptoms,
+}
 
 
 def weight(folder: Path, path: Path) -> int:
-    """Bytes of a live page and of the course's modules; the theme and the runtime are shared by all pages."""
-    own = [path, *(folder / "_static" / name for name in ("live.js", "worker.js", "style.css", "course.zip"))]
+    """Bytes of a live page and its scripts; the theme, and the runtime with the course's modules, are shared by all."""
+    own = [path, *(folder / "_static" / name for name in ("live.js", "predict.js", "worker.js", "style.css"))]
     return sum(file.stat().st_size for file in own)
 
 
 def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
     """A line for each fault of the pages that are live."""
-    from axe_playwright_python.sync_playwright import Axe
     from playwright.sync_api import sync_playwright
 
     found = []
@@ -172,20 +204,23 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         for path in pages:
             name = str(path.relative_to(folder))
-            print(f"{name}: {weight(folder, path) / 1e3:.0f} kB beside the runtime")
+            print(f"{name}: {weight(folder, path) / 1e3:.0f} kB beside the runtime", flush=True)
             found += [f"{name}: more than {AT_MOST:,} bytes"] if weight(folder, path) > AT_MOST else []
-            page, errors = opened(browser, address, name, viewport={"width": 360, "height": 740}, color_scheme="dark")
+            kind = re.findall(r'data-live="(\w+)"', path.read_text())[0]
+            query = f"?q={quote(SYMPTOM)}" if kind == "symptoms" else ""
+            page, errors = opened(
+                browser, address, name + query, kind, viewport={"width": 360, "height": 740}, color_scheme="dark"
+            )
             wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             found += [f"{name}: {wide} pixels wider than a phone"] if wide > 0 else []
-            kind = page.get_attribute("[data-live]", "data-live")
             found += [f"{name}: {fault}" for fault in KEYBOARD[kind](page)]
-            if path == pages[0]:
+            if kind == "planner":
                 found += same_answers(page, inputs, seed)
             found += [f"{name}: the console says {error}" for error in errors]
             # Last: axe asks for style sheets at addresses of its own, and the console says that they are not there.
-            for violation in Axe().run(page).response["violations"]:
-                if violation["impact"] in ("serious", "critical"):
-                    found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
+            for violation in violations(page):
+                found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
+            print(f"{name}: {len(found)} faults so far", flush=True)
             page.close()
         browser.close()
     return found if pages else ["no page of the site is live"]

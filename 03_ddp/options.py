@@ -31,10 +31,10 @@ class ReplicatedModel(Strategy):
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
-        if config.task == "images" and "stream" in config.options.loading:
+        if config.task != "text" and "stream" in config.options.loading:
             raise UserError(
-                f"--loading {config.options.loading} reads a stream of records, and --task images is one table in "
-                f"memory; use --loading shard or dispatch"
+                f"--loading {config.options.loading} reads a stream of records, which --task {config.task} does "
+                f"not have; use --loading shard or dispatch"
             )
 
 

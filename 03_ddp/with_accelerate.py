@@ -9,15 +9,19 @@ gradients have to be sent, scaled and averaged. `accelerate config` writes a YAM
     accelerate launch --config_file ../configs/engines/accelerate_ddp.yaml with_accelerate.py --distributed
 """
 
+import itertools
+import os
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import GradientAccumulationPlugin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from common.data import global_batch
+from common.config import take_over
+from common.constants import PRECISIONS
+from common.data import OwnStream, global_batch
 from common.errors import UserError
 from common.model import cross_entropy
 from common.options import StrategyOptions, option
@@ -36,8 +40,11 @@ class DDPWithAccelerate(ReplicatedModel):
             """How Run.batches reads."""
             return FEEDING[self.loading]
 
+    kind = "DDP"  # the file that `accelerate launch` may have read should be of this
+
     @classmethod
     def require(cls, config, axes):  # noqa: ARG003
+        adopt(config, cls.kind)
         if config.precision == "fp16" and not torch.cuda.is_available():
             raise UserError("--precision fp16: Accelerate scales losses on GPUs only; try bf16, or fp32")
 
@@ -51,8 +58,8 @@ class DDPWithAccelerate(ReplicatedModel):
         # By default a step ends with the loader too, whatever it has summed up by then. The course's loaders give the
         # micro-batches of a whole step at once: with the last of them, each micro-batch would be a step.
         plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
-        self.accelerator = self.make_accelerator(gradient_accumulation_plugin=plugin)
         self.model = model
+        self.accelerator = self.make_accelerator(gradient_accumulation_plugin=plugin)
         self.wrapped, self.optimizer = self.accelerator.prepare(self.model, make_optimizer(self.model.parameters()))
         self.scaler = self.accelerator.scaler or self.scaler
 
@@ -75,6 +82,26 @@ class DDPWithAccelerate(ReplicatedModel):
         self.step(first_batch())  # after its first step DDP arranges its buckets anew, and then adds in another order
 
 
+def adopt(config, kind: str) -> None:
+    """Make what `accelerate launch` has read from its file the run's own settings, which config.json records. It hands
+    them over in variables. Raises UserError for a file of another engine, and for one that contradicts an option."""
+    told = os.environ
+    used = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if told.get(f"ACCELERATE_USE_{name}") == "true"]
+    used = used or ["DDP"]
+    launched = "ACCELERATE_MIXED_PRECISION" in told
+    if launched and used != [kind]:
+        advice = "use the file's own strategy and implementation" if kind in ("DDP", "FSDP") else "leave it out"
+        raise UserError(f"accelerate launch: its file is for {used[0]}, and this training is {kind}; {advice}")
+    found: dict[str, object] = {}
+    if told.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        found["precision"] = told["ACCELERATE_MIXED_PRECISION"]
+    if int(told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)) > 1:
+        found["accumulation_steps"] = int(told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])
+    take_over(config, found, "accelerate launch: its file")
+    if config.precision not in PRECISIONS:
+        raise UserError(f"accelerate launch: its file has mixed_precision {config.precision}: take no, bf16 or fp16")
+
+
 def through_accelerate(dispatch: bool):
     """A way to read, as in loading.py, with the DataLoader that `prepare` gives.
 
@@ -84,8 +111,12 @@ def through_accelerate(dispatch: bool):
     """
 
     def load(dataset, plan, start=0):
-        order = (global_batch(plan.seed, step, plan.batch_size, dataset.size) for step in range(start, plan.steps))
-        loader = DataLoader(Examples(dataset), plan.batch_size, sampler=torch.cat(list(order)).tolist(), drop_last=True)
+        if isinstance(dataset, OwnStream):
+            loader = DataLoader(Rest(dataset, start * plan.batch_size, plan.examples), plan.batch_size, drop_last=True)
+        else:
+            order = [global_batch(plan.seed, step, plan.batch_size, dataset.size) for step in range(start, plan.steps)]
+            sampler = torch.cat(order).tolist()
+            loader = DataLoader(Examples(dataset), plan.batch_size, sampler=sampler, drop_last=True)
         # What `accelerator.prepare(loader)` calls, with what DataLoaderConfiguration says.
         how = {"split_batches": True, "dispatch_batches": dispatch, "put_on_device": True}
         who = {"num_processes": plan.data_size, "process_index": plan.data_rank}
@@ -107,6 +138,18 @@ class Examples:
     def __getitem__(self, index):
         inputs, targets = self.dataset.batch(torch.tensor([index]))
         return inputs[0], targets[0]
+
+
+@dataclass
+class Rest(IterableDataset):
+    """A stream from one example to another."""
+
+    dataset: OwnStream
+    begin: int
+    end: int
+
+    def __iter__(self):
+        return itertools.islice(self.dataset, self.begin, self.end)
 
 
 FEEDING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}

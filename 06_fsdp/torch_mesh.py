@@ -149,7 +149,7 @@ class MeshParallel(Strategy):
             stage.last_pass = last
         given = [inputs] if self.stages.first else []  # other stages get theirs from the rank before
         self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)
-        total = sum(losses) / self.scaler.get_scale()
+        total = sum(loss.detach() for loss in losses) / self.scaler.get_scale()
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def evaluate(self, inputs, targets):

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from common.collectives import broadcast_module
 from common.errors import UserError
 from common.mesh import axis
+from common.model import blocks_of
 from common.options import StrategyOptions, option
 from course.ddp.with_accelerate import DDPWithAccelerate
 
@@ -26,6 +27,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
 
     preset = {"shard": -1}
     from_meta = True
+    kind = "FSDP"
 
     @dataclass
     class Options(StrategyOptions):
@@ -34,6 +36,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
     @classmethod
     def require(cls, config, axes):
         super().require(config, axes)
+        config.options.offload |= LAUNCHED and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"
         if config.options.offload and not torch.cuda.is_available():
             raise UserError("--offload: Accelerate takes it on GPUs; without one there is nothing to offload from")
 
@@ -50,7 +53,7 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         settings = {
             "fsdp_version": 2,
             "auto_wrap_policy": "transformer_based_wrap",
-            "transformer_cls_names_to_wrap": ["Block"],
+            "transformer_cls_names_to_wrap": sorted({type(block).__name__ for block in blocks_of(self.model)}),
             "reshard_after_forward": True,
             "cpu_offload": self.options.offload,
             "cpu_ram_efficient_loading": False,

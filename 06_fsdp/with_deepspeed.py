@@ -16,6 +16,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,10 +35,11 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 from common.collectives import broadcast_module
+from common.config import take_over
 from common.errors import UserError
 from common.mesh import axis
 from common.model import cross_entropy
-from common.options import StrategyOptions, flag, option
+from common.options import StrategyOptions, option
 from common.state import Part, interval, whole
 from common.strategy import Strategy
 
@@ -54,11 +56,18 @@ class Zero3WithDeepSpeed(Strategy):
         deepspeed_config: str = option("", "a JSON of DeepSpeed's settings, which become those of the run")
 
     @classmethod
-    def require(cls, config, axes):  # noqa: ARG003
-        if config.resume:
-            raise UserError("--resume: a run is not resumed with DeepSpeed; --implementation pytorch takes it up")
+    def require(cls, config, axes):
         if config.options.deepspeed_config:
-            adopt(config, read(config.options.deepspeed_config), cls.stage)
+            adopt(config, read(config.options.deepspeed_config), cls.stage, math.prod(axes.values()))
+        if config.resume and config.precision == "fp16":
+            raise UserError(
+                "--resume: a checkpoint has no loss scale of DeepSpeed's; --implementation pytorch takes it up in fp16"
+            )
+        if config.resume and config.options.offload and torch.cuda.is_available():
+            raise UserError(
+                "--resume: what DeepSpeed has offloaded is not written to; leave --offload out, or --implementation "
+                "pytorch takes it up"
+            )
 
     def settings(self) -> dict:
         """What `deepspeed.initialize` is told. Its batch sizes are counts: the loop below feeds the engine itself."""
@@ -128,7 +137,30 @@ class Zero3WithDeepSpeed(Strategy):
                     for key, value in flat_state.items()
                     if torch.is_tensor(value) and parameter.requires_grad
                 }
+        self.asked = found
         return found
+
+    # A checkpoint is read into the float32 values and the optimizer's state, which are there after a step.
+
+    def before_loading(self, first_batch):
+        self.step(first_batch())
+
+    def after_loading(self):
+        """Numbers of steps are read into what `optimizer_state` gave, and what computes is a copy of float32 values."""
+        read = next((state for state in self.asked.values() if state), {})
+        for state in self.optimizer.optimizer.state.values():
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim() == 0 and key in read:
+                    value.copy_(read[key])
+        self.compute_with_what_was_loaded()
+
+    def compute_with_what_was_loaded(self):
+        for number in range(len(self.optimizer.fp16_groups)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(number)  # as after a step
+        small = self.optimizer.persistent_parameters  # which are whole on each rank
+        if small:
+            small[0].partition(small)
+            small[0].all_gather(small)
 
 
 class Zero2WithDeepSpeed(Zero3WithDeepSpeed):
@@ -156,11 +188,15 @@ class Zero2WithDeepSpeed(Zero3WithDeepSpeed):
             for key, value in state.items()
             if torch.is_tensor(value) and value.dim() == 0
         }
-        return {
+        self.asked = {
             parameter: scalars | (parameter._hp_mapping.optim_fragment or {})
             for parameter in self.model.parameters()
             if getattr(parameter, "_hp_mapping", None) is not None
         }
+        return self.asked
+
+    def compute_with_what_was_loaded(self):
+        self.optimizer.update_lp_params()
 
 
 class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
@@ -174,15 +210,20 @@ def read(path: str) -> dict:
     try:
         settings = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"--deepspeed-config {path}: {error}") from error
-    if not isinstance(settings, dict):
+        raise UserError(f"--deepspeed-config {path}: no JSON of DeepSpeed's: {error}") from error
+    parts = ("zero_optimization", "bf16", "fp16")  # each with settings of its own
+    if (
+        not isinstance(settings, dict)
+        or not {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", *parts} & {*settings}
+        or not all(isinstance(settings.get(part, {}), dict) for part in parts)
+    ):
         raise UserError(
             f"--deepspeed-config {path}: these are no settings of DeepSpeed; see configs/engines/zero3.json"
         )
     return settings
 
 
-def adopt(config, settings: dict, stage: int) -> None:
+def adopt(config, settings: dict, stage: int, ranks: int) -> None:
     """Make what a file sets the run's own settings, which config.json records. Raises UserError for a file that
     contradicts an option, or sets what the script makes itself."""
     file, zero = f"--deepspeed-config {config.options.deepspeed_config}", settings.get("zero_optimization", {})
@@ -196,7 +237,7 @@ def adopt(config, settings: dict, stage: int) -> None:
             f"{file} has no offload_optimizer, and its zero_optimization replaces --offload; give one of them"
         )
     config.options.offload |= "offload_optimizer" in zero
-    told: dict[str, object] = {}
+    told: dict[str, Any] = {}
     for kind in ("bf16", "fp16"):
         if settings.get(kind, {}).get("enabled"):
             told["precision"] = kind
@@ -204,11 +245,12 @@ def adopt(config, settings: dict, stage: int) -> None:
         told["max_norm"] = float(settings["gradient_clipping"]) or math.inf  # DeepSpeed's 0 is no clipping
     if "gradient_accumulation_steps" in settings:
         told["accumulation_steps"] = settings["gradient_accumulation_steps"]
-    for name, value in told.items():
-        given = getattr(config, name)
-        if given not in (getattr(type(config), name), value):
-            raise UserError(f"{file} means {flag(name)} {value}, and {flag(name)} is {given}; leave one of them out")
-        setattr(config, name, value)
+    micro, count = settings.get("train_micro_batch_size_per_gpu"), config.accumulation_steps
+    if "train_batch_size" in settings:
+        told["batch_size"] = settings["train_batch_size"]
+    elif micro:
+        told["batch_size"] = micro * told.get("accumulation_steps", count) * ranks
+    take_over(config, told, file)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,24 @@ course decides otherwise stands in CourseTrainer: each method there is a default
 import common.vision  # noqa: F401  first: transformers imports torchvision
 
 # isort: split
+from contextlib import ExitStack
+
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from common.collectives import broadcast_module
 from common.data import global_batch
-from common.errors import UserError
 from common.learning_rate import learning_rate
 from common.mesh import axis, make_mesh
-from common.model import cross_entropy
+from common.model import blocks_of, cross_entropy
 from common.options import StrategyOptions
 from common.ranks import process_group
 from common.run import Run
 from common.strategy import Strategy
 from common.task import check_batch, make_task
-from course.ddp.with_accelerate import Examples
+from course.ddp.with_accelerate import Examples, adopt
 from course.fsdp.with_accelerate import on_cpu
 
 
@@ -35,7 +36,7 @@ class CourseTrainer(Trainer):
     """The Trainer, with the course's loss, optimizer, learning rate and order of examples."""
 
     def __init__(self, task, **arguments):
-        self.task = task
+        self.task, self.done = task, 0  # steps that a resumed run has behind it
         super().__init__(**arguments)
 
     def compute_loss(self, model, inputs, **_):
@@ -52,7 +53,7 @@ class CourseTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):  # noqa: ARG002  called by name
         """The Trainer would let the rate fall linearly to zero."""
         config = self.task.config
-        rate = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(config, step) / config.lr)
+        rate = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(config, self.done + step) / config.lr)
         self.lr_scheduler, self._created_lr_scheduler = rate, True
         return rate
 
@@ -65,16 +66,43 @@ class CourseTrainer(Trainer):
             on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
             self.is_fsdp_enabled = True
 
+    def begin_at(self, done: int) -> None:
+        """Go on after so many steps. (The Trainer's own `resume_from_checkpoint` reads checkpoints of its own.)"""
+        self.done = self.train_dataset.begin = done
+        self.state.global_step = self._globalstep_last_logged = done
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.task.config, done)
+
+
+class InOrder(Dataset):
+    """The examples of all steps, in the order in which they are read, from step `begin` on."""
+
+    begin = 0
+
+    def __init__(self, task):
+        config, self.examples = task.config, Examples(task.dataset)
+        batches = [global_batch(config.seed, s, config.batch_size, task.dataset.size) for s in range(config.steps)]
+        self.order, self.batch_size = torch.cat(batches).tolist(), config.batch_size
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, number):
+        return self.examples[self.order[(self.begin * self.batch_size + number) % len(self.order)]]
+
 
 class Follow(TrainerCallback):
-    """Lets a run of the course look on: metrics, checkpoints, Ctrl-C."""
+    """Lets a run of the course look on: metrics, checkpoints, Ctrl-C; and take up the one that is resumed, once the
+    model is sharded. `stack` is left when the training is over."""
 
-    def __init__(self, run, strategy):
-        self.run, self.strategy, self.steps = run, strategy, run.steps()
+    def __init__(self, trainer, strategy, stack):
+        self.trainer, self.strategy, self.stack = trainer, strategy, stack
 
     def on_train_begin(self, *_, optimizer=None, **__):
-        self.strategy.optimizer = optimizer
-        next(self.steps)
+        task, self.strategy.optimizer = self.trainer.task, optimizer
+        self.run = self.stack.enter_context(Run(task.config, self.strategy, task))
+        self.steps = self.run.steps()
+        self.trainer.begin_at(next(self.steps))
 
     def on_log(self, _args, state, control, logs=None, **_):
         if "loss" in logs:
@@ -91,9 +119,9 @@ class FSDPWithTrainer(Strategy):
     from_meta = True
 
     @classmethod
-    def require(cls, config, axes):  # noqa: ARG003
-        if config.resume:
-            raise UserError("--resume: a run is not resumed with the Trainer; --implementation pytorch takes it up")
+    def require(cls, config, axes):
+        super().require(config, axes)
+        adopt(config, "FSDP")
 
     @staticmethod
     def main(config):
@@ -117,7 +145,11 @@ def main(config):
             bf16=config.precision == "bf16",
             fp16=config.precision == "fp16",
             fsdp=ranks.size > 1,
-            fsdp_config={"version": 2, "reshard_after_forward": True, "transformer_layer_cls_to_wrap": ["Block"]},
+            fsdp_config={
+                "version": 2,
+                "reshard_after_forward": True,
+                "transformer_layer_cls_to_wrap": sorted({type(block).__name__ for block in blocks_of(model)}),
+            },
             use_cpu=ranks.device.type == "cpu",
             train_sampling_strategy="sequential",  # the order of the examples is ours
             dataloader_pin_memory=ranks.device.type != "cpu",
@@ -127,13 +159,11 @@ def main(config):
             report_to=[],
             disable_tqdm=True,
         )
-        batches = [global_batch(config.seed, s, config.batch_size, task.dataset.size) for s in range(config.steps)]
-        examples = Subset(Examples(task.dataset), torch.cat(batches).tolist())
-        with Run(config, strategy, task) as run:
-            how = {"args": arguments, "train_dataset": examples, "data_collator": default_collate}
+        how = {"args": arguments, "train_dataset": InOrder(task), "data_collator": default_collate}
+        with ExitStack() as stack:
             trainer = CourseTrainer(task, model=model, **how)
             trainer.remove_callback(PrinterCallback)  # the run prints its steps itself
-            trainer.add_callback(Follow(run, strategy))
+            trainer.add_callback(Follow(trainer, strategy, stack))
             trainer.train()
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError, into_report, one_line_errors
+from common.meter import BUSY, busy
 from common.ranks import Ranks, process_group
 
 SLOW = 2.0  # a link that takes this many times as long as the median link of its kind is slow
@@ -44,6 +45,7 @@ class Rank:
 
     clock:  seconds by which its clock is ahead of rank 0's, and half of the time that asking took: no more is known
     flops:  floating-point operations per second of its matrix products
+    busy:   share of its host's processor time that others took while all ranks waited
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Rank:
     variables: dict[str, str]
     clock: tuple[float, float] = (0.0, 0.0)
     flops: float = 0.0
+    busy: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -73,7 +76,10 @@ def check(ranks: Ranks, megabytes: int = 8) -> tuple[list[str], list[str]] | Non
     device = ranks.device
     clock = compare_clocks(ranks)
     dist.barrier()
-    mine = Rank(ranks.rank, hostname(), device_name(device), versions(), variables(), clock, multiply(ranks))
+    others = busy()  # every rank is here, and waits
+    dist.barrier()
+    about = hostname(), device_name(device), versions(), variables()
+    mine = Rank(ranks.rank, *about, clock, multiply(ranks), others)
     links = measure_links(ranks, megabytes * 2**20)
     bus = all_reduce(ranks, megabytes * 2**20)
     everybody: list = [None] * ranks.size
@@ -236,6 +242,10 @@ def report(
         if its:
             lines.append(f"{'links':16}{kind}: {summary(its)}")
             wrong += slow_links(ranks, its)
+    loads = {rank.host: rank.busy for rank in ranks if rank.busy > BUSY}
+    if loads:
+        who = ", ".join(f"{host} ({share:.0%} of its cores)" for host, share in sorted(loads.items()))
+        lines.append(f"{'note':16}something else is running on {who}: what is measured here is slower than it is")
     if len(ranks) > 1:
         lines.append(f"{'all-reduce':16}of {megabytes} MiB over all ranks: {rate(bus)} bus bandwidth")
     return lines, wrong

@@ -420,7 +420,10 @@ def resumed(kept: dict, values: dict, known: dict, same_strategy: bool) -> dict:
         raise UserError(
             f"--resume: a resumed run keeps its settings, but got {changes}; leave that out, or start a new run"
         )
-    if kept.get("lr_schedule") == "cosine" and values.get("steps", kept["steps"]) != kept["steps"]:
+    if "steps" in values and "epochs" not in values:
+        kept = kept | {"epochs": 0}  # a length in steps takes the place of one in epochs
+    same = all(values.get(name, kept.get(name)) == kept.get(name) for name in ("steps", "epochs"))
+    if kept.get("lr_schedule") == "cosine" and not same:
         falls = f"--resume: this run's learning rate falls until its step {kept['steps']}"
         raise UserError(f"{falls}, so --steps has to stay; leave it out")
     own = {item.name for item in shared()}

@@ -6,18 +6,18 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.model import Block
+from common.model import Block, blocks_of
 
 
 def compile_blocks(model: nn.Module, backend: str) -> list[nn.Module]:
-    """Compile the forward method of each Block of a model, or, where it has none, that of the model itself, when it is
-    first called. Returns the modules whose method it is.
+    """Compile the forward method of each Block of a model, or, where it has none, of each item of its longest list of
+    modules, or else that of the model itself, when it is first called. Returns the modules whose method it is.
 
     Parameters keep their names. And what a strategy has hung on a block, such as gathering its parameters and splitting
     its outputs, stays outside of the graph, where it runs as before. Blocks of one shape share the compiled code.
     """
     units: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
-    units = units or [model]
+    units = units or blocks_of(model) or [model]
     for unit in units:
         unit.forward = torch.compile(unit.forward, backend=backend)
     return units

@@ -6,14 +6,17 @@ common/command_line.py reads these settings.
 
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.axes import AXES
-from common.constants import MOST_WRITTEN, PRECISIONS
+from common.constants import BEFORE_PROFILE, MOST_WRITTEN, PRECISIONS
+from common.did_you_mean import did_you_mean
 from common.errors import UserError
 from common.installed import missing
 from common.launcher import environment
 from common.options import LATEST, StrategyOptions, flag, option
+from common.own import file_of, is_own
 
 if TYPE_CHECKING:  # both import torch, and a wrong value is refused before that
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,10 +53,14 @@ class Config:
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
     timeout: float = option(300.0, "seconds that a rank waits for the others in a collective")
     steps: int = option(250, "optimizer steps", at_least=1)
+    epochs: int = option(
+        0, "passes over the data, in the place of --steps: as many steps as these have whole batches", at_least=0
+    )
     dry_run: bool = option(False, "say what each rank would read, hold and send, for the ranks of --mesh, and exit")
     run_dir: str = option("", "where the run is kept (default: a new folder under runs/)")
     checkpoint_every: int = option(50, "steps between checkpoints; 0: only one at the end", at_least=0)
     keep: int = option(2, "newest checkpoints that are kept", at_least=1)
+    keep_best: bool = option(False, "also keep the checkpoint with the lowest loss of --validate-every")
     async_checkpoint: bool = option(False, "write checkpoints while training goes on, from a copy in host memory")
     resume: str = option(
         "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
@@ -61,7 +68,11 @@ class Config:
     validate_every: int = option(
         0, "steps between losses on text that is not trained on, and one at the end; 0: none", at_least=0
     )
+    validate_batch_size: int = option(
+        0, "examples in a global batch of --validate-every; 0: as many as a step has at once", at_least=0
+    )
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
+    profile: int = option(0, "steps that torch.profiler records on each rank, after ten others", at_least=0)
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run directory")
     sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
     layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
@@ -84,7 +95,9 @@ class Config:
     beta2: float = option(0.95, "of adamw: the same, of squared gradients", identity=True, at_least=0)
     fused: bool = option(False, "of adamw: a step in one kernel, in place of one for each operation")
     max_norm: float = option(1.0, "the gradient's 2-norm is clipped to this; inf: not at all", identity=True)
-    task: str = option("text", "text: a GPT on bytes; images: a small ResNet", ("text", "images"), identity=True)
+    task: str = option(
+        "text", "text: a GPT on bytes; images: a small ResNet; FILE.py: its model() on its data()", identity=True
+    )
     context: int = option(128, "tokens per example of text", identity=True, at_least=1)
     text: str = option("", "file or folder to learn the bytes of (default: Python's standard library)", identity=True)
     dataset: str = option("digits", "pictures for --task images", ("digits", "fashion-mnist", "cifar10"), identity=True)
@@ -124,6 +137,16 @@ class Config:
         return {item.name: getattr(self, item.name) for item in shared()} | own
 
 
+def take_over(config: Config, told: dict, whose: str) -> None:
+    """Make what a file of an engine sets the run's own settings. Raises UserError where an option says otherwise.
+    `whose` is what the error begins with."""
+    for name, value in told.items():
+        given = getattr(config, name)
+        if given not in (getattr(type(config), name), value):
+            raise UserError(f"{whose} means {flag(name)} {value}, and {flag(name)} is {given}; leave one of them out")
+        setattr(config, name, value)
+
+
 def shared():
     """The fields of Config that are options."""
     return [item for item in fields(Config) if item.metadata]
@@ -137,6 +160,7 @@ def check(config: Config) -> None:
     check_launch(config)
     check_values(config)
     check_combinations(config)
+    check_length(config)
     if not config.dry_run:
         choose(config.device, config.backend, environment()[3])
     if config.task == "images":
@@ -174,6 +198,11 @@ def check_values(config: Config) -> None:
             raise UserError(f"{flag(item.name)} must be at least {least}, got {value}")
         if item.metadata["choices"] and value not in item.metadata["choices"]:
             raise UserError(f"{flag(item.name)}: expected one of {', '.join(item.metadata['choices'])}, got {value!r}")
+    if config.task not in ("text", "images") and not is_own(config.task):
+        hint = did_you_mean(config.task, ("text", "images"))
+        raise UserError(f"--task {config.task}: expected text, images, or a FILE.py of yours; {hint}".rstrip("; "))
+    if is_own(config.task) and not Path(file_of(config.task)).is_file():
+        raise UserError(f"--task {config.task}: there is no such file")
     if config.sample > MOST_WRITTEN:
         raise UserError(f"--sample must be at most {MOST_WRITTEN}, got {config.sample}: each byte is a forward pass")
     if config.seed >= 2**31:
@@ -196,7 +225,8 @@ def check_combinations(config: Config) -> None:
         if of_adamw and getattr(config, item.name) != item.default and config.optimizer == "sgd":
             raise UserError(f"{flag(item.name)} belongs to --optimizer adamw; leave one of them out")
     for name in ("sample", "validate_every", "text"):
-        if getattr(config, name) and config.task != "text":
+        fits = config.task == "text" or name == "validate_every" and is_own(config.task)
+        if getattr(config, name) and not fits:
             raise UserError(f"{flag(name)} is for --task text; leave it out")
     if config.dataset != "digits" and config.task != "images":
         raise UserError(f"--dataset {config.dataset} is for --task images; add that, or leave it out")
@@ -207,3 +237,22 @@ def check_combinations(config: Config) -> None:
         raise UserError("--download is for fashion-mnist and cifar10, and --dataset is digits; leave it out")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
+
+
+def check_length(config: Config) -> None:
+    """Raise UserError for a run's length and for what is done every so many steps, where these do not fit."""
+    default = next(item.default for item in shared() if item.name == "steps")
+    if config.epochs and config.steps != default and not config.resume:
+        raise UserError("--steps and --epochs say the same thing in two units; leave one of them out")
+    for name in ("keep_best", "validate_batch_size"):
+        if getattr(config, name) and not config.validate_every:
+            raise UserError(f"{flag(name)} is for the losses of --validate-every; add that, or leave it out")
+    if config.keep_best and config.checkpoint_every and config.validate_every % config.checkpoint_every:
+        raise UserError(
+            f"--keep-best: there is a loss every {config.validate_every} steps and a checkpoint every "
+            f"{config.checkpoint_every}; let --validate-every be a multiple of --checkpoint-every"
+        )
+    if config.profile and not config.epochs and config.steps <= BEFORE_PROFILE:
+        raise UserError(
+            f"--profile records after {BEFORE_PROFILE} steps, and there are {config.steps}; ask for more --steps"
+        )

@@ -5,13 +5,15 @@ micro-batches, not on whether the run was stopped and resumed. All of the course
 """
 
 import functools
+import itertools
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from common.errors import UserError
 
@@ -129,6 +131,95 @@ def torchvision_images(name: str, folder: str, download: bool) -> Images:
     return Images(pixels, torch.as_tensor(data.targets).long())
 
 
+class Own:
+    """Examples of one's own that are found by number: a map-style dataset of PyTorch, of pairs (inputs, targets)."""
+
+    unit = "examples"
+
+    def __init__(self, examples, where: str):
+        """`where` is what an error begins with."""
+        self.examples, self.where, self.size = examples, where, len(examples)
+
+    def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Example numbers [n] -> inputs [n, ...] and targets [n, ...]. Raises UserError for what is no such pair."""
+        numbers = indices.tolist()
+        many = getattr(self.examples, "__getitems__", None)  # as DataLoader asks, for a dataset that reads many at once
+        return together(many(numbers) if many else [self.examples[number] for number in numbers], self.where)
+
+
+class OwnStream:
+    """Examples of one's own that come one after the other: an iterable dataset of PyTorch, whose order is its own. With
+    `set_epoch(epoch)`, as the library `datasets` has it, it may be another in each pass.
+
+    Every rank reads the whole stream and keeps its slices, and whoever goes on at a step reads past what was before: so
+    what a step learns from depends on neither the number of ranks nor on when a run was stopped.
+    """
+
+    unit = "examples"
+
+    def __init__(self, examples: Iterable, where: str):
+        self.examples, self.where = examples, where
+
+    @property
+    def size(self) -> int:
+        raise UserError(
+            f"{self.where}: its data is a stream, whose examples cannot be asked for by their numbers; give a dataset "
+            f"with a length, or ask for what reads in order: --loading shard, --steps"
+        )
+
+    def __iter__(self) -> Iterator:
+        """All passes, one after the other."""
+        for epoch in itertools.count():
+            if hasattr(self.examples, "set_epoch"):
+                self.examples.set_epoch(epoch)
+            found = False
+            for found in self.examples:
+                yield found
+            if found is False:
+                raise UserError(f"{self.where}: the stream gives no example")
+
+    def shard(self, plan: "Plan", start: int) -> Iterator[list]:
+        """This rank's micro-batches of steps start, start + 1, ..."""
+        examples = itertools.islice(self, start * plan.batch_size, plan.examples)
+        begin = plan.data_rank * plan.slice_size
+        while batch := list(itertools.islice(examples, plan.batch_size)):
+            yield plan.cut(*together(batch[begin : begin + plan.slice_size], self.where))
+
+
+def together(examples: list, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples as a batch. Raises UserError unless they are pairs of tensors of one shape."""
+    try:
+        inputs, targets = default_collate(examples)
+        if torch.is_tensor(inputs) and torch.is_tensor(targets):
+            return inputs, targets
+    except (TypeError, ValueError, RuntimeError, KeyError):
+        pass
+    raise UserError(
+        f"{where}: an example should be a pair (inputs, targets) of tensors, of one shape in all examples, and "
+        f"it is {described(examples[0])}"
+    )
+
+
+def described(example) -> str:
+    """An example in a few words."""
+    if torch.is_tensor(example):
+        return f"a tensor {[*example.shape]}"
+    if isinstance(example, dict):
+        return f"a dict with {', '.join(map(str, example))}"
+    if isinstance(example, tuple | list):
+        return f"({', '.join(map(described, example))})"
+    return type(example).__name__
+
+
+def own(examples, where: str) -> Own | OwnStream:
+    """A dataset of one's own as the course reads it. Raises UserError for what is none."""
+    if hasattr(examples, "__getitem__") and hasattr(examples, "__len__"):
+        return Own(examples, where)
+    if isinstance(examples, Iterable):
+        return OwnStream(examples, where)
+    raise UserError(f"{where}: its data should be datasets, and it is {type(examples).__name__}")
+
+
 @functools.lru_cache(maxsize=2)  # a batch reaches into at most two epochs, unless it is larger than the dataset
 def epoch_order(seed: int, epoch: int, size: int) -> torch.Tensor:
     """The order of one pass over `size` examples: a permutation [size] that depends on seed and epoch alone."""
@@ -193,6 +284,9 @@ class Plan:
 
 def shard(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
     """This rank's micro-batches of steps start, start + 1, ...: each rank looks up the examples of its own slice."""
+    if isinstance(dataset, OwnStream):
+        yield from dataset.shard(plan, start)
+        return
     for step in range(start, plan.steps):
         indices = global_batch(plan.seed, step, plan.batch_size, dataset.size)
         yield micro_batches(dataset, indices, plan.data_rank, plan.data_size, plan.accumulate, plan.device)

@@ -6,7 +6,12 @@ from collections.abc import Iterable
 # What other programs call an option: for "did you mean".
 ELSEWHERE = {
     "lr": ("learning_rate",),
-    "steps": ("max_steps", "epochs", "iterations", "num_steps", "max_iters"),
+    "steps": ("max_steps", "iterations", "num_steps", "max_iters"),
+    "epochs": ("num_train_epochs", "num_epochs", "max_epochs"),
+    "validate_batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
+    "validate_every": ("eval_steps", "eval_every"),
+    "keep_best": ("load_best_model_at_end", "save_best"),
+    "keep": ("save_total_limit",),
     "width": ("hidden_size", "d_model", "n_embd", "embedding_size", "dim"),
     "layers": ("n_layers", "n_layer", "num_layers", "num_hidden_layers", "depth"),
     "heads": ("n_heads", "n_head", "num_heads", "num_attention_heads"),

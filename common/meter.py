@@ -3,6 +3,7 @@
 import sys
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -56,6 +57,14 @@ def peak(device: torch.device) -> float | None:
     return 2 * 256**3 / min(times)
 
 
+BUSY = 0.25  # share of a machine's processor time that others may take before a measurement is doubted
+
+
+def busy(seconds: float = 0.5) -> float:
+    """The share of this machine's processor time, from 0 to 1, that is in use while this process waits so long."""
+    return psutil.cpu_percent(interval=seconds) / 100
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type != "cpu":
@@ -63,7 +72,5 @@ def peak_memory(device: torch.device) -> int:
     try:
         import resource
     except ImportError:  # Windows
-        import psutil
-
         return psutil.Process().memory_info().peak_wset
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

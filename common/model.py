@@ -147,9 +147,19 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def children_or_items(model: nn.Module) -> list[nn.Module]:
-    """The children of a model, or the items of those that are lists, such as blocks. Those without parameters are left
-    out."""
+    """The children of a model, or the items of lists, such as blocks, wherever these are. Those without parameters are
+    left out."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += child if isinstance(child, nn.ModuleList) else [child]
+        if isinstance(child, nn.ModuleList):
+            found += child
+        else:
+            within = any(isinstance(module, nn.ModuleList) for module in child.modules())
+            found += children_or_items(child) if within else [child]
     return [part for part in found if any(True for _ in part.parameters())]
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The items of a model's longest list of modules, which are its blocks; none where it has no list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [*max(lists, key=len)] if lists else []

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from common.constants import RECOMPUTE
 from common.errors import UserError
+from common.model import blocks_of
 from common.options import StrategyOptions, option
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ class RecomputeOptions(StrategyOptions):
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:
-    """Make each of a GPT's blocks keep its input only ("full"), or that and what matrix products gave ("selective").
+    """Make each of a model's blocks keep its input only ("full"), or that and what matrix products gave ("selective").
     Returns the model.
 
     The random state of the forward pass is restored for the second one, so that dropout drops the same elements.
@@ -44,7 +45,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> nn.Module:
         "selective": {"context_fn": partial(create_selective_checkpoint_contexts, policy)},
     }
     if kind in keep:
-        for block in model.get_submodule("blocks").children():
+        for block in blocks_of(model):
             # In place of the method, so that hooks on the block, such as gathering its parameters, stay outside.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **keep[kind])
     return model

@@ -25,7 +25,7 @@ class Record:
         self.config, self.strategy, self.directory = config, strategy, directory
         self.unit = task.dataset.unit
         self.per_step = config.batch_size * (config.context if config.task == "text" else 1)  # units of a step
-        self.validation = task.validation_text() if config.validate_every else None
+        self.validation = task.validation_data() if config.validate_every else None
         self.usage = Usage(config, strategy.device) if directory.writes else None
         often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
         self.bar = tqdm(total=config.steps, initial=done, unit="step", disable=not directory.writes, mininterval=often)
@@ -60,7 +60,8 @@ class Record:
                 print_line(text)
             self.begin_step()
         if self.validation and (step + 1 == self.config.steps or (step + 1) % self.config.validate_every == 0):
-            examples = self.config.batch_size // self.strategy.data_size // self.config.accumulation_steps
+            at_once = self.config.validate_batch_size or self.config.batch_size // self.config.accumulation_steps
+            examples = max(1, at_once // self.strategy.data_size)
             self.waiting["validation_loss"] = validate(self.strategy, self.validation, examples)
             self.begin_step()
         if at_once:

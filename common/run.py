@@ -24,6 +24,7 @@ from common.config import Config
 from common.errors import INTERRUPTED, UserError, into_report
 from common.keeper import Keeper
 from common.learning_rate import learning_rate
+from common.profile import profiler
 from common.progress import Progress
 from common.ranks import silent
 from common.record import Record, print_line
@@ -61,10 +62,12 @@ class Run:
                 print_line(line)
         self.record = Record(config, strategy, task, self.keeper.directory, self.keeper.done)
         self.loaders = contextlib.ExitStack()
+        self.profiler = profiler(config.profile, self.keeper.path / "profile", dist.get_rank())
         self.progress = Progress(self.keeper.done, config.steps)
 
     def __enter__(self) -> "Run":
         self.progress.listen()
+        self.loaders.enter_context(self.profiler)
         return self
 
     def steps(self) -> Iterator[int]:
@@ -76,6 +79,8 @@ class Run:
             if record.logged != progress.done + 1:
                 raise RuntimeError(f"step {progress.done} was not logged: call run.log in every step")
             progress.done += 1
+            if self.config.profile:
+                self.profiler.step()
             stopping = progress.stops()
             if stopping or progress.complete or (every and progress.done % every == 0):
                 record.write()

@@ -4,6 +4,7 @@ config.json          every setting, with the strategy, the world size and the ve
 metrics.jsonl        one JSON object per optimizer step, flushed at each
 checkpoint-000150/   the state after 150 steps, in pieces (common/manifest.py); the newest are kept
 loss.png             the loss curve
+profile/             with --profile, what each rank did in some steps
 tensorboard/         with --tensorboard, the metrics as TensorBoard reads them
 .lock                locked by rank 0 while it writes here
 """
@@ -51,7 +52,8 @@ class RunDirectory:
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
         of a run that has a checkpoint already. `launches` has `this_launch()` of every rank. Raises UserError where it
         cannot be written, and where a living run writes there."""
-        self.path, self.keep = Path(config.run_dir), config.keep
+        self.path, self.keep, self.keep_best = Path(config.run_dir), config.keep, config.keep_best
+        self.best: tuple[float, int] | None = None  # the lowest loss of --validate-every, and the step that it is of
         self.board: SummaryWriter | None = None
         newest_first = manifest.checkpoints(self.path)[::-1]
         self.restarted = restarts(self.path) and bool(newest_first)
@@ -97,12 +99,18 @@ class RunDirectory:
         return os.fdopen(stored.to_append(self.path / "metrics.jsonl", os.O_TRUNC * empty), "a")
 
     def log(self, record: dict) -> None:
+        self._note_best(record)
         with self.disk_errors():
             self.metrics.write(LINE(record) + "\n")
             self.metrics.flush()
             for name, value in record.items():
                 if self.board and isinstance(value, int | float) and name != "step":
                     self.board.add_scalar(name, value, record["step"])
+
+    def _note_best(self, record: dict) -> None:
+        loss = record.get("validation_loss")
+        if loss is not None and (self.best is None or loss < self.best[0]):
+            self.best = loss, record["step"]
 
     def write_board(self, done: int) -> None:
         """Write metrics for TensorBoard, too, from here on; what it has of steps after `done` it will not show."""
@@ -113,7 +121,10 @@ class RunDirectory:
 
     def drop_after(self, step: int) -> None:
         """Drop metrics and checkpoints of steps after `step`, which a resumed run is about to do again."""
-        kept = [LINE(record) for record in stored.records_of(self.path) if record["step"] <= step]
+        records = [record for record in stored.records_of(self.path) if record["step"] <= step]
+        for record in records:
+            self._note_best(record)
+        kept = [LINE(record) for record in records]
         with self.disk_errors():
             self.metrics.close()
             self._replace("metrics.jsonl", lambda path: path.write_text("".join(line + "\n" for line in kept)))
@@ -128,10 +139,12 @@ class RunDirectory:
             os.fsync(self.metrics.fileno())
 
     def keep_newest(self) -> None:
-        """Remove all but the newest checkpoints."""
+        """Remove all but the newest checkpoints, and with --keep-best the best."""
+        best = self.best[1] if self.keep_best and self.best else None
         with self.disk_errors():
             for old in manifest.checkpoints(self.path)[: -self.keep]:
-                manifest.remove(old)
+                if manifest.step_of(old) != best:
+                    manifest.remove(old)
 
     def finish(self) -> None:
         """Close the metrics and draw the loss curve."""

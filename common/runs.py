@@ -3,11 +3,12 @@
     python -m common.runs list                          what there is under runs/
     python -m common.runs summary RUN ...               losses, speed, checkpoints; of several runs, speed-up
     python -m common.runs ranks RUN                     of each rank: host, memory, use of its processor, time waited
-    python -m common.runs plot RUN ... --over tokens    a picture of a metric over steps, tokens or seconds
+    python -m common.runs plot RUN ... --over tokens    a picture of metrics over steps, tokens or seconds
     python -m common.runs compare A B ...               the first step at which each differs from A
     python -m common.runs export RUN --safetensors      the model of a checkpoint in one file, for other programs
 
-A run is named by its folder, or by the name of a folder under runs/. --json prints what is found as JSON.
+A run is named by its folder, or by the name of a folder under runs/. --json prints what is found as JSON. In a
+notebook, `follow(RUN)` draws a run while it goes on.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ if __name__ == "__main__":
 from common import manifest, stored
 from common.errors import UserError, one_line_errors
 from common.installed import missing
+from common.lock import Lock
 from common.text_table import aligned
 
 METRICS = ("loss", "grad_norm")
@@ -90,8 +93,10 @@ def summary(runs: list[History]) -> list[dict]:
             f"{run.unit}_per_second": run.per_step / run.seconds if run.seconds else None,
             "checkpoints": [manifest.step_of(path) for path in run.checkpoints],
         }
-        if validated := [record["validation_loss"] for record in run.records if "validation_loss" in record]:
-            row["validation_loss"] = validated[-1]
+        if validated := [record for record in run.records if record.get("validation_loss") is not None]:
+            best = min(validated, key=lambda record: record["validation_loss"])
+            row["validation_loss"] = validated[-1]["validation_loss"]
+            row |= {"best_validation_loss": best["validation_loss"], "at_step": best["step"]}
         if len(runs) > 1 and run.seconds and runs[0].seconds:
             row["speed_up"] = runs[0].seconds / run.seconds * run.per_step / runs[0].per_step
             row["efficiency"] = row["speed_up"] * runs[0].facts.world_size / run.facts.world_size
@@ -137,29 +142,76 @@ def compare(one: History, other: History, tolerance: float) -> dict:
     }
 
 
-def plot(runs: list[History], metric: str, over: str, file: Path) -> None:
-    """Draw a metric of each run. Raises UserError for one that they do not have."""
+def draw(runs: list[History], metrics: list[str], over: str):
+    """Metrics of runs as a matplotlib figure, one below the other. Raises UserError for one that a run lacks."""
     from common.lab.plotting import plt  # not at the top: it takes half a second
 
-    fig, ax = plt.subplots(figsize=(7, 4))
-    for run in runs:
-        known = dict.fromkeys(
-            key for record in run.records for key in record if isinstance(record[key], int | float) and key != "step"
-        )
-        if run.records and metric not in known:
-            raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
-        # A validation loss is there for some steps only.
-        pairs = zip(run.axis(over), run.records, strict=True)
-        points = [(x, record[metric]) for x, record in pairs if metric in record]
-        values = [float("nan") if value is None else value for _, value in points]
-        ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker="." if len(points) < 50 else "")
+    fig, axes = plt.subplots(len(metrics), figsize=(7, 1 + 3 * len(metrics)), sharex=True, squeeze=False)
+    for metric, ax in zip(metrics, axes.flat, strict=True):
+        for run in runs:
+            known = dict.fromkeys(
+                key for line in run.records for key in line if isinstance(line[key], int | float) and key != "step"
+            )
+            if run.records and metric not in known:
+                raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
+            # A validation loss is there for some steps only.
+            pairs = zip(run.axis(over), run.records, strict=True)
+            points = [(x, record[metric]) for x, record in pairs if metric in record]
+            values = [float("nan") if value is None else value for _, value in points]
+            few = "." if len(points) < 50 else ""
+            ax.plot([x for x, _ in points], values, label=run.name, linewidth=1.5, marker=few)
+        ax.set(ylabel=metric)
     counted = " or ".join(sorted({run.unit for run in runs}))
-    ax.set(xlabel=counted if over == "tokens" else over, ylabel=metric)
-    ax.legend()
+    axes[-1, 0].set(xlabel=counted if over == "tokens" else over)
+    axes[0, 0].legend()
+    return fig
+
+
+def plot(runs: list[History], metrics: list[str], over: str, file: Path) -> None:
+    """Write a picture of metrics of runs. Raises UserError."""
+    fig = draw(runs, metrics, over)
     kind = file.suffix.removeprefix(".")
     if kind not in fig.canvas.get_supported_filetypes():
         raise UserError(f"--out {file}: pictures can be {', '.join(fig.canvas.get_supported_filetypes())}")
     write_out(file, lambda path: fig.savefig(path, format=kind))
+
+
+def follow(run: str, *metrics: str, over: str = "steps", every: float = 2.0) -> None:
+    """In a notebook's cell: metrics of a run (its loss, where none is named), drawn anew every so many seconds while it
+    trains in another process, until it has ended or the cell is interrupted. Raises UserError.
+
+        from common.runs import follow
+        follow("runs/20260101-120000-ddp", "loss", "grad_norm")
+    """
+    from IPython.display import display
+
+    from common.lab.plotting import plt
+
+    shown, length = display(display_id=True), -1
+    try:
+        while True:
+            goes_on = is_written(History(run).path)  # asked first: its last lines are there once it has ended
+            history = History(run)
+            if history.records and len(history.records) > length:
+                length = len(history.records)
+                there = [name for name in metrics or ("loss",) if any(name in line for line in history.records)]
+                fig = draw([history], there or ["loss"], over)
+                shown.update(fig)
+                plt.close(fig)
+            if not goes_on or length >= history.settings.steps:
+                return
+            time.sleep(every)
+    except KeyboardInterrupt:
+        pass
+
+
+def is_written(folder: Path) -> bool:
+    """Whether some process trains a run in a folder now."""
+    try:
+        Lock(folder).release()
+    except UserError:
+        return True
+    return False
 
 
 def write_out(file: Path, write) -> None:
@@ -252,7 +304,7 @@ def parser() -> argparse.ArgumentParser:
         ("list", "what there is under runs/", None),
         ("summary", "losses, speed, checkpoints; of several runs, speed-up over the first", "+"),
         ("ranks", "of each rank: host, memory, use of its processor, time waited", 1),
-        ("plot", "a metric over steps, tokens or seconds", "+"),
+        ("plot", "metrics over steps, tokens or seconds", "+"),
         ("compare", "the first step at which each run differs from the first", "+"),
         ("export", "the model of a checkpoint in one file", 1),
     ):
@@ -260,7 +312,12 @@ def parser() -> argparse.ArgumentParser:
         made[name].add_argument("--json", action="store_true", help="print JSON")
         if how_many:
             made[name].add_argument("runs", nargs=how_many, metavar="RUN")
-    made["plot"].add_argument("--metric", default="loss", help="a key of metrics.jsonl (default: loss)")
+    made["plot"].add_argument(
+        "--metric",
+        nargs="+",
+        default=["loss"],
+        help="keys of metrics.jsonl, drawn one below the other (default: loss)",
+    )
     made["plot"].add_argument("--over", choices=("steps", "tokens", "seconds"), default="steps")
     made["plot"].add_argument("--out", type=Path, default=Path("runs.png"), help="the picture (default: runs.png)")
     made["compare"].add_argument("--tolerance", type=float, default=1e-5, help="relative (default: 1e-5)")

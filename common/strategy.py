@@ -20,6 +20,7 @@ from common import state as states
 from common.errors import UserError
 from common.model import GPT, cross_entropy
 from common.options import StrategyOptions
+from common.own import is_own
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,7 +98,7 @@ class Strategy:
     @classmethod
     def require(cls, config, axes: dict[str, int]) -> None:  # noqa: ARG003  for subclasses
         """Raise UserError for what cannot work with these settings on a mesh of these sizes. Ranks have not met yet."""
-        if config.task not in cls.tasks:
+        if ("images" if is_own(config.task) else config.task) not in cls.tasks:  # a model of any kind
             raise UserError(f"--task {config.task}: strategy '{config.strategy}' divides a GPT; use --task text")
         config.options.require(config)
 

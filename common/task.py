@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 import torch
@@ -12,13 +13,20 @@ from common import data
 from common.config import Config
 from common.errors import UserError
 from common.model import make_resnet
+from common.own import data_of, file_of, first_line, function_of, is_own
 from common.strategy import Strategy
+from common.validation import EXAMPLES
+
+Dataset = data.Text | data.Images | data.Own | data.OwnStream
 
 
 @dataclass
 class Task:
-    dataset: data.Text | data.Images
+    """dataset: what is trained on; held_out: of a file of the user's, what is not"""
+
+    dataset: Dataset
     config: Config
+    held_out: data.Own | data.OwnStream | None = None
 
     def make_model(self) -> nn.Module:
         """The same weights for the same seed, on every rank and at every world size.
@@ -32,6 +40,8 @@ class Task:
         with torch.device("meta") if without_memory else nullcontext():
             if c.task == "text":
                 return c.strategy_class.make_model(c)
+            if is_own(c.task):
+                return own_model(c.task)
             pictures = cast(data.Images, self.dataset)  # by the check of --task
             return make_resnet(pictures.channels, pictures.classes)
 
@@ -46,9 +56,15 @@ class Task:
         """What this rank reads in step `step`, counted from 0."""
         return next(data.shard(self.dataset, self.plan(strategy), step))
 
-    def validation_text(self) -> data.Text:
+    def validation_data(self) -> data.Text | data.Own:
         """What is not trained on. Raises UserError."""
-        return data.validation_text(self.config.context, self.config.text)
+        if not is_own(self.config.task):
+            return data.validation_text(self.config.context, self.config.text)
+        if self.held_out is None:
+            raise UserError(f"--validate-every: --task {self.config.task} gives nothing to validate on")
+        if isinstance(self.held_out, data.OwnStream):
+            return data.Own(list(islice(self.held_out.examples, EXAMPLES)), self.held_out.where)
+        return self.held_out
 
     def plan(self, strategy: Strategy) -> data.Plan:
         """What the run reads, and this rank's part of it."""
@@ -58,14 +74,47 @@ class Task:
 
 
 def make_task(config: Config) -> Task:
-    """Raises UserError where the data is not there, or is less than one batch."""
-    task = Task(make_dataset(config), config)
-    if config.batch_size > task.dataset.size:
+    """What a run learns, from what; with --epochs, it says how many --steps that are. Raises UserError where the data
+    is not there, or is less than one batch."""
+    task = Task(*own_data(config)) if is_own(config.task) else Task(make_dataset(config), config)
+    if config.epochs:
+        config.steps = max(1, config.epochs * task.dataset.size // config.batch_size)
+    if not isinstance(task.dataset, data.OwnStream) and config.batch_size > task.dataset.size:
         raise UserError(
             f"--batch-size {config.batch_size} is more than the {task.dataset.size} examples of the data; "
             f"make it {task.dataset.size} or less"
         )
     return task
+
+
+def own_model(path: str) -> nn.Module:
+    """The model of a file of the user's. Raises UserError."""
+    try:
+        model = function_of(file_of(path), "model")()
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's
+        raise UserError(f"--task {path}: model() failed: {first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--task {path}: model() should return a torch.nn.Module, and it gives {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--task {path}: nothing in the model is trained: no parameter wants a gradient")
+    return model
+
+
+def own_data(config: Config) -> tuple[data.Own | data.OwnStream, Config, data.Own | data.OwnStream | None]:
+    """What Task is made of, from a file of the user's. Raises UserError."""
+    where, name = f"--task {config.task}", data_of(config.task)
+    try:
+        found = function_of(file_of(config.task), name)()
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's
+        raise UserError(f"{where}: {name}() failed: {first_line(error)}") from error
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise UserError(f"{where}: {name}() should return a pair, what is trained on and what is validated on, or None")
+    training, held_out = found
+    return data.own(training, where), config, None if held_out is None else data.own(held_out, where)
 
 
 def make_dataset(config: Config) -> data.Text | data.Images:

@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 
 from common import mesh as meshes
-from common.data import Text
+from common.data import Own, Text
 from common.strategy import Strategy
 
 EXAMPLES = 256  # at most so many, evenly spread over the text
 
 
-def validate(strategy: Strategy, text: Text, at_once: int) -> float:
+def validate(strategy: Strategy, text: Text | Own, at_once: int) -> float:
     """The mean loss of a strategy's model over examples of a text, the same on all ranks, however many there are.
 
     Each group of ranks that read the same examples takes `at_once` of them at a time. They need not divide evenly:

@@ -5,14 +5,20 @@ code cuts the model and takes two steps, with tensors that have shapes and no nu
 those of the code, and not of a formula.
 """
 
+import contextlib
 import math
 import multiprocessing
+import os
 import re
 import sys
+import tempfile
 import warnings
 from dataclasses import dataclass
+from itertools import product
+from typing import IO
 
 import torch
+from tqdm import tqdm
 
 from common.config import Config
 from common.errors import UserError
@@ -26,7 +32,9 @@ from common.text_table import aligned
 from course.pipeline.options import PipelineOptions
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-MOST = 16  # ranks that are looked at; of more, the first and the last ones
+MOST = 16  # ranks that are looked at, where there are more of them; but two of each stage of a pipeline
+# What PyTorch's C++ says of groups that are pretended, past Python's warnings and once for each process.
+NOISE = "No backend of type 0 found for Process Group"
 
 
 @dataclass(frozen=True)
@@ -53,26 +61,66 @@ class Forecast:
 
 def forecast(config: Config, ranks) -> dict[int, Forecast]:
     """What these ranks of the mesh would do. Raises UserError for data or a batch that cannot work."""
-    task, found = make_task(config), {}
-    for rank in ranks:
+    task, found = make_task(config), dict[int, Forecast]()
+    for rank in tqdm([*ranks], desc="dry run", unit="rank", leave=False, disable=None):
         # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=send_forecast, args=(config, task, rank, sender))  # type: ignore[attr-defined]  # typeshed: of subclasses
-        with ready_to_fork():
-            process.start()
-        sender.close()
-        try:
-            found[rank] = receiver.recv()
-        except EOFError:
-            raise RuntimeError(f"the process that was rank {rank} has died; its message stands above") from None
-        process.join()
-        if isinstance(found[rank], UserError):
-            raise found[rank]
+        with tempfile.NamedTemporaryFile("r", errors="replace") as said:
+            how = (config, task, rank, sender, said.name)
+            process = CONTEXT.Process(target=send_forecast, args=how)  # type: ignore[attr-defined]  # typeshed: of subclasses
+            with ready_to_fork():
+                process.start()
+            sender.close()
+            answer: Forecast | UserError | None = None
+            with contextlib.suppress(EOFError):
+                answer = receiver.recv()
+            process.join()
+            repeat(said)
+        if answer is None:
+            raise RuntimeError(f"the process that was rank {rank} has died; its message stands above")
+        if isinstance(answer, UserError):
+            raise answer
+        found[rank] = answer
     return found
 
 
-def send_forecast(config: Config, task: Task, rank: int, sender) -> None:
-    """Be a rank of the mesh, and send what it would do."""
+def repeat(said: IO[str]) -> None:
+    """Say what a rank has said on stderr, without what means nothing."""
+    for line in said:
+        if NOISE not in line:
+            sys.stderr.write(line)
+
+
+def looked_at(axes: dict[str, int]) -> list[int]:
+    """The ranks to look at: all, where there are few; else of each stage of a pipeline those that have the least and
+    the most of everything else, and then the first ones."""
+    size = math.prod(axes.values())
+    if size <= MOST:
+        return [*range(size)]
+    ends = [range(n) if name == "pipeline" else (0, n - 1) for name, n in axes.items()]
+    wanted = {rank_at(axes, place) for place in product(*ends) if alike(axes, place)}
+    first = (rank for rank in range(size) if rank not in wanted)
+    return sorted(wanted | {next(first) for _ in range(MOST - len(wanted))})
+
+
+def alike(axes: dict[str, int], place) -> bool:
+    """Whether a rank is at the beginning of all axes but a pipeline's, or at the end of all of them."""
+    others = [(n, number) for (name, number), n in zip(axes.items(), place, strict=True) if name != "pipeline"]
+    return all(n == 0 for n, _ in others) or all(n == number - 1 for n, number in others)
+
+
+def rank_at(axes: dict[str, int], place) -> int:
+    """The rank that has these coordinates."""
+    rank = 0
+    for size, n in zip(axes.values(), place, strict=True):
+        rank = rank * size + n
+    return rank
+
+
+def send_forecast(config: Config, task: Task, rank: int, sender, said: str) -> None:
+    """Be a rank of the mesh, and send what it would do; what it says on stderr goes into the file `said`."""
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 2)
     warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
     try:
         sender.send(forecast_of(config, task, rank))
@@ -146,7 +194,7 @@ def dry_run(config: Config) -> None:
     if environment()[0] > 0:
         return
     size = math.prod(config.axes.values())
-    found = forecast(config, range(size) if size <= MOST else [*range(MOST - 1), size - 1])
+    found = forecast(config, looked_at(config.axes))
     mesh = ",".join(f"{name}={number}" for name, number in config.axes.items())
     print(f"{config.strategy} ({config.implementation}) on {size} rank(s), mesh {mesh}; a dry run: nothing is trained")
     unit = f"{config.batch_size} examples"
@@ -154,7 +202,8 @@ def dry_run(config: Config) -> None:
     print(f"a step: {unit} over all ranks; --accumulation-steps {config.accumulation_steps}")
     print("\n".join(rows(found)))
     if len(found) < size:
-        print(f"(the other {size - len(found)} ranks are like these)")
+        stage = " of their stage" if "pipeline" in config.axes else ""
+        print(f"(the other {size - len(found)} ranks are like these{stage})")
     for line in holdings(found):
         print(line)
     print("Bytes are those of tensors on a rank's device; what PyTorch and its kernels take is not among them.")

@@ -439,10 +439,11 @@ def run_explain(args: argparse.Namespace) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> None:
+    from common import own
     from planner import any_module
 
     gpu = cluster_of(argparse.Namespace(**vars(args), gpus_per_node=None, network=None, adapters=None)).gpu
-    make, precision = any_module.load(args.what), precision_of(args, gpu)
+    make, precision = own.named(args.what), precision_of(args, gpu)
     said = any_module.report(make, gpu, args.gpus, precision, constants.load(args.constants))
     print(json.dumps(said, indent=1) if args.json else any_module.table(said))
 

@@ -7,14 +7,14 @@ FUNCTION takes nothing and returns (module, inputs): inputs is the tuple that th
 of one GPU. Nothing is allocated, so the module may be as large as it likes.
 """
 
-import importlib.util
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from common.constants import GIB
@@ -41,12 +41,22 @@ ATTENTION = {
 class Measured:
     """parameters: all of them; largest: of the largest unit, which is a layer of a row, or what lies beside rows;
     kept: bytes that autograd keeps of one micro-batch, parameters and buffers not among them; flops: of the products
-    and of attention, forward and backward."""
+    and of attention, forward and backward; frozen: the parameters that are not trained; largest_trained: the
+    others of the unit that has most of them."""
 
     parameters: int
     largest: int
     kept: int
     flops: int
+    frozen: int = 0
+    largest_trained: int = 0
+
+
+class Fake(FakeTensorMode):
+    """Tensors without memory, which modules may copy: a copied tensor belongs to the mode that it was made in."""
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 def measure(make: Callable, half: bool = False) -> Measured:
@@ -54,7 +64,10 @@ def measure(make: Callable, half: bool = False) -> Measured:
 
     Raises UserError for what is no such pair, and where the module cannot be run on tensors without values."""
     before = torch.get_default_dtype()
-    with FakeTensorMode():
+    with Fake(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Accessing the data pointer of FakeTensor"
+        )  # torch's own deepcopy asks for it
         torch.set_default_dtype(torch.bfloat16 if half else before)
         try:
             made = make()
@@ -75,8 +88,11 @@ def measure(make: Callable, half: bool = False) -> Measured:
             why = str(error).partition("\n")[0]
             what = f"the module cannot be run on tensors without values: {type(error).__name__}: {why}"
             raise UserError(what) from error
-    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in (*units_of(module), module)]
-    return Measured(sizes[-1], max(sizes[:-1] or sizes), kept, flops)
+    units = (*units_of(module), module)
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    trained = [sum(p.numel() for p in unit.parameters() if p.requires_grad) for unit in units]
+    largest, largest_trained = (max(found[:-1] or found) for found in (sizes, trained))
+    return Measured(sizes[-1], largest, kept, flops, sizes[-1] - trained[-1], largest_trained)
 
 
 ROWS = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -104,12 +120,19 @@ def _run(module, inputs) -> tuple[int, int]:
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = module(*inputs)
-        outputs = [output] if torch.is_tensor(output) else [x for x in output if torch.is_tensor(x)]
-        trained = [x.sum() for x in outputs if x.requires_grad]
+        trained = [x.sum() for x in results_of(output) if x.requires_grad]
         if not trained:
             raise UserError("nothing in the module is trained: no output depends on a parameter that wants a gradient")
         torch.autograd.backward(trained)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), counter.get_total_flops()
+
+
+def results_of(output) -> list[torch.Tensor]:
+    """The tensors of what a module gives. Of a mapping with a loss, as models of Transformers give where they get
+    labels, it is the loss."""
+    if isinstance(output, Mapping) and torch.is_tensor(output.get("loss")):
+        return [output["loss"]]
+    return [x for x in tree_leaves(dict(output) if isinstance(output, Mapping) else output) if torch.is_tensor(x)]
 
 
 def key(tensor: torch.Tensor) -> int:
@@ -117,33 +140,17 @@ def key(tensor: torch.Tensor) -> int:
 
 
 def needed(found: Measured, gpus: int, precision: str) -> dict[str, dict[str, float]]:
-    """Stage -> bytes on a GPU by part, before what the allocator adds."""
+    """Stage -> bytes on a GPU by part, before what the allocator adds. What is frozen has neither gradients nor
+    optimizer state nor a copy in float32: it is there in the precision of the computation, and stage 3 shards it."""
     itemsize, message = PRECISIONS[precision]
+    units = (found.largest, found.largest_trained if found.frozen else None)
     return {
-        name: formula(name, found.parameters, gpus, recipe_of(precision, stage))
+        name: formula(name, found.parameters - found.frozen, gpus, recipe_of(precision, stage))
+        | ({"frozen parameters": itemsize * found.frozen / (gpus if name == "fsdp" else 1)} if found.frozen else {})
         | {"activations": found.kept}
-        | (memory.around_units(stage, itemsize, message, found.largest) if gpus > 1 else {})
+        | (memory.around_units(stage, itemsize, message, *units) if gpus > 1 else {})
         for stage, name in enumerate(STAGES)
     }
-
-
-def load(what: str) -> Callable:
-    """The function that FILE.py:FUNCTION names. Raises UserError."""
-    path, _, name = what.rpartition(":")
-    if not path:
-        raise UserError(f"'{what}' names no function; give FILE.py:FUNCTION")
-    if not Path(path).is_file():
-        raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec and spec.loader  # as for every .py file
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's
-        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function '{name}'")
-    return getattr(module, name)
 
 
 def report(make: Callable, gpu: GPU, gpus: int, precision: str, constants: Constants) -> dict:
@@ -160,12 +167,15 @@ def report(make: Callable, gpu: GPU, gpus: int, precision: str, constants: Const
 
 
 def table(said: dict) -> str:
+    frozen = f", {said['frozen']:,} of them frozen" if said["frozen"] else ""
+    unit, size = ("GiB", GIB) if max(found["bytes"] for found in said["stages"].values()) >= GIB else ("MiB", 2**20)
     lines = [
-        f"{said['parameters']:,} parameters; a micro-batch keeps {said['kept'] / GIB:,.3f} GiB for its backward pass",
+        f"{said['parameters']:,} parameters{frozen}; a micro-batch keeps {said['kept'] / size:,.3f} {unit} for its "
+        f"backward pass",
         f"and takes {said['flops'] / 1e12:,.3f} TFLOP, at least {said['seconds_of_products'] * 1000:,.2f} ms",
-        f"{'':6} {'GiB':>9}  fits   of which",
+        f"{'':6} {unit:>9}  fits   of which",
     ]
     for name, found in said["stages"].items():
-        parts = ", ".join(f"{part} {size / GIB:,.2f}" for part, size in found["parts"].items() if size)
-        lines.append(f"{name:6} {found['bytes'] / GIB:9,.2f}  {found['fits']:5}  {parts}")
+        parts = ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in found["parts"].items() if bytes)
+        lines.append(f"{name:6} {found['bytes'] / size:9,.2f}  {found['fits']:5}  {parts}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.meter import BUSY, busy
 from planner.constants import PRIOR, Constants
 from planner.hardware import GPU, here
 from planner.layer_time import of_layer
@@ -178,6 +179,7 @@ def calibrate(path: Path | str, ranks: int) -> str:
         raise UserError(f"--ranks must be at least 1, not {ranks}")
     if ranks > 16 * (os.cpu_count() or 1):
         raise UserError(f"--ranks {ranks} are more than 16 for each of {os.cpu_count()} cores; take fewer")
+    before = busy()
     found = measure(ranks)
     constants: dict[str, Any] = {
         "matmul": 1.0, "link": 1.0, "memory_rate": 1.0, "kernel": found["kernel"], "alpha_link": found["alpha_link"],
@@ -187,9 +189,10 @@ def calibrate(path: Path | str, ranks: int) -> str:
         constants["kept"] = 0.0  # a processor that copies a message does not compute meanwhile
         constants["passes"] = passes(here(found), replace(PRIOR, **constants), found["block"])
     Path(path).write_text(json.dumps({"constants": constants, "here": found}, indent=1) + "\n")
+    doubt = f"\nnote: {before:.0%} of this machine's cores were busy before: measure again when it is quiet"
     return (
         f"products     {found['peak'] / 1e9:,.1f} GFLOP/s, {found['kernel'] * 1e6:,.0f} us before each begins\n"
         f"memory       {found['hbm'] / 1e9:,.1f} GB/s\n"
         f"messages     {found['alpha_link'] * 1e6:,.0f} us each, {found['link'] / 1e9:,.2f} GB/s, with {ranks} ranks\n"
-        f"written to {path}: use --gpu here --constants {path}"
+        f"written to {path}: use --gpu here --constants {path}{doubt if before > BUSY else ''}"
     )

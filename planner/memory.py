@@ -96,12 +96,16 @@ def state(layout: Layout, dense: float, experts: float) -> dict[str, float]:
     return found
 
 
-def around_units(zero_stage: int, itemsize: int, message: int, unit: float) -> dict[str, float]:
+def around_units(
+    zero_stage: int, itemsize: int, message: int, unit: float, trained: float | None = None
+) -> dict[str, float]:
     """Bytes beside the shards: under stage 3 one unit that computes and the next one, whole, and gradients of the
-    former; under stage 2 a bucket of gradients that is reduced and the next one."""
+    former; under stage 2 a bucket of gradients that is reduced and the next one. `trained`: how many of a unit's
+    parameters have gradients, where not all do."""
+    trained = unit if trained is None else trained
     return {
-        3: {"gathered": 2 * itemsize * unit, "unsharded gradients": (itemsize + message) * unit},
-        2: {"buckets of gradients": 2 * message * unit},
+        3: {"gathered": 2 * itemsize * unit, "unsharded gradients": (itemsize + message) * trained},
+        2: {"buckets of gradients": 2 * message * trained},
     }.get(zero_stage, {})
 
 

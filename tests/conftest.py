@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-ENGINES = ("accelerate", "lightning", "deepspeed", "transformers", "peft", "bitsandbytes")
+ENGINES = ("accelerate", "lightning", "deepspeed", "transformers", "datasets", "peft", "bitsandbytes")
 LACKING = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 collect_ignore = ["strategies/test_engines.py"] if LACKING else []  # not even skipped: a skip looks like a pass
 

@@ -209,7 +209,8 @@ def test_ctrl_c_before_the_first_step(monkeypatch, capfd):
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("learning-rate", "lr"), ("epochs", "steps"), ("gradient_accumulation_steps", "accumulation-steps"),
+    [("learning-rate", "lr"), ("max_steps", "steps"), ("num_train_epochs", "epochs"),
+     ("gradient_accumulation_steps", "accumulation-steps"),
      ("d_model", "width"), ("batchsize", "batch-size"), ("output-dir", "run-dir"), ("Hidden_Size", "width"),
      ("block_size", "context")],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """A run of one process, step by step: what it says, what a step's time is, what it hands back."""
 
+import json
 import signal
 import time
 from contextlib import contextmanager
@@ -177,3 +178,34 @@ def test_a_lost_rank_and_how_to_go_on(how, tmp_path):
             assert run.keeper.how_to_resume().startswith(f"go on with --resume --run-dir {tmp_path}/elsewhere if there")
     with alone(tmp_path / "other") as run, pytest.raises(ValueError, match="^the program's own$"), run:
         raise ValueError("the program's own")
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
+    losses = iter([3.0, 1.0, 2.0, 2.5])
+    monkeypatch.setattr("common.record.validate", lambda *_: next(losses))
+    often = {"steps": 4, "checkpoint_every": 1, "validate_every": 1, "keep": 1}
+    with alone(tmp_path / "run", keep_best=True, **often) as run:
+        train(run)
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [2, 4]
+
+
+def test_a_run_of_epochs_has_their_whole_batches_as_steps(tmp_path):
+    config = configure(**TEXT | {"batch_size": 500}, epochs=2, task="images", strategy="single", run_dir=tmp_path)
+    assert make_task(config).dataset.size == 1797 and config.steps == 7, "2 x 1,797 examples in batches of 500"
+    with refused("--steps", "--epochs"):
+        configure(**TEXT, epochs=2, strategy="single", run_dir=tmp_path)
+
+
+def test_a_profile_has_shapes_memory_and_stacks_of_the_steps_that_were_asked_for(tmp_path):
+    with alone(tmp_path / "run", steps=14, profile=2) as run:
+        train(run, losses=[1.0] * 14)
+    (file,) = (tmp_path / "run" / "profile").glob("rank0.*.pt.trace.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#10", "ProfilerStep#11"}
+    shapes = [event for event in events if event.get("args", {}).get("Input Dims")]
+    stacks = [event for event in events if event.get("cat") == "python_function"]
+    memory = [event for event in events if event["name"] == "[memory]"]
+    assert shapes and stacks and memory
+    with refused("--profile", "10"):
+        configure(**TEXT, profile=1, strategy="single", run_dir=tmp_path)

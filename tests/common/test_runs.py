@@ -127,7 +127,31 @@ def test_a_validation_loss_stands_in_some_steps_only(tmp_path, capsys, monkeypat
     asked(capsys, "plot", a, "--metric", "validation_loss", "--out", tmp_path / "a.png")
     assert drawn == [([2, 4], [3.5, 1.5])]
     (row,) = asked(capsys, "summary", a)
-    assert row["validation_loss"] == 1.5
+    assert (row["validation_loss"], row["best_validation_loss"], row["at_step"]) == (1.5, 1.5, 4)
+    drawn.clear()
+    asked(capsys, "plot", a, "--metric", "loss", "validation_loss", "--out", tmp_path / "a.png")
+    assert drawn == [([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0]), ([2, 4], [3.5, 1.5])]
+
+
+def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch):
+    run, drawn, waited = made(tmp_path / "a", [4.0, 3.0], steps=9), [], []
+    written = [True, True, False]  # by whoever trains; it ends before its 9 steps
+    monkeypatch.setattr(runs, "is_written", lambda _: written.pop(0))
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, **how: drawn.append(y))
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda **_: SimpleNamespace(update=shown.append))
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 2:
+            text = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
+            third = json.dumps({"step": 3, "loss": 2.0, "grad_norm": 1.0, "step_seconds": 0.5})
+            (run / "metrics.jsonl").write_text(f"{text}\n{third}\n")
+
+    monkeypatch.setattr(runs.time, "sleep", sleep)
+    runs.follow(str(run), "loss", "validation_loss", every=3)
+    assert drawn == [[4.0, 3.0], [4.0, 3.0, 2.0]] and len(shown) == 2, "once for each time that it has got further"
+    assert waited == [3, 3] and not written
 
 
 class Board:

@@ -1,6 +1,7 @@
 """What the planner says of memory: ZeRO's table cell by cell, published formulas of activations, known models."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -321,6 +322,45 @@ def test_attentions_backward_pass_has_five_products_for_two():
     assert any_module.measure(made).flops - products == (2 + 5) * 2 * 128 * 128 * 64, "FLOPs of attention"
 
 
+class Named(torch.nn.Module):
+    """Results by name, as models of Transformers give them, and a loss where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(10, 10, bias=False)
+
+    def forward(self, x, with_loss):
+        y = self.layer(x)
+        return {"logits": y, "loss": (self.layer(y).sum() if with_loss else None)}
+
+
+def test_results_by_name_layers_that_are_copied_and_frozen_parts():
+    products = 2 * 4 * 10 * 10
+    for with_loss, flops in ((False, 2 * products), (True, 2 * products + 3 * products)):
+        found = any_module.measure(lambda with_loss=with_loss: (Named(), (torch.randn(4, 10), with_loss)))
+        assert found.flops == flops, "of what the loss depends on"
+
+    def encoder():
+        layer = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+        module = torch.nn.TransformerEncoder(layer, 3)
+        module.layers[:2].requires_grad_(False)
+        return module, (torch.randn(2, 8, 16),)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = any_module.measure(encoder)
+    layer = sum(p.numel() for p in encoder()[0].layers[2].parameters())
+    assert (found.parameters, found.frozen, found.largest, found.largest_trained) == (
+        3 * layer,
+        2 * layer,
+        layer,
+        layer,
+    )
+    four = any_module.needed(found, 4, "bf16")
+    assert four["ddp"]["optimizer"] == any_module.formula("ddp", layer, 4, "bf16")["optimizer"]
+    assert [four[stage]["frozen parameters"] for stage in ("ddp", "fsdp")] == [2 * 2 * layer, 2 * 2 * layer / 4]
+
+
 def test_what_a_stage_needs_by_parts():
     """A unit of 1,000 in mixed precision: gathered in 2 bytes, its messages of gradients have 4."""
     found = any_module.Measured(parameters=10_000, largest=1_000, kept=500, flops=0)
@@ -341,7 +381,7 @@ def test_a_report_is_of_its_precision_and_in_its_units():
     assert full["seconds_of_products"] == pytest.approx(2 * half["seconds_of_products"]), "TF32 has half of the rate"
     ddp = full["stages"]["ddp"]
     assert ddp["bytes"] == pytest.approx(1.1 * sum(ddp["parts"].values())), "with what the allocator adds"
-    said = {"parameters": 5, "kept": 3 * 2**30, "flops": 2e12, "seconds_of_products": 0.25,
+    said = {"parameters": 5, "frozen": 0, "kept": 3 * 2**30, "flops": 2e12, "seconds_of_products": 0.25,
             "stages": {"ddp": {"fits": "no", "bytes": 2**31, "parts": {"gradients": 2**30, "none": 0}}}}  # fmt: skip
     assert any_module.table(said).splitlines() == [
         "5 parameters; a micro-batch keeps 3.000 GiB for its backward pass",

@@ -48,11 +48,13 @@ def seen(configs) -> list[dry_run.Forecast]:
 
 
 @pytest.mark.parametrize("size", LINES)
-def test_what_is_foreseen_is_what_ranks_do(size, tmp_path):
+def test_what_is_foreseen_is_what_ranks_do(size, tmp_path, capfd):
     ranks = launch(seen, size, ([configure(line, size, **SMALL, run_dir=tmp_path / "run") for line in LINES[size]],))
     for number, line in enumerate(LINES[size]):
         config = configure(f"{line} --dry-run", size, **SMALL)
-        for rank, foreseen in dry_run.forecast(config, (0, size - 1)).items():
+        forecast = dry_run.forecast(config, (0, size - 1))
+        assert not capfd.readouterr().err, "a rank that is pretended has nothing to say"
+        for rank, foreseen in forecast.items():
             real = ranks[rank][number]
             for what in ("place", "slice", "shapes", "numbers"):
                 assert getattr(foreseen, what) == getattr(real, what), f"{line}, rank {rank}: {what}"
@@ -112,3 +114,5 @@ def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys)
     printed = capsys.readouterr().out
     looked_at = [int(row[0]) for row in rows(printed)]
     assert looked_at == [*range(dry_run.MOST - 1), 19] and f" {20 - dry_run.MOST} ranks" in printed
+    deep = dry_run.looked_at({"pipeline": 12, "data": 4})
+    assert {rank // 4 for rank in deep} == {*range(12)} and {3, 47} <= {*deep}, "of each stage its first and last rank"

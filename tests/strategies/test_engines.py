@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved, write_facts
 
-from common import ROOT
+from common import ROOT, own, runs
 from common.data import Plan, micro_batches, shard
 from common.errors import UserError
 from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
-from common.lab.launch import launch
+from common.lab.launch import free_port, launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.strategy import Setup
@@ -200,10 +200,14 @@ def test_accelerate_launch_reads_the_yaml(tmp_path, folder, settings):
 
 def test_deepspeed_reads_the_json(tmp_path):
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "with_deepspeed.py")
-    more = ("--distributed", *SETTINGS, "--deepspeed-config", str(ROOT / "configs" / "engines" / "zero3.json"))
+    settings = [setting for setting in SETTINGS if "batch-size" not in setting]
+    more = ("--distributed", *settings, "--deepspeed-config", str(ROOT / "configs" / "engines" / "zero3.json"))
     done = command(*start, *more, f"--run-dir={tmp_path / 'a'}", cwd=ROOT / "06_fsdp")
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "arning" not in done.stderr, "what engines say and means nothing is silenced"
     assert len(metrics(tmp_path / "a")) == 3
+    recorded = json.loads((tmp_path / "a" / "config.json").read_text())["config"]
+    assert recorded["batch_size"] == 16 * 2 and recorded["precision"] == "bf16" and recorded["offload"]
 
 
 @pytest.mark.parametrize("line, text", [
@@ -211,8 +215,7 @@ def test_deepspeed_reads_the_json(tmp_path):
     ("--strategy fsdp --implementation accelerate --offload", "--offload: Accelerate takes it on GPUs"),
     ("--strategy ddp --implementation accelerate --precision fp16", "fp16: Accelerate scales losses on GPUs"),
     ("--strategy fsdp --implementation accelerate --precision fp16", "fp16.*Accelerate"),
-    ("--strategy fsdp --implementation deepspeed --resume", "--resume.*DeepSpeed"),
-    ("--strategy fsdp --implementation trainer --resume", "--resume.*Trainer"),
+    ("--strategy fsdp --implementation deepspeed --precision fp16 --resume", "--resume.*loss scale of DeepSpeed"),
     ("--strategy zero1 --implementation trainer", "no implementation 'trainer'; it has pytorch, by-hand, deepspeed"),
 ])  # fmt: skip
 def test_what_cannot_work_gets_one_line(line, text, tmp_path):
@@ -243,11 +246,37 @@ def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_opt
         (settings, "--precision fp16", "--precision bf16, and --precision is fp16"),
         (settings, "--accumulation-steps 3", "--accumulation-steps 2, and --accumulation-steps is 3"),
         ({"optimizer": {"type": "Adam"}}, "", "makes the optimizer itself"),
+        ({"train_batch_size": 8}, "--batch-size 12", "--batch-size 8, and --batch-size is 12"),
         ([1], "", "no settings of DeepSpeed"),
+        ({"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"}, "", "no settings of DeepSpeed"),
+        ({"output_dir": "out", "bf16": True}, "", "no settings of DeepSpeed"),
     ]:
         with pytest.raises(UserError, match=text) as error:
             configured(wrong, line)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("variables, name, line, says", [
+    ({"MIXED_PRECISION": "bf16", "GRADIENT_ACCUMULATION_STEPS": "2"}, "ddp", "", ""),
+    ({"MIXED_PRECISION": "bf16"}, "ddp", "--precision fp16", "--precision bf16, and --precision is fp16"),
+    ({"MIXED_PRECISION": "no", "USE_FSDP": "true"}, "ddp", "", "its file is for FSDP, and this training is DDP"),
+    ({"MIXED_PRECISION": "no"}, "fsdp", "", "its file is for DDP, and this training is FSDP"),
+    ({"MIXED_PRECISION": "no", "USE_DEEPSPEED": "true"}, "ddp", "", "its file is for DEEPSPEED"),
+    ({"MIXED_PRECISION": "fp8"}, "ddp", "", "mixed_precision fp8"),
+])  # fmt: skip
+def test_settings_of_accelerates_file_are_those_of_the_run_and_contradict_no_option(
+    monkeypatch, tmp_path, variables, name, line, says
+):
+    for key, value in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_{key}", value)
+    line = f"--strategy {name} --implementation accelerate {line}"
+    if not says:
+        recorded = configure(line, 2, run_dir=tmp_path / "run").settings()
+        assert (recorded["precision"], recorded["accumulation_steps"]) == ("bf16", 2)
+        return
+    with pytest.raises(UserError, match=says) as error:
+        configure(line, 2, run_dir=tmp_path / "run")
+    assert "\n" not in str(error.value)
 
 
 def bytes_reduced(strategy: str, engine: str) -> tuple[int, int]:
@@ -265,6 +294,156 @@ def bytes_reduced(strategy: str, engine: str) -> tuple[int, int]:
 def test_gradients_are_sent_in_the_last_micro_batch_alone(engine):
     for carried, gradients in launch(bytes_reduced, 2, ("ddp", engine)):
         assert gradients <= carried < gradients + 64, "once the gradients, and beside them the loss"
+
+
+@pytest.mark.parametrize("name, engine", [("zero1", "deepspeed"), ("fsdp", "deepspeed"), ("fsdp", "trainer")])
+def test_a_run_that_is_resumed_by_an_engine_is_the_run_that_never_stopped(tmp_path, name, engine):
+    """The first half by the engine, the second by it as well: its numbers and its last checkpoint."""
+    how = TEXT | {"strategy": name, "implementation": engine, "optimizer": "adamw", "weight_decay": 0.1}
+    launch(train, 2, ([configure(size=2, run_dir=tmp_path / "whole", **how | {"steps": 4})],))
+    launch(train, 2, ([configure(size=2, run_dir=tmp_path / "half", **how | {"steps": 2})],))
+    launch(train, 2, ([configure("--resume --steps 4", 2, run_dir=tmp_path / "half")],))
+    whole, half = (metrics(tmp_path / run) for run in ("whole", "half"))
+    assert [record["step"] for record in half] == [1, 2, 3, 4]
+    assert [record["learning_rate"] for record in half] == [record["learning_rate"] for record in whole]
+    assert numbers(tmp_path / "half") == pytest.approx(numbers(tmp_path / "whole"), rel=1e-6)
+    expected, found = (saved(tmp_path / run / "checkpoint-000004") for run in ("whole", "half"))
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name, engine", ENGINES)
+def test_an_engine_trains_on_two_nodes_as_on_one(tmp_path, name, engine):
+    """Two agents, each with a rank, as on two nodes; here both on this one."""
+    launch(train, 2, ([configure(size=2, run_dir=tmp_path / "one", strategy="ddp", **TEXT)],))
+    port, environment = free_port(), os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--distributed", *SETTINGS, f"--strategy={name}", f"--implementation={engine}"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node_rank={node}",
+             "--master_addr=127.0.0.1", f"--master_port={port}", str(ROOT / "distributed_training.py"), *options,
+             f"--run-dir={tmp_path / 'two'}"],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    said = [agent.communicate(timeout=600)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)[-3000:]
+    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=3e-6)
+
+
+# --- a model and data of one's own ----------------------------------------------------------------------------
+
+OWN = {"steps": 3, "batch_size": 8, "validate_every": 3, "lr": 1e-3, "log_every": 100}
+WAYS = [
+    ("ddp", "pytorch"),
+    ("ddp", "by-hand"),
+    ("zero2", "by-hand"),
+    ("fsdp", "pytorch"),
+    ("fsdp", "by-hand"),
+    *ENGINES,
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The program of docs/, in the folder where it has made a base, a tokenizer and data."""
+    folder = tmp_path_factory.mktemp("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        program = own.module_of(str(ROOT / "docs" / "your_llama.py"))
+        program.make()
+        program.data()  # which keeps what it has tokenized
+        yield program
+
+
+def own_run(run_dir, program: str, data: str = "", size: int = 2, line: str = "", **settings):
+    """The numbers of a run, and its losses on what is not trained on."""
+    task = f"{ROOT / 'docs' / program}{data}"
+    config = configure(line, size, run_dir=run_dir, **(OWN | {"task": task} | settings if not line else settings))
+    launch(train, size, ([config],), timeout=300)
+    return numbers(run_dir), [line["validation_loss"] for line in metrics(run_dir) if "validation_loss" in line]
+
+
+@pytest.mark.parametrize("program", ["your_llama.py", "your_vit.py"])
+def test_a_model_of_ones_own_trains_in_every_way_as_on_one_process(llama, tmp_path, program):
+    alone, alone_held_out = own_run(tmp_path / "alone", program, size=1, strategy="ddp")
+    assert len(alone) == 6 and len(alone_held_out) == 1
+    for name, kind in WAYS:
+        run = tmp_path / f"{name}-{kind}"
+        found, held_out = own_run(run, program, strategy=name, implementation=kind)
+        assert found == pytest.approx(alone, rel=2e-5), (name, kind)
+        if kind != "trainer":
+            assert held_out == pytest.approx(alone_held_out, rel=2e-5), (name, kind)
+
+
+def test_a_llama_of_ones_own_is_saved_as_transformers_reads_it_with_the_same_loss(llama, tmp_path, capsys):
+    _, (held_out,) = own_run(tmp_path / "run", "your_llama.py", strategy="fsdp")
+    runs.main(["export", str(tmp_path / "run"), "--safetensors", "--out", str(tmp_path / "weights.safetensors")])
+    llama.save(str(tmp_path / "weights.safetensors"), str(tmp_path / "saved"))
+    said = re.search(r"loss ([\d.]+) on (\d+) examples", capsys.readouterr().out)
+    assert float(said[1]) == pytest.approx(held_out, abs=2e-4)
+
+
+def test_adapters_of_a_vit_are_saved_and_fit_their_base_with_the_same_loss(tmp_path, capsys):
+    _, (held_out,) = own_run(tmp_path / "run", "your_vit.py", strategy="fsdp")
+    runs.main(["export", str(tmp_path / "run"), "--safetensors", "--out", str(tmp_path / "weights.safetensors")])
+    own.module_of(str(ROOT / "docs" / "your_vit.py")).save(str(tmp_path / "weights.safetensors"), str(tmp_path / "a"))
+    said = re.search(r"loss ([\d.]+) on (\d+) pictures", capsys.readouterr().out)
+    assert float(said[1]) == pytest.approx(held_out, abs=2e-4)
+
+
+@pytest.mark.parametrize("data, kind", [("", "pytorch"), (":stream", "pytorch"), (":stream", "accelerate")])
+def test_what_is_read_goes_on_in_mid_epoch_on_another_number_of_ranks(llama, tmp_path, data, kind):
+    how = {"strategy": "ddp", "implementation": kind, "validate_every": 0}
+    whole, _ = own_run(tmp_path / "whole", "your_llama.py", data, size=1, **how | {"steps": 4})
+    own_run(tmp_path / "half", "your_llama.py", data, size=1, **how | {"steps": 2})
+    half, _ = own_run(tmp_path / "half", "your_llama.py", size=2, line="--resume --steps 4")
+    assert half == pytest.approx(whole, rel=2e-5)
+
+
+def held(config) -> int:
+    """On a rank: how many bytes its own memory, without mapped files, grew at most while a strategy was made."""
+    import gc
+    import threading
+
+    from common.ranks import process_group
+    from common.task import make_task
+
+    def own_bytes() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    with process_group() as ranks:
+        task, mesh, most, over = make_task(config), make_mesh(config.axes), [0], threading.Event()
+        gc.collect()
+        before = own_bytes()
+
+        def look():
+            while not over.wait(0.001):
+                most[0] = max(most[0], own_bytes())
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
+        over.set()
+        thread.join()
+        assert sum(part.tensor.nbytes for part in strategy.parts()) > 0 and ranks.size == 2
+    return most[0] - before
+
+
+def test_a_base_in_several_files_is_read_into_shards_without_a_whole_copy_on_any_rank(tmp_path, monkeypatch, llama):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llama, "CONFIG", llama.LlamaConfig(**llama.CONFIG.to_dict() | {
+        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}))  # fmt: skip
+    llama.make()
+    size = sum(file.stat().st_size for file in (tmp_path / "your-llama").glob("*.safetensors"))
+    assert size > 150 * 2**20 and len(list((tmp_path / "your-llama").glob("*.safetensors"))) > 10
+    config = configure(
+        "", 2, run_dir=tmp_path / "run", strategy="fsdp", **OWN | {"task": str(ROOT / "docs/your_llama.py")}
+    )
+    for grown in launch(held, 2, (config,), timeout=300):
+        assert grown < 0.75 * size, "its half, and the largest parameters on their way"
 
 
 # --- QLoRA ----------------------------------------------------------------------------------------------------

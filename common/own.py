@@ -1,0 +1,72 @@
+"""What a reader brings along: functions of a Python file. `--task FILE.py` trains its model() on its data(), and
+`--task FILE.py:NAME` on that of another function.
+
+model() returns a torch.nn.Module that turns the inputs of a batch into logits [..., classes]. data() returns a pair of
+PyTorch's datasets, to train on and to validate on (or None), whose examples are pairs (inputs, targets) of tensors.
+docs/your-task.md has two such files.
+"""
+
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from common.errors import UserError
+
+
+def is_own(task: str) -> bool:
+    """Whether --task names a file."""
+    return bool(re.fullmatch(r".+\.py(:\w*)?", task))
+
+
+def file_of(task: str) -> str:
+    """The file of such a task."""
+    return task.removesuffix(":" + data_of(task))
+
+
+def data_of(task: str) -> str:
+    """The name of its function that gives data."""
+    return task.rpartition(".py")[2].removeprefix(":") or "data"
+
+
+@functools.cache
+def module_of(path: str) -> ModuleType:
+    """A Python file, imported. Raises UserError."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
+    assert spec and spec.loader  # as for every .py file
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's
+        raise UserError(f"{path} cannot be imported: {first_line(error)}") from error
+    return module
+
+
+def function_of(path: str, name: str) -> Callable:
+    """The function of that name in a Python file. Raises UserError."""
+    found = getattr(module_of(path), name, None)
+    if not callable(found):
+        raise UserError(f"{path} has no function '{name}'")
+    return found
+
+
+def named(what: str) -> Callable:
+    """The function that FILE.py:FUNCTION names. Raises UserError."""
+    path, _, name = what.rpartition(":")
+    if not path:
+        raise UserError(f"'{what}' names no function; give FILE.py:FUNCTION")
+    if not Path(path).is_file():
+        raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
+    return function_of(path, name)
+
+
+def first_line(error: BaseException) -> str:
+    """An error of somebody else's in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

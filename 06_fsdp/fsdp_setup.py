@@ -17,6 +17,7 @@ from common.constants import GIB
 from common.errors import UserError
 from common.mesh import axis
 from common.model import Attention, children_or_items
+from common.own import is_own
 from common.ranks import environment
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
@@ -148,6 +149,10 @@ def require_memory_options(config, axes: dict[str, int]) -> None:
     if not isinstance(options, Budget):
         return
     if options.find_batch_size:
+        if is_own(config.task):
+            raise UserError(
+                "--find-batch-size is for the course's models; python -m planner measure FILE.py:FUNCTION counts yours"
+            )
         if options.offload:
             raise UserError(
                 f"--find-batch-size is for PyTorch's fsdp and zero2, not for '{config.strategy}' with --offload"
@@ -161,8 +166,9 @@ def require_memory_options(config, axes: dict[str, int]) -> None:
 def require_host_memory(config, axes: dict[str, int]) -> None:
     """Raise UserError where this node's free memory is less than what its ranks would offload to it."""
     *_, local_size = environment()
+    task = make_task(config)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in make_task(config).make_model().parameters())
+        parameters = sum(p.numel() for p in task.make_model().parameters())
     needed = local_size * sum(memory.formula("fsdp", parameters, axes["shard"]).values())
     free = psutil.virtual_memory().available
     if needed > free:

@@ -31,7 +31,7 @@ def model_of(run: History, step: int | None = None) -> GPT:
     for a run that trained another model."""
     config = run.settings
     if run.unit != "tokens":
-        raise UserError(f"{run.path} trained on --task images; only a model of text can write")
+        raise UserError(f"{run.path} trained on --task {config.task}; only a model of text can write")
     if "experts" in run.facts.config:
         raise UserError(f"{run.path} trained a mixture of experts; here is the plain GPT only, so name another run")
     tensors = whole_tensors(checkpoint_of(run, step))

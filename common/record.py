@@ -60,8 +60,8 @@ class Record:
                 print_line(text)
             self.begin_step()
         if self.validation and (step + 1 == self.config.steps or (step + 1) % self.config.validate_every == 0):
-            at_once = self.config.validate_batch_size or self.config.batch_size // self.config.accumulation_steps
-            examples = max(1, at_once // self.strategy.data_size)
+            batch = self.config.validate_batch_size or self.config.batch_size // self.config.accumulation_steps
+            examples = max(1, batch // self.strategy.data_size)
             self.waiting["validation_loss"] = validate(self.strategy, self.validation, examples)
             self.begin_step()
         if at_once:

@@ -24,7 +24,7 @@ from common.config import Config
 from common.errors import INTERRUPTED, UserError, into_report
 from common.keeper import Keeper
 from common.learning_rate import learning_rate
-from common.profile import profiler
+from common.profiled import profiler
 from common.progress import Progress
 from common.ranks import silent
 from common.record import Record, print_line

@@ -21,10 +21,12 @@ import torch
 from tqdm import tqdm
 
 from common.config import Config
+from common.data import OwnStream
 from common.errors import UserError
 from common.lab.fake_accelerator import pretend
 from common.lab.launch import ready_to_fork
 from common.lab.ledger import Ledger
+from common.own import is_own
 from common.ranks import environment
 from common.strategy import Setup
 from common.task import Task, check_batch, make_task
@@ -133,6 +135,7 @@ def forecast_of(config: Config, task: Task, rank: int) -> Forecast:
     in_a_pipeline = config.options.microbatches if isinstance(config.options, PipelineOptions) else 1
     micro_batches = config.accumulation_steps * in_a_pipeline
     readers = math.prod(number for name, number in config.axes.items() if name in config.strategy_class.data_axes)
+    assert not isinstance(task.dataset, OwnStream)  # the course's own data alone
     shapes = [(tensor.shape[1:], tensor.dtype) for tensor in task.dataset.batch(torch.zeros(1, dtype=torch.long))]
     message = (max(1, config.batch_size // readers // micro_batches), config.context, config.width)
     with pretend(config.axes, rank, size, 1, message) as (mesh, watch):
@@ -193,6 +196,10 @@ def dry_run(config: Config) -> None:
     """Print what each rank would do; under torchrun, on rank 0 alone. Raises UserError."""
     if environment()[0] > 0:
         return
+    if is_own(config.task):
+        raise UserError(
+            "--dry-run is for the course's models; python -m planner measure FILE.py:FUNCTION counts what yours needs"
+        )
     size = math.prod(config.axes.values())
     found = forecast(config, looked_at(config.axes))
     mesh = ",".join(f"{name}={number}" for name, number in config.axes.items())

@@ -374,8 +374,9 @@ def test_a_model_of_ones_own_trains_in_every_way_as_on_one_process(llama, tmp_pa
         run = tmp_path / f"{name}-{kind}"
         found, held_out = own_run(run, program, strategy=name, implementation=kind)
         assert found == pytest.approx(alone, rel=2e-5), (name, kind)
-        if kind != "trainer":
-            assert held_out == pytest.approx(alone_held_out, rel=2e-5), (name, kind)
+        assert held_out == pytest.approx(alone_held_out, rel=2e-5), (name, kind)
+    found, _ = own_run(tmp_path / "dispatch", program, strategy="ddp", loading="dispatch")
+    assert found == pytest.approx(alone, rel=2e-5), "rank 0 reads for all"
 
 
 def test_a_llama_of_ones_own_is_saved_as_transformers_reads_it_with_the_same_loss(llama, tmp_path, capsys):

@@ -35,7 +35,7 @@ NOT_HERE = {
     "config.json", "metrics.jsonl", "loss.png", "checkpoint-000250/", "checkpoint-000150/",
     ".checkpoint-000150.partial/", "manifest.json", "train.sbatch", "grades.csv",
     "options.yaml", "train.py", "tensorboard/", "mine.json",
-    "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml",
+    "jane.py", "ali.py", "jane/exercises.py", "FOLDER/jane.py", "runs/", "data/", "FILE.yaml", "FILE.py",
     "course/name", "doctor-report.txt", "shared/run", "../NN_name", "tokens/s", "network/benchmarks",
     "galvatron/profile_hardware/hardware_configs",
 }  # fmt: skip

@@ -181,16 +181,17 @@ def test_a_lost_rank_and_how_to_go_on(how, tmp_path):
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
-    losses = iter([3.0, 1.0, 2.0, 2.5])
-    monkeypatch.setattr("common.record.validate", lambda *_: next(losses))
-    often = {"steps": 4, "checkpoint_every": 1, "validate_every": 1, "keep": 1}
+    losses, at_once = iter([3.0, 1.0, 2.0, 2.5]), []
+    monkeypatch.setattr("common.record.validate", lambda *how: at_once.append(how[2]) or next(losses))
+    often = {"steps": 4, "checkpoint_every": 1, "validate_every": 1, "keep": 1, "validate_batch_size": 5}
     with alone(tmp_path / "run", keep_best=True, **often) as run:
         train(run)
     assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [2, 4]
+    assert at_once == [5] * 4
 
 
 def test_a_run_of_epochs_has_their_whole_batches_as_steps(tmp_path):
-    config = configure(**TEXT | {"batch_size": 500}, epochs=2, task="images", strategy="single", run_dir=tmp_path)
+    config = configure(epochs=2, batch_size=500, task="images", strategy="single", run_dir=tmp_path)
     assert make_task(config).dataset.size == 1797 and config.steps == 7, "2 x 1,797 examples in batches of 500"
     with refused("--steps", "--epochs"):
         configure(**TEXT, epochs=2, strategy="single", run_dir=tmp_path)

@@ -35,8 +35,8 @@ from course.pipeline.options import PipelineOptions
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 MOST = 16  # ranks that are looked at, where there are more of them; but two of each stage of a pipeline
-# What PyTorch's C++ says of groups that are pretended, past Python's warnings and once for each process.
-NOISE = "No backend of type 0 found for Process Group"
+# What PyTorch's C++ says of devices and groups that are pretended, past Python's warnings and once for each process.
+NOISE = ("No backend of type 0 found for Process Group", "Time stats are currently only collected for CPU and CUDA")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def forecast(config: Config, ranks) -> dict[int, Forecast]:
 def repeat(said: IO[str]) -> None:
     """Say what a rank has said on stderr, without what means nothing."""
     for line in said:
-        if NOISE not in line:
+        if not any(words in line for words in NOISE):
             sys.stderr.write(line)
 
 

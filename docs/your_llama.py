@@ -134,10 +134,10 @@ def make():
     FOLDER.mkdir(exist_ok=True)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [file.read_text(errors="replace")[:4000] for file in files][:120]
-    for name, part in (("train", texts[:-20]), ("validation", texts[-20:])):
+    for name, part in (("train", texts[:-6]), ("validation", texts[-6:])):
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts[:-20], vocab_size=CONFIG.vocab_size, special_tokens=["<s>"], show_progress=False)
+    bpe.train_from_iterator(texts[:-6], vocab_size=CONFIG.vocab_size, special_tokens=["<s>"], show_progress=False)
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>").save_pretrained(FOLDER)
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(FOLDER, max_shard_size="200KB")

@@ -13,6 +13,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.constants import GIB
+from common.data import OwnStream
 from common.errors import UserError
 from common.mesh import make_mesh
 from common.ranks import environment
@@ -41,6 +42,7 @@ def predict(config, ranks: int, examples: int) -> dict[str, int]:
     What PyTorch itself takes is not counted, and kernels are those of the CPU.
     """
     task = make_task(config)
+    assert not isinstance(task.dataset, OwnStream)  # a model of the user's is refused
     inputs, targets = task.dataset.batch(torch.zeros(1, dtype=torch.long))
     # Loss scaling looks at gradients, and fake ones have no values: fp16 takes as much as bf16.
     precision = "fp32" if config.precision == "fp32" else "bf16"

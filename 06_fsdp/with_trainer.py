@@ -12,6 +12,7 @@ import common.vision  # noqa: F401  first: transformers imports torchvision
 
 # isort: split
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -68,9 +69,11 @@ class CourseTrainer(Trainer):
 
     def begin_at(self, done: int) -> None:
         """Go on after so many steps. (The Trainer's own `resume_from_checkpoint` reads checkpoints of its own.)"""
-        self.done = self.train_dataset.begin = done
+        examples: Any = self.train_dataset
+        optimizer: Any = self.optimizer  # both are there by now
+        self.done = examples.begin = done
         self.state.global_step = self._globalstep_last_logged = done
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.task.config, done)
 
 

@@ -315,7 +315,7 @@ def parser() -> argparse.ArgumentParser:
     made["plot"].add_argument(
         "--metric",
         nargs="+",
-        default=["loss"],
+        default="loss",
         help="keys of metrics.jsonl, drawn one below the other (default: loss)",
     )
     made["plot"].add_argument("--over", choices=("steps", "tokens", "seconds"), default="steps")
@@ -351,7 +351,8 @@ def main(argv: list[str] | None = None) -> None:
         found = rows = by_rank(runs[0])
         text = table(rows)
     elif asked.command == "plot":
-        plot(runs, asked.metric, asked.over, asked.out)
+        metrics = asked.metric if isinstance(asked.metric, list) else [asked.metric]
+        plot(runs, metrics, asked.over, asked.out)
         found, text = {"file": str(asked.out)}, str(asked.out)
     elif asked.command == "compare":
         if len(runs) < 2:

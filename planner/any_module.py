@@ -10,6 +10,7 @@ of one GPU. Nothing is allocated, so the module may be as large as it likes.
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,7 +65,9 @@ def measure(make: Callable, half: bool = False) -> Measured:
 
     Raises UserError for what is no such pair, and where the module cannot be run on tensors without values."""
     before = torch.get_default_dtype()
-    with Fake(), warnings.catch_warnings():
+    # It asks whether values are out of bounds, and there are none.
+    draws = patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+    with Fake(), warnings.catch_warnings(), draws:
         warnings.filterwarnings(
             "ignore", "Accessing the data pointer of FakeTensor"
         )  # torch's own deepcopy asks for it

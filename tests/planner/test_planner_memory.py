@@ -344,6 +344,7 @@ def test_results_by_name_layers_that_are_copied_and_frozen_parts():
         layer = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
         module = torch.nn.TransformerEncoder(layer, 3)
         module.layers[:2].requires_grad_(False)
+        torch.nn.init.trunc_normal_(module.layers[2].linear1.weight)  # looks at values, as a ViT's weights are drawn
         return module, (torch.randn(2, 8, 16),)
 
     with warnings.catch_warnings():

@@ -52,13 +52,13 @@ def test_the_last_axis_varies_fastest():
 
 
 def timeouts() -> list[float]:
-    mesh = make_mesh({"data": 2, "tensor": 2})
+    mesh = make_mesh(EIGHT)
     of_axes = [*mesh.get_all_groups(), axis(mesh, "data", "tensor").group]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in of_axes]
 
 
 def test_groups_wait_no_longer_than_the_world():
-    assert launch(timeouts, 4, timeout=77) == [[77.0] * 3] * 4, "seconds: data, tensor, both"
+    assert launch(timeouts, 8, timeout=77) == [[77.0] * 4] * 8, "seconds: of each axis, and of data and tensor together"
 
 
 def test_sizes_are_filled_in_and_checked():

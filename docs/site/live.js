@@ -77,10 +77,11 @@ function game(place, course) {
 // Sliders of a page: loaded when somebody first moves one, so that who only reads loads nothing.
 function sliders(place, course) {
   const form = place.querySelector("form"), shown = place.querySelector(".answer"), said = place.querySelector(".state");
+  const fields = [...form.elements].filter((field) => field.name);  // an <output> is an element of its form, too
   let asked = 0;
   const ask = async () => {
     const mine = ++asked, values = {};
-    for (const field of form.elements) values[field.name] = field.type === "checkbox" ? String(field.checked) : field.value;
+    for (const field of fields) values[field.name] = field.type === "checkbox" ? String(field.checked) : field.value;
     const text = JSON.stringify({ cell: place.dataset.cell, values });
     const found = JSON.parse(await course.call("page_sliders", text));
     if (mine !== asked) return;  // moved again meanwhile
@@ -88,7 +89,7 @@ function sliders(place, course) {
     said.classList.toggle("wrong", Boolean(found.error));
     if (found.error) return;
     shown.innerHTML = found.html;
-    for (const field of form.elements) {
+    for (const field of fields) {
       field.disabled = found.closed.includes(field.name);
       const text = found.readouts[field.name];
       if (field.type !== "range") continue;
@@ -129,6 +130,7 @@ document.addEventListener("DOMContentLoaded", async () => {
     for (const place of places) await kinds[place.dataset.live](place, course);
     document.documentElement.dataset.course = "live";
   } catch (error) {
+    document.documentElement.dataset.course = "still";
     for (const place of places) place.querySelector(".state").textContent = `This page stays as it is: ${error.message}`;
   }
 });

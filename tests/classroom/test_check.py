@@ -163,13 +163,14 @@ def test_file_that_does_not_load(tmp_path, text, reason):
         assert reason in re.sub(r"process of rank \d", "process of rank R", told)  # all die: the first is chance
 
 
-def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch):
+def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(grading, "CALL_LIMIT", 3.0)  # seconds
     write(
         tmp_path,
         bad=RING_SHIFT
-        + "import os, sys, time, torch.distributed as dist\n"
-        + "def global_mean(values):\n    os._exit(7) if dist.get_rank() else dist.barrier()\n"
+        + "import sys, time, torch, torch.distributed as dist\n"
+        + "def global_mean(values):\n    if dist.get_rank():\n        return dist.recv(torch.empty(1), 0)\n"
+        + "    dist.send(torch.ones(999), 1)\n    dist.barrier()\n"
         + "def ring_bytes(*a):\n    while True:\n        time.sleep(0.01)\n"
         + "def all_reduce_seconds(*a):\n    sys.exit(0)\n"
         + "def all_to_all(parts, lengths):\n    return [lambda: 1]\n"
@@ -181,7 +182,8 @@ def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, 
     wrong = ("global_mean", "ring_bytes", "all_reduce_seconds", "all_to_all", "tree_broadcast", "repaired_training")
     assert {got[name].status for name in wrong} == {"wrong"}
     assert {verdict.status for name, verdict in got.items() if name not in (*wrong, "ring_shift")} == {"not attempted"}
-    assert got["global_mean"].got == "the process of rank 1 died with exit code 7"
+    assert got["global_mean"].got.startswith("the process of rank 1 died with SIGABRT: gloo aborts a process")
+    assert "terminate called" not in "".join(capfd.readouterr()), "what C++ writes then is not for a learner"
     assert got["ring_bytes"].got.startswith("no end after 3 s, line ")
     assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
     assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")

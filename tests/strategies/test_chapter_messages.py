@@ -66,6 +66,7 @@ LINES = [  # ranks, the command line, and words of its refusal; none where nothi
     (4, "--strategy pipeline+ddp --microbatches 3", ()),
     (4, "--strategy pipeline+ddp --microbatches 2", ("--microbatches 2", "4", "--by-hand")),
     (4, "--strategy pipeline+ddp --schedule gpipe", ("--schedule gpipe", "1f1b", "--by-hand")),
+    (4, "--strategy pipeline+ddp --schedule interleaved --microbatches 8", ("--schedule interleaved", "--by-hand")),
     (4, "--strategy pipeline+fsdp --schedule interleaved", ()),
     (4, "--strategy pipeline+fsdp --schedule dualpipev", ("--schedule dualpipev", "--strategy pipeline+ddp --by-hand")),
     (2, "--strategy mesh --by-hand --mesh pipeline=2", ()),

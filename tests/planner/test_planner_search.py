@@ -111,6 +111,14 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
         assert {one.estimate.layout.offload for one in chosen} == {offload}, name
 
 
+def test_the_order_of_the_search_changes_no_plan(monkeypatch):
+    """More layouts fit than are estimated in full: those are the fastest ones, wherever they stand."""
+    model, gpus, found = models.find("gpt2-xl"), cluster("a100-80gb", 8), search.candidates
+    expected = [one.estimate.seconds for one in search.plan(model, gpus, 64, 1024)]
+    monkeypatch.setattr(search, "candidates", lambda *about, **more: found(*about, **more)[::-1])
+    assert [one.estimate.seconds for one in search.plan(model, gpus, 64, 1024)] == expected
+
+
 def test_a_batch_that_does_not_divide_is_told_what_would():
     """One head and one layer leave 32 readers; two of each 16, or 8, each of which then needs two micro-batches."""
     for heads, multiple in ((1, 32), (2, 16)):

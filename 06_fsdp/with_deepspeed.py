@@ -10,7 +10,6 @@ micro-batch. Which stage it is, is a number in the JSON.
         --deepspeed-config ../configs/engines/zero3.json
 """
 
-import json
 import math
 import os
 import warnings
@@ -34,6 +33,7 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
+from common import stored
 from common.collectives import broadcast_module
 from common.config import take_over
 from common.errors import UserError
@@ -208,9 +208,9 @@ class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
 def read(path: str) -> dict:
     """The settings in a JSON file. Raises UserError."""
     try:
-        settings = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--deepspeed-config {path}: no JSON of DeepSpeed's: {error}") from error
+        settings = stored.parsed(Path(path), stored.read(Path(path)))  # a regular file, and not a large one
+    except UserError as error:
+        raise UserError(f"--deepspeed-config {error}") from error
     parts = ("zero_optimization", "bf16", "fp16")  # each with settings of its own
     if (
         not isinstance(settings, dict)

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from common import ROOT
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
-from common.grading import cells, classes, exports, fresh, sandbox
+from common.grading import cells, classes, exports, fresh, known, sandbox
 from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import bar, explained, stages, table
 
@@ -93,7 +93,8 @@ def verdicts(
 ) -> list[Verdict]:
     """Judge the chapter's own exercises.py, or `file` in its place: all exercises, or the one named `only`."""
     attempts = [(exercise, exercise.name) for exercise in chosen_from(chapter, only)]
-    return grade(attempts, file or ROOT / chapter / "exercises.py", progress=progress)
+    found = grade(attempts, file or ROOT / chapter / "exercises.py", progress=progress)
+    return [known.with_reason(verdict, ROOT / chapter / "classroom" / "solutions.py") for verdict in found]
 
 
 # --- what a learner reads -------------------------------------------------------------------------------------
@@ -194,10 +195,18 @@ def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | No
                 return
             continue
         said = explained(result) if result.status == "wrong" else [f"{exercise.name}: {result.got or result.status}"]
+        if result.status == "not attempted" and (asked := cells.asked_for(file, exercise.name)):
+            said += [f"  asked     {asked[1]}", f"  edit      {shown_path(file)}:{asked[0]}"]
+            said.append(f"  hint      python -m common.check {exercise.name} --hint")
         allowed = minutes_of(chapter).get(exercise.name, "?")
         head = f"{bar(len(right), len(exercises))}  now {exercise.name} {exercise.difficulty}, up to {allowed} minutes"
         print("\n".join(["", head, *said, f"(waiting until you save {file.name}; Ctrl-C ends)"]), flush=True)
         wait(file, before)
+
+
+def shown_path(file: Path) -> str:
+    """As one opens it from here."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def until_saved(file: Path, before: int) -> None:
@@ -215,12 +224,16 @@ def show_progress(text: str) -> None:
 
 
 def chapter_here() -> str:
-    """The chapter of the current folder; elsewhere the one whose exercises.py was saved last."""
+    """The chapter of the current folder; elsewhere the one whose exercises.py was saved last of those that are begun,
+    and the first one where none is."""
     here = Path.cwd().resolve()
     inside = [chapter for chapter in chapters() if (ROOT / chapter) in (here, *here.parents)]
     if inside:
         return inside[0]
-    latest = max(chapters(), key=lambda chapter: (ROOT / chapter / "exercises.py").stat().st_mtime)
+    begun = [chapter for chapter in chapters() if cells.is_begun(exercises_file(chapter))]
+    if not begun:
+        return chapters()[0]
+    latest = max(begun, key=lambda chapter: exercises_file(chapter).stat().st_mtime)
     print(f"{latest}: its exercises.py was saved last (name another chapter to check that)", file=sys.stderr)
     return latest
 

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from common import stored
+from common import ROOT, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 from common.config import Config, check, check_combinations, check_launch, check_values, shared
 from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import UserError
 from common.launcher import environment
-from common.options import StrategyOptions, flag
+from common.options import flag
+from common.run_dir import saved_settings
 
 if TYPE_CHECKING:  # it imports torch
-    from common.strategy import StrategyEntry
+    from common.strategy_entry import StrategyEntry
 
 OLD = {"accumulate": "--accumulation-steps", "replicas": "--mesh, as in --mesh data=2"}  # what is said in their place
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
@@ -38,24 +39,6 @@ ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "i
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
-
-
-def refuse_at_once(argv: list[str]) -> None:
-    """Raise UserError for what of a command line can be refused without PyTorch, whose import takes most of the time of
-    a refusal: values of the options that all strategies share, and how processes were started. `parse` says the rest,
-    and all of it where a file or a run to resume has values, too."""
-    first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    add(first, "the run", shared())
-    first.add_argument("--config")
-    given = vars(first.parse_known_args(argv)[0])
-    if {"-h", "--help"} & {*argv}:
-        return
-    file = given.pop("config", None)
-    config = Config(**given, options=StrategyOptions())
-    check_values(config)
-    if not file and "resume" not in given:
-        check_launch(config)
-        check_combinations(config)
 
 
 def parse(
@@ -73,18 +56,19 @@ def parse(
     else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` gives a command line that
     names one in the place of --strategy auto. Raises UserError for what cannot work and is known before ranks meet.
     """
-    from common.run_dir import saved_settings  # it imports torch
-
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    add(first, "the run", [item for item in shared() if item.name in ("strategy", "run_dir", *ANEW)])
+    add(first, "the run", shared())
     first.add_argument("--config")
-    early = vars(first.parse_known_args(argv)[0])
+    found, words = first.parse_known_args(argv)
+    early = vars(found)
     file = early.pop("config", None)
     content, spelled = read_yaml(Path(file)) if file else ({}, {})
     for item in shared():
         if item.name in content:
             content[item.name] = convert(f"--config {file}: {spelled[item.name]}", content[item.name], item)
+    if not {"-h", "--help"} & {*argv}:
+        refuse_at_once(words, f"--config {file}", content, spelled, early)
     kept = saved_settings({**content, **early}) if ({**content, **early}).get("resume") else {}
     kept = as_options(kept, shared())
     known_settings(table, kept)
@@ -106,16 +90,14 @@ def parse(
         parser.epilog = other_options(table, Options)
     parsed, unknown = parser.parse_known_args(argv)
     given = vars(parsed)
-    if unknown:
-        refuse_unknown(table, unknown[0], name, implementation, Options)
+    for word in unknown[:1]:
+        refuse_foreign(table, word, name, implementation)
     given.pop("config", None)
-    if given.get("text") == "":  # such as of a variable that is not set
-        raise UserError("--text is empty; name a file or a folder, or leave it out for Python's own library")
     known = {item.name: item for item in [*shared(), *fields(Options)]}
     from_file = {}
     for key, value in content.items():
         if key not in known:
-            refuse_key(table, f"--config {file}", key, spelled[key], name, implementation, known)
+            refuse_foreign(table, flag(key), name, implementation, f"--config {file}: ")
         from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known[key])
     values = {**from_file, **given}
     if kept:
@@ -127,6 +109,40 @@ def parse(
     config.axes = axes_of(config)
     check(config)
     return config
+
+
+def refuse_at_once(words: list[str], where: str, content: dict, spelled: dict, early: dict) -> None:
+    """Raise UserError for what can be refused without PyTorch, whose import takes most of the time of a refusal:
+    options that nobody has, values of those that all strategies share, and how processes were started.
+
+    words:   of the command line, without the options that all share
+    content: the options of the file `where`, as `spelled` there; early: those of the command line that all share
+    """
+    known = [*(item.name for item in shared()), "config", *own_names()]
+    if words and not words[0].startswith("--"):
+        raise UserError(f"unrecognized argument: {words[0]} (--help lists the options)")
+    for word in words:
+        name = word.lstrip("-").split("=")[0].replace("-", "_")
+        if word.startswith("--") and name not in known:
+            refuse_unknown(word.split("=")[0], name, known)
+    for key in content:
+        if key not in known:
+            refuse_key(where, key, spelled[key], known)
+    if early.get("text") == "":  # such as of a variable that is not set
+        raise UserError("--text is empty; name a file or a folder, or leave it out for Python's own library")
+    given = {**content, **early}
+    config = Config(**{item.name: given[item.name] for item in shared() if item.name in given})
+    check_values(config)
+    if not config.resume:  # which brings values, too
+        check_launch(config)
+        check_combinations(config)
+
+
+def own_names() -> set[str]:
+    """The options that some strategy has of its own, and perhaps others, as the chapters' files declare them: their
+    classes would have to be imported, and PyTorch with them."""
+    files = [*ROOT.glob("[0-9][0-9]_*/*.py"), *Path(__file__).parent.glob("*.py")]
+    return {name for file in files for name in re.findall(r"^ +(\w+): \w+ = option\(", file.read_text(), re.M)}
 
 
 # --- which strategy -------------------------------------------------------------------------------------------
@@ -306,36 +322,29 @@ def owners(table, option: str) -> list[str]:
     return found
 
 
-def not_its_own(table, option: str, strategy: str, implementation: str) -> str | None:
-    """The error for an option that another strategy has."""
+def refuse_foreign(table, word: str, strategy: str, implementation: str, where: str = "") -> None:
+    """Raise the UserError for an option that another strategy has."""
+    option = word.lstrip("-").split("=")[0].replace("-", "_")
     has = owners(table, option)
-    if not has:
-        return None
+    if not word.startswith("--") or not has:
+        raise UserError(f"{where}unrecognized argument: {word} (--help lists the options)")
     by_hand = " by hand" if implementation == "by-hand" else ""
-    return f"{flag(option)} is an option of {', '.join(has)}, not of '{strategy}'{by_hand}; leave it out"
+    raise UserError(
+        f"{where}{flag(option)} is an option of {', '.join(has)}, not of '{strategy}'{by_hand}; leave it out"
+    )
 
 
-def refuse_unknown(table, word: str, strategy: str, implementation: str, Options) -> None:
-    name = word.lstrip("-").split("=")[0].replace("-", "_")
-    if not word.startswith("--"):
-        raise UserError(f"unrecognized argument: {word} (--help lists the options)")
+def refuse_unknown(word: str, name: str, known: list[str]) -> None:
     if name in OLD:
-        raise UserError(f"there is no option {flag(name)}; write {OLD[name]}")
-    known = [item.name for item in [*shared(), *fields(Options)]] + ["config"]
-    foreign = not_its_own(table, name, strategy, implementation)
-    if foreign:
-        raise UserError(foreign)
+        raise UserError(f"there is no option {word}; write {OLD[name]}")
     nearest = nearest_option(name, known)
     hint = f"did you mean {flag(nearest)}?" if nearest else "--help lists the options"
-    raise UserError(f"unknown option {word.split('=')[0]}; {hint}")
+    raise UserError(f"unknown option {word}; {hint}")
 
 
-def refuse_key(table, where: str, key: str, spelled: str, strategy: str, implementation: str, known) -> None:
+def refuse_key(where: str, key: str, spelled: str, known: list[str]) -> None:
     if key in OLD:
         raise UserError(f"{where}: there is no option '{spelled}'; write {OLD[key]}")
-    foreign = not_its_own(table, key, strategy, implementation)
-    if foreign:
-        raise UserError(f"{where}: {foreign}")
     nearest = nearest_option(key, known)
     hint = f"; did you mean '{nearest.replace('_', '-')}'?" if nearest else "; --help lists the options"
     raise UserError(f"{where}: unknown key '{spelled}'{hint}")

@@ -21,7 +21,8 @@ from common.own import file_of, is_own
 if TYPE_CHECKING:  # both import torch, and a wrong value is refused before that
     from torch.distributed.device_mesh import DeviceMesh
 
-    from common.strategy import Setup, StrategyEntry
+    from common.strategy import Setup
+    from common.strategy_entry import StrategyEntry
 
 
 @dataclass

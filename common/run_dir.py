@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from common import manifest, stored
 from common.errors import UserError
+from common.launcher import environment
 from common.lock import Lock
 from common.options import LATEST
-from common.ranks import environment
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -52,6 +50,8 @@ class RunDirectory:
         """Begin a run in config.run_dir, or go on with one: on --resume, and where torchrun has restarted the ranks
         of a run that has a checkpoint already. `launches` has `this_launch()` of every rank. Raises UserError where it
         cannot be written, and where a living run writes there."""
+        import torch  # not at the top: a --resume that cannot be is refused before it is imported
+
         self.path, self.keep, self.keep_best = Path(config.run_dir), config.keep, config.keep_best
         self.best: tuple[float, int] | None = None  # the lowest loss of --validate-every, and the step that it is of
         self.board: SummaryWriter | None = None
@@ -181,6 +181,8 @@ class OtherRank:
 def open_run(config) -> RunDirectory | OtherRank:
     """The folder of the run that all ranks begin or go on with. Collective. What goes wrong raises UserError on rank 0,
     for which the others wait until it has ended."""
+    import torch.distributed as dist
+
     launches = [""] * dist.get_world_size()
     dist.all_gather_object(launches, this_launch())
     main_rank = dist.get_rank() == 0

@@ -1,7 +1,5 @@
 """How a script starts: read the command line, then call the main function of the strategy's chapter."""
 
-import sys
-
 from common import installed
 from common.errors import UserError, one_line_errors
 from course import name_what_was_started
@@ -14,10 +12,7 @@ def start(strategy: str | None = None, implementation: str = "pytorch") -> None:
     Errors of use become one line.
     """
     installed.at_start()
-    from common.command_line import parse, refuse_at_once
-
-    with one_line_errors():
-        refuse_at_once(sys.argv[1:])  # above what imports torch
+    from common.command_line import parse
     from common.run_dir import claim
     from course.strategies import BY_AXES, STRATEGIES
 

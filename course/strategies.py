@@ -5,8 +5,13 @@ a run asks for it. What a strategy declares of itself (mesh, options, requiremen
 chapter.
 """
 
-from common.strategy import Engine, Strategy, StrategyEntry
+from typing import TYPE_CHECKING
+
+from common.strategy_entry import Engine, StrategyEntry
 from course import CHAPTERS
+
+if TYPE_CHECKING:  # it imports torch
+    from common.strategy import Strategy
 
 DEEPSPEED, ACCELERATE, FABRIC, TRAINER = "deepspeed", "accelerate", "lightning", "transformers"  # packages
 
@@ -113,7 +118,7 @@ BY_AXES = {
 }
 
 
-def load(strategy: str, implementation: str | bool = "pytorch") -> type[Strategy]:
+def load(strategy: str, implementation: str | bool = "pytorch") -> "type[Strategy]":
     """The class that implements a strategy: "pytorch", "by-hand" (or True), an engine such as "accelerate", ..."""
     if isinstance(implementation, bool):
         implementation = "by-hand" if implementation else "pytorch"

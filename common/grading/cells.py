@@ -40,6 +40,26 @@ def is_stub(file: Path, name: str) -> bool:
     return isinstance(raised, ast.Name) and raised.id == NotImplementedError.__name__
 
 
+def is_begun(file: Path) -> bool:
+    """Whether somebody has written something into a file of exercises: not all its functions are stubs."""
+    try:
+        return not all(is_stub(file, name) for name in functions(file.read_text(errors="replace"), file.name))
+    except UserError:  # it is broken, as no file that was handed out
+        return True
+
+
+def asked_for(file: Path, name: str) -> tuple[int, str] | None:
+    """The line in which a function stands, and the first line of its docstring; None where it isn't there."""
+    try:
+        text = file.read_text()
+        first = functions(text, file.name)[name][0]
+        body = ast.parse(function_in(file, name)).body[0]
+    except (UserError, OSError, KeyError, ValueError):
+        return None
+    assert isinstance(body, ast.FunctionDef)
+    return first + 1, (ast.get_docstring(body) or "").partition("\n")[0]
+
+
 def put_into(file: Path, name: str, cell: str) -> None:
     """Write a cell's function `name` into a file, in the place of the one that it has; all else stays as it is.
 

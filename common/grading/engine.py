@@ -25,7 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier as store_barrier
 
-from common.grading.reasons import WRITTEN, given, of_a_deadlock, of_an_error, relation
+from common.grading.reasons import (
+    MORE_OR_FEWER,
+    OF_OTHER_SIZE,
+    WRITTEN,
+    given,
+    of_a_deadlock,
+    of_an_error,
+    relation,
+)
 from common.grading.values import Printed, difference, inputs, plain
 from common.lab.launch import RankFailed, launch
 from common.lab.ledger import Ledger, LedgerEntry
@@ -114,6 +122,8 @@ class Verdict:
     inputs: tuple[str, ...] = ()  # the call that went wrong, rank by rank
     printed: tuple[str, ...] = ()  # lines that it printed, headed by their rank
     why: str = ""  # where the kind of mistake is known
+    # What went wrong, to be compared: world size, arguments of the calls up to it, outcomes of the last one.
+    tried: "tuple[int, list[list[tuple]], list[CallOutcome]] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def points(self) -> int:
@@ -308,7 +318,7 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     before = copy.deepcopy(arguments)
     ledger, printed = Ledger(), Printed()
     try:
-        with ledger, _alarm(), contextlib.redirect_stdout(printed):
+        with ledger, _alarm(), contextlib.redirect_stdout(printed), nothing_left_over():
             value = function(*arguments)
     except BaseException as error:
         if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
@@ -320,6 +330,18 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     changed = any(difference(old, new) for old, new in zip(before, arguments, strict=True))
     changed = changed or any(map(wants_gradient, arguments)) != any(map(wants_gradient, before))
     return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.getvalue())
+
+
+@contextlib.contextmanager
+def nothing_left_over():
+    """Has tensors that are made without values begin with NaN, or the largest integer, in place of whatever lay in
+    memory there: what nobody has written, or not yet received, is seen, and is the same each time."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # with torch.utils.deterministic's default
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def wants_gradient(value) -> bool:
@@ -408,7 +430,8 @@ def _judge(
     exercise: Exercise, size: int, cases: list[ExerciseCase], ranks: list[list[CallOutcome]] | str, name: str
 ) -> Verdict:
     if isinstance(ranks, str):
-        verdict = Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks)
+        why = of_an_error(ranks)
+        verdict = Verdict(exercise, "wrong", f"world size {size}", "a result on every rank", ranks, why=why)
         return verdict.with_known_mistake()
     printed: tuple[str, ...] = ()
     for number, case in enumerate(cases):  # after a failed case there are no more outcomes
@@ -424,7 +447,8 @@ def _judge(
         except Wrong as wrong:
             where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
             called = tuple(inputs(case.arguments, name))
-            told = wrong.expected, wrong.got, wrong.drawing, called, printed, wrong.why
+            tried = size, [case.arguments for case in cases[: number + 1]], outcomes
+            told = wrong.expected, wrong.got, wrong.drawing, called, printed, wrong.why, tried
             return Verdict(exercise, "wrong", where, *told).with_known_mistake()
     return Verdict(exercise, "right", printed=printed)
 
@@ -463,8 +487,10 @@ def _every_message_received(entries: list[list[LedgerEntry]]) -> None:
         sent = sorted(e.payload for one in entries for e in one if e.operation == "send" and e.peer == rank)
         received = sorted(e.payload for e in own if e.operation == "recv")
         if sent != received:
+            why = OF_OTHER_SIZE if len(sent) == len(received) else MORE_OR_FEWER
             raise Wrong(
                 f"receives for the messages sent to this rank, of {sent} bytes",
                 f"receives of {received} bytes",
                 rank,
+                why=why,
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from common.grading.engine import ExerciseCase, Wrong
+from common.grading.reasons import of_messages
 from common.lab.ledger import LedgerEntry
 
 
@@ -40,7 +41,7 @@ def exactly(expected: list[list[tuple[int, int]]], any_order: bool = False):
         for rank, (want, sent) in enumerate(zip(expected, messages_of(entries), strict=True)):
             want = [message for message in want if message[1]]
             if (sorted(want) != sorted(sent)) if any_order else (want != sent):
-                raise Wrong(in_words(want), in_words(sent), rank)
+                raise Wrong(in_words(want), in_words(sent), rank, why=of_messages(want, sent))
 
     return pattern
 
@@ -63,7 +64,8 @@ def collectives(*expected: tuple[str, int], at_most: bool = False):
             )
             if not same:
                 about = "at most " if at_most else ""
-                raise Wrong(calls_in_words(expected, about), calls_in_words(got), rank)
+                why = of_messages(expected, got)
+                raise Wrong(calls_in_words(expected, about), calls_in_words(got), rank, why=why)
 
     return pattern
 

@@ -4,6 +4,8 @@ What is known of one exercise only stands in its row (`mistakes`, common/grading
 """
 
 import math
+import re
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -11,6 +13,19 @@ import torch
 WRITTEN = (
     "An operation in place has changed a tensor that belongs to the caller: a collective or recv into an argument, or "
     "`+=`, or a view of it. Work on a clone."
+)
+
+OF_OTHER_SIZE = (
+    "A receive has another size than the message that comes to it, and gloo says nothing about it where there is room: "
+    "compare shape and type of what is sent and of what is received into."
+)
+MORE_OR_FEWER = (
+    "There is a receive for each message, or should be: who sends one that nobody takes, or waits for one too many? "
+    "A message of nothing is one, too."
+)
+NEVER_WRITTEN = (
+    "This was never written, or read before it had arrived: what torch.empty makes is filled with nan here, or with "
+    "the largest integer. Wait for every request, and look for the part that nobody sends."
 )
 
 
@@ -42,6 +57,15 @@ def of_a_deadlock(ends: list[str]) -> str:
 
 
 def of_an_error(text: str) -> str:
+    if "SIGABRT" in text:
+        return (
+            "A rank receives into a tensor that is smaller than what another sends to it: print shape and type of "
+            "both, for each pair of ranks. Lengths may be uneven, and torch.empty makes float32 unless it is told."
+        )
+    if text.startswith("no end after"):
+        return "The loop at this line goes on for ever: what would end it, and does that change with each turn?"
+    if re.search(r"'(int|float)' object has no attribute", text):
+        return "This is a number of Python where a tensor is meant: sum() of no tensors at all is 0, without a method."
     if "is not connected" in text:
         return "Messages go to another rank, and one that exists: is the partner this rank itself? Print it."
     if "not NoneType" in text or "of type torch.Tensor" in text or "'NoneType' object" in text:
@@ -74,9 +98,34 @@ def relation(expected, got, ranks: int) -> str:
     if isinstance(expected, bool) or isinstance(got, bool):
         return ""
     if isinstance(expected, Real) and isinstance(got, Real):
-        return of_a_factor(float(got) / float(expected), ranks) if ranks and expected and got else ""
+        return of_numbers(float(expected), float(got), ranks)
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor) and expected.numel():
         return of_tensors(expected, got, ranks)
+    return ""
+
+
+def of_numbers(expected: float, got: float, ranks: int) -> str:
+    if math.isnan(got) and not math.isnan(expected):
+        return NEVER_WRITTEN
+    if not ranks or not expected or not got:
+        return ""
+    if expected > 0 and expected != 1 and math.isclose(got, expected**2, rel_tol=1e-5):
+        return "This is the square of what it should be: the root is missing, or taken of a part only."
+    if expected > 0 and got > 0 and math.isclose((got / expected) ** 2, 1 / ranks, rel_tol=1e-4):
+        return f"This is 1/sqrt({ranks}) of it, and there are {ranks} ranks: a mean under the root in place of a sum."
+    return of_a_factor(got / expected, ranks)
+
+
+def of_messages(expected: Sequence[tuple], got: Sequence[tuple]) -> str:
+    """How messages (of what kind or to whom, bytes) are related to those that were asked for."""
+    if len(got) > 1 and len(expected) == len(got) and sorted(expected) == sorted(got):
+        return "These are the right ones in another order."
+    if expected and got and {kind for kind, _ in expected} == {kind for kind, _ in got}:
+        if sum(nbytes for _, nbytes in expected) == sum(nbytes for _, nbytes in got) and len(expected) != len(got):
+            more = len(got) > len(expected)
+            return f"These are as many bytes in all, in {'more' if more else 'fewer'} messages than were asked for."
+        if len(expected) == len(got):
+            return "There are as many as were asked for, of another size: look at the type, and at how much is in them."
     return ""
 
 
@@ -98,6 +147,9 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
         if expected.numel() == got.numel() and same(expected.flatten(), got.flatten()):
             return "These are the right numbers in another shape."
         return ""
+    empty = got.isnan() & ~expected.isnan() if got.is_floating_point() else left_empty(got)
+    if empty.any():
+        return NEVER_WRITTEN
     there, here = expected.double().flatten(), got.double().flatten()
     if not here.any():
         return "There are zeros only: was this read before it had arrived (wait), or never written?"
@@ -108,6 +160,13 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
     if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
         return "These are the right numbers in another order."
     return ""
+
+
+def left_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor of integers has the largest one of its type, of a type in which that is no usual number."""
+    if tensor.dtype not in (torch.int16, torch.int32, torch.int64):
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return tensor == torch.iinfo(tensor.dtype).max
 
 
 def of_a_factor(factor: float, ranks: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.grading import engine, reasons
+from common.grading import engine, known, reasons
 from common.grading.engine import Exercise, Verdict
 from common.grading.feedback import bar, stages, table
 
@@ -51,7 +51,8 @@ def test_why_is_that_of_the_exercise_where_it_knows_the_mistake():
         ([1.0, 2.0], [[1.0], [2.0]], "another shape"),
         ([1.0, 2.0], [1.0, 3.0], ""),
         ([0.0, 0.0], [1.0, 3.0], ""),
-        ([1.0], [float("nan")], ""),
+        ([1.0], [float("nan")], "never written"),
+        ([1, 2], [1, 2**63 - 1], "never written"),
         ([], [1.0], ""),
     ],
 )
@@ -61,6 +62,9 @@ def test_how_a_wrong_tensor_is_related_to_the_right_one(expected, got, says):
 
 
 def test_how_other_wrong_results_are_related_to_right_ones():
+    for got, says in ((64.0, "square"), (8 / 2**0.5, "root"), (float("nan"), "never written"), (9.0, "")):
+        found = reasons.relation(8.0, got, 2)
+        assert says in found and bool(says) == bool(found), got
     one, two = torch.ones(2), torch.full((2,), 2.0)
     assert "0, 1" in reasons.relation([one, two, one], [two, one, one], 3), "which have changed places"
     assert "2 ranks" in reasons.relation([one, two], [one, 2 * two], 2)
@@ -85,6 +89,56 @@ def test_how_other_wrong_results_are_related_to_right_ones():
 )
 def test_why_ranks_wait_for_each_other(ends, says):
     assert says in reasons.of_a_deadlock(ends)
+
+
+@pytest.mark.parametrize(
+    "got, says",
+    [
+        ([("send", 8), ("send", 4)], "another order"),
+        ([("send", 4), ("send", 4), ("send", 4)], "more messages"),
+        ([("send", 12)], "fewer messages"),
+        ([("send", 8), ("send", 8)], "another size"),
+        ([("all_reduce", 12)], ""),
+        ([], ""),
+    ],
+)
+def test_how_other_messages_are_related_to_those_asked_for(got, says):
+    found = reasons.of_messages([("send", 4), ("send", 8)], got)
+    assert says in found and bool(says) == bool(found)
+
+
+CATALOGUE = """
+import torch.distributed as dist
+def doubled(x): return 2.5 * x
+def without_adding(x):
+    "Each rank keeps its own."
+    return x + 0
+def never_called(x): return x + 1
+WRONG = {"total": [(doubled, "got [2.5"), (without_adding, "got [1"), (never_called, "a deadlock")]}
+"""
+
+
+def test_why_is_that_of_a_known_wrong_answer_that_does_the_same(tmp_path, monkeypatch):
+    """On every rank; and nothing is run again for what is right, or has a reason already."""
+    (tmp_path / "solutions.py").write_text(CATALOGUE)
+    returned = lambda value: engine.CallOutcome("returned", torch.tensor([value]))  # noqa: E731
+    verdict = Verdict(some_verdicts()[0].exercise, "wrong", "world size 2", "[3]", "[1]")
+    verdict = replace(verdict, exercise=replace(verdict.exercise, name="total"))
+    asked = []
+
+    def run_jobs(file, jobs, size):
+        asked.append([*jobs])
+        return {name: [[returned(1.0)], [returned(2.0)]] for name in jobs}
+
+    monkeypatch.setattr(known, "run_jobs", run_jobs)
+    for second, why in ((2.0, "without adding"), (5.0, "")):
+        tried = replace(verdict, tried=(2, [[(1,), (2,)]], [returned(1.0), returned(second)]))
+        found = known.with_reason(tried, tmp_path / "solutions.py").why
+        assert why in found and bool(why) == bool(found)
+        assert asked.pop() == ["without_adding"], "which alone could have said this"
+    for other in (replace(tried, why="because"), replace(tried, status="right"), verdict):
+        assert known.with_reason(other, tmp_path / "solutions.py") == other
+    assert known.with_reason(tried, tmp_path / "none.py") == tried and asked == []
 
 
 def test_hints_come_sentence_by_sentence():

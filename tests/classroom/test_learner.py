@@ -27,11 +27,16 @@ def test_the_chapter_is_inferred(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for chapter in check.chapters():
         (tmp_path / chapter).mkdir()
-        (tmp_path / chapter / "exercises.py").touch()
-        os.utime(tmp_path / chapter / "exercises.py", (1, 2 if chapter == "05_pipeline" else 1))
+        file = tmp_path / chapter / "exercises.py"
+        file.write_text("def f():\n    raise NotImplementedError\n")
+        os.utime(file, (1, 3 if chapter == "06_fsdp" else 1))
     there = check.chapters()
     monkeypatch.setattr(check, "ROOT", tmp_path)
     monkeypatch.setattr(check, "chapters", lambda: there)
+    assert check.chapter_here() == "01_intro", "where nothing is begun"
+    for time, chapter in enumerate(("05_pipeline", "02_data_parallel")):
+        (tmp_path / chapter / "exercises.py").write_text("def f():\n    return 1\n")
+        os.utime(tmp_path / chapter / "exercises.py", (1, 2 - time))
     assert check.chapter_here() == "05_pipeline"
     assert "05_pipeline: its exercises.py was saved last" in capfd.readouterr().err
 
@@ -101,6 +106,8 @@ def test_watch_begins_with_what_is_begun(tmp_path, monkeypatch, capfd):
         assert ("all_to_all: here" in said) == (len(checked) == 1)
         if len(checked) == 2:
             assert "1 of 9" in said and "now ring_shift" in said, "by itself"
+            line = shipped.splitlines().index("def ring_shift(tensor: torch.Tensor) -> torch.Tensor:") + 1
+            assert f"{file}:{line}" in said and "ring_shift --hint" in said, "where to write, and what helps"
             raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "verdicts", verdicts)

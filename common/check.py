@@ -32,14 +32,16 @@ if __name__ == "__main__":
 from common import ROOT
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
+from common.grading import command
+from common.grading.command import chapters
+
+if __name__ == "__main__":
+    with one_line_errors():
+        command.read()  # above what imports torch
+
 from common.grading import cells, classes, exports, fresh, known, sandbox
 from common.grading.engine import Exercise, Verdict, grade
 from common.grading.feedback import bar, explained, stages, table
-
-
-def chapters() -> list[str]:
-    """The chapters that have exercises."""
-    return sorted(table.parent.parent.name for table in ROOT.glob("[0-9][0-9]_*/classroom/grading.py"))
 
 
 def exercises_of(chapter: str) -> list[Exercise]:
@@ -223,6 +225,13 @@ def show_progress(text: str) -> None:
 # --- which chapter --------------------------------------------------------------------------------------------
 
 
+def chapter_named(word: str) -> str:
+    """The chapter that is meant: by its folder, its number, or its exercises.py, as the Tab key completes it."""
+    path = Path(word)
+    name = path.resolve().parent.name if path.name == "exercises.py" else path.name
+    return next((chapter for chapter in chapters() if name.isdigit() and chapter.startswith(f"{name}_")), name)
+
+
 def chapter_here() -> str:
     """The chapter of the current folder; elsewhere the one whose exercises.py was saved last of those that are begun,
     and the first one where none is."""
@@ -277,50 +286,11 @@ def grade_class(chapter: str, found: list[classes.Submission], options: argparse
         exports.write_all(options.export, chapter, exercises, rows)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; see python -m common.check --help")
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = _Parser("python -m common.check", description="Check the exercises of a chapter, or grade a class.")
-    parser.add_argument("chapter", nargs="?", help=f"one of: {', '.join(chapters())} (default: that of this folder)")
-    parser.add_argument("exercise", nargs="?", help="check this one only; its chapter can then be left out")
-    parser.add_argument("--watch", action="store_true", help="one exercise after the other, whenever you save")
-    parser.add_argument("--hint", type=int, nargs="?", const=1, metavar="STAGE", help="a hint on an exercise")
-    parser.add_argument(
-        "--submission", type=Path, metavar="FILE_OR_FOLDER",
-        help="an exercises.py, or a folder of many; the chapter can then be left out",
-    )  # fmt: skip
-    parser.add_argument("--csv", action="store_true", help="a row for each submission, each in a process of its own")
-    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="with --csv: a page of feedback for each")
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FOLDER",
-        help="with --csv: files for Canvas, Moodle and others",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=120.0, metavar="SECONDS",
-        help="for each submission, with --csv (default 120)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--unprotected", action="store_true", help="with --csv: grade without a sandbox, with your files and network"
-    )
-    options = parser.parse_args(arguments)
-    if options.csv and options.submission is None:
-        raise UserError("--csv grades submissions: add --submission FILE_OR_FOLDER")
-    if options.csv and (options.exercise or options.watch):
-        raise UserError("--csv grades whole submissions: leave out the exercise, and --watch")
-    if options.pages and not options.csv:
-        raise UserError("--pages belongs to --csv: add it, with --submission FOLDER")
-    if options.export and not options.csv:
-        raise UserError("--export belongs to --csv: add it, with --submission FOLDER")
-    if not 1 <= options.time_limit <= 86_400:
-        raise UserError(f"--time-limit {options.time_limit:g}: give seconds, from 1 to 86400")
+    options = command.read(arguments)
     only = options.exercise
     found = classes.submissions(options.submission) if options.submission else []
-    chapter = Path(options.chapter).name if options.chapter else None
+    chapter = chapter_named(options.chapter) if options.chapter else None
     if chapter is None:
         chapter = chapter_of([classes.beginning(one) for one in found]) if found else chapter_here()
     elif chapter not in chapters() and only is None and not chapter[0].isdigit():

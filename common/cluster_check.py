@@ -7,7 +7,6 @@ there is, 2 where the ranks could not even meet. It compares ranks with each oth
 with links of their kind, so it needs no figures of what the hardware should reach.
 """
 
-import argparse
 import contextlib
 import os
 import platform
@@ -28,7 +27,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError, into_report, one_line_errors
+from common.errors import Parser, UserError, into_report, one_line_errors
 from common.meter import BUSY, busy
 from common.ranks import Ranks, process_group
 
@@ -315,7 +314,7 @@ def network_of(log: str) -> tuple[list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m common.cluster_check", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m common.cluster_check", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--megabytes", type=int, default=8, help="size of a large message (default: 8)")
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from common import ROOT, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 from common.config import Config, check, check_combinations, check_launch, check_values, shared
 from common.did_you_mean import did_you_mean, nearest_option
-from common.errors import UserError
+from common.errors import Parser, UserError
 from common.launcher import environment
 from common.options import flag
 from common.run_dir import saved_settings
@@ -34,11 +34,6 @@ OLD = {"accumulate": "--accumulation-steps", "replicas": "--mesh, as in --mesh d
 # Belong to the machine or to how it was started, not to the run: a resumed run does not take them over.
 ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "implementation", "by_hand", "resume",
         "timeout")  # fmt: skip
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message} (--help lists the options)")
 
 
 def parse(
@@ -128,8 +123,9 @@ def refuse_at_once(words: list[str], where: str, content: dict, spelled: dict, e
     for key in content:
         if key not in known:
             refuse_key(where, key, spelled[key], known)
-    if early.get("text") == "":  # such as of a variable that is not set
-        raise UserError("--text is empty; name a file or a folder, or leave it out for Python's own library")
+    for name, default in (("text", "for Python's own library"), ("run_dir", "for a new one under runs/")):
+        if early.get(name) == "":  # such as of a variable that is not set
+            raise UserError(f"{flag(name)} is empty; name a file or a folder, or leave it out {default}")
     given = {**content, **early}
     config = Config(**{item.name: given[item.name] for item in shared() if item.name in given})
     check_values(config)
@@ -233,7 +229,13 @@ def axes_of(config: Config) -> dict[str, int]:
             f"'{foreign}'; {advice}"
         )
     # Who names only some axes of a preset leaves the others to it; any other mesh is as it was named.
-    return in_order(resolve({**preset, **named} if set(named) < set(preset) else named, size), order)
+    axes = resolve({**preset, **named} if set(named) < set(preset) else named, size)
+    lacking = [name.strip() for name in config.mesh_order.split(",") if config.mesh_order and name.strip() not in axes]
+    if lacking:
+        raise UserError(
+            f"--mesh-order {config.mesh_order}: this mesh has no axis '{lacking[0]}', but {', '.join(axes)}"
+        )
+    return in_order(axes, order)
 
 
 # --- the parser -----------------------------------------------------------------------------------------------

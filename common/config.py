@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.axes import AXES
-from common.constants import BEFORE_PROFILE, MOST_WRITTEN, PRECISIONS
+from common.constants import BEFORE_PROFILE, MOST_LAYERS, MOST_WRITTEN, PRECISIONS
 from common.did_you_mean import did_you_mean
 from common.errors import UserError
 from common.installed import missing
@@ -206,6 +206,8 @@ def check_values(config: Config) -> None:
         raise UserError(f"--task {config.task}: there is no such file")
     if config.sample > MOST_WRITTEN:
         raise UserError(f"--sample must be at most {MOST_WRITTEN}, got {config.sample}: each byte is a forward pass")
+    if config.layers > MOST_LAYERS:
+        raise UserError(f"--layers must be at most {MOST_LAYERS}, got {config.layers}: no model has more")
     if config.seed >= 2**31:
         raise UserError(f"--seed must be at most {2**31 - 1}, got {config.seed}")
     if not 0 < config.lr < float("inf"):

@@ -1,5 +1,6 @@
 """Errors whose text is meant for the person who typed the command, and where it stands: at the end of the screen."""
 
+import argparse
 import json
 import os
 import re
@@ -13,6 +14,13 @@ INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
 
 class UserError(Exception):
     """One line that names what is wrong and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose errors are one line, as all others are."""
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the options)")
 
 
 @contextmanager

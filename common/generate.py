@@ -9,26 +9,30 @@ is named by its folder, or by the name of a folder under runs/.
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from common import installed
 
 if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
-import torch
-
-from common.checkpoint import whole_tensors
 from common.constants import MOST_WRITTEN
-from common.errors import UserError, one_line_errors
-from common.model import GPT
+from common.errors import Parser, UserError, one_line_errors
 from common.runs import History, checkpoint_of
-from common.sample import sample
 from common.stored import Settings
 
+if TYPE_CHECKING:
+    from common.model import GPT
 
-def model_of(run: History, step: int | None = None) -> GPT:
+# torch, and what imports it, is imported where it is used: a wrong value is refused before.
+
+
+def model_of(run: History, step: int | None = None) -> "GPT":
     """The GPT of a run's checkpoint: after `step` steps, by default of the newest one that is whole. Raises UserError
     for a run that trained another model."""
+    from common.checkpoint import whole_tensors
+    from common.model import GPT
+
     config = run.settings
     if run.unit != "tokens":
         raise UserError(f"{run.path} trained on --task {config.task}; only a model of text can write")
@@ -45,13 +49,17 @@ def model_of(run: History, step: int | None = None) -> GPT:
 
 def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a GPT with these settings, of which none is made."""
+    import torch
+
+    from common.model import GPT
+
     with torch.device("meta"):
         state = GPT(config.layers, config.width, config.heads, config.context).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head.out.weight"}
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m common.generate", description=__doc__.splitlines()[0])
+    top = Parser(prog="python -m common.generate", description=__doc__.splitlines()[0])
     top.add_argument("run", metavar="RUN")
     top.add_argument("--prompt", default="def ", help="what it goes on from (default: 'def ')")
     top.add_argument("--length", type=int, default=200, help="bytes that it writes (default: 200)")
@@ -72,6 +80,8 @@ def main(argv: list[str]) -> None:
     if not 0 <= asked.temperature < float("inf"):
         raise UserError(f"--temperature must be 0 or more, got {asked.temperature}")
     run = History(asked.run)
+    from common.sample import sample
+
     model, context = model_of(run, asked.step), run.settings.context
     print(sample(model, context, asked.length, asked.prompt, asked.temperature, asked.seed))
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
 from common import manifest, stored
-from common.errors import UserError, one_line_errors
+from common.errors import Parser, UserError, one_line_errors
 from common.installed import missing
 from common.lock import Lock
 from common.text_table import aligned
@@ -297,7 +297,7 @@ def comparison_text(result: dict) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m common.runs", description=__doc__.splitlines()[0])
+    top = Parser(prog="python -m common.runs", description=__doc__.splitlines()[0])
     commands = top.add_subparsers(dest="command", required=True)
     made = {}
     for name, about, how_many in (

@@ -55,6 +55,8 @@ HOSTILE = {
     "fills_the_disk": (EVIL + "with open('{TMP}/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)", 0, "."),
     "fills_the_memory": (EVIL + SHIFT + MEAN + "x = [torch.ones(2**28) for _ in range(99)]\n    return values.mean()",
         None, "."),
+    "fills_shared_memory": (SHIFT + MEAN + "m = __import__('mmap').mmap(-1, 2**33)\n"
+        "    while True: m.write(b'x' * 2**20)", None, "."),
     "kills_its_parent": (EVIL + "os.kill(os.getppid(), 9)", 0, "."),
     "kills_everybody": (EVIL + "os.kill(-1, 9)", 0, "."),
     "leaves_a_process": (SHIFT + "subprocess.Popen(['sleep', '600'], start_new_session=True)", 1, "^$"),
@@ -68,6 +70,12 @@ HOSTILE = {
     "reads_the_solutions": ("exec(open('{ROOT}/01_intro/classroom/solutions.py').read())", 0, "FileNotFoundError"),
     "asks_git": (EVIL + "exec(subprocess.check_output(['git', '-C', '{ROOT}', 'show', "
                  "'HEAD:01_intro/classroom/solutions.py']))", 0, "Error"),
+    "reads_the_history": (EVIL + "open('{ROOT}/.git/HEAD').read()", 0, "FileNotFoundError"),
+    "looks_for_results": (EVIL + "print(os.listdir('{FOLDER}'), os.listdir('{FOLDER}/../pages'))", 0, "FileNotFound"),
+    "reads_the_starter": (EVIL + "open('/proc/%d/mem' % os.getppid(), 'rb')", 0, "PermissionError"),
+    "traces_the_starter": (EVIL + "import ctypes\nif ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0):\n"
+        "    raise OSError('not traced')\n" + ALL, 0, "not traced"),
+    "takes_the_starters_pipes": (EVIL + "print(os.listdir('/proc/%d/fd' % os.getppid()))", 0, "PermissionError"),
     "reads_a_neighbour": ("exec(open('{FOLDER}/ann.py').read())", 0, "FileNotFoundError"),
     "imports_a_neighbour": ("from ann import *", 0, "ModuleNotFoundError"),
     "imports_the_grading": ("from course.intro.classroom.grading import *", 0, "ModuleNotFoundError"),

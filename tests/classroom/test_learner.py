@@ -116,6 +116,11 @@ def test_watch_begins_with_what_is_begun(tmp_path, monkeypatch, capfd):
     assert checked == ["all_to_all", "all_to_all"]
 
 
+def test_a_chapter_is_named_by_its_folder_its_number_or_its_file():
+    words = ("03", "03_ddp/", str(check.ROOT / "03_ddp/exercises.py"), "x")
+    assert [check.chapter_named(word) for word in words] == ["03_ddp"] * 3 + ["x"]
+
+
 def test_minutes_are_those_that_the_stubs_allow(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "exercises.py").write_text(

@@ -40,6 +40,7 @@ SCRIPTS = """
 --mesh data=two => --mesh data=two data=2
 --mesh data=2 => --mesh data=2 2 1
 --mesh-order data,rows => --mesh-order data,rows pipeline
+--mesh-order tensor => --mesh-order tensor data
 --mesh-order data,data => --mesh-order data,data
 --strategy ddp --replicas 2 => --replicas --mesh data=2
 --strategy fsdp --mesh data=1,shard=1 => fsdp shard data --by-hand
@@ -67,6 +68,8 @@ SCRIPTS = """
 --seed -1 => --seed -1
 --sample 100000000 => --sample 100000000 100000
 --text= => --text empty
+--run-dir= => --run-dir empty
+--layers 100000 => --layers 100000 10000
 --seed 2147483648 => --seed 2147483648 2147483647
 --timeout 0 => --timeout 0
 --lr inf => --lr inf
@@ -133,6 +136,7 @@ YAML = {
     "[" * 5000: "YAML",
 }
 CHECKER = """
+09 => '09' 01_intro
 05_nowhere => 05_nowhere 01_intro
 07_nowhere => 07_nowhere 01_intro
 01_intro nothing => nothing 01_intro ring_shift

@@ -311,12 +311,17 @@ def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "options",
     ["--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch", "nosuch",
-     "--implementation nosuch", "--config nosuch", "--resume nosuch"],
+     "--implementation nosuch", "--config nosuch", "--resume nosuch", "-m common.check --csv", "-m common.runs nosuch"],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_before_torch_is_imported(options):
     """Its import takes most of the time of a refusal."""
     code = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
-    code += f"sys.argv = ['x', *{options.split()}]; runpy.run_path('distributed_training.py', run_name='__main__')"
+    words = options.split()
+    called = "runpy.run_path('distributed_training.py', run_name='__main__')"
+    if words[0] == "-m":
+        called = f"runpy.run_module({words[1]!r}, run_name='__main__')"
+        words = words[2:]
+    code += f"sys.argv = ['x', *{words}]; {called}"
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "False\n") and done.stderr.startswith("error: "), done.stderr

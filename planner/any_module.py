@@ -3,10 +3,12 @@ without memory (FakeTensorMode), and what a GPU needs with it under each stage o
 
     python -m planner measure FILE.py:FUNCTION --gpu h100-80gb --gpus 8
 
-FUNCTION takes nothing and returns (module, inputs): inputs is the tuple that the module is called with, one micro-batch
-of one GPU. Nothing is allocated, so the module may be as large as it likes.
+FUNCTION takes nothing and returns (module, inputs): inputs is what the module is called with, one micro-batch of one
+GPU, a tensor, a tuple of them or a dictionary by name. Nothing is allocated, so the module may be as large as it likes.
 """
 
+import logging
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -65,6 +67,7 @@ def measure(make: Callable, half: bool = False) -> Measured:
 
     Raises UserError for what is no such pair, and where the module cannot be run on tensors without values."""
     before = torch.get_default_dtype()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it says what we say in our line
     # It asks whether values are out of bounds, and there are none.
     draws = patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
     with Fake(), warnings.catch_warnings(), draws:
@@ -77,25 +80,36 @@ def measure(make: Callable, half: bool = False) -> Measured:
         except Exception as error:  # it is the user's
             if "Uninitialized" in str(error):
                 raise UserError("a lazy module has no sizes before its first input: give them, as in Linear") from error
-            raise UserError(f"the function failed: {type(error).__name__}: {error}") from error
+            raise UserError(f"the function failed: {in_one_line(error, make)}") from error
         finally:
             torch.set_default_dtype(before)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
             raise UserError("the function should return (module, inputs), with inputs as a tuple of tensors")
-        module = made[0]
+        module, inputs = made
+        named = inputs if isinstance(inputs, dict) else {}
+        given = (inputs,) if torch.is_tensor(inputs) else () if named else inputs
+        if not isinstance(given, (tuple, list)):
+            raise UserError(f"the function returned inputs of type {type(inputs).__name__}; give a tensor or several")
         try:
-            kept, flops = _run(*made)
+            kept, flops = _run(module, given, named)
         except UserError:
             raise
         except Exception as error:
-            why = str(error).partition("\n")[0]
-            what = f"the module cannot be run on tensors without values: {type(error).__name__}: {why}"
+            what = f"the module cannot be run on tensors without values: {in_one_line(error, make)}"
             raise UserError(what) from error
     units = (*units_of(module), module)
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
     trained = [sum(p.numel() for p in unit.parameters() if p.requires_grad) for unit in units]
     largest, largest_trained = (max(found[:-1] or found) for found in (sizes, trained))
     return Measured(sizes[-1], largest, kept, flops, sizes[-1] - trained[-1], largest_trained)
+
+
+def in_one_line(error: Exception, make: Callable) -> str:
+    """An error and, where it comes from the file of the user's function, the line there."""
+    file = getattr(getattr(make, "__code__", None), "co_filename", None)
+    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == file]
+    where = f", line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
 
 
 ROWS = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -111,7 +125,7 @@ def units_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _run(module, inputs) -> tuple[int, int]:
+def _run(module, inputs, named) -> tuple[int, int]:
     own = {key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     kept = {}
 
@@ -122,7 +136,7 @@ def _run(module, inputs) -> tuple[int, int]:
 
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = module(*inputs)
+            output = module(*inputs, **named)
         trained = [x.sum() for x in results_of(output) if x.requires_grad]
         if not trained:
             raise UserError("nothing in the module is trained: no output depends on a parameter that wants a gradient")

@@ -1,11 +1,13 @@
 """The command line and the file together: who wins, which strategy and implementation is meant, what is said."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from helpers import configure, refused, write_facts
 
+from common.command_line import own_names
 from common.command_line import parse as parse_table
 from common.config import shared
 from common.did_you_mean import ELSEWHERE, nearest_option
@@ -54,6 +56,11 @@ def test_which_implementation_a_mesh_means():
 
 
 # --- going on with a run ----------------------------------------------------------------------------------------
+
+
+def test_every_option_of_a_strategy_is_known_before_the_strategy_is_imported():
+    kinds = [kind for entry in STRATEGIES.values() for kind in entry.implementations.values()]
+    assert {item.name for kind in kinds for item in fields(kind.Options)} <= own_names()
 
 
 def test_the_command_line_says_which_run_is_resumed():

@@ -253,7 +253,16 @@ def test_any_module_is_measured(capsys, tmp_path):
     ):
         with pytest.raises(SystemExit):
             main(["measure", what, *line.split()])
-        assert capsys.readouterr().err == f"error: {says}\n", f"what is said of {what}"
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {says}") and said.count("\n") == 1, f"what is said of {what}"
+
+
+def test_inputs_are_a_tensor_or_several_in_order_or_by_name():
+    kinds = (lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x})
+    found = [any_module.measure(lambda given=given: (Several(), given(torch.randn(4, 100)))) for given in kinds]
+    assert found == [found[0]] * 4
+    with pytest.raises(UserError, match="int"):
+        any_module.measure(lambda: (Several(), 3))
 
 
 def test_a_function_that_fails_leaves_the_default_type_as_it_was():

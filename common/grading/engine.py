@@ -318,7 +318,7 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     before = copy.deepcopy(arguments)
     ledger, printed = Ledger(), Printed()
     try:
-        with ledger, _alarm(), contextlib.redirect_stdout(printed), nothing_left_over():
+        with ledger, _alarm(), contextlib.redirect_stdout(printed):
             value = function(*arguments)
     except BaseException as error:
         if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
@@ -330,18 +330,6 @@ def _call(function, arguments: tuple, file: Path) -> CallOutcome:
     changed = any(difference(old, new) for old, new in zip(before, arguments, strict=True))
     changed = changed or any(map(wants_gradient, arguments)) != any(map(wants_gradient, before))
     return CallOutcome("returned", plain(value), ledger.entries, changed, printed=printed.getvalue())
-
-
-@contextlib.contextmanager
-def nothing_left_over():
-    """Has tensors that are made without values begin with NaN, or the largest integer, in place of whatever lay in
-    memory there: what nobody has written, or not yet received, is seen, and is the same each time."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # with torch.utils.deterministic's default
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def wants_gradient(value) -> bool:

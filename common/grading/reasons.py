@@ -24,8 +24,8 @@ MORE_OR_FEWER = (
     "A message of nothing is one, too."
 )
 NEVER_WRITTEN = (
-    "This was never written, or read before it had arrived: what torch.empty makes is filled with nan here, or with "
-    "the largest integer. Wait for every request, and look for the part that nobody sends."
+    "This is not a number: was it read before it had arrived, or never written? torch.empty holds whatever lay there. "
+    "Wait for every request, and look for the part that nobody sends, or for a division of nothing by nothing."
 )
 
 
@@ -147,8 +147,7 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
         if expected.numel() == got.numel() and same(expected.flatten(), got.flatten()):
             return "These are the right numbers in another shape."
         return ""
-    empty = got.isnan() & ~expected.isnan() if got.is_floating_point() else left_empty(got)
-    if empty.any():
+    if got.is_floating_point() and (got.isnan() & ~expected.isnan()).any():
         return NEVER_WRITTEN
     there, here = expected.double().flatten(), got.double().flatten()
     if not here.any():
@@ -160,13 +159,6 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
     if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
         return "These are the right numbers in another order."
     return ""
-
-
-def left_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor of integers has the largest one of its type, of a type in which that is no usual number."""
-    if tensor.dtype not in (torch.int16, torch.int32, torch.int64):
-        return torch.zeros_like(tensor, dtype=torch.bool)
-    return tensor == torch.iinfo(tensor.dtype).max
 
 
 def of_a_factor(factor: float, ranks: int) -> str:

@@ -52,7 +52,6 @@ def test_why_is_that_of_the_exercise_where_it_knows_the_mistake():
         ([1.0, 2.0], [1.0, 3.0], ""),
         ([0.0, 0.0], [1.0, 3.0], ""),
         ([1.0], [float("nan")], "never written"),
-        ([1, 2], [1, 2**63 - 1], "never written"),
         ([], [1.0], ""),
     ],
 )

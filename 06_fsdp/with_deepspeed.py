@@ -205,6 +205,10 @@ class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
     stage = 1
 
 
+# What else is DeepSpeed's, and no other tool's.
+BESIDE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "scheduler")
+
+
 def read(path: str) -> dict:
     """The settings in a JSON file. Raises UserError."""
     try:
@@ -214,7 +218,7 @@ def read(path: str) -> dict:
     parts = ("zero_optimization", "bf16", "fp16")  # each with settings of its own
     if (
         not isinstance(settings, dict)
-        or not {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", *parts} & {*settings}
+        or not {*parts, *BESIDE} & {*settings}
         or not all(isinstance(settings.get(part, {}), dict) for part in parts)
     ):
         raise UserError(

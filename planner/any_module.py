@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from common.collectives import change_tensors
 from common.constants import GIB
 from common.errors import UserError
 from course.fsdp.formulas import formula
@@ -70,13 +71,11 @@ def measure(make: Callable, half: bool = False) -> Measured:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it says what we say in our line
     # It asks whether values are out of bounds, and there are none.
     draws = patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-    with Fake(), warnings.catch_warnings(), draws:
-        warnings.filterwarnings(
-            "ignore", "Accessing the data pointer of FakeTensor"
-        )  # torch's own deepcopy asks for it
+    with Fake() as mode, warnings.catch_warnings(), draws:
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as torch's own deepcopy does
         torch.set_default_dtype(torch.bfloat16 if half else before)
         try:
-            made = make()
+            made = made_by(make, mode)
         except Exception as error:  # it is the user's
             if "Uninitialized" in str(error):
                 raise UserError("a lazy module has no sizes before its first input: give them, as in Linear") from error
@@ -110,6 +109,22 @@ def in_one_line(error: Exception, make: Callable) -> str:
     lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == file]
     where = f", line {lines[-1]}" if lines else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+
+
+def made_by(make: Callable, mode: FakeTensorMode):
+    """What the function makes, on tensors without memory; where these cannot be what it does to them (peft casts its
+    adapters), it is made in memory first."""
+    try:
+        return make()
+    except (RuntimeError, DataDependentOutputException) as error:
+        if "Couldn't swap" not in str(error) and not isinstance(error, DataDependentOutputException):
+            raise
+    with unset_fake_temporarily():
+        made = make()
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
+            change_tensors(made[0], mode.from_tensor)
+            made = made[0], tree_map_only(torch.Tensor, mode.from_tensor, made[1])
+    return made
 
 
 ROWS = (torch.nn.ModuleList, torch.nn.Sequential)

@@ -354,6 +354,7 @@ def test_results_by_name_layers_that_are_copied_and_frozen_parts():
         module = torch.nn.TransformerEncoder(layer, 3)
         module.layers[:2].requires_grad_(False)
         torch.nn.init.trunc_normal_(module.layers[2].linear1.weight)  # looks at values, as a ViT's weights are drawn
+        module.layers[2].linear2.to(torch.float64).to(torch.float32)  # as peft does with adapters
         return module, (torch.randn(2, 8, 16),)
 
     with warnings.catch_warnings():

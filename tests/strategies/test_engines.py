@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, configure, do_not_draw, metrics, numbers, saved, write_facts
+from helpers import SMALL, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
 
 from common import ROOT, own, runs
 from common.data import Plan, micro_batches, shard
@@ -23,6 +23,7 @@ from common.lab.launch import free_port, launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.strategy import Setup
+from common.task import make_task
 from course.fsdp import with_qlora
 from course.strategies import STRATEGIES, load
 
@@ -402,6 +403,22 @@ def test_what_is_read_goes_on_in_mid_epoch_on_another_number_of_ranks(llama, tmp
     own_run(tmp_path / "half", "your_llama.py", data, size=1, **how | {"steps": 2})
     half, _ = own_run(tmp_path / "half", "your_llama.py", size=2, line="--resume --steps 4")
     assert half == pytest.approx(whole, rel=2e-5)
+
+
+def test_what_is_not_made_for_each_other_gets_one_line(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"task": str(ROOT / "docs" / "your_llama.py"), "run_dir": tmp_path / "run", "strategy": "ddp"}
+    with refused("data() failed", "your-llama"):  # there is no such base
+        make_task(configure(**settings))
+    llama.make()
+    task = make_task(configure(**settings))
+    small = llama.LlamaConfig(**llama.CONFIG.to_dict() | {"vocab_size": 100})
+    small.save_pretrained("your-llama")
+    with refused("model() failed", "the tokenizer has", "the model knows 100"):
+        task.make_model()
+    (tmp_path / "your-llama" / "train.jsonl").write_text('{"words": "a"}\n')
+    with refused("data() failed", "no column 'text'", "words"):
+        make_task(configure(**settings))
 
 
 def held(config) -> int:

@@ -5,12 +5,13 @@
     python tools/bench.py --rounds 3   fewer rounds than the 9 of each, and wider intervals
 
 1. What the scripts' loop (data order, metrics, progress bar, agreement on Ctrl-C) costs per step: the processor time of
-   its own work on rank 0 of two, which another program on the machine hardly changes; and milliseconds by the clock
-   that it adds to the steps of the same strategy in a loop that does nothing else, and to a bare loop with the same
-   model, batch and DistributedDataParallel, which besides does not average the loss over the ranks, look whether each
-   gradient is there, or choose precision and scaling. These belong to the strategy's step, which is the lesson. (On a
-   machine that had 25 times more to do than it can, the processor time was 0.26 ms: a third each to read the step's
-   examples, for the line of metrics, which a crash cannot lose, with the progress bar, and for the vote on stopping.)
+   its own work on rank 0 of two, without what others wait for; and milliseconds by the clock that it adds to the steps
+   of the same strategy in a loop that does nothing else, and to a bare loop with the same model, batch and
+   DistributedDataParallel, which besides does not average the loss over the ranks, look whether each gradient is there,
+   or choose precision and scaling. These belong to the strategy's step, which is the lesson. (A busy machine makes
+   processor time longer, too: with 15 to 30 processes for each core three runs gave 0.21, 0.26 and 0.75 ms. In the
+   first, 0.08 was for reading the step's examples, 0.06 for the line of metrics, which a crash cannot lose, with the
+   progress bar, and 0.07 for the vote on stopping.)
 2. Steps per second of a strategy by hand against PyTorch's, same model and batches: DDP at the default batch and at
    batch 8, tensor parallelism, FSDP, and pipelines under each schedule that both have.
 3. How long ranks wait in a pipeline whose stages sleep, at 4 and 8 ranks, against the simulator: the bubble measured

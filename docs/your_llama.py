@@ -43,9 +43,16 @@ class Llama(nn.Module):
         return self.llama(input_ids=tokens, use_cache=False).logits
 
 
+def base():
+    """The folder of the base. Without this question Transformers would look for that name on the network."""
+    if not (FOLDER / "config.json").is_file():
+        raise FileNotFoundError(f"there is no model in {FOLDER}; python docs/your_llama.py make")
+    return FOLDER
+
+
 def model():
     """The base. Its files are mapped, not read: a weight is there once somebody cuts their part out of it."""
-    config, tokenizer = LlamaConfig.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    config, tokenizer = LlamaConfig.from_pretrained(base()), AutoTokenizer.from_pretrained(FOLDER)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, and the model knows {config.vocab_size}")
     if torch.get_default_device().type == "meta":  # a rank that gets rank 0's weights: shapes alone
@@ -56,7 +63,7 @@ def model():
 # --- the data ---
 def windows(streaming=False):
     """Rows of CONTEXT + 1 tokens, for each of the two files."""
-    tokenizer, found = AutoTokenizer.from_pretrained(FOLDER), []
+    tokenizer, found = AutoTokenizer.from_pretrained(base()), []
     for name in ("train", "validation"):
         file = str(FOLDER / f"{name}.jsonl")
         how = {"split": "train", "streaming": streaming, "cache_dir": str(FOLDER / "cache")}

@@ -374,8 +374,9 @@ def snapshot_bands(rows: list[dict]) -> list[dict[str, int]]:
     return lines
 
 
-def draw_out_of_memory(lines: list[dict[str, int]], limit: float):
-    """`snapshot_bands` as bands over the events of a snapshot, and the GiB that PyTorch can have."""
+def draw_out_of_memory(lines: list[dict[str, int]], limit: float, holes: float):
+    """`snapshot_bands` as bands over the events of a snapshot, the GiB that PyTorch can have, and on the bands at the
+    end those that its allocator held in holes when the request failed."""
     fig, ax = plt.subplots(figsize=(9.5, 4.2))
     colours = [*list(COLOURS_OF_KINDS.values())[:1], plotting.PURPLE, plotting.SKY, plotting.VERMILION]
     lines = [*lines, *[lines[-1]] * 40]  # what was asked for is seen, too
@@ -384,15 +385,18 @@ def draw_out_of_memory(lines: list[dict[str, int]], limit: float):
         above = [low + line[kind] / 2**30 for low, line in zip(below, lines, strict=True)]
         ax.fill_between(range(len(lines)), below, above, color=colour, lw=0, step="post", label=kind)
         below = above
-    above = [low + line["asked for"] / 2**30 for low, line in zip(below, lines, strict=True)]
     asked = [line["asked for"] > 0 for line in lines]
+    above = [low + holes for low in below]
+    ax.fill_between(range(len(lines)), below, above, asked, fc="#999999", lw=0, label="holes")
+    below = above
+    above = [low + line["asked for"] / 2**30 for low, line in zip(below, lines, strict=True)]
     ax.fill_between(range(len(lines)), below, above, asked, fc="white", ec=plotting.VERMILION, hatch="////", lw=1,
-                    label="the request that failed")  # fmt: skip
+                    label="request that failed")  # fmt: skip
     ax.axhline(limit, color="black", lw=1.5, ls="--")
     ax.annotate(f"{limit:.1f} GiB that PyTorch can have", (0, limit), (4, 4), textcoords="offset points")
     ax.set(xlabel="events of the allocator, in their order", ylabel="GiB", xticks=[], xlim=(0, len(lines)),
            ylim=(0, 1.12 * limit))  # fmt: skip
-    fig.legend(loc="outside upper center", ncols=5, fontsize=11, columnspacing=1.2)
+    fig.legend(loc="outside upper center", ncols=6, fontsize=11, columnspacing=1.2)
     return fig
 
 

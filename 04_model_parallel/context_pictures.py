@@ -90,6 +90,22 @@ def draw_backward(turn, held, parts):
     return fig
 
 
+def draw_deals(orders):
+    """For each title the blocks that a causal mask leaves of 8 x 8 chunks, in the colour of the rank that computes them
+    where `orders[title](rank, 4)` gives a rank its two chunks."""
+    fig, axes = plt.subplots(1, len(orders), figsize=(8.6, 4.3))
+    for ax, (title, order) in zip(axes, orders.items(), strict=True):
+        for rank in range(4):
+            for query in order(rank, 4):
+                for key in range(query + 1):
+                    _cell(ax, query, key, RANK_COLOURS[rank], 1.0, triangle=key == query)
+                ax.text(-0.2, query + 0.5, f"rank {rank}", ha="right", va="center", size=11, color=RANK_COLOURS[rank])
+        ax.set(xlim=(0, 8), ylim=(8, 0), xticks=[], yticks=[], title=title, xlabel="keys", aspect="equal")
+        ax.spines[:].set_visible(False)
+    axes[0].set_ylabel("queries", labelpad=48)
+    return fig
+
+
 def draw_masks(allowed, panels):
     """One mask, its rows coloured by the rank that computes them, for several orders of the tokens; below it, how many
     pairs of a query and a key each rank computes.

@@ -277,38 +277,8 @@ def test_the_functions_that_the_page_builds_are_those_of_by_hand():
     for cell in code_of_page("02_data_parallel/01_data_parallel.ipynb"):
         built |= definitions(cell)
     finished = definitions(Path(by_hand.__file__).read_text())
-    for name in ("scatter", "replicate", "parallel_apply", "gather", "data_parallel"):
+    for name in ("scatter", "replicate", "gather", "data_parallel"):
         assert built[name] == finished[name], f"{name} differs between the page and by_hand.py"
-
-
-@pytest.mark.parametrize(
-    "devices, threads, end",
-    [
-        (1, True, 1 + 3 * 4),  # the device is the slower one: it begins after 1 s and has work for 12
-        (2, True, 2 + 3 * 4),  # so are two: the second begins after 2 s
-        (8, True, 3 * 8 + 4),  # 24 starts of 1 s, and the last operation
-        (8, False, 1 + 3 * 4),  # eight interpreters
-    ],
-)
-def test_simulated_starts_worked_out_by_hand(devices, threads, end):
-    assert pictures.seconds(devices, operations=3, start=1.0, compute=4.0, threads=threads) == end
-
-
-def test_one_interpreter_starts_one_operation_at_a_time_and_a_device_computes_one():
-    shown = pictures.simulate(3, operations=5, start=2.0, compute=9.0)
-    assert [one.called for one in shown] == [2.0 * number for number in range(15)]
-    for device in range(3):
-        mine = [one for one in shown if one.device == device]
-        assert all(before.end <= after.begin for before, after in zip(mine, mine[1:], strict=False))
-        assert all(one.begin >= one.returned and one.end - one.begin == 9.0 for one in mine)
-
-
-@pytest.mark.parametrize("start, compute, most", [(20, 100, 5), (10, 200, 20), (72, 47, 1)])
-def test_threads_feed_as_many_devices_as_one_interpreter_can(start, compute, most):
-    """Of many devices, whose examples per second one interpreter limits to those of compute/start; processes have n."""
-    threads, processes = (pictures.speedups(start, compute, threads) for threads in (True, False))
-    assert threads[-1] == pytest.approx(min(pictures.DEVICES[-1], most), rel=0.05)
-    assert processes == pytest.approx(pictures.DEVICES, rel=0.05)
 
 
 def test_the_recorded_forward_pass_is_between_the_zeroing_of_gradients_and_the_backward_pass():

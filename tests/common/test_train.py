@@ -231,16 +231,18 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["fsync", "replace", "rename"])
-def test_a_checkpoint_that_the_disk_did_not_take_is_none(name, tmp_path, monkeypatch):
-    """A disk may fail after all was written: as it is synced, or as the folder gets its name."""
+@pytest.mark.parametrize(
+    "name, place",
+    [("fsync", ".distcp"), ("fsync", "manifest.json"), ("fsync", ".partial"), ("replace", ""), ("rename", "")],
+)
+def test_a_checkpoint_that_the_disk_did_not_take_is_none(name, place, tmp_path, monkeypatch):
+    """A disk may fail after all was written: as a piece, the manifest or the folder is synced, or gets its name."""
     config = configure(run_dir=tmp_path / "run", **TEXT | {"steps": 2, "strategy": "single", "checkpoint_every": 1})
-    before, tried = getattr(os, name), []
+    before = getattr(os, name)
 
     def fail(*about, **more):
-        place = os.readlink(f"/proc/self/fd/{about[0]}") if name == "fsync" else str(about[0])
-        if "checkpoint-" in place:  # and not as metrics are synced, before
-            tried.append(about)
+        path = os.readlink(f"/proc/self/fd/{about[0]}") if name == "fsync" else str(about[0])
+        if "checkpoint-" in path and path.endswith(place):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return before(*about, **more)
 

@@ -63,7 +63,11 @@ def all_gather(x, group):
 
 
 def reduce_scatter(x, group):
-    """[batch, time, width] -> this rank's part of the sequence of the sum, [batch, time / size, width]."""
+    """[batch, time, width] -> this rank's part of the sequence of the sum, [batch, time / size, width].
+
+    The collectives divide the first dimension, so each of these two functions copies twice; with activations that are
+    kept as [time, batch, width], as in Megatron-LM, neither copies.
+    """
     part = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[0], x.shape[2])
     dist.reduce_scatter_single(part, x.transpose(0, 1).contiguous(), group=group)
     return part.transpose(0, 1).contiguous()
@@ -133,9 +137,9 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group):
-        largest = logits.max(dim=-1).values  # of all ranks: exp() must not overflow anywhere
+        largest = logits.max(dim=-1).values.float()  # of all ranks: exp() must not overflow anywhere
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        logits = logits - largest[:, None]
+        logits = logits - largest[:, None]  # float32, also of logits in 16 bits
         row, mine = find(targets, logits.shape[-1], dist.get_rank(group))
         target = logits.gather(-1, row[:, None])[:, 0] * mine
         softmax = logits.exp_()  # in place: the logits are the largest tensors of many models
@@ -147,13 +151,14 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         softmax, row, mine = ctx.saved_tensors
-        return grad[:, None] * softmax.scatter_add(-1, row[:, None], -mine[:, None].to(softmax.dtype)), None, None
+        softmax.scatter_add_(-1, row[:, None], -mine[:, None].to(softmax.dtype))  # in place: nobody needs it again
+        return softmax.mul_(grad[:, None]), None, None
 
 
 def cross_entropy(logits, targets, group):
     """Mean loss: this rank's columns of the logits [batch, time, vocabulary / size] against targets [batch, time].
     The same scalar on all ranks of the group."""
-    return VocabularyParallelCrossEntropy.apply(logits.float().flatten(0, -2), targets.flatten(), group).mean()
+    return VocabularyParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), group).mean()
 
 
 def apply_tensor_parallel(model, axis: Axis, sequence=False, source=None) -> dict[nn.Parameter, tuple[int, Axis]]:

@@ -302,7 +302,7 @@ def two_graphs() -> plt.Figure:
     arrow(4.85, 6.95, 2.2, forward, "numbers", 3.5)
     arrow(6.95, 4.85, 0.3, backward, "numbers", 3.5)
     for x, y, words in (
-        (4.0, 1.72, "detach():\nthe graph ends"), (8.05, 1.72, "requires_grad_():\na graph begins"),
+        (4.0, 1.72, "detach():\nnumbers only"), (8.05, 1.72, "requires_grad_():\na graph begins"),
         (3.4, -0.17, "output.backward(gradient)"), (7.7, -0.17, "received.grad"),
     ):  # fmt: skip
         ax.text(x, y, words, ha="center", va="top", size=10.5)

@@ -75,7 +75,9 @@ HOSTILE = {
     "reads_the_starter": (EVIL + "open('/proc/%d/mem' % os.getppid(), 'rb')", 0, "PermissionError"),
     "traces_the_starter": (EVIL + "import ctypes\nif ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0):\n"
         "    raise OSError('not traced')\n" + ALL, 0, "not traced"),
-    "takes_the_starters_pipes": (EVIL + "print(os.listdir('/proc/%d/fd' % os.getppid()))", 0, "PermissionError"),
+    "takes_the_starters_pipes": (EVIL + "its = '/proc/%d/fd' % os.getppid()\n"  # root may list them, and open none
+        "for one in os.listdir(its):\n    os.write(os.open(f'{its}/{one}', os.O_WRONLY), b'x' * 9)",
+        0, "PermissionError"),
     "reads_a_neighbour": ("exec(open('{FOLDER}/ann.py').read())", 0, "FileNotFoundError"),
     "imports_a_neighbour": ("from ann import *", 0, "ModuleNotFoundError"),
     "imports_the_grading": ("from course.intro.classroom.grading import *", 0, "ModuleNotFoundError"),

@@ -57,6 +57,7 @@ C10D, REGISTRATION = "torch.distributed.distributed_c10d:", "torch.utils.backend
 PIPELINING, BINDINGS = "torch.distributed.pipelining.stage:", "torch._C._distributed_c10d:"
 # Name -> where it is, or how to come by it; and the names of its parameters, where Python can tell them.
 INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
+    "DataDependentOutputException": ("torch._subclasses.fake_tensor:DataDependentOutputException", None),
     "FSDPMemTracker": ("torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker", "mod optm"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore", None),
     "FakeTensor": ("torch._subclasses.fake_tensor:FakeTensor", None),
@@ -107,11 +108,13 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
         "schedule pp_degree num_microbatches num_stages_per_rank add_spacing with_comms defer_pp_recv",
     ),
     "tree_leaves": ("torch.utils._pytree:tree_leaves", "tree is_leaf"),
+    "tree_map_only": ("torch.utils._pytree:tree_map_only", None),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily", ""),
 }  # fmt: skip
 # Modules, and what is of others than PyTorch: of Python, argparse, the engines.
 NAMES_ELSEWHERE = {
     "_C", "_distributed_c10d", "_dynamo", "torch._dynamo", "_exit", "_getframe", "_option_string_actions", "_has_ops",
-    "_hp_mapping", "_precision", "_validate_launch_command",
+    "_hp_mapping", "_precision", "_reassign_or_swap_out_partitioned_parameters", "_validate_launch_command",
 }  # fmt: skip
 
 

@@ -65,4 +65,4 @@ def test_what_cannot_write_is_refused_in_one_line(runs):
         with refused(*words):
             generate.main([*map(str, argv)])
     with refused("--task images", "text"):
-        generate.model_of(SimpleNamespace(settings={}, unit="examples", path="run"))
+        generate.model_of(SimpleNamespace(settings=SimpleNamespace(task="images"), unit="examples", path="run"))

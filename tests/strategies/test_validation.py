@@ -98,7 +98,7 @@ def validated(configs) -> list[list[float]]:
         model = task.make_model()
         sharpen(model)
         strategy = config.strategy_class(model, task.make_optimizer, config.setup(mesh))
-        text = task.validation_text()
+        text = task.validation_data()
         kept, noted, who = held(strategy.model), set(), f"{config.strategy} {config.implementation} {config.axes}"
         watch_layers(strategy.model, depth, noted)
         before = validate(strategy, text, AT_ONCE)

@@ -1,12 +1,13 @@
 """Data parallelism with one mistake each, of the kind people really make. Can you find it?
 
     python classroom/bugs.py                 the names
-    python classroom/bugs.py NAME            by_hand.py or loading.py with the mistake in it, in one place
+    python classroom/bugs.py NAME            the file with the mistake in it, in one place
     python classroom/bugs.py NAME --answer   the place, and the check that refuses it
 
 Every one is refused by the comparison with training on one process (common/lab/equality.py), which sees a number that
 is off, ranks that no longer hold the same, or ranks that wait for each other in vain; or by that of what the ranks
-read with what they should (check_loading.py).
+read with what they should (check_loading.py). Those of the program to copy, standalone.py, are refused by the
+comparison of what it saves, or prints, with a plain loop.
 """
 
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 from common.lab.bugs import Bug, Bugs
 
 bug = partial(Bug, "DDPByHand", ranks=2)
+program = partial(Bug, "train", ranks=2, file="standalone.py")
 
 BUGS = Bugs(
     __file__,
@@ -140,6 +142,28 @@ BUGS = Bugs(
             refused_by="count",
             why="A rank has its batch as soon as its own slice is full. Where the data ends in the middle of a global "
             "batch, the first ranks have one more, and wait in its all-reduce until the timeout.",
+        ),
+        "momenta_forgotten": program(
+            right='optimizer.load_state_dict(state["optimizer"])',
+            wrong="pass",
+            refused_by="saved",
+            why="A restart goes on with the weights, and with an optimizer that has averaged nothing yet. The loss "
+            "goes on falling, by other steps; only a run that was never interrupted says so. The learning rate of the "
+            "optimizer's groups is forgotten with it.",
+        ),
+        "batch_times_ranks": program(
+            right="BATCH_SIZE // world_size",
+            wrong="BATCH_SIZE",
+            refused_by="saved",
+            why="Each rank reads a whole batch, so a step takes N times the examples at the learning rate of one "
+            "batch, and an epoch has an Nth of the steps.",
+        ),
+        "metrics_of_one_rank": program(
+            right="        dist.all_reduce(metrics)",
+            wrong="        pass",
+            refused_by="printed",
+            why="Training is right. What is printed is rank 0's share of the loss, and the test images that it alone "
+            "has seen: it looks as if accuracy had fallen to an Nth.",
         ),
     },
 )

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
+from course.ddp.classroom.bugs import BUGS
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {path.parent.name: path for path in sorted(ROOT.glob("0*/standalone.py"))}
 OTHERS = [ROOT / "03_ddp" / "feeding.py", ROOT / "03_ddp" / "speed.py", ROOT / "04_model_parallel/standalone_layers.py"]
@@ -101,10 +103,11 @@ def outputs(folder: Path) -> list[str]:
 def check(folder: Path, output: str, chapter: str, epochs: int) -> None:
     """Refuse a run whose saved parameters or printed numbers are not the plain loop's."""
     parameters, lines = plain_loop(chapter, epochs)
-    assert [(epoch, right) for epoch, _, right in printed(output)] == [(epoch, right) for epoch, _, right in lines]
+    torch.testing.assert_close(saved(folder), parameters, rtol=0, atol=TOLERANCE, msg=lambda text: f"saved: {text}")
+    found = printed(output)
+    assert [(epoch, right) for epoch, _, right in found] == [(epoch, right) for epoch, _, right in lines], "printed"
     # four decimals are printed
-    assert [loss for _, loss, _ in printed(output)] == pytest.approx([loss for _, loss, _ in lines], abs=1e-4)
-    torch.testing.assert_close(saved(folder), parameters, rtol=0, atol=TOLERANCE)
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in lines], abs=1e-4), "printed"
 
 
 # Run programs one after the other, their ranks as forks of a process that has done the slow imports, with the
@@ -328,9 +331,7 @@ MISTAKES = {  # chapter, what is right, what stands there instead
     "one order": ("03_ddp", *SAME_ORDER),
     "no sharding": ("03_ddp", "DistributedSampler(data,", "DistributedSampler(data, 1, 0,"),
     "no ddp": ("03_ddp", "ddp = DistributedDataParallel(model)", "ddp = model"),
-    "batch for each rank": ("03_ddp", "BATCH_SIZE // world_size", "BATCH_SIZE"),
-    "metrics of one rank": ("03_ddp", "        dist.all_reduce(metrics)", "        #"),
-    "no momenta": ("03_ddp", '        optimizer.load_state_dict(state["optimizer"])', "        #"),
+    **{name: ("03_ddp", bug.right, bug.wrong) for name, bug in BUGS.items() if bug.file == "standalone.py"},
     "own data": ("04_model_parallel", *OWN_DATA),
     "own targets": ("05_pipeline", *OWN_DATA),
     "sum of gradients": ("05_pipeline", "cross_entropy)", "cross_entropy, scale_grads=False)"),
@@ -368,6 +369,7 @@ def test_mistakes_are_refused(tmp_path):
             check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs_of[mistake])
         except AssertionError as refused:
             print(f"{mistake}: {refused}")
+            assert mistake not in BUGS or str(refused).startswith(BUGS[mistake].refused_by), mistake
         else:
             pytest.fail(f"{mistake}: not refused")
 

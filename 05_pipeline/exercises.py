@@ -5,9 +5,10 @@ Replace each `raise NotImplementedError` by your answer, then run the last cell 
     python -m common.check 05_pipeline                             all exercises
     python -m common.check 05_pipeline one_forward_one_backward    one of them
 
-Every function is called on all ranks at once, with a process group already set up. Only `neighbours`
-and `repaired_step` send anything: they are tried at world sizes 2, 3 and 4, and `dist.get_rank()` and
-`dist.get_world_size()` tell who you are. All others calculate, the same on every rank: their `ranks` is an argument.
+Every function is called on all ranks at once, with a process group already set up. Only `neighbours`,
+`repaired_step` and `accumulated_gradients` send anything: they are tried at world sizes 2, 3 and 4, the last without 3,
+and `dist.get_rank()` and `dist.get_world_size()` tell who you are. All others calculate, the same on every rank: their
+`ranks` is an argument.
 
 * Return a new result and leave the arguments as they were. Where a tuple is asked for, a list will do.
 * Ranks, stages and micro-batches count from 0. There are at least as many micro-batches as ranks unless it says not.
@@ -174,13 +175,23 @@ def split_backward(
 # --- PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
-def blocks_per_stage(embedding: int, block: int, head: int, blocks: int, stages: int) -> list[int]:
-    """Return how many blocks each stage gets, so that the slowest stage is as quick as possible.
+def accumulated_gradients(
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    inputs: list[torch.Tensor] | None,
+    targets: list[torch.Tensor] | None,
+    microbatches: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of this rank's weight and bias, by way of torch.distributed.pipelining.
 
-    The first stage has the embedding as well, the last one the head; every stage has at least one block. `embedding`,
-    `block` and `head` say how long each takes, forward and backward together.
+    There are 2 or 4 ranks, and each two that follow each other are a pipeline of two stages: ranks 0 and 1, ranks 2 and
+    3. A stage makes `torch.tanh(x @ weight + bias)` of x, and the same stage has the same weights in both pipelines.
+    Each pipeline has several batches of its own, equally many, of one size: `inputs` on its first rank, `targets` on
+    its second; the other is None. Let a schedule of PyTorch's do a step for each of them, in `microbatches` equal parts
+    (2 or more), and let the gradients add up. The loss is the mean of `(outputs - targets).square()` over all examples
+    of all batches of both pipelines. Between pipelines gradients travel once, after the last step.
 
-    Difficulty ●●○○○   Importance ●●●●○   up to 15 minutes   2 points
+    Difficulty ●●●○○   Importance ●●●●●   up to 30 minutes   3 points
     """
     raise NotImplementedError
 

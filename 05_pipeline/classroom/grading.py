@@ -7,7 +7,7 @@ Other expected values come from whole tensors, from formulas, or were worked out
 
 from collections import Counter
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -262,30 +262,42 @@ def split_backward(size):
 # --- PyTorch's pipelines, and hybrids ------------------------------------------------------------
 
 
-def blocks_per_stage(size, shapes=((1, 2, 7, 12, 4), (0, 3, 0, 8, 4), (9, 2, 5, 10, 3), (2, 4, 30, 9, 4))):
-    def seconds(counts, embedding, block, head):
-        first, *_, last = range(len(counts))
-        return [block * n + embedding * (s == first) + head * (s == last) for s, n in enumerate(counts)]
+def accumulated_gradients(size):
+    """Every micro-batch goes through its pair of ranks, and each gradient is averaged once, over the pairs."""
+    if size == 3:
+        return
+    pairs = size // 2
+    for microbatches, batches, each, widths in ((2, 1, 2, (3, 4, 2)), (4, 3, 1, (2, 3, 3)), (3, 2, 3, (4, 2, 5))):
+        weights = [normal(40 + stage, *shape).requires_grad_() for stage, shape in enumerate(pairwise(widths))]
+        biases = [normal(50 + stage, width).requires_grad_() for stage, width in enumerate(widths[1:])]
+        shape = pairs, batches, microbatches * each
+        inputs, targets = normal(41, *shape, widths[0]), normal(42, *shape, widths[-1])
+        x = inputs
+        for weight, bias in zip(weights, biases, strict=True):
+            x = torch.tanh(x @ weight + bias)
+        loss = (x - targets).square().mean()
+        right = [list(torch.autograd.grad(loss, own, retain_graph=True)) for own in zip(weights, biases, strict=True)]
+        arguments = []
+        for rank in range(size):
+            pair, stage = divmod(rank, 2)
+            first, last = (None if kept else list(data[pair]) for kept, data in ((stage, inputs), (not stage, targets)))
+            arguments.append((weights[stage].detach(), biases[stage].detach(), first, last, microbatches))
+        length = 8 * each * widths[1]
 
-    rows = []
-    for embedding, block, head, blocks, stages in shapes:
-        cuts = combinations(range(1, blocks), stages - 1)
-        ways = [[b - a for a, b in zip((0, *cut), (*cut, blocks), strict=True)] for cut in cuts]
-        costs = (embedding, block, head)
-        best = min(max(seconds(way, *costs)) for way in ways)
+        def through_pairs(entries, due=microbatches * batches, length=length, right=right):
+            for rank, own in enumerate(entries):
+                peer = rank + 1 - 2 * (rank % 2)
+                sent = sum((e.operation, e.peer, e.payload) == ("send", peer, length) for e in own)
+                if sent != due:
+                    raise Wrong(f"{due} messages of {length} bytes to rank {peer}", f"{sent} of them", rank)
+                most = sum(gradient.nbytes for gradient in right[rank % 2])
+                averaged = sum(entry.payload for entry in own if entry.operation == "all_reduce")
+                if averaged > most:
+                    raise Wrong(f"{most} bytes of gradients averaged", f"an all-reduce of {averaged} in all", rank)
 
-        def judge(value, ways=ways, costs=costs, best=best, blocks=blocks, stages=stages):
-            if value not in ways:
-                raise Wrong(f"{stages} numbers of 1 or more that add up to {blocks}", str(value))
-            took = seconds(value, *costs)
-            if max(took) > best:
-                times = Times(*[[Fraction(time, 3) for time in took]] * 3)
-                timeline = simulate(schedules.build("1f1b", stages, 2 * stages), times)
-                drawn = drawing(timeline, f"{value}: stages of {took}")
-                raise Wrong(f"a slowest stage of {best}", f"{value}: stages of {took}", drawing=drawn)
-
-        rows.append((*costs, blocks, stages, judge))
-    yield from judged(size, "blocks_per_stage", rows)
+        counts = f"{batches} batch{'es' * (batches > 1)}", f"{pairs} pipeline{'s' * (pairs > 1)}"
+        what = f"{counts[0]} of {microbatches} micro-batches, {counts[1]}"
+        yield ExerciseCase(what, arguments, [right[rank % 2] for rank in range(size)], through_pairs)
 
 
 ON_CLUSTERS = (  # batch, ranks, overhead, example, message, limit
@@ -399,17 +411,17 @@ def draw_mend(random, size):
     yield from mend(size, [late, ("1f1b", few, few - 1, 0, few - 2)])
 
 
-def draw_blocks_per_stage(random, size):
-    costs = random.randint(0, 9), random.randint(1, 5), random.randint(3, 30)
-    yield from blocks_per_stage(size, [(*costs, random.randint(8, 12), random.randint(3, 4))])
-
-
 def draw_schedule_and_microbatches(random, size):
     batch, ranks = random.choice([24, 32, 48]), random.randint(2, 5)
     example = tuple(random.randint(1, 20) for _ in range(3))
     cluster = batch, ranks, random.randint(1, 100), example, random.randint(0, 10), random.choice([6, 12, 48])
     yield from schedule_and_microbatches(size, [cluster])
 
+
+UNDIVIDED = {
+    "bytes of gradients averaged ... an all-reduce of": "gradients are averaged after each step, or more than once: "
+    "what has been averaged already is averaged again with the next batch's, and sent again",
+}
 
 EXERCISES = [
     exercise(
@@ -494,12 +506,12 @@ EXERCISES = [
         "`input @ weight`, all at once. It computes no others.",
     ),
     exercise(
-        blocks_per_stage,
-        points=2,
-        dots=2,
-        hint="Think of embedding and head as blocks that are there already. Then give block after block to the stage "
-        "that would be the quickest with it.",
-        draw_cases=draw_blocks_per_stage,
+        accumulated_gradients,
+        points=3,
+        dots=3,
+        hint="The last axis of a mesh varies fastest, so pipelines of ranks that follow each other are its last axis. "
+        "What the schedule's step divides, and when, section 2 has measured; scale_grads=False leaves it to you.",
+        mistakes=UNDIVIDED,
     ),
     exercise(
         schedule_and_microbatches,

@@ -11,6 +11,9 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining as pp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import UserError
 from course.pipeline import schedules, simulator
@@ -603,53 +606,74 @@ def split_without_the_tanh(weights, x, grad_output):
     return gradient, list(zip(inputs, gradients, strict=True))
 
 
-# --- blocks_per_stage -----------------------------------------------------------------------------------------
+# --- accumulated_gradients ------------------------------------------------------------------------------------
 
 
-def blocks_per_stage(embedding, block, head, blocks, stages):
-    counts = [1] * stages
-    for _ in range(blocks - stages):
-        times = [(n + 1) * block + embedding * (s == 0) + head * (s == stages - 1) for s, n in enumerate(counts)]
-        counts[times.index(min(times))] += 1
-    return counts
+class Layer(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight + self.bias)
 
 
-def blocks_filled_from_the_last(embedding, block, head, blocks, stages):
-    """Right: of several ways that are as quick, any will do."""
-    most = max(
-        n * block + embedding * (s == 0) + head * (s == stages - 1)
-        for s, n in enumerate(blocks_per_stage(embedding, block, head, blocks, stages))
-    )
-    counts, left = [], blocks
-    for stage in reversed(range(stages)):
-        room = (most - embedding * (stage == 0) - head * (stage == stages - 1)) // block
-        counts.insert(0, max(1, min(room, left - stage)))
-        left -= counts[0]
-    return counts
+def accumulated_gradients(weight, bias, inputs, targets, microbatches, scale=False, divide=None, average="at the end"):
+    """The last three arguments are for the wrong answers below."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "pipeline"))
+    number, layer, batches = mesh.get_local_rank("pipeline"), Layer(weight, bias), inputs or targets
+    group, others = mesh["pipeline"].get_group(), mesh["data"].get_group()
+    parts = microbatches * len(batches) if divide is None else divide(microbatches, len(batches))
+    stage = pp.PipelineStage(layer, number, 2, torch.device("cpu"), group=group)
+
+    def loss(outputs, part):
+        return nn.functional.mse_loss(outputs, part) / parts
+
+    schedule = pp.Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=scale)
+    for batch in batches:
+        schedule.step(*[batch] * (number == 0), target=batch if number else None, return_outputs=False)
+        if average == "each time" or average == "at the end" and batch is batches[-1]:
+            for parameter in layer.parameters():
+                dist.all_reduce(parameter.grad, group=others)
+                parameter.grad /= mesh["data"].size()
+    return layer.weight.grad, layer.bias.grad
 
 
-def blocks_in_equal_numbers(embedding, block, head, blocks, stages):
-    return [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
+def accumulated_as_pytorch_scales(*arguments):
+    """scale_grads=True divides what the steps before have left, too."""
+    return accumulated_gradients(*arguments, scale=True, divide=lambda microbatches, batches: batches)
 
 
-def blocks_without_the_embedding(embedding, block, head, blocks, stages):
-    return blocks_per_stage(0, block, head, blocks, stages)
+def accumulated_as_if_of_one_batch(*arguments):
+    return accumulated_gradients(*arguments, divide=lambda microbatches, batches: microbatches)
 
 
-def blocks_without_the_head(embedding, block, head, blocks, stages):
-    return blocks_per_stage(embedding, block, 0, blocks, stages)
+def accumulated_by_each_pipeline(*arguments):
+    """Each pipeline trains for itself."""
+    return accumulated_gradients(*arguments, average="never")
 
 
-def blocks_for_which_there_is_no_place(embedding, block, head, blocks, stages):
-    """The last stage has the head, and no block."""
-    return [*blocks_per_stage(embedding, block, 0, blocks, stages - 1), 0]
+def accumulated_and_averaged_each_time(*arguments):
+    return accumulated_gradients(*arguments, average="each time")
 
 
-def blocks_before_the_share_is_passed(embedding, block, head, blocks, stages):
-    share, counts = (embedding + head + block * blocks) / stages, []
-    for stage in range(stages - 1):
-        counts.append(max(1, int((share - embedding * (stage == 0)) // block)))
-    return [*counts, blocks - sum(counts)]
+def accumulated_by_gpipe(weight, bias, inputs, targets, microbatches):
+    """Right: any schedule will do, and what PyTorch divides once need not be divided by hand."""
+    number, layer = dist.get_rank() % 2, Layer(weight, bias)
+    groups = [dist.new_group([rank, rank + 1]) for rank in range(0, dist.get_world_size(), 2)]
+    replicas = [dist.new_group([*range(stage, dist.get_world_size(), 2)]) for stage in range(2)]
+    group = groups[dist.get_rank() // 2]
+    stage = pp.PipelineStage(layer, number, 2, torch.device("cpu"), group=group)
+    schedule = pp.ScheduleGPipe(stage, microbatches, loss_fn=nn.functional.mse_loss)
+    total = [torch.zeros_like(weight), torch.zeros_like(bias)]
+    for batch in inputs or targets:
+        layer.zero_grad()
+        schedule.step(*[batch] * (number == 0), target=batch if number else None, return_outputs=False)
+        for gradient, parameter in zip(total, layer.parameters(), strict=True):
+            gradient += parameter.grad / len(inputs or targets) / len(groups)
+    for gradient in total:
+        dist.all_reduce(gradient, group=replicas[number])
+    return total
 
 
 # --- schedule_and_microbatches --------------------------------------------------------------------------------
@@ -744,7 +768,7 @@ RIGHT = {
     "one_forward_one_backward": [in_one_text],
     "neighbours": [neighbours_with_gradients_first],
     "mend": [mend_from_the_last],
-    "blocks_per_stage": [blocks_filled_from_the_last],
+    "accumulated_gradients": [accumulated_by_gpipe],
 }
 
 # exercise -> (wrong answer, words that the checker's verdict must contain; " ... " is for any words between)
@@ -839,12 +863,11 @@ WRONG = {
         (split_of_the_sum, "rank 0: expected -0.053 ... got 0.626"),
         (split_without_the_tanh, "rank 0: expected -0.053 ... got 0.744"),
     ],
-    "blocks_per_stage": [
-        (blocks_in_equal_numbers, "expected a slowest stage of 9, got [3, 3, 3, 3]: stages of [7, 6, 6, 13]"),
-        (blocks_without_the_embedding, "expected a slowest stage of 12, got [4, 4, 2]: stages of [17, 8, 9]"),
-        (blocks_without_the_head, "expected a slowest stage of 9, got [3, 3, 3, 3]: stages of [7, 6, 6, 13]"),
-        (blocks_for_which_there_is_no_place, "expected 4 numbers of 1 or more that add up to 12, got [4, 4, 4, 0]"),
-        (blocks_before_the_share_is_passed, "expected a slowest stage of 12, got [1, 5, 4]: stages of [11, 10, 13]"),
+    "accumulated_gradients": [
+        (accumulated_as_pytorch_scales, "3 batches of 4 micro-batches, 1 pipeline, rank 0: expected"),
+        (accumulated_as_if_of_one_batch, "3 batches of 4 micro-batches, 1 pipeline, rank 0: expected"),
+        (accumulated_by_each_pipeline, "1 batch of 2 micro-batches, 2 pipelines, rank 0: expected"),
+        (accumulated_and_averaged_each_time, "bytes of gradients averaged, got an all-reduce of"),
     ],
     "schedule_and_microbatches": [
         (choice_whatever_it_stores, "0, 4): expected a schedule that takes these numbers and keeps to the limit, got"),

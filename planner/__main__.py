@@ -20,6 +20,7 @@ from common.constants import GIB
 from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from planner import as_course, constants, hardware, models
+from planner.adapters import ON
 from planner.emit import COURSE, FORMATS, emit
 from planner.estimate import Estimate, estimate
 from planner.frameworks import FRAMEWORKS
@@ -77,6 +78,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
             "--precision",
             help=f"{', '.join(PRECISIONS)}; by default mixed, in the GPU's own 16 bits",
         )
+        add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank in place of the model")
+        add("--lora-on", default="all", help=f"which linear layers have one: {', '.join(ON)}; by default all")
+        add("--nf4", action="store_true", help="with --lora: the frozen linear layers are in 4 bits (QLoRA)")
         add("--framework", default=FRAMEWORK, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
         add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
@@ -222,6 +226,12 @@ def precision_of(args: argparse.Namespace, gpu: hardware.GPU) -> str:
     return name
 
 
+def adapted(args: argparse.Namespace) -> dict:
+    """What the options say of adapters, as fields of a layout."""
+    lookup(args.lora_on, ON, "choice of linear layers")
+    return {"lora": args.lora, "lora_on": args.lora_on, "nf4": args.nf4}
+
+
 def named(args: argparse.Namespace) -> Estimate:
     """The estimate of the layout that the options name."""
     model, gpus = model_of(args), cluster_of(args)
@@ -233,7 +243,7 @@ def named(args: argparse.Namespace) -> Estimate:
         stages_per_rank=args.stages_per_rank, recompute=args.recompute, precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
-        overlap_gradients=args.overlap_gradients, framework=args.framework,
+        overlap_gradients=args.overlap_gradients, framework=args.framework, **adapted(args),
     )  # fmt: skip
     return estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
 
@@ -265,7 +275,7 @@ def planned(args: argparse.Namespace, count: int, tool: str | None = None) -> li
     lookup(args.framework, FRAMEWORKS, "framework")
     return plan(
         model_of(args), gpus, args.batch_size, args.sequence, precision_of(args, gpus.gpu), args.max_memory_gb,
-        count, constants.load(args.constants), expressed if tool else lambda _: True, args.framework,
+        count, constants.load(args.constants), expressed if tool else lambda _: True, args.framework, adapted(args),
     )  # fmt: skip
 
 
@@ -347,6 +357,10 @@ def run_goodput(args: argparse.Namespace) -> None:
 
 def run_emit(args: argparse.Namespace) -> None:
     lookup(args.format, FORMATS, "format")
+    if args.lora or args.nf4:
+        raise UserError(
+            "emit writes trainings of all parameters, without --lora; 06_fsdp/with_qlora.py trains adapters"
+        )
     layout = argparse.ArgumentParser(allow_abbrev=False)
     add_layout(layout.add_argument)
     given = [name for name, value in vars(layout.parse_args([])).items() if getattr(args, name) != value]

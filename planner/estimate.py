@@ -39,7 +39,7 @@ class Estimate:
     @property
     def warnings(self) -> list[str]:
         """What a reader should know before believing the numbers."""
-        found = [f"out of scope, no published run covers it: {reason}" for reason in self.out_of_scope]
+        found = [f"out of scope, hardly any published run covers it: {reason}" for reason in self.out_of_scope]
         share = self.memory.expected / self.cluster.gpu.memory
         if scope.RESERVED < share <= 1:
             found.append(
@@ -55,7 +55,8 @@ class Estimate:
     @property
     def flops_per_gpu(self) -> float:
         """Model FLOP/s of each GPU: without recomputation, whatever was recomputed."""
-        return self.model.flops(self.layout.sequence) * self.tokens_per_second / self.cluster.gpus
+        flops = self.model.flops(self.layout.sequence, self.layout.lora)
+        return flops * self.tokens_per_second / self.cluster.gpus
 
     @property
     def mfu(self) -> float:
@@ -95,6 +96,9 @@ class Estimate:
             "recompute": layout.recompute,
             "precision": layout.precision,
             "offload": layout.offload,
+            "lora": layout.lora,
+            "lora_on": layout.lora_on if layout.lora else None,
+            "nf4": layout.nf4,
             "memory_gib": self.memory.expected / GIB,
             "memory_gib_low": self.memory.low / GIB,
             "memory_gib_high": self.memory.high / GIB,

@@ -25,6 +25,8 @@ def lines(found: Estimate) -> list[str]:
         "formula (Rajbhandari et al. 2020, section 5)",
         "gradients": "the same formula",
         "optimizer": "the same formula",
+        "frozen parameters": "16 bits each"
+        + (", linear layers 4 bits and 0.127 of scales (Dettmers et al. 2023, section 3)" if layout.nf4 else ""),
         "activations": f"{stored} micro-batches held (chapter 05's simulator) x {layers // layout.stages_per_rank} "
         f"layers x {layer_memory(model, layout) / GIB:.3f} GiB, recomputation '{layout.kept}' (Korthikanti et al. "
         "2022, table 2, by parts)",
@@ -55,11 +57,12 @@ def lines(found: Estimate) -> list[str]:
         + (", here the host's, and gradients and parameters over PCIe" if layout.offload else ""),
     }
     out += [f"  {seconds:9.3f} s    {name}: {parts[name]}" for name, seconds in found.step.parts.items() if seconds]
-    flops = model.flops(layout.sequence)
+    flops = model.flops(layout.sequence, layout.lora)
     out += [
-        f"MFU             {flops / 1e9:,.1f} GFLOP per token (6 per parameter of a product, 12 layers x width x "
-        f"sequence for attention: Chowdhery et al. 2022, appendix B) x {found.tokens_per_second:,.0f} tokens/s / "
-        f"{cluster.gpus} GPUs / {gpu.peak / 1e12:,.0f} TFLOP/s = {found.mfu:.1%}",
+        f"MFU             {flops / 1e9:,.1f} GFLOP per token ({4 if layout.lora else 6} per parameter of a product, "
+        "12 layers x width x sequence for attention: Chowdhery et al. 2022, appendix B) x "
+        f"{found.tokens_per_second:,.0f} tokens/s / {cluster.gpus} GPUs / {gpu.peak / 1e12:,.0f} TFLOP/s = "
+        f"{found.mfu:.1%}",
         f"GPU             {gpu.name}: {gpu.source}",
         f"network         {cluster.name}: {cluster.adapters} x {cluster.network / 1e9:g} GB/s per node",
     ]

@@ -61,6 +61,10 @@ FRAMEWORKS: dict[str, Framework] = {
         host=0.5, foreach=True, stops_early=True,
         source="this course's own strategies, with torch.optim.AdamW as it is",
     ),
+    "transformers": Framework(
+        foreach=True, stops_early=True,
+        source="Hugging Face's models with PyTorch's AdamW; the adapters of Qwen and fsdp_qlora are predicted with it",
+    ),
     "torch-accumulating": Framework(
         host=0.5, whole_logits=2.0, accumulates=True, foreach=True, stops_early=True,
         source="KempnerForge's memory, of which both are a quarter",

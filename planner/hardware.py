@@ -19,7 +19,8 @@ GB = 1e9
 class GPU:
     """An accelerator.
 
-    peak:       FLOP/s of dense products in 16 bit; peak_fp8: in 8 bit, 0 where there is none
+    peak:       FLOP/s of dense products in 16 bit; peak_fp8: in 8 bit, 0 where there is none; peak_fp4: in 4 bit, with
+                scales for blocks, as MXFP8 has them too
     achievable: the share of it that the best of many sizes of products reached (planner/published/
                 hardware_mamf_bf16.csv); where it was not measured, that of the nearest relative
     memory:     bytes that a process can have; hbm: bytes per second
@@ -42,6 +43,7 @@ class GPU:
     attention: float
     source: str
     peak_fp8: float = 0.0
+    peak_fp4: float = 0.0
     gpus_per_node: int = 8
     network: str = "infiniband-400"
     adapters: int = 0
@@ -55,11 +57,18 @@ class GPU:
         """A CPU: it launches no kernels, and has no memory of its own."""
         return self.name == "cpu" or self.cores > 0
 
+    def low_peak(self, precision: str) -> float:
+        """FLOP/s of dense products of fewer than 16 bits; 0 where it has none of that kind."""
+        if precision == "nvfp4-mixed":
+            return self.peak_fp4
+        return self.peak_fp8 if precision == "fp8-mixed" or self.peak_fp4 else 0.0
+
 
 def _gpu(row: dict[str, str]) -> GPU:
     """A line of common/gpus.csv."""
     units = {
-        "peak": ("peak_tflops", 1e12), "peak_fp8": ("peak_fp8_tflops", 1e12), "memory": ("memory_gib", GIB),
+        "peak": ("peak_tflops", 1e12), "peak_fp8": ("peak_fp8_tflops", 1e12),
+        "peak_fp4": ("peak_fp4_tflops", 1e12), "memory": ("memory_gib", GIB),
         "hbm": ("hbm_gb_per_s", GB), "link": ("link_gb_per_s", GB), "pcie": ("pcie_gb_per_s", GB),
         "achievable": ("achievable", 1), "attention": ("attention", 1),
     }  # fmt: skip

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from course.fsdp.formulas import layer_bytes, score_bytes
-from planner import frameworks
+from planner import adapters, frameworks
 from planner.constants import Constants
 from planner.hardware import GPU
-from planner.layout import PRECISIONS, Layout
+from planner.layout import LOW, PRECISIONS, Layout
 from planner.models import Model
 
 
@@ -38,8 +38,16 @@ def peak(gpu: GPU, precision: str) -> float:
 
 def rate(gpu: GPU, precision: str, constants: Constants) -> float:
     """FLOP/s of large products."""
-    fast = constants.fp8 if precision == "fp8-mixed" and gpu.peak_fp8 else 1.0
-    return peak(gpu, precision) * gpu.achievable * constants.matmul * fast
+    return peak(gpu, precision) * gpu.achievable * constants.matmul * faster(gpu, precision, constants)
+
+
+def faster(gpu: GPU, precision: str, constants: Constants) -> float:
+    """Products' rate over that in 16 bit. `constants.fp8` is less than the peaks' ratio of two because operands are
+    converted; with fewer bits that takes as long as in 8."""
+    if precision not in LOW or not gpu.low_peak(precision):
+        return 1.0
+    converting = 1 / constants.fp8 - gpu.peak / gpu.peak_fp8
+    return 1 / (gpu.peak / gpu.low_peak(precision) + max(0.0, converting))
 
 
 def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: Constants) -> float:
@@ -54,14 +62,17 @@ def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: C
 def work(
     model: Model, gpu: GPU, tokens: float, sequence: int, tensor: int, cut: bool, flash: bool, dropout: bool,
     fused: bool, precision: str, experts: int, context_factor: float, fast: float, moe: bool, constants: Constants,
+    lora: int = 0, on: str = "all", nf4: bool = False,
 ) -> Work:  # fmt: skip
-    """The work of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`."""
+    """The work of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`. With
+    lora, that of a frozen layer beside adapters: no gradients of its weights, but of theirs."""
     h, itemsize = model.width, PRECISIONS[precision][0]
 
     def timed(k, n, m=tokens, count=1):
         forward = product(m, k, n, gpu, precision, constants)
         # for the input [m, n] x [n, k], and for the weight [k, m] x [m, n]
-        backward = product(m, n, k, gpu, precision, constants) + product(k, m, n, gpu, precision, constants)
+        backward = product(m, n, k, gpu, precision, constants)
+        backward += 0.0 if lora else product(k, m, n, gpu, precision, constants)
         return count * forward, count * backward
 
     scale = model.attention_parameters / (2 * h * (model.query + model.key))
@@ -90,7 +101,31 @@ def work(
         kept += score_bytes(model.heads, sequence, dropout, tensor, itemsize) * tokens
     once = constants.passes * (1 if fused else constants.eager) * kept / (gpu.hbm * constants.memory_rate)
     forward, backward = (sum(times) for times in zip(*pairs, strict=True))
-    return Work(forward, core, once, backward, backward_core, 2 * once)
+    again = 2 * once
+    if lora:
+        own = adapters.linears(model, tensor, on)
+        more, back = beside(own, gpu, tokens, precision, lora, constants)
+        forward, backward = forward + more, backward + back
+        # What an adapter gives is added to what its layer gives, forward, and their inputs' gradients are, backward.
+        sums = sum((3 if fused else 5) * n for _, n in own) * tokens * itemsize  # 2 for the scaling by itself
+        packed = adapters.weights(model) * (adapters.PACKED + adapters.SCALES + itemsize) if nf4 else 0.0
+        extra = (sums + packed) / (gpu.hbm * constants.memory_rate)
+        once, again = once + extra, again + extra
+    return Work(forward, core, once, backward, backward_core, again)
+
+
+def beside(
+    linears: list[tuple[float, float]], gpu: GPU, tokens: float, precision: str, rank: int, constants: Constants
+) -> tuple[float, float]:
+    """Seconds of the products of a layer's adapters, which stay in 16 bit: (forward, backward)."""
+    high = "bf16-mixed" if precision in LOW else precision
+    forward = backward = 0.0
+    for k, n in linears:
+        for inner, outer in ((k, rank), (rank, n)):
+            forward += product(tokens, inner, outer, gpu, high, constants)
+            backward += product(tokens, outer, inner, gpu, high, constants)
+            backward += product(inner, tokens, outer, gpu, high, constants)
+    return forward, backward
 
 
 def again(layout: Layout, one: Work) -> float:
@@ -118,5 +153,5 @@ def of_layer(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Const
     return work(
         model, gpu, layout.tokens, layout.sequence, layout.tensor, layout.sequence_parallel, layout.flash,
         layout.dropout, layout.fused, layout.precision, model.experts // layout.size("expert") if moe else 0, factor,
-        attention_factor(gpu, layout, constants), moe, constants,
+        attention_factor(gpu, layout, constants), moe, constants, layout.lora, layout.lora_on, layout.nf4,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import cached_property
 from common.axes import AXES
 from common.errors import UserError
 from course.pipeline import schedules
-from planner import frameworks
+from planner import adapters, frameworks
 from planner.hardware import GPU, Cluster
 from planner.models import Model
 from planner.names import lookup
@@ -17,10 +17,12 @@ RECOMPUTE = ("none", "selective", "attention", "operators", "products", "every-s
 ATTENTION = ("flash2", "flash3", "cudnn")
 STAGES = ("ddp", "zero1", "zero2", "fsdp")  # as chapter 06's formula names them, by ZeRO's stage
 # Name -> bytes of (the computed type, one value of a message of gradients); the state is `recipe`'s.
-PRECISIONS = {"float32": (4, 4), "bf16-mixed": (2, 4), "fp16-mixed": (2, 2), "fp8-mixed": (2, 4), "bf16": (2, 2),
-              "bf16-12": (2, 2), "bf16-mixed-16": (2, 2)}  # fmt: skip
+PRECISIONS = {"float32": (4, 4), "bf16-mixed": (2, 4), "fp16-mixed": (2, 2), "fp8-mixed": (2, 4), "mxfp8-mixed": (2, 4),
+              "nvfp4-mixed": (2, 4), "bf16": (2, 2), "bf16-12": (2, 2), "bf16-mixed-16": (2, 2)}  # fmt: skip
 PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "mixed": "bf16-mixed", "fp16": "fp16-mixed",
-                     "fp8": "fp8-mixed", "bf16_mixed": "bf16-mixed"}  # fmt: skip
+                     "fp8": "fp8-mixed", "mxfp8": "mxfp8-mixed", "nvfp4": "nvfp4-mixed",
+                     "bf16_mixed": "bf16-mixed"}  # fmt: skip
+LOW = ("fp8-mixed", "mxfp8-mixed", "nvfp4-mixed")  # products of fewer than 16 bits
 
 
 def recipe_of(precision: str, zero_stage: int, message: int = 4) -> str:
@@ -61,6 +63,9 @@ class Layout:
     framework:   a name of planner/frameworks.py, or "": by the ZeRO stage
     shard_context: ranks along "context" divide the state as well, as under torchtitan and Megatron-LM; in this course
                  they copy it
+    lora:        rank of the adapters that are trained in place of the model (planner/adapters.py); 0: all is trained
+    lora_on:     which linear layers of a block have an adapter, a name of planner/adapters.py's ON
+    nf4:         with them, the linear layers that are frozen are in 4 bits (QLoRA)
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -84,6 +89,9 @@ class Layout:
     attention: str = ""
     balanced: bool = True
     framework: str = ""
+    lora: int = 0
+    lora_on: str = "all"
+    nf4: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
@@ -158,11 +166,14 @@ class Layout:
     @cached_property
     def message(self) -> int:
         """Bytes of one value of a message of gradients."""
-        eight = self.precision == "fp8-mixed" and self.zero_stage < 3
+        eight = self.precision in LOW and self.zero_stage < 3
         return frameworks.of(self).fp8_gradients if eight else PRECISIONS[self.precision][1]
 
     @cached_property
     def recipe(self) -> str:
+        """The key in chapter 06's BYTES of what is trained. Adapters beside 16 bits are in float32, as peft's."""
+        if self.lora and self.precision != "bf16":
+            return "float32"
         return recipe_of(self.precision, self.zero_stage, self.message)
 
     def describe(self) -> str:
@@ -173,7 +184,9 @@ class Layout:
             stage += " with offload"
         plan = f", {self.schedule}" + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else "")
         plan = plan if self.pipeline > 1 else ""
-        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}"
+        adapters = f", {'QLoRA' if self.nf4 else 'LoRA'} of rank {self.lora}" if self.lora else ""
+        adapters += f" on {self.lora_on}" if self.lora and self.lora_on != "all" else ""
+        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}{adapters}"
 
 
 def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) -> Layout:
@@ -216,8 +229,9 @@ def computes(gpu: GPU, precision: str) -> None:
     """Raise UserError where the GPU has no instructions for a precision. (BLOOM's "bf16-mixed-16" was fp16.)"""
     if precision.startswith("bf16") and not gpu.bf16:
         raise UserError(f"--precision {precision}: {gpu.name} has no bfloat16; take fp16-mixed")
-    if precision.startswith("fp8") and not (gpu.peak_fp8 or gpu.processor):
-        raise UserError(f"--precision {precision}: {gpu.name} has no 8-bit products; take {usual_precision(gpu)}")
+    if precision in LOW and not (gpu.low_peak(precision) or gpu.processor):
+        bits = "4-bit" if "4" in precision else "such 8-bit" if "mx" in precision else "8-bit"
+        raise UserError(f"--precision {precision}: {gpu.name} has no {bits} products; take {usual_precision(gpu)}")
 
 
 def cut_by_tensor(model: Model) -> dict[str, int]:
@@ -236,6 +250,11 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     for what, number in cut_by_tensor(model).items():
         if number % layout.tensor:
             raise UserError(f"tensor={layout.tensor} does not divide --{what} {number}; take a divisor of it")
+    adapters.require(model, layout.lora, layout.lora_on, layout.nf4)
+    if layout.nf4 and layout.tensor > 1:
+        raise UserError(
+            f"tensor={layout.tensor}: weights in 4 bits are not cut along 'tensor'; take shard, or no --nf4"
+        )
     if layout.tensor > model.vocabulary:  # which is padded otherwise
         raise UserError(f"tensor={layout.tensor} is more than --vocabulary {model.vocabulary}; take fewer")
     if layout.size("expert") > 1 and not model.experts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from course.fsdp.formulas import BYTES, STATE_KINDS, formula, layer_bytes, score_bytes
-from planner import frameworks, stages
+from planner import adapters, frameworks, stages
 from planner.constants import Constants
 from planner.layout import STAGES, Layout
 from planner.models import Model
@@ -61,6 +61,11 @@ def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float
         model, layout.tensor, layout.sequence, kept or layout.kept, layout.flash, layout.dropout, layout.fused,
         layout.sequence_parallel, itemsize,
     )  # fmt: skip
+    if layout.lora and (kept or layout.kept) != "full":  # what lies between an adapter's two matrices
+        per_token += len(adapters.linears(model, 1, layout.lora_on)) * layout.lora * itemsize
+        if (kept or layout.kept) == "none":
+            rest = layout.tensor if layout.sequence_parallel else 1
+            per_token -= adapters.spared(model, layout.lora_on, layout.tensor, rest) * itemsize
     return per_token * layout.tokens
 
 
@@ -82,9 +87,31 @@ def _parameters(model: Model, tensor: int, expert: int, layers: int, embedding: 
     return dense, model.expert_parameters / model.layers * layers / expert / tensor
 
 
+def trained_of(model: Model, layout: Layout, layers: int, embedding: bool, head: bool) -> tuple[float, float]:
+    """Those of parameters_of that are trained: all of them, or the adapters of these layers."""
+    if layout.lora:
+        return layers * adapters.parameters(model, layout.lora, layout.lora_on, layout.tensor), 0.0
+    return parameters_of(model, layout, layers, embedding, head)
+
+
+def frozen_of(model: Model, layout: Layout, layers: int, embedding: bool, head: bool) -> tuple[float, float]:
+    """Bytes of what adapters leave as it is: (those that stage 3 divides and gathers, those that it does not)."""
+    if not layout.lora:
+        return 0.0, 0.0
+    dense, _ = parameters_of(model, layout, layers, embedding, head)
+    return adapters.frozen(model, dense, layers, layout.nf4, layout.itemsize)
+
+
+def gathered_of(model: Model, layout: Layout, layers: int, embedding: bool, head: bool) -> tuple[float, float]:
+    """Bytes of a rank's parameters as stage 3 gathers them: (what all of an expert group use, experts')."""
+    dense, experts = trained_of(model, layout, layers, embedding, head)
+    frozen, _ = frozen_of(model, layout, layers, embedding, head)
+    return layout.itemsize * dense + frozen, layout.itemsize * experts
+
+
 def largest(model: Model, layout: Layout) -> tuple[float, float]:
-    """Parameters of the pipeline's rank that has most, as parameters_of counts them."""
-    return max(parameters_of(model, layout, *share) for share in set(stages.shares(model, layout)))
+    """Parameters that are trained on the pipeline's rank that has most of them, as trained_of counts them."""
+    return max(trained_of(model, layout, *share) for share in set(stages.shares(model, layout)))
 
 
 def state(layout: Layout, dense: float, experts: float) -> dict[str, float]:
@@ -130,14 +157,24 @@ def _estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     return max(found.values(), key=lambda memory: memory.needed)
 
 
+def between_steps(model: Model, layout: Layout, share: tuple) -> tuple[dict[str, float], float]:
+    """(bytes by part that a GPU of the pipeline's rank with this share keeps between steps, bytes in the host)."""
+    kept = state(layout, *trained_of(model, layout, *share))
+    if layout.lora:
+        frozen, scales = frozen_of(model, layout, *share)
+        kept["frozen parameters"] = frozen / (layout.shards if layout.zero_stage == 3 else 1) + scales
+    if not layout.offload:
+        return kept, 0.0
+    there = ["gradients", "optimizer"]
+    if layout.zero_stage == 3 and layout.shards > 1:  # fully_shard keeps its shards there as well
+        there += ["parameters", "frozen parameters"]
+    return kept, sum(kept.pop(kind, 0.0) for kind in there)
+
+
 def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share: tuple, held: int) -> Memory:
     layers, embedding, head = share
-    dense, experts = parameters_of(model, layout, *share)
-    kept = state(layout, dense, experts)
-    host = 0.0
-    if layout.offload:
-        there = ("parameters", "gradients", "optimizer")[0 if layout.zero_stage == 3 and layout.shards > 1 else 1 :]
-        host = sum(kept.pop(kind) for kind in there)  # fully_shard keeps its shards there as well
+    dense, experts = trained_of(model, layout, *share)
+    kept, host = between_steps(model, layout, share)
     itemsize, message = layout.itemsize, layout.message
     recipe = frameworks.of(layout)
     accumulates = recipe.accumulates and layout.micro_batches > 1 and layout.zero_stage == 3 and layout.pipeline == 1
@@ -147,29 +184,31 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     rest = layout.tensor if layout.sequence_parallel else 1
     stream = layout.tokens * model.width * itemsize / rest  # the residual stream at one place
     phases = {}
-    layer_unit, _ = parameters_of(model, layout, 1, False, False)
-    unit = max(layer_unit, parameters_of(model, layout, 0, embedding, False)[0] if embedding else 0,
-               parameters_of(model, layout, 0, False, head)[0] if head else 0)  # fmt: skip
+    units = [(1, False, False), *[(0, True, False)] * embedding, *[(0, False, True)] * head]
+    unit = max(gathered_of(model, layout, *one)[0] for one in units) / itemsize
+    trained_unit = max(trained_of(model, layout, *one)[0] for one in units)
     if layout.zero_stage == 3:
         if layout.pipeline > 1 and layout.shards > 1:
             # Gathered from a stage's first micro-batch to its last, and gradients are added up unsharded meanwhile.
-            kept["gathered"] = itemsize * (dense + experts)
+            kept["gathered"] = sum(gathered_of(model, layout, *share))
             kept["unsharded gradients"] = message * (dense + experts)
         elif layout.shards > 1 and accumulates:
             # No micro-batch but the last reduces its gradients: they are whole, and there are no shards of them yet.
             kept |= {"gathered": 2 * itemsize * unit, "gradients": 0.0, "unsharded gradients": 4 * (dense + experts)}
         elif layout.shards > 1:
-            kept |= around_units(3, itemsize, message, unit)
+            kept |= around_units(3, itemsize, message, unit, trained_unit)
         elif itemsize < BYTES[layout.recipe][0]:
             kept["16-bit copies"] = itemsize * (dense + experts)  # of what is float32 in the optimizer
     elif layout.zero_stage == 2 and layout.shards > 1:
-        kept |= around_units(2, itemsize, message, unit)
+        kept |= around_units(2, itemsize, message, trained_unit)
     # The backward pass of a layer: what it did not keep is computed again, and gradients of its largest tensors.
     again = layer_memory(model, layout, "none") - per_layer if layout.kept != "none" else 0.0
     widest = max(model.hidden if not model.experts else (model.top_k + model.shared_experts) * model.expert_width,
                  2 * model.query)  # fmt: skip
     gradients = itemsize * layout.tokens * 2 * widest / layout.tensor + 2 * stream
     phases["backward"] = {"a layer computed again": max(0.0, again), "gradients of activations": gradients}
+    if layout.nf4:  # a weight is unpacked whole for its product
+        phases["backward"]["a weight out of 4 bits"] = itemsize * max(k * n for k, n in adapters.linears(model))
     if layout.tensor > 1 and layout.sequence_parallel:  # inputs of attention and MLP whole again, and one's gradient
         phases["backward"]["gathered activations"] = 3 * layout.tokens * model.width * itemsize
     if layout.pipeline > 1:
@@ -205,4 +244,4 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     return Memory(parts, phase, rank, needed, low, expected, high, host)
 
 
-__all__ = ["STATE_KINDS", "Memory", "estimate", "layer_memory", "on_rank", "parameters_of", "state"]
+__all__ = ["STATE_KINDS", "Memory", "estimate", "layer_memory", "on_rank", "parameters_of", "state", "trained_of"]

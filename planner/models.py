@@ -131,15 +131,16 @@ class Model:
         unused = self.moe_layers * (self.experts - self.top_k) * self.matrices * self.width * self.expert_width
         return self.parameters - unused
 
-    def flops(self, sequence: int) -> float:
-        """Model FLOPs of a training step per token: forward, and twice that backward; no recomputation.
+    def flops(self, sequence: int, lora: int = 0) -> float:
+        """Model FLOPs of a training step per token: forward, and twice that backward; no recomputation. With adapters
+        of rank `lora`, frozen weights have no gradients: forward, and once that backward; adapters' own are left out.
 
         Two per parameter of a matrix product, and attention's products over the whole sequence, causal or not
         (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix B).
         """
         norms = self.layers * self.uncut_parameters + self.width
         tables = (0 if self.tied else self.embedding_parameters) + self.positions * self.width
-        return 6 * (self.active_parameters - norms - tables) + 12 * self.layers * self.query * sequence
+        return (4 if lora else 6) * (self.active_parameters - norms - tables) + 12 * self.layers * self.query * sequence
 
 
 def _model(row: dict[str, str]) -> Model:

@@ -126,10 +126,16 @@ def torchtitan() -> list[Run]:
     return found
 
 
-FLAGS = {  # word in the column "flags" of runs.csv -> the field of Layout that it sets, and to what
+# word in the column "flags" of runs.csv -> the field of Layout that it sets, and to what; "lora-8": adapters of rank 8
+FLAGS: dict[str, tuple[str, Any]] = {
     "whole-stream": ("sequence_parallel", False), "scores-stored": ("flash", False), "dropout": ("dropout", True),
-    "gradients-last": ("overlap_gradients", False), "unfused": ("fused", False),
+    "gradients-last": ("overlap_gradients", False), "unfused": ("fused", False), "nf4": ("nf4", True),
+    "offload": ("offload", True), "on-qkv": ("lora_on", "qkv"),
 }  # fmt: skip
+
+
+def flag(word: str) -> tuple[str, Any]:
+    return ("lora", int(word[5:])) if word.startswith("lora-") else FLAGS[word]
 
 
 def table() -> list[Run]:
@@ -150,7 +156,7 @@ def table() -> list[Run]:
         layout = make_layout(
             model, gpus, mesh, **numbers, recompute=row["recompute"], precision=row["precision"],
             stages_per_rank=int(row["stages_per_rank"] or 1), framework=row["framework"],
-            **dict(FLAGS[word] for word in row["flags"].split()),
+            **dict(flag(word) for word in row["flags"].split()),
         )  # fmt: skip
         name = f"{model.name} {layout.describe()} [{row['where']}]"
         found.append(Run(

@@ -1,14 +1,14 @@
-"""Where the planner's stated interval holds, and where it does not: what no published run covers is out of scope."""
+"""Where the planner's stated interval holds, and where it does not: what few published runs cover is out."""
 
 from planner.hardware import Cluster
-from planner.layout import Layout
+from planner.layout import LOW, Layout
 from planner.models import Model
 
 # More than this share of a GPU's memory is not recommended: runs that are nearly full wait for the allocator, and some
 # are several times slower than the same layout with room (the notes of Hagemann et al. 2023's table; Megatron-Bridge).
 RESERVED = 0.85
 WIDE = 2.0  # the interval out of scope: half to twice what is predicted
-SEEN = ("a100-80gb", "h100-80gb", "h100-96gb", "h200", "b200", "gb200-nvl72")
+SEEN = ("a100-80gb", "h100-80gb", "h100-96gb", "h200", "b200", "gb200-nvl72", "b300", "gb300-nvl72")
 
 
 def recommended(expected: float, high: float, limit: float) -> bool:
@@ -17,7 +17,7 @@ def recommended(expected: float, high: float, limit: float) -> bool:
 
 
 def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
-    """In what the layout is unlike all that the planner was compared with (planner/published); none: in scope."""
+    """In what the layout is unlike most of what the planner was compared with (planner/published); none: in scope."""
     between = cluster.node_network / cluster.gpus_per_node
     unlike = {
         f"GPU {cluster.gpu.name}": cluster.gpu.name not in SEEN,
@@ -32,6 +32,6 @@ def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
         "models of less than 0.2 billion parameters": model.parameters < 2e8,
         "models of more than 1,100 billion parameters": model.parameters > 1.1e12,
         "mixtures of experts on H100 or in 16 bit": bool(model.experts)
-        and (layout.precision != "fp8-mixed" or cluster.gpu.name not in ("b200", "gb200-nvl72")),
+        and (layout.precision not in LOW or not cluster.gpu.peak_fp4),
     }
     return [what for what, is_so in unlike.items() if is_so]

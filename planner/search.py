@@ -7,6 +7,7 @@ from functools import lru_cache
 from common.constants import GIB, RECOMPUTE
 from common.errors import UserError
 from planner import memory, scope, time
+from planner.adapters import require
 from planner.constants import Constants, load
 from planner.estimate import Estimate, estimate, limited
 from planner.hardware import Cluster
@@ -36,14 +37,19 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str,
-            offload: bool = False, framework: str = FRAMEWORK) -> Iterator[Layout]:  # fmt: skip
+            offload: bool = False, framework: str = FRAMEWORK,
+            adapted: dict | None = None) -> Iterator[Layout]:  # fmt: skip
     """Every layout that divides what it must divide. offload: those whose optimizer is in the host's memory.
-    framework: of all of them, since layouts are compared here, and not frameworks."""
+    framework: of all of them, since layouts are compared here, and not frameworks; adapted: `lora`, `lora_on` and `nf4`
+    of all of them."""
+    adapted = adapted or {}
     gpus = cluster.gpus
     if cluster.gpu.processor:
         framework = "torch"  # as make_layout has it
     for tensor in divisors(gpus):
-        if tensor > cluster.gpus_per_node or any(number % tensor for number in cut_by_tensor(model).values()):
+        if tensor > (1 if adapted.get("nf4") else cluster.gpus_per_node) or any(
+            number % tensor for number in cut_by_tensor(model).values()
+        ):
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > min(model.layers, LONGEST_PIPELINE):
@@ -64,6 +70,7 @@ def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, prec
                         "sequence": sequence,
                         "precision": precision,
                         "framework": framework,
+                        **adapted,
                     }
                     yield from _with(model, cluster, axes, rest // expert, batch_size // readers, base, offload)
 
@@ -123,13 +130,14 @@ class Candidate:
 
 
 def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str, constants: Constants,
-               offload: bool = False, framework: str = FRAMEWORK) -> list[Candidate]:  # fmt: skip
+               offload: bool = False, framework: str = FRAMEWORK,
+               adapted: dict | None = None) -> list[Candidate]:  # fmt: skip
     """Each layout with its memory, and with its time where it could fit. Of those that differ in recomputation alone,
     what recomputes more is left out where less of it fits, and what recomputes less where more of it is far too much.
     """
     found = []
     room = cluster.gpu.memory
-    every = layouts(model, cluster, batch_size, sequence, precision, offload, framework)
+    every = layouts(model, cluster, batch_size, sequence, precision, offload, framework, adapted)
     for alike in zip(*[every] * len(RECOMPUTE), strict=True):
         least = memory.estimate(model, alike[-1], constants)
         host = least.host * cluster.gpus_per_node > cluster.host_memory
@@ -155,27 +163,29 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
 def plan(
     model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str = "bf16-mixed",
     max_memory_gib: float | None = None, count: int = 5, constants: Constants | None = None,
-    accept: Callable[[Estimate], bool] = lambda _: True, framework: str = FRAMEWORK,
+    accept: Callable[[Estimate], bool] = lambda _: True, framework: str = FRAMEWORK, adapted: dict | None = None,
 ) -> list[Choice]:  # fmt: skip
     """First the simplest of the layouts that the planner cannot tell from the fastest one that fits, since they are
     closer to it than its own error; then the fastest. Raises UserError where none fits, with the least memory that
     would do.
 
     max_memory_gib: of a GPU, if not all of what it has
+    adapted:        `lora`, `lora_on` and `nf4`, as in Layout
     accept:         whether a layout comes into question, for instance for a tool that has to express it
     """
     constants = constants or load()
     computes(cluster.gpu, precision)
+    require(model, **adapted or {})
     cluster = limited(cluster, max_memory_gib)
     room = cluster.gpu.memory
-    found = candidates(model, cluster, batch_size, sequence, precision, constants, framework=framework)
+    found = candidates(model, cluster, batch_size, sequence, precision, constants, framework=framework, adapted=adapted)
 
     def fit_in(found):
         return [one for one in found if one.expected <= room]
 
     fitting = fit_in(found)
     if not fitting:
-        found += candidates(model, cluster, batch_size, sequence, precision, constants, True, framework)
+        found += candidates(model, cluster, batch_size, sequence, precision, constants, True, framework, adapted)
         fitting = fit_in(found)
     if not found:
         sizes = (size for size in divisors(cluster.gpus) if any(layouts(model, cluster, size, sequence, precision)))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from common.axes import AXES
-from planner import frameworks, stages, traffic
+from planner import adapters, frameworks, stages, traffic
 from planner.constants import Constants
 from planner.hardware import GPU, Cluster
 from planner.layer_time import Work, again, of_layer, product
 from planner.layout import Layout
-from planner.memory import largest, parameters_of
+from planner.memory import gathered_of, largest, trained_of
 from planner.models import Model
 from planner.network import group, neighbour_seconds
 
@@ -86,11 +86,11 @@ def left_over(message: float, work: float, constants: Constants) -> float:
     return max(0.0, message - work) + (1 - constants.kept) * min(message, work)
 
 
-def launching(gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> float:
+def launching(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Constants) -> float:
     """Seconds that the host needs to start the kernels of a layer's forward pass. The GPU waits where it is faster."""
     if gpu.processor:
         return 0.0
-    share = frameworks.of(layout).host
+    share = frameworks.of(layout).host * (adapters.host(model, layout.lora_on, layout.nf4) if layout.lora else 1)
     return share * (constants.host + (constants.host_moe if moe else 0.0))
 
 
@@ -102,7 +102,7 @@ def of_layers(model: Model, gpu: GPU, layout: Layout, constants: Constants) -> t
         kinds.append((True, of_layer(model, gpu, layout, True, constants), model.moe_layers / model.layers))
     sums = [0.0] * 6
     for moe, one, share in kinds:
-        host = launching(gpu, layout, moe, constants)
+        host = launching(model, gpu, layout, moe, constants)
         repeated = again(layout, one)
         relaunched = host * min(1.0, repeated / one.forward) if one.forward else 0.0
         values = (one.forward, one.backward, repeated, one.core, host, host * constants.host_backward + relaunched)
@@ -167,7 +167,10 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     last = layout.stages - 1
     forward, backward = one.forward + waits_forward, one.backward + one.repeated + waits_backward
     times_f = [n * (forward + inside_forward) + (k == last) * (head + loss / 2) for k, n in enumerate(counts)]
-    times_b = [n * (backward + inside_backward) + (k == last) * (2 * head + loss / 2) for k, n in enumerate(counts)]
+    times_b = [
+        n * (backward + inside_backward) + (k == last) * ((1 if layout.lora else 2) * head + loss / 2)
+        for k, n in enumerate(counts)
+    ]
     sends = 0.0
     if p > 1:
         rest = layout.tensor if layout.sequence_parallel else 1
@@ -181,7 +184,7 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
         Term(WORK, "a layer's backward pass", layers, one.backward),
         Term(WORK, "a layer's recomputation", layers, one.repeated),
         Term(WORK, "waiting for the host that launches a layer's kernels", layers, waits_forward + waits_backward),
-        Term(WORK, "the head and the loss", m * (last in busiest), 3 * head + loss),
+        Term(WORK, "the head and the loss", m * (last in busiest), (2 if layout.lora else 3) * head + loss),
     ]
     terms += [Term(INSIDE, f"along {axis}, of a layer", layers, there + back) for axis, there, back in inside]
     terms.append(Term(BUBBLE, "waiting for other stages", 1, max(0.0, ends - busy)))
@@ -206,9 +209,8 @@ def of_state(
     last_backward = all_backward if layout.overlap_gradients else 0.0
     divided = layout.zero_stage and layout.shards > 1
     if divided and layout.zero_stage == 3:
-        layer_unit, expert_unit = parameters_of(model, layout, 1, False, False)
-        gather = sharded("all_gather", layer_unit * itemsize, expert_unit * itemsize)
-        scatter = sharded("reduce_scatter", layer_unit * message, expert_unit * message)
+        gather = sharded("all_gather", *gathered_of(model, layout, 1, False, False))
+        scatter = sharded("reduce_scatter", *(message * size for size in trained_of(model, layout, 1, False, False)))
         if p > 1:  # a stage of a pipeline is gathered once for all of its micro-batches
             units = max(stages.layers_of_stages(model.layers, layout.stages)) * layout.stages_per_rank
             found += [
@@ -218,7 +220,8 @@ def of_state(
         else:
             # The ends of the model are units too; the first gather and the last reduction have nothing beside them.
             ends = model.embedding_parameters * (1 if model.tied else 2) / layout.tensor
-            both = sharded("all_gather", ends * itemsize) + sharded("reduce_scatter", ends * message)
+            both = sharded("all_gather", ends * itemsize)
+            both += 0.0 if layout.lora else sharded("reduce_scatter", ends * message)
             exposed = left_over(gather, forward, constants) + left_over(gather + scatter, backward, constants)
             found += [
                 Term(STATE, "embedding and head along shard", m, both),
@@ -235,7 +238,7 @@ def of_state(
             Term(STATE, "reducing gradients along shard", repeats, left_over(reduce, last_backward, constants)),
             Term(STATE, "gathering parameters along shard", 1, left_over(collect, beside, constants)),
         ]
-    if model.tied and p > 1:
+    if model.tied and p > 1 and not layout.lora:
         size = model.embedding_parameters / layout.tensor * message
         found.append(Term(STATE, "the tied embedding", 1, neighbour_seconds(cluster, layout, constants, size)))
     for axis in layout.copies:

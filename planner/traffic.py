@@ -7,7 +7,7 @@ runs. Messages of a few numbers, such as those of the loss and of the gradient's
 from common.lab.wire_bytes import wire_bytes
 from planner import frameworks, stages
 from planner.layout import Layout
-from planner.memory import parameters_of
+from planner.memory import gathered_of, trained_of
 from planner.models import Model
 
 
@@ -50,21 +50,30 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     found["expert"] = wire_bytes("all_to_all", routed(model, layout) * model.top_k, layout.size("expert"))
     found["expert"] *= 2 * (passes + 1) * layers * share
     found["pipeline"] = 2 * m * (layout.stages - 1) / p * stream / (t if layout.sequence_parallel else 1)
-    if model.tied and p > 1:  # the gradients of a weight that the first stage has and the last
+    if model.tied and p > 1 and not layout.lora:  # the gradients of a weight that the first stage has and the last
         tied = wire_bytes("all_reduce", model.embedding_parameters / t * message, 2)
         found["pipeline"] += tied * 2 / p * (layout.stages - 1 not in stages.stages_of(layout, 0))
 
-    ranks = [parameters_of(model, layout, *rank) for rank in stages.shares(model, layout)]
-    own, own_experts = (sum(part) / p for part in zip(*ranks, strict=True))
-    layers_own = parameters_of(model, layout, model.layers, False, False)[0] / p
+    def over_ranks(count):
+        return (sum(part) / p for part in zip(*(count(model, layout, *r) for r in stages.shares(model, layout)),
+                                              strict=True))  # fmt: skip
+
+    own, own_experts = over_ranks(trained_of)
+    whole, whole_experts = (
+        over_ranks(gathered_of) if layout.zero_stage == 3 else (own * itemsize, own_experts * itemsize)
+    )
+    layers_own = gathered_of(model, layout, model.layers, False, False)[0] / p
     if layout.zero_stage and layout.shards > 1:
         gathered = {1: 1, 2: 1, 3: m if p == 1 else 1}[layout.zero_stage]
         reduced = m if layout.zero_stage >= 2 and p == 1 else 1
         again = layout.zero_stage == 3 and p == 1  # not the unit at the ends, which stays until it is used
         found["shard"] = 0.0
-        for kept, in_layers, size in ((own, layers_own, layout.shards),
-                                      (own_experts, own_experts, layout.expert_shards)):  # fmt: skip
-            found["shard"] += wire_bytes("all_gather", (kept + again * in_layers) * itemsize, size) * gathered
+        both = (
+            (own, whole, layers_own, layout.shards),
+            (own_experts, whole_experts, whole_experts, layout.expert_shards),
+        )
+        for kept, there, in_layers, size in both:
+            found["shard"] += wire_bytes("all_gather", there + again * in_layers, size) * gathered
             found["shard"] += wire_bytes("reduce_scatter", kept * message, size) * reduced
     divided = layout.zero_stage >= 1
     for axis, size in layout.copies.items():

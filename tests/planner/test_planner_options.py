@@ -70,12 +70,14 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
     asked = []
     monkeypatch.setattr("planner.search.plan", lambda *args: asked.append(args) or [])
     line = (
-        f"plan {ESTIMATE[9:]} --sequence 512 --precision fp32 --max-memory-gb 9 --constants {slow} --framework megatron"
+        f"plan {ESTIMATE[9:]} --sequence 512 --precision fp32 --max-memory-gb 9 --constants {slow} "
+        "--framework megatron --lora 8 --lora-on qv"
     )
     commands.planned(read(line.split()), 7)
     ((model, cluster, *rest),) = asked
     assert (model.name, cluster.gpus) == ("llama-2-7b", 8)
-    *rest, accept, framework = rest
+    *rest, accept, framework, adapted = rest
+    assert adapted == {"lora": 8, "lora_on": "qv", "nf4": False}
     assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)], "what the search is asked"
     assert accept(None) and framework == "megatron"
     assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"

@@ -4,7 +4,7 @@ follows them."""
 import ipywidgets as widgets
 
 from common.errors import UserError
-from common.lab import plotting, recordings
+from common.lab import plotting
 from common.lab.sliders import Sliders
 from course.pipeline import schedules, simulator
 
@@ -35,24 +35,6 @@ def judge(text: str) -> None:
         return
     print(simulator.rows(mine))
     print(f"done after {mine.makespan // 2}, par {par.makespan // 2}; stored at most {mine.peaks}, par {par.peaks}")
-
-
-def dualpipe(join_us: float = 0) -> list[recordings.Event]:
-    """The kernels of DeepSeek's published profile of a DualPipe pair, as (stream, what, start, end) in seconds.
-
-    What: F, I, W as in our schedules; "all-to-all", a dispatch or a combine; "waits", the small kernels before it.
-    join_us: to draw them, kernels of one kind with gaps of at most so many microseconds become one
-    """
-    half = {"F": "F", "B": "I", "W": "W"}  # their B is the half for the input
-
-    def what(row):
-        if row["where"] == "cpu":
-            return None
-        if row["stream"] == 27:
-            return "all-to-all" if row["kind"] in ("ep_dispatch", "ep_combine") else "waits"
-        return half[row["phase"][-2]]
-
-    return recordings.events(recordings.read("trace_moe_dualpipe_deepseekv3_ep64_h800"), kind=what, join_us=join_us)
 
 
 def caption(name, timeline):

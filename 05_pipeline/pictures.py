@@ -1,13 +1,11 @@
 """The chapter's own pictures: a schedule step by step, how long stages and steps take, where stages and groups of
 ranks are placed, and a backward pass in two halves."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.patches import Rectangle
 
 from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, PURPLE, SKY, VERMILION, png
@@ -415,35 +413,3 @@ def meeting(schedule: Schedule, moment: Moment) -> plt.Figure:
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig
-
-
-def groups_on_nodes(axes: dict[str, int], axis: str, gpus_per_node: int) -> tuple[plt.Figure, list[list[int]]]:
-    """The ranks of a mesh on their nodes, with the groups along one axis in colours; and those groups' ranks.
-
-    axes: name -> size, outermost first, as for init_device_mesh: the last one varies fastest
-    """
-    names, sizes = list(axes), list(axes.values())
-    ranks = torch.arange(math.prod(sizes)).reshape(sizes)
-    groups = ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
-    nodes, width = ranks.numel() // gpus_per_node, gpus_per_node * 1.6 - 0.36
-    fig, ax = plt.subplots(figsize=(9, 1.75 * nodes + 0.5))
-    for node in range(nodes):
-        ax.add_patch(Rectangle((-0.62, 1.5 * node - 0.64), width, 1.28, fc="#F2F2F2", ec="#999999"))
-        ax.text(-0.75, 1.5 * node, f"node {node}", ha="right", va="center", size=12)
-    for number, group in enumerate(groups):
-        places = [(1.6 * (rank % gpus_per_node), 1.5 * (rank // gpus_per_node)) for rank in group]
-        for (x, y), (to_x, to_y) in pairwise(places):
-            around = y + (0.55 if number % 2 else -0.55)  # other ranks that lie between
-            line = [(x, y), (to_x, to_y)]
-            if to_x - x > 1.7:  # not neighbours
-                line[1:1] = [(x, around), (to_x, around)]
-            ax.plot(*zip(*line, strict=True), color=PALETTE[number], lw=5, zorder=1)
-        for rank, (x, y) in zip(group, places, strict=True):
-            ax.add_patch(Rectangle((x - 0.52, y - 0.43), 1.04, 0.86, fc=PALETTE[number], lw=0, zorder=2))
-            where = [int(place) for place in (ranks == rank).nonzero()[0]]
-            words = "\n".join(f"{name} {place}" for name, place in zip(names, where, strict=True))
-            ink = "black" if PALETTE[number] in (ORANGE, SKY) else "white"
-            ax.text(x, y, f"rank {rank}\n{words}", ha="center", va="center", size=11, color=ink, zorder=3)
-    ax.set(xlim=(-1.7, gpus_per_node * 1.6 - 0.9), ylim=(1.5 * nodes - 0.8, -0.7))
-    ax.set_axis_off()
-    return fig, groups

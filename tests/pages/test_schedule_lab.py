@@ -1,7 +1,5 @@
 """The sliders of chapter 05 redraw the picture, and say why where they cannot; its flipbook says who waits for what."""
 
-import csv
-
 import pytest
 import torch
 
@@ -66,28 +64,6 @@ def test_a_schedule_of_ones_own_is_judged(capsys):
     assert "done after 6, par 6;" in legal and "illegal: deadlock" in illegal
 
 
-def milliseconds(spans):
-    """The time that intervals in microseconds cover, counted one by one."""
-    return len({tick for start, length in spans for tick in range(start, start + length)}) / 1e3
-
-
-def test_the_recording_of_dualpipe_says_what_the_page_says():
-    """From the table itself: the all-to-alls, and what part of them no other kernel hides."""
-    with open(recordings.RECORDINGS / "trace_moe_dualpipe_deepseekv3_ep64_h800.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["where"] == "gpu"]
-    spans = {True: [], False: []}
-    for row in rows:
-        transfer = row["kind"] in ("ep_dispatch", "ep_combine")
-        if transfer or row["stream"] != "27":
-            spans[transfer].append((int(row["start_us"]), int(row["duration_us"])))
-    together, work = milliseconds(spans[True]), milliseconds(spans[False])
-    both = together + work - milliseconds(spans[True] + spans[False])
-    events = lab.dualpipe()
-    assert recordings.totals(events)["all-to-all"][1] == pytest.approx(together / 1e3)
-    assert recordings.hidden(events, "all-to-all", under=("F", "I", "W")) == pytest.approx(both / together)
-    assert 0.03 < 1 - both / together < 0.04 and 80 < together < 81
-
-
 def test_the_recorded_pipeline_is_four_stages_and_four_micro_batches():
     """1.5 sends per micro-batch in the mean over four ranks; what is waited for is about the bubble."""
     rows = recordings.read("trace_summary_torchtitan_parallelism_a100")
@@ -108,17 +84,3 @@ def test_parts_of_the_pages_model_are_the_model():
     for stages in (1, 2, 3, 8):
         parts = {name: p for stage in range(stages) for name, p in toy.part(stage, stages).named_parameters()}
         assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-def test_groups_of_a_mesh_lie_inside_of_nodes_or_between_them():
-    axes = {"pipeline": 2, "data": 2, "tensor": 2}  # the last one varies fastest, as for init_device_mesh
-    groups = {axis: pictures.groups_on_nodes(axes, axis, gpus_per_node=4)[1] for axis in axes}
-    assert groups == {
-        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
-        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
-        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
-    }
-    figure, _ = pictures.groups_on_nodes(axes, "pipeline", gpus_per_node=4)
-    assert "rank 6\npipeline 1\ndata 1\ntensor 0" in [text.get_text() for text in figure.axes[0].texts]
-    neighbours = pictures.groups_on_nodes(axes, "tensor", gpus_per_node=4)[0].axes[0].lines
-    assert [len(line.get_xdata()) for line in neighbours] == [2] * 4, "neighbours are joined by a straight line"

@@ -3,9 +3,10 @@
 A program of incidents/ stands for a mistake that has cost somebody days, made small enough for a few ranks. Its
 docstring is a title, and
 
-    thread: the addresses at which it was reported, or was told
-    net:    the cheapest check that catches it
-    cause:  what goes wrong
+    thread:   the addresses at which it was reported, or was told
+    reported: what was published of the effect, where that is not on the page
+    net:      the cheapest check that catches it
+    cause:    what goes wrong
 
 The mistake is one or more lines that end with `# wrong`. Above them stand one or more `# right: LINE`, which take their
 place in the fixed program. So there are two modules of each file, `broken` and `fixed`, with the same functions:
@@ -13,7 +14,8 @@ place in the fixed program. So there are two modules of each file, `broken` and 
     RANKS:     how many ranks it runs on
     on_rank(): what each rank runs; returns what it saw, a `Seen`
     alone():   the same of one process that shares nothing with the ranks
-    effect():  the number of which the reports speak, such as a ratio
+    effect(ranks, one): the number of which the reports speak, such as a ratio, from what `on_rank` has seen on each
+               rank, and `alone`; or `effect(*_)`, which starts ranks of its own
     REPORTED:  the least and the greatest value of `effect()` of the broken program that have the reported shape
     EXPECTED:  what it is where nothing is wrong
 
@@ -25,10 +27,12 @@ import functools
 import linecache
 import re
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common.lab.equality import TOLERANCE
 from common.lab.launch import RankFailed, launch
@@ -63,6 +67,7 @@ class Incident:
     net: str
     cause: str
     source: str
+    reported: str = ""
 
     @functools.cached_property
     def broken(self) -> types.ModuleType:
@@ -114,7 +119,9 @@ def incidents() -> dict[str, Incident]:
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
         told = {key: " ".join(value.split()) for key, value in fields.items()}
         threads = tuple(told["thread"].split())
-        found[path.stem] = Incident(path.stem, title.rstrip("."), threads, told["net"], told["cause"], source)
+        found[path.stem] = Incident(
+            path.stem, title.rstrip("."), threads, told["net"], told["cause"], source, told.get("reported", "")
+        )
     return found
 
 
@@ -126,6 +133,37 @@ def seen(program: types.ModuleType, timeout: float = TIMEOUT) -> list[Seen]:
 def of_one_process(program: types.ModuleType) -> Seen:
     """The same of one process, which computes with one thread, as each rank does."""
     return launch(program.alone, 1)[0]
+
+
+@dataclass
+class Look:
+    """What all ranks have seen of the broken and of the fixed program, and what one process has."""
+
+    broken: list[Seen]
+    fixed: list[Seen]
+    one: Seen
+
+
+def together(names: Iterable[str]) -> dict[str, Look]:
+    """Run incidents that run on equally many ranks and come to an end, broken and fixed, all in one launch."""
+    shown = {name: incidents()[name] for name in names}
+    programs = [program for one in shown.values() for program in (one.broken, one.fixed)]
+    (size,) = {program.RANKS for program in programs}
+
+    def on_rank():
+        seen = {name: (one.broken.on_rank(), one.fixed.on_rank()) for name, one in shown.items()}
+        return seen, {name: one.fixed.alone() for name, one in shown.items()} if dist.get_rank() == 0 else {}
+
+    ranks = launch(on_rank, size, timeout=TIMEOUT * len(shown))
+    return {
+        name: Look([seen[name][0] for seen, _ in ranks], [seen[name][1] for seen, _ in ranks], ranks[0][1][name])
+        for name in shown
+    }
+
+
+def look(name: str) -> Look:
+    """Run one incident, broken and fixed, in one launch."""
+    return together([name])[name]
 
 
 def difference(mine: torch.Tensor, expected: torch.Tensor) -> float:
@@ -143,6 +181,22 @@ def differences(program: types.ModuleType) -> dict[str, float]:
         ranks = seen(program)
     except RankFailed:  # they never come to numbers
         return dict.fromkeys(expected.numbers, float("inf"))
+    return compared(ranks, expected)
+
+
+def ending(program: types.ModuleType) -> str:
+    """How a run ends: in which collectives ranks wait in vain, or that none does. Not who of them is heard first, which
+    two ranks whose time is over at once don't decide alike each time."""
+    try:
+        seen(program)
+    except RankFailed as error:
+        waited = [name for name in ("all_reduce", "barrier", "broadcast") if name in str(error)]
+        return f"ranks waited in vain, in {' and in '.join(waited)}"
+    return "all ranks came to the end"
+
+
+def compared(ranks: list[Seen], expected: Seen) -> dict[str, float]:
+    """For each number of one process, the largest difference over the ranks that have it."""
     return {
         name: max(difference(rank.numbers[name], value) for rank in ranks if name in rank.numbers)
         for name, value in expected.numbers.items()
@@ -151,10 +205,38 @@ def differences(program: types.ModuleType) -> dict[str, float]:
 
 def worst(program: types.ModuleType) -> str:
     """The largest difference from one process, of all numbers that must be equal."""
-    by_name = differences(program)
+    return in_words(differences(program))
+
+
+def in_words(by_name: dict[str, float]) -> str:
+    """Which number differs most, or that all are equal."""
     name = max(by_name, key=lambda name: by_name[name])
     equal = by_name[name] <= TOLERANCE
     return f"equal to one process, all {len(by_name)} numbers" if equal else f"{name} is off by {by_name[name]:.3g}"
+
+
+def show_beside(looked: Look, name: str, steps: Iterable[int], rank: int = 0, right: str = "one") -> None:
+    """Print a number of some steps: of the broken program, and of one process or, with "fixed", of the fixed one."""
+    for step in steps:
+        other = looked.one if right == "one" else looked.fixed[rank]
+        key, words = f"{name} {step}", "one process" if right == "one" else right
+        print(f"step {step:2}: {looked.broken[rank].numbers[key]:.4f} broken, {other.numbers[key]:.4f} {words}")
+
+
+def verdict(name: str, looked: Look | None = None) -> None:
+    """Print whether broken and fixed program equal one process, and their effect beside what was published.
+
+    Raises AssertionError where the broken program's effect has not the reported shape, or the fixed one's has.
+    """
+    incident = incidents()[name]
+    for what, program in (("broken", incident.broken), ("fixed", incident.fixed)):
+        ranks = getattr(looked, what) if looked else []
+        one = looked.one if looked else Seen()
+        by_name = compared(ranks, one) if looked else differences(program)
+        effect, (least, most) = program.effect(ranks, one), program.REPORTED
+        assert (least <= effect <= most) == (what == "broken"), (what, effect)
+        print(f"{what + ':':8} {effect:6.4g}   {in_words(by_name)}")
+    print(f"reported: {incident.reported}")
 
 
 def show_cause(name: str) -> None:

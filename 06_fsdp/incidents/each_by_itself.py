@@ -111,7 +111,7 @@ def losses(lengths=LENGTHS, steps=40):
     ]
 
 
-def effect():
+def effect(*_):
     """How many times as much a token of the shortest example counts as one of the longest."""
     found = weights()
     return found[LENGTHS.index(min(LENGTHS))] / found[LENGTHS.index(max(LENGTHS))]

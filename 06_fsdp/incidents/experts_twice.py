@@ -93,7 +93,7 @@ def alone(steps=STEPS, optimizer="SGD"):
     return seen
 
 
-def effect():
+def effect(*_):
     """How many times too long the experts' gradients are, in the first step."""
     ranks, one = launch(lambda: on_rank(1), RANKS), launch(lambda: alone(1), 1)[0]
     names = [name for name in one.numbers if name.startswith("gradient")]

@@ -59,6 +59,6 @@ def memory(planned, step=0):
     return index.bytes
 
 
-def effect():
+def effect(*_):
     """How many times as many bytes the index of a run of 10,240 steps has as that of one of 1,024."""
     return memory(10_240) / memory(1_024)

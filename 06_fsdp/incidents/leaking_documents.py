@@ -124,6 +124,6 @@ def changed(packed=True):
     return (outputs(packed=packed) != outputs(token, packed)).any(dim=-1)
 
 
-def effect():
+def effect(*_):
     """The share of all positions whose output depends on the first document's first token."""
     return changed().float().mean().item()

@@ -106,6 +106,6 @@ def losses(max_norm, steps=30):
     ]
 
 
-def effect():
+def effect(*_):
     """How many times too large the norm of the first step is."""
     return norms(RANKS)[0] / launch(lambda: alone(100.0, 1), 1)[0].numbers["norm 0"].item()

@@ -113,7 +113,7 @@ def last_loss(steps, seed=SEED, whole=False):
     return sum(numbers[f"loss {step}"].item() for step in range(steps - 20, steps)) / 20
 
 
-def effect():
+def effect(*_):
     """The share of the rows of a layer's first matrix that are different rows."""
     rows, different = independent_rows(1)
     return different / rows

@@ -127,6 +127,6 @@ def of_each_rank():
     return [tensor.norm().item() for tensor in (one, *ranks, sum(ranks))]
 
 
-def effect():
+def effect(*_):
     """By how much of its largest element the router's gradient is wrong."""
     return wrong_by()["gradient of blocks.0.mlp.router.weight"]

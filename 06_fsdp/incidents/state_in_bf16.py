@@ -88,6 +88,6 @@ def gaps():
     return eps / 2, eps
 
 
-def effect():
+def effect(*_):
     """The share of all factors of normalizations that are exactly 1 after the last step."""
     return (launch(on_rank, RANKS)[0].numbers["gains"] == 1).float().mean().item()

@@ -124,7 +124,7 @@ def parts():
     return [*found, model.get_parameter(TIED).grad.norm().item()]
 
 
-def effect():
+def effect(*_):
     """How many times as high the loss is just after the restart as just before, each a mean over three steps."""
     losses = restarted()
     return sum(losses[60:63]) / sum(losses[57:60])

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import cloudpickle
 import psutil
@@ -61,12 +62,23 @@ class RankFailed(RuntimeError):
         self.rank, self.where, self.output = rank, where, output
 
 
-def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_method: str | None = None) -> list:
+def launch(
+    fn,
+    nproc: int = 2,
+    args: tuple = (),
+    timeout: float = 60.0,
+    start_method: str | None = None,
+    how: Literal["processes", "local"] = "processes",
+) -> list:
     """Run `fn(*args)` on `nproc` ranks of a fresh process group and return their results in rank order.
 
     What the ranks print appears afterwards, in rank order, each line headed by its rank. Tensors inside `fn` live on
     the CPU (gloo); each rank computes with one thread. `timeout` is in seconds: for a collective that somebody does not
     join, and, with LEEWAY, for the whole launch, from when the ranks have started.
+
+    With how="local" all ranks are pretended in this process, and there may be a thousand of them (`common.lab.local`
+    says what they can do and what is refused). The function is run once, by all ranks in step, its tensors live and
+    its collectives are done in this process, an error in it is the error, and `timeout` does not apply.
 
     Raises RankFailed with the failing rank, its traceback, and what every other rank was doing: if a rank raises, dies,
     exits before it has returned (with exit code 0 too), or is not finished in time. No process is left behind, except,
@@ -80,6 +92,10 @@ def launch(fn, nproc: int = 2, args: tuple = (), timeout: float = 60.0, start_me
             "launch starts a process group of its own, and this process is in one already: leave that one first, by "
             "dist.destroy_process_group()"
         )
+    if how == "local":
+        from common.lab import local  # as private as its parts in PyTorch: loaded by those who ask for it
+
+        return local.run(fn, nproc, args)
     if start_method is None:
         start_method = "fork" if LINUX and not torch.cuda.is_initialized() else "spawn"
     if start_method == "fork":

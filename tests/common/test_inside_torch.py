@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.backend_registration
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor
 from torch.distributed.pipelining.stage import PipelineStage
 
 from common import ROOT
@@ -54,6 +55,7 @@ def a_type() -> object:
 
 
 C10D, REGISTRATION = "torch.distributed.distributed_c10d:", "torch.utils.backend_registration:"
+LOCAL, LOCAL_C10D = "torch.distributed._local_tensor:", "torch.distributed._local_tensor._c10d:"
 PIPELINING, BINDINGS = "torch.distributed.pipelining.stage:", "torch._C._distributed_c10d:"
 # Name -> where it is, or how to come by it; and the names of its parameters, where Python can tell them.
 INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
@@ -69,6 +71,26 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     ),
     "_StageBackwardMeta": (PIPELINING + "_StageBackwardMeta", "backward_metas"),
     "_StageForwardMeta": (PIPELINING + "_StageForwardMeta", "forward_metas"),
+    "FSDPParamGroup": ("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.__init__", None),
+    "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug:_clear_sharding_prop_cache", ""),
+    "_for_each_rank_run_func": (LOCAL + "_for_each_rank_run_func", "func ranks args kwargs alias"),
+    "_gen_transform_infos": ("torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear", None),
+    "_get_constant_bool_symnode": ("torch._C:_get_constant_bool_symnode", None),
+    "_get_default_group": (C10D + "_get_default_group", ""),
+    "_get_rng_state": (LOCAL + "_get_rng_state", ""),
+    "_int_on_rank": (LOCAL + "_int_on_rank", "i r"),
+    "_local_broadcast_": (
+        LOCAL_C10D + "_local_broadcast_", "tensors process_group_so root_rank root_tensor async_op timeout"
+    ),
+    "_local_ints": (lambda: LocalIntNode({0: 1, 1: 2})._local_ints, None),
+    "_local_scatter_": (
+        LOCAL_C10D + "_local_scatter_", "output_tensors input_tensors process_group_so root_rank async_op timeout"
+    ),
+    "_local_tensors": (lambda: LocalTensor({0: torch.ones(1)})._local_tensors, None),
+    "_map_to_rank_local_val": (LOCAL + "_map_to_rank_local_val", "val rank"),
+    "_prepare_collective_groups": (LOCAL_C10D + "_prepare_collective_groups", "process_group_so"),
+    "_set_rng_state": (LOCAL + "_set_rng_state", "cpu_state accelerator_states"),
+    "no_dispatch": ("torch.utils._mode_utils:no_dispatch", ""),
     "_buffers": (lambda: torch.nn.Module()._buffers, None),
     "_cdata": (lambda: torch.UntypedStorage(1)._cdata, None),
     "_create_work_from_future": (BINDINGS + "_create_work_from_future", None),
@@ -113,8 +135,9 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
 }  # fmt: skip
 # Modules, and what is of others than PyTorch: of Python, argparse, the engines.
 NAMES_ELSEWHERE = {
-    "_C", "_distributed_c10d", "_dynamo", "torch._dynamo", "_exit", "_getframe", "_option_string_actions", "_has_ops",
-    "_hp_mapping", "_precision", "_reassign_or_swap_out_partitioned_parameters", "_validate_launch_command",
+    "_C", "_c10d", "_distributed_c10d", "_local_tensor", "_pytree", "_redistribute", "_dynamo", "torch._dynamo",
+    "_exit", "_getframe", "_option_string_actions", "_has_ops", "_hp_mapping", "_precision",
+    "_reassign_or_swap_out_partitioned_parameters", "_validate_launch_command",
 }  # fmt: skip
 
 

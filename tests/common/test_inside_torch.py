@@ -90,7 +90,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_map_to_rank_local_val": (LOCAL + "_map_to_rank_local_val", "val rank"),
     "_prepare_collective_groups": (LOCAL_C10D + "_prepare_collective_groups", "process_group_so"),
     "_set_rng_state": (LOCAL + "_set_rng_state", "cpu_state accelerator_states"),
-    "no_dispatch": ("torch.utils._mode_utils:no_dispatch", ""),
+    "no_dispatch": ("torch.utils._mode_utils:no_dispatch", None),
     "_buffers": (lambda: torch.nn.Module()._buffers, None),
     "_cdata": (lambda: torch.UntypedStorage(1)._cdata, None),
     "_create_work_from_future": (BINDINGS + "_create_work_from_future", None),

@@ -4,8 +4,6 @@ The simulator is the alpha-beta model of chapter 01 beside a backward pass that 
 that communication slows computation down (NCCL's kernels occupy SMs, gloo's threads occupy cores).
 """
 
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,17 +102,6 @@ def draw_buckets(model, buckets: list[list]):
     places = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
     layout = [[places[id(parameter)] for parameter in bucket] for bucket in buckets]
     return draw_layout([name for name, _ in parameters], [parameter.nbytes for _, parameter in parameters], layout)
-
-
-SPANS: list[tuple[str, float, float]] = []  # of this rank: what it did, from when to when
-
-
-@contextmanager
-def timed(what: str):
-    """Append (what, start, end) of this block to SPANS, in seconds of this process's clock."""
-    begin = time.perf_counter()
-    yield
-    SPANS.append((what, begin, time.perf_counter()))
 
 
 SIZES = [16, 25, 50, 100, 200, 400, 800, 1200]  # MiB; below 16, no weight is cut, so the buckets stay as they are

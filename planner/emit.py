@@ -280,7 +280,7 @@ def hf_trainer(found: Estimate) -> Emitted:
 
 TITAN_MODELS = {
     "llama-3-8b": ("llama3", "8B"), "llama-3-70b": ("llama3", "70B"), "llama-3-405b": ("llama3", "405B"),
-    "deepseek-v3": ("deepseek_v3", "671B"),
+    "deepseek-v3": ("deepseek_v3", "671B"), "qwen3-32b": ("qwen3", "32B"),
 }  # fmt: skip
 TITAN_SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped-bfs": "LoopedBFS",
@@ -330,6 +330,7 @@ def torchtitan(found: Estimate) -> Emitted:
         if layout.stages_per_rank > 1:
             # it counts the embedding and the output layer as a layer each
             parallelism["pipeline_parallel_layers_per_stage"] = -(-(model.layers + 2) // layout.stages)
+    compiled = ["model"] * layout.fused + ["loss"] * layout.fused_loss
     tables = {
         "model": {"name": name, "flavor": flavor, "converters": ["float8"] if "fp8" in layout.precision else []},
         "training": {
@@ -338,7 +339,7 @@ def torchtitan(found: Estimate) -> Emitted:
         },
         "parallelism": parallelism,
         "activation_checkpoint": among(layout.kept, TITAN_RECOMPUTE, "recomputation"),
-        "compile": {"enable": layout.fused},
+        "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
     }  # fmt: skip
     command = f"{torchrun_words(cluster)} -m torchtitan.train --job.config_file torchtitan.toml"
     return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{toml(tables)}"})

@@ -8,7 +8,7 @@ doesn't say is left out, and comes from the command line.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +69,32 @@ def known(**fields) -> dict[str, Any]:
 
 
 def hugging_face(table: dict) -> Config:
-    """A model's config.json. GPT-2's and OPT's own names are read too."""
+    """A model's config.json. GPT-2's, OPT's and DBRX's own names are read too, and nanotron's for mixtures."""
+    for name in ("text_config", "attn_config", "ffn_config", "moe_config"):  # what stands outside wins
+        table = inner(table, name) | table
 
     def one(*names, **more):
         return next((found for name in names if (found := number(table, name)) is not None), more.get("otherwise"))
 
     kind = str(table.get("model_type", "")).lower()
-    width, heads = one("hidden_size", "n_embd", "d_model"), one("num_attention_heads", "n_head")
-    layers, vocabulary = one("num_hidden_layers", "n_layer"), one("vocab_size")
+    width, heads = one("hidden_size", "n_embd", "d_model"), one("num_attention_heads", "n_head", "n_heads")
+    layers, vocabulary = one("num_hidden_layers", "n_layer", "n_layers"), one("vocab_size")
     for name, value in (("hidden_size", width), ("num_attention_heads", heads), ("num_hidden_layers", layers),
                         ("vocab_size", vocabulary)):  # fmt: skip
         if value is None:
             raise UserError(f"{name}: is missing")
     gelu = kind in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_bigcode", "bert", "falcon", "phi", "starcoder2")
-    experts = one("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
+    experts = one("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", otherwise=0)
     fields = known(
-        kv_heads=one("num_key_value_heads"), head_width=one("head_dim"),
-        mlp_width=one("intermediate_size", "ffn_dim", "n_inner"),
+        kv_heads=one("num_key_value_heads", "kv_n_heads"), head_width=one("head_dim"),
+        mlp_width=one("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
         positions=one("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt", "bert") else None,
     )  # fmt: skip
     if experts:
-        fields |= known(experts=experts, top_k=one("num_experts_per_tok", otherwise=1),
-                        expert_width=one("moe_intermediate_size", "intermediate_size"),
-                        shared_experts=one("n_shared_experts"), dense_layers=one("first_k_dense_replace"))  # fmt: skip
+        shared = one("n_shared_experts", otherwise=1 if table.get("enable_shared_expert") else None)
+        fields |= known(experts=experts, top_k=one("num_experts_per_tok", "moe_top_k", "top_k", otherwise=1),
+                        expert_width=one("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
+                        shared_experts=shared, dense_layers=one("first_k_dense_replace"))  # fmt: skip
     tied = bool(table.get("tie_word_embeddings", gelu and kind != "gpt_neox"))
     model = Model(kind or "config.json", layers, width, heads, vocabulary, mlp="gelu" if gelu else "swiglu", tied=tied,
                   bias="all" if gelu else "none", source="config.json", **fields)  # fmt: skip
@@ -121,6 +124,8 @@ def torchtitan(table: dict) -> Config:
     recompute = {"none": "none", "full": "full"}.get(mode, "operators" if how == "op" else "every-second")
     whole = degree["shard"] == 1 and degree["context"] == 1
     compiled = inner(table, "compile")
+    compiles = bool(compiled.get("enable", compiled.get("compile", False)))
+    what = compiled.get("components", ["model", "loss"])
     local = number(training, "local_batch_size", number(training, "batch_size", 1)) or 1
     micro = number(parallel, "pipeline_parallel_microbatch_size", 1) if degree["pipeline"] != 1 else local
     stage = 0 if whole else 2 if parallel.get("fsdp_reshard_after_forward") == "never" else 3
@@ -129,7 +134,7 @@ def torchtitan(table: dict) -> Config:
         batch_size=number(training, "global_batch_size", None, least=-1), offload=training.get("enable_cpu_offload"),
         precision="fp8-mixed" if "float8" in str(shape.get("converters", "")) else
         {"float32": "float32"}.get(str(training.get("mixed_precision_param")), "bf16-mixed"),
-        fused=bool(compiled.get("enable", compiled.get("compile", False))),
+        fused=compiles and "model" in what, fused_loss=compiles and "loss" in what,
         async_tensor=parallel.get("enable_async_tensor_parallel"), framework="torch",
     )  # fmt: skip
     if layout.get("batch_size", 1) < 1:
@@ -142,8 +147,8 @@ def torchtitan(table: dict) -> Config:
             layout["stages_per_rank"] = max(1, -(-(model.layers + 2) // each) // degree["pipeline"])
         elif layout["schedule"] not in ("1f1b", "gpipe"):
             layout["stages_per_rank"] = 2
-    if expert > 1 and degree["shard"] > 0:
-        degree["shard"], degree["expert"] = max(1, degree["shard"] // expert), expert
+    if expert > 1:  # ranks of "shard" are those of "expert" too; -1 is what these leave
+        degree["shard"], degree["expert"] = max(1, degree["shard"] // expert) if degree["shard"] > 0 else -1, expert
     return Config("torchtitan", model, degree, layout, local=local, notes=notes)
 
 
@@ -206,6 +211,11 @@ def megatron(table: dict) -> Config:
         layout |= {"schedule": "interleaved", "stages_per_rank": max(1, layers // (mesh["pipeline"] or 1) // each)}
     nodes, local = one("nnodes", 1), one("nproc-per-node")
     notes = []
+    if schedule := re.findall(r":(\d+)", str(table.get("step-batch-size-schedule", ""))):
+        layout.setdefault("batch_size", int(schedule[-1]))
+        notes.append("--step-batch-size-schedule: the last size is taken")
+    if model and "vocab-size" not in table:
+        notes.append("--vocab-size is missing, since the tokenizer says it: 51,200 is taken, which is GPT-2's, padded")
     if layout["precision"] == "float32":
         notes.append("neither --bf16 nor --fp16: Megatron-LM trains in float32")
     if (mesh["tensor"] or 1) > 1 and not layout["sequence_parallel"]:
@@ -271,6 +281,21 @@ def deepspeed(table: dict) -> Config:
     return Config("DeepSpeed", None, mesh, layout, local=local, notes=notes)
 
 
+FILE = "what deepspeed_config_file says"
+
+
+def with_file(file: Path, table: dict) -> dict:
+    """Accelerate's table, with what stands in a DeepSpeed JSON that it names. Raises UserError if that isn't there."""
+    found = table.get("deepspeed_config")
+    if not isinstance(found, dict) or "deepspeed_config_file" not in found:
+        return table
+    name = str(found["deepspeed_config_file"])
+    there = next((path for path in (file.parent / name, Path(name)) if path.is_file()), None)
+    if there is None:
+        raise UserError(f"deepspeed_config.deepspeed_config_file: {name} is not there, and it says the stage")
+    return table | {"deepspeed_config": found | {FILE: parsed(there, there.read_text(encoding="utf-8"))}}
+
+
 def accelerate(table: dict) -> Config:
     gpus, kind = number(table, "num_processes", 1), str(table.get("distributed_type", "NO"))
     mixed = str(table.get("mixed_precision", "no"))
@@ -288,9 +313,11 @@ def accelerate(table: dict) -> Config:
             ("data", "dp_replicate"), ("context", "cp"), ("tensor", "tp"))}  # fmt: skip
         mesh |= {axis: size for axis, size in sizes.items() if size > 1}
         if strategy.startswith("HYBRID"):
-            notes.append(f"{strategy} copies the model in each node; give --mesh with data and shard")
+            notes.append(f"{strategy} copies the model in each node; counted as sharded over all ranks")
     elif kind == "DEEPSPEED":
         found = inner(table, "deepspeed_config")
+        if FILE in found:  # which says the rest, precision too
+            return replace(deepspeed(found[FILE]), kind="Accelerate", gpus=gpus)
         layout["zero_stage"] = number(found, "zero_stage", 2, least=0) or 0
         layout["offload"] = found.get("offload_optimizer_device", "none") not in ("none", None)
         notes.append("gradient accumulation is the script's") if "gradient_accumulation_steps" not in found else None
@@ -355,7 +382,7 @@ def read(path: str) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
     try:
-        table = parsed(file, text)
+        table = with_file(file, parsed(file, text))
         kind = next((reader for fits, reader in KINDS if fits(table)), None)
         if kind is None:
             raise UserError("no configuration that the planner knows: config.json, torchtitan, Megatron-LM, nanotron, "
@@ -386,7 +413,9 @@ def parsed(file: Path, text: str) -> dict:
         elif file.suffix in (".yaml", ".yml"):
             table = from_yaml(text)
             if isinstance(table, dict) and isinstance(table.get("MODEL_ARGS"), dict):  # Megatron-LM's functional tests
-                table = {str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items()}
+                table = {
+                    str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items() if value is not False
+                }
         else:
             return words_of(text)
     except ValueError as error:

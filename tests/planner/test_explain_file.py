@@ -21,9 +21,7 @@ BACK = [  # tool, its file, GPUs, mesh, fields of the layout
     ("torchtitan", "torchtitan.toml", 16, {"shard": 8, "pipeline": 2}, {
         "zero_stage": 3, "schedule": "interleaved", "stages_per_rank": 2, "precision": "fp8-mixed"}),
     ("deepspeed", "deepspeed.json", 8, {"shard": 8}, {"zero_stage": 2, "micro_batch": 2, "offload": True}),
-    ("deepspeed", "deepspeed.json", 8, {"data": 8}, {"precision": "fp16-mixed"}),
     ("accelerate", "accelerate.yaml", 16, {"data": 2, "shard": 8}, {"zero_stage": 3, "recompute": "full"}),
-    ("accelerate", "accelerate.yaml", 8, {"shard": 8}, {"zero_stage": 2}),
     ("hf-trainer", "training.json", 8, {"shard": 8}, {"zero_stage": 3, "micro_batch": 4, "recompute": "full"}),
     ("torchrun", "course.yaml", 8, {"data": 2, "shard": 4}, {"zero_stage": 3, "precision": "float32"}),
     ("torchrun", "course.yaml", 8, {"shard": 8}, {"zero_stage": 1, "micro_batch": 2}),

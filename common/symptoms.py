@@ -1,7 +1,8 @@
 """Find the place in the course that explains a symptom: `python -m common.doctor --symptom "it hangs after an epoch"`.
 
-What is searched is what a reader can open: rows of the tables of docs/, the programs of the catalogue of mistakes, and
-the sections of all pages. Nothing is imported or run. Places are compared with the words by TF-IDF over pieces of
+What is searched is what a reader can open: rows of the tables of docs/, what people have asked in public (threads.yaml
+and the museum of incidents), the programs of the catalogue of mistakes, and the sections of all pages. No program of
+these is imported or run. Places are compared with the words by TF-IDF over pieces of
 words, so that "hangs" finds "hang", and a message finds its row although numbers in it differ.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from common import ROOT
 
-GUIDES = ("troubleshooting", "incidents", "cluster", "your-own")  # in which people look for what has gone wrong
+GUIDES = ("troubleshooting", "cluster", "your-own")  # in which people look for what has gone wrong
 NOTHING = "nothing here has these words; try those of the message, or what you see first"
 LEAST = 0.08  # likeness below which a place has hardly more than small words in common with the question
 
@@ -70,6 +71,88 @@ def guides() -> Iterator[Place]:
                 yield Place(where, plain(cells[0]), plain(" ".join([cells[0], *cells])), known=1.3)
             if not found:
                 yield Place(f"docs/{name}.md, {heading}", heading, plain(f"{heading} {body}"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What somebody has asked or reported in public.
+
+    asked:   the question or symptom, in one sentence
+    words:   further words for it
+    page:    the page that answers it, from the root
+    anchor:  the section's name in links
+    heading: the section's heading
+    threads: addresses at which it was asked
+    """
+
+    asked: str
+    words: str
+    page: str
+    anchor: str
+    heading: str
+    threads: tuple[str, ...]
+
+
+def section_of(page: str, anchor: str) -> str:
+    """What stands between an anchor and the next heading of the same rank, with its own heading. Raises KeyError."""
+    text = (ROOT / page).read_text()
+    if page.endswith(".ipynb"):
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    found = re.search(rf'<a id="{re.escape(anchor)}"></a>\s+(## .*?)(?=\n## |\Z)', text, re.DOTALL)
+    if not found:
+        raise KeyError(f"{page} has no section {anchor}")
+    return found[1]
+
+
+def incident_sections() -> dict[str, tuple[str, str]]:
+    """Name of each incident of the museum -> page and anchor of its section."""
+    found, anchor = {}, ""
+    for path in sorted(ROOT.glob("*/*incidents*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            text = "".join(cell["source"])
+            anchor = (re.findall(r'<a id="([^"]+)">', text) or [anchor])[-1]
+            for name in re.findall(r'^show_cause\("(\w+)"\)', text, re.MULTILINE):
+                found[name] = str(path.relative_to(ROOT)), anchor
+    return found
+
+
+@functools.cache
+def asked() -> list[Asked]:
+    """All that is known to have been asked in public: of threads.yaml, and the museum's incidents."""
+    import yaml  # not at the top: the site's search runs this file without it
+
+    sections, rows = incident_sections(), yaml.safe_load((ROOT / "common" / "threads.yaml").read_text())
+    told: dict[str, tuple[str, tuple[str, ...]]] = {}  # title and threads of each incident
+    for path in sorted(ROOT.glob("*/incidents/*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        reported = re.search(r"^thread: +(.*(?:\n +.*)*)", text, re.MULTILINE)
+        told[path.stem] = text.partition("\n")[0].rstrip("."), tuple(reported[1].split()) if reported else ()
+    named = {row.get("incident") for row in rows}
+    found = []
+    for row in [*rows, *({"asked": told[name][0], "incident": name} for name in told if name not in named)]:
+        title, threads = told.get(row.get("incident"), ("", ()))
+        page, anchor = sections[row["incident"]] if "incident" in row else row["answer"].split("#")
+        heading = section_of(page, anchor).partition("\n")[0].lstrip("# ")
+        words = f"{title} {row.get('words', '')}"
+        found.append(Asked(row["asked"], words, page, anchor, heading, (*threads, *row.get("threads", ()))))
+    return found
+
+
+def thread_name(address: str) -> str:
+    """A short name, such as pytorch#37359, for the address of a thread."""
+    github = re.match(r"https://github\.com/[^/]+/([^/]+)/(?:issues|pull)/(\d+)", address)
+    if github:
+        return f"{github[1]}#{github[2]}"
+    forum = re.match(r"https://discuss\.pytorch\.org/t/[^/]+/(\d+)", address)
+    return f"discuss.pytorch.org, {forum[1]}" if forum else address.rstrip("/").rpartition("/")[2].removesuffix(".md")
+
+
+def questions() -> Iterator[Place]:
+    for one in asked():
+        threads = " ".join(f"{thread_name(address)} {address}" for address in one.threads)
+        where = f"{one.page}, {plain(one.heading)}"
+        yield Place(where, plain(one.asked), plain(f"{one.asked} {one.asked} {one.words} {threads}"), known=1.3)
 
 
 def mistakes() -> Iterator[Place]:
@@ -143,7 +226,7 @@ class Likeness:
 
 @functools.cache
 def all_places() -> list[Place]:
-    return [*guides(), *mistakes(), *pages()]
+    return [*guides(), *questions(), *mistakes(), *pages()]
 
 
 class Finder:

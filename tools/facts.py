@@ -19,7 +19,7 @@ from typing import Any
 
 import nbformat
 
-from common import ROOT, check, cluster_check
+from common import ROOT, check, cluster_check, symptoms
 from common.axes import AXES
 from common.config import Config, shared
 from common.options import flag
@@ -314,11 +314,22 @@ def commands(old: str, rest: str) -> str:
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
+
+def asked_in_public(old: str, rest: str) -> str:
+    """What people have asked, the section that answers it, and the threads."""
+    lines = []
+    for one in symptoms.asked():
+        target = one.page.removeprefix("docs/") if one.page.startswith("docs/") else f"../{one.page}"
+        threads = ", ".join(f"[{symptoms.thread_name(address)}]({address})" for address in one.threads)
+        lines.append([one.asked, f"[{one.heading.replace('|', ' ')}]({target}#{one.anchor})", threads])
+    return table(["symptom or question", "where the course answers", "threads"], lines)
+
+
 FACTS: dict[str, Callable[[str, str], str]] = {
     made.__name__.replace("_", " "): made
     for made in (
         chapters, trail, library, trail_hours, path_hours, week_hours, weeks, exercises, strategies, engines, options,
-        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link,
+        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link, asked_in_public,
     )
 }  # fmt: skip
 

@@ -40,8 +40,9 @@ class Intervals(Sliders):
 
     def __init__(self, gpus: int, hours_per_failure: float, seconds: float, restart: float):
         def log(value, low, high, name):
+            digits = ",.0f" if low >= 1 else ",.1f"
             return widgets.FloatLogSlider(
-                value, min=math.log10(low), max=math.log10(high), step=0.05, description=name, readout_format=",.0f"
+                value, min=math.log10(low), max=math.log10(high), step=0.05, description=name, readout_format=digits
             )
 
         super().__init__(

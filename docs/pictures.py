@@ -57,12 +57,11 @@ def schedules(steps_per_unit: int = 1) -> list[Image.Image]:
 
 
 def save(frames: list[Image.Image], path: Path, milliseconds: int = 160, pause: int = 3000) -> None:
-    """An animation that stands still at its end, in one palette for all frames."""
+    """An animation in one palette for all frames. It begins with its last frame, the whole, which stands still: that is
+    what is seen where nothing moves."""
     palette = frames[-1].quantize(64)
-    few = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    few[0].save(
-        path, save_all=True, append_images=few[1:], duration=[milliseconds] * (len(few) - 1) + [pause], loop=0
-    )  # fmt: skip
+    last, *few = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in (frames[-1], *frames[:-1])]
+    last.save(path, save_all=True, append_images=few, duration=[pause] + [milliseconds] * len(few), loop=0)
 
 
 def train(strategy: str, folder: Path) -> list[float]:

@@ -75,6 +75,22 @@ def group(cluster: Cluster, layout: Layout, constants: Constants, *axes: str) ->
     )  # fmt: skip
 
 
+def outside(cluster: Cluster, layout: Layout, constants: Constants, axis: str) -> tuple[int, float]:
+    """The nodes that a group along an axis of traffic.sent lies on, and the share of what its ranks send along it that
+    leaves their nodes: of a ring, what one of the ranks of a node sends; of a pipeline, what goes over those borders of
+    stages that are borders of nodes; of an all-to-all, what is for ranks elsewhere."""
+    if axis == "host":
+        return 1, 0.0
+    together = {"shard": ("shard", *(("context",) if layout.shard_context else ()), "expert"),
+                "data": ("data",) if layout.zero_stage else AXES[1:-1]}  # fmt: skip
+    ranks = group(cluster, layout, constants, *together.get(axis, (axis,)))
+    if ranks.nodes == 1:
+        return 1, 0.0
+    if axis == "expert":
+        return ranks.nodes, (ranks.size - ranks.local) / (ranks.size - 1)
+    return ranks.nodes, (ranks.nodes - 1) / (ranks.size - 1) if axis == "pipeline" else 1 / ranks.local
+
+
 def neighbour_seconds(cluster: Cluster, layout: Layout, constants: Constants, payload: float) -> float:
     """How long one message to the next stage takes."""
     inner = math.prod(layout.size(axis) for axis in AXES[1:])

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from common.errors import UserError
-from planner import compare, constants, explain_file, hardware, models, scoreboard
+from planner import compare, constants, explain_file, hardware, models, network, scoreboard
 from planner.estimate import Estimate
 from planner.fit import project
 from planner.layout import usual_precision
@@ -114,13 +114,15 @@ def answer(asked: dict[str, str]) -> dict[str, Any]:
 
 
 def of_layout(choice: Choice, of_hour: float | None, of_kwh: float | None) -> dict[str, Any]:
-    """One layout. dollars and kilowatt_hours: of 10^9 tokens; None where there is no price, or no power."""
+    """One layout. dollars and kilowatt_hours: of 10^9 tokens; None where there is no price, or no power. links: axis
+    -> nodes of a group along it, and the share of what its ranks send that leaves their nodes."""
     found = choice.estimate
     if of_hour is None and found.cluster.gpu.name in compare.PRICES:
         of_hour = compare.PRICES[found.cluster.gpu.name][0]
     offer = compare.offer(found.cluster.gpu, found, of_hour)
     power = offer.kilowatt_hours * of_kwh if offer.kilowatt_hours is not None and of_kwh is not None else None
-    more = {"layout": found.layout.describe(), "price": of_hour, "dollars": offer.dollars,
+    links = {axis: network.outside(found.cluster, found.layout, found.constants, axis) for axis in found.step.links}
+    more = {"layout": found.layout.describe(), "links": links, "price": of_hour, "dollars": offer.dollars,
             "kilowatt_hours": offer.kilowatt_hours, "dollars_of_energy": power}  # fmt: skip
     return choice.as_dict() | more
 
@@ -180,7 +182,10 @@ def of_one(one: dict[str, Any], most: float, longest: float) -> str:
     limit = f"{one['memory_limit_gib']:.1f} GiB"
     facts = [f"{one['tokens_per_second']:,.0f} tokens/s", f"MFU {one['mfu']:.1%}", f"bubble {one['bubble']:.1%}",
              f"bound by {one['binding']}", *money(one)]  # fmt: skip
-    sent = "; ".join(f"{size / 1e9:,.2f} GB along {axis}" for axis, size in one["sent_bytes_per_gpu"].items())
+    sent = "; ".join(
+        f"{size / 1e9:,.2f} GB along {axis}, {crossed(axis, size, *one['links'][axis])}"
+        for axis, size in one["sent_bytes_per_gpu"].items()
+    )
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in [one["preferred"], *one["notes"]] if note)
     return (
         f"<h3>{escape(one['layout'])}</h3>"
@@ -192,25 +197,36 @@ def of_one(one: dict[str, Any], most: float, longest: float) -> str:
         f'<div class="bar thin" role="img" aria-label="Time of a step: {said_time}">'
         f'<i class="c0" style="width:{100 * one["step_seconds"] / longest:.3f}%"></i>'
         f'<u style="left:{100 * low / longest:.3f}%;width:{100 * (high - low) / longest:.3f}%"></u></div>'
-        f"<p>{escape('; '.join(facts))}.</p><p>Each GPU sends {escape(sent or 'nothing')} in a step.</p>"
-        f'<p class="note">Nearest other: {escape(one["nearest_alternative"])}</p>{notes}'
+        f"<p>{escape('; '.join(facts))}.</p><p>In a step each GPU sends {escape(sent or 'nothing')}.</p>"
+        f'<p class="note">The nearest one that lost: {escape(one["nearest_alternative"])}</p>{notes}'
     )
+
+
+def crossed(axis: str, size: float, nodes: int, share: float) -> str:
+    """Over which links it goes."""
+    if nodes == 1:
+        return "over PCIe" if axis == "host" else "inside its node"
+    return f"over {nodes} nodes, {size * share / 1e9:,.2f} GB of it by the network"
 
 
 def money(one: dict[str, Any]) -> list[str]:
     found = []
     if one["dollars"] is not None:
-        found.append(f"${one['dollars']:,.0f} for 10^9 tokens at ${one['price']:g} per GPU and hour")
+        found.append(f"${one['dollars']:,.0f} for a billion tokens at ${one['price']:g} per GPU-hour")
     if one["kilowatt_hours"] is not None:
         cost = f", ${one['dollars_of_energy']:,.2f}" if one["dollars_of_energy"] is not None else ""
-        found.append(f"{one['kilowatt_hours']:,.0f} kWh for 10^9 tokens at the data sheet's power{cost}")
+        found.append(f"{one['kilowatt_hours']:,.0f} kWh for them at the data sheet's power{cost}")
     return found
 
 
 def near(alike: dict[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(run['source'])}: {escape(run['what'])}</td><td>{seconds(run['measured'])}</td>"
-        f"<td>{seconds(run['predicted'])}</td><td>{run['error']:+.0%}</td></tr>"
+        f"<tr><td>{escape(run['source'])}: {escape(run['what'])}</td>"
+        + "".join(
+            f'<td class="number">{one}</td>'
+            for one in (seconds(run["measured"]), seconds(run["predicted"]), f"{run['error']:+.0%}")
+        )  # fmt: skip
+        + "</tr>"
         for run in alike["runs"]
     )
     return (
@@ -243,11 +259,11 @@ def form() -> str:
         + choose("model", "Model", models.MODELS)
         + '<label>or a config.json, chosen or dropped here <input type="file" name="config" accept=".json"></label>'
         + fill("gpus", "GPUs")
-        + choose("gpu", "of kind", [name for name, gpu in hardware.GPUS.items() if not gpu.processor])
-        + choose("network", "between nodes", hardware.NETWORKS, empty="as usual")
-        + fill("batch_size", "Sequences of a step")
-        + fill("sequence", "of so many tokens")
-        + fill("price", "Dollars per GPU and hour", "table's")
+        + choose("gpu", "Kind of GPU", [name for name, gpu in hardware.GPUS.items() if not gpu.processor])
+        + choose("network", "Network between nodes", hardware.NETWORKS, empty="its usual one")
+        + fill("batch_size", "Sequences per step")
+        + fill("sequence", "Tokens of a sequence")
+        + fill("price", "Dollars per GPU-hour", "table's")
         + fill("electricity", "Dollars per kWh", "none")
         + "</form>"
     )

@@ -184,6 +184,7 @@ def seen_in_a_browser(folder: Path, only: str = "") -> list[str]:
             kilobytes = weight(path) / 1e3
             faults += [f"{name}: {kilobytes:.0f} kB, more than {AT_MOST}"] if kilobytes > AT_MOST else []
             page.close()
+            print(*faults, sep="\n", end="\n" * bool(faults))
             print(f"{name}: {kilobytes:.0f} kB, {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
             found += faults
         browser.close()

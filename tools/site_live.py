@@ -12,6 +12,7 @@ import math
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from common import symptoms
 from common.lab.site import served
 from course.pipeline import game, schedules
 from planner import hardware, models
+from tools import site_cells
 from tools.site_check import chromium, pages_of, violations
 
 DIGITS = 1e-6
@@ -116,7 +118,8 @@ def opened(browser, address: str, name: str, kind: str, **settings) -> tuple[Any
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
     page.goto(f"{address}/{name}", wait_until="load")
-    if kind == "sliders":  # wait until somebody wants them
+    if kind == "sliders":  # wait until somebody wants them; a question may stand before them
+        page.eval_on_selector_all("form.predict .skip", "buttons => buttons.forEach(one => one.click())")
         page.focus(MOVED)
         page.keyboard.press("ArrowRight")
     page.wait_for_function(LOADED, timeout=300_000)
@@ -162,15 +165,56 @@ def by_keyboard_game(page) -> list[str]:
     return ["the keyboard did not come to the end of a level"]
 
 
+# The values of a form as live.js sends them, and whether the picture that is shown is this one.
+VALUES = """lab => Object.fromEntries([...lab.querySelectorAll("form [name]")].map(
+    one => [one.name, one.type === "checkbox" ? String(one.checked) : one.value]))"""
+IS_SHOWN = """(lab, html) => { const one = document.createElement("div"); one.innerHTML = html;
+    return one.innerHTML === lab.querySelector(".answer").innerHTML }"""
+
+
 def by_keyboard_sliders(page) -> list[str]:
-    """The first move has loaded Python and drawn; another one draws something else, and says where it is."""
+    """Each control of all sliders is moved to its ends. What is shown then is what this Python draws of the same
+    values; a slider says where it is, and some control of each picture changes it."""
     page.wait_for_selector(".live .answer svg", timeout=60_000)
-    before, said = page.inner_html(".live .answer"), page.get_attribute(MOVED, "aria-valuetext")
-    page.focus(MOVED)
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("before => document.querySelector('.live .answer').innerHTML != before", arg=before,
-                           timeout=60_000)  # fmt: skip
-    return [] if page.get_attribute(MOVED, "aria-valuetext") != said else ["a slider does not say where it is"]
+    faults, asked, shown = [], [], []
+    for lab in page.query_selector_all("[data-live=sliders]"):
+        cell, first = lab.get_attribute("data-cell"), len(shown)
+        for control in lab.query_selector_all("form [name]"):
+            kind, said = control.get_attribute("type"), []
+            keys = {"checkbox": ("Space", "Space"), "range": ("End", "Home", "ArrowRight")}
+            for key in keys.get(kind, ("Home", "ArrowDown")):
+                if control.is_disabled():
+                    continue
+                control.focus()
+                page.keyboard.press(key)
+                asked.append({"cell": cell, "values": lab.evaluate(VALUES)})
+                # the worker answers in order: so what the key has asked for is shown before
+                reply = page.evaluate("text => course.call('page_sliders', text)", json.dumps(asked[-1]))
+                shown.append(json.loads(reply)["html"])
+                said.append(control.get_attribute("aria-valuetext"))
+                faults += [] if lab.evaluate(IS_SHOWN, shown[-1]) else [f"{asked[-1]}: not what is shown"]
+            if kind == "range" and said and said[0] == said[1]:
+                faults.append(f"{cell}: {control.get_attribute('name')} does not say where it is")
+        faults += [f"{cell}: nothing changes its picture"] if len({*shown[first:]}) < 2 else []
+    for question, ours, theirs in zip(asked, drawn_here(asked), shown, strict=True):
+        faults += [] if same_text(ours, theirs) else [f"{question}: the page draws something else than we do"]
+    print(f"{len(asked)} positions of sliders are drawn as here")
+    return faults
+
+
+def drawn_here(asked: list[dict[str, Any]]) -> list[str]:
+    """What this Python draws, in a process that has what a browser has."""
+    program = f"import json, page_sliders as p\nprint(json.dumps([p.reply(json.dumps(one)) for one in {asked!r}]))"
+    with tempfile.TemporaryDirectory() as folder:
+        site_cells.laid_out(Path(folder))
+        return [json.loads(reply)["html"] for reply in json.loads(site_cells.alone(program, Path(folder)))]
+
+
+def same_text(ours: str, theirs: str) -> bool:
+    """Whether two texts are the same, their numbers to six digits."""
+    number = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+    values = [list(map(float, re.findall(number, text))) for text in (ours, theirs)]
+    return re.sub(number, "0", ours) == re.sub(number, "0", theirs) and not [*unlike(*values)]
 
 
 def by_keyboard_symptoms(page) -> list[str]:
@@ -196,12 +240,33 @@ def weight(folder: Path, path: Path) -> int:
     return sum(file.stat().st_size for file in own)
 
 
-def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
-    """A line for each fault of the pages that are live."""
+def live_page(browser, address: str, name: str, kind: str, inputs: int, seed: int) -> list[str]:
+    """The faults of one page, on a phone and in the dark."""
+    query = f"?q={quote(SYMPTOM)}" if kind == "symptoms" else ""
+    page, errors = opened(
+        browser, address, name + query, kind, viewport={"width": 360, "height": 740}, color_scheme="dark"
+    )
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    found = [f"{wide} pixels wider than a phone"] if wide > 0 else []
+    if page.evaluate(LOADED) == "live":
+        found += KEYBOARD[kind](page)
+    if kind == "planner":
+        found += same_answers(page, inputs, seed)
+    found += [f"the console says {error}" for error in errors]
+    # Last: axe asks for style sheets at addresses of its own, and the console says that they are not there.
+    for violation in violations(page):
+        found.append(f"dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
+    page.close()
+    return found
+
+
+def live_pages(folder: Path, inputs: int = 100, seed: int = 0, only: str = "") -> list[str]:
+    """A line for each fault of the pages that are live, of those in whose names `only` is."""
+    from playwright.sync_api import Error as PlaywrightError
     from playwright.sync_api import sync_playwright
 
     found = []
-    pages = [path for path in pages_of(folder) if "data-live=" in path.read_text()]
+    pages = [path for path in pages_of(folder) if only in str(path) and "data-live=" in path.read_text()]
     with served(folder) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         for path in pages:
@@ -209,22 +274,13 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0) -> list[str]:
             print(f"{name}: {weight(folder, path) / 1e3:.0f} kB beside the runtime", flush=True)
             found += [f"{name}: more than {AT_MOST:,} bytes"] if weight(folder, path) > AT_MOST else []
             kind = re.findall(r'data-live="(\w+)"', path.read_text())[0]
-            query = f"?q={quote(SYMPTOM)}" if kind == "symptoms" else ""
-            page, errors = opened(
-                browser, address, name + query, kind, viewport={"width": 360, "height": 740}, color_scheme="dark"
-            )
-            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-            found += [f"{name}: {wide} pixels wider than a phone"] if wide > 0 else []
-            if page.evaluate(LOADED) == "live":
-                found += [f"{name}: {fault}" for fault in KEYBOARD[kind](page)]
-            if kind == "planner":
-                found += same_answers(page, inputs, seed)
-            found += [f"{name}: the console says {error}" for error in errors]
-            # Last: axe asks for style sheets at addresses of its own, and the console says that they are not there.
-            for violation in violations(page):
-                found.append(f"{name}, dark: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
-            print(f"{name}: {len(found)} faults so far", flush=True)
-            page.close()
+            try:
+                faults = live_page(browser, address, name, kind, inputs, seed)
+            except PlaywrightError as error:  # such as a time limit: the other pages are looked at all the same
+                faults = [f"stopped: {str(error).splitlines()[0]}"]
+            faults = [f"{name}: {fault}" for fault in faults]
+            print(*faults, f"{name}: {len(faults)} faults", sep="\n", flush=True)
+            found += faults
         browser.close()
     return found if pages else ["no page of the site is live"]
 
@@ -234,8 +290,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--inputs", type=int, default=100, help="random questions, of which one in twenty is a search")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="pages in whose names this is")
     args = parser.parse_args(argv)
-    faults = live_pages(args.folder.resolve(), args.inputs, args.seed)
+    faults = live_pages(args.folder.resolve(), args.inputs, args.seed, args.only)
     print(*faults, f"live pages: {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 

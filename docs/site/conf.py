@@ -16,11 +16,15 @@ import zlib
 from importlib import import_module
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the modules of live pages
 from common.questions import Question, questions  # noqa: E402
 from tools import site_cells  # noqa: E402
 
+CHAPTERS = {"01": "Ranks and messages", "02": "DataParallel", "03": "DDP", "04": "Models in pieces", "05": "Pipelines",
+            "06": "Sharding (FSDP)"}  # fmt: skip
 README = (ROOT / "README.md").read_text()
 
 project = "Distributed training in PyTorch, from the inside"
@@ -37,6 +41,9 @@ include_patterns = [
     "0*/*.ipynb",
 ]
 nb_execution_mode = "off"
+myst_enable_extensions = ["dollarmath"]
+myst_dmath_allow_space = myst_dmath_allow_digits = False
+html_math_renderer = "mathml"
 nb_ipywidgets_js = {}  # what needs a kernel is shown as its picture
 myst_heading_anchors = 4
 html_theme = "sphinx_book_theme"
@@ -64,13 +71,16 @@ def pages(pattern: str) -> list[str]:
 
 
 def contents() -> str:
-    """What stands in the navigation: chapters in reading order, then the pages of docs/."""
+    """What stands in the navigation: the trail by chapters, so that the next page is the trail's next page; then the
+    library, then the pages of docs/."""
     notebooks = pages(r"0[^)]*\.ipynb")
     outline = README[README.index('<a id="trail">') :]
     notebooks.sort(key=outline.find)
-    titles = {folder: folder.replace("_", " ") for folder in sorted({page.split("/")[0] for page in notebooks})}
+    on_trail = [f"{page}.ipynb" for _, _, page, _ in trail()]
     blocks = [("To begin with", ["distributed_training.ipynb"])]
-    blocks += [(titles[folder], [p for p in notebooks if p.startswith(folder)]) for folder in titles]
+    blocks += [(f"{number} {title}", [page for page in on_trail if page.startswith(number)])
+               for number, title in CHAPTERS.items()]  # fmt: skip
+    blocks.append(("The library", [page for page in notebooks if page not in on_trail]))
     blocks.append(("Documents", [*sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
                                  "planner/published/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
     return "".join(
@@ -180,6 +190,7 @@ def in_files(text: str, target: Path, docname: str) -> str:
         return f'loading="lazy" {size} src="{"../" * docname.count("/")}_images/{name}"'
 
     text = re.sub(r' style="max-width: 100%; background-color: white"(?=>)', "", text)  # a flipbook's, said anew
+    text = text.replace('<div class="flipbook-frames"', '<div class="flipbook-frames" tabindex="0"')  # moved by arrows
     return re.sub(r'src="data:image/png;base64,([^"]+)"', file_of, text)
 
 
@@ -230,13 +241,14 @@ def landing() -> str:
     stops, picture = trail(), re.search(r"!\[(.*?)\]\((docs/pictures/\S+?\.gif)\)", README)
     chapters = {chapter: [] for chapter, *_ in stops}
     for chapter, title, page, minutes in stops:
-        text = f"{html.escape(title)} <span>{minutes} min</span>"
+        text = f"{html.escape(title)} <span>{minutes}&nbsp;min</span>"
         chapters[chapter].append(f'<li><a href="{page}.html">{text}</a></li>')
     spent = {name: sum(minutes for chapter, _, _, minutes in stops if chapter == name) for name in chapters}
-    drawn = [f"<li>Chapter {name}, {spent[name] / 60:.1f} hours<ol>{''.join(pages)}</ol></li>"
+    drawn = [f"<li><b>{name} {CHAPTERS[name]}</b>, {spent[name] / 60:.1f} hours<ol>{''.join(pages)}</ol></li>"
              for name, pages in chapters.items()]  # fmt: skip
     filled = {
         "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
+        "still": f"_images/{Path(picture[2]).stem}.png",
         "first": f"{stops[0][2]}.html", "hours": f"{sum(spent.values()) / 60:.0f}", "map": "".join(drawn),
     }  # fmt: skip
     return re.sub(r"@(\w+)@", lambda mark: filled[mark[1]], (ROOT / "docs/site/landing.html").read_text())
@@ -252,6 +264,8 @@ def write_index(app, error):
     """The first page; and on the page of the search, what the doctor would answer above what has the words."""
     if error is None:
         Path(app.outdir, "index.html").write_text(landing())
+        with Image.open(ROOT / "docs/pictures/schedules.gif") as moving:
+            moving.save(Path(app.outdir, "_images/schedules.png"))  # its first frame, which is the whole
         page = Path(app.outdir, "search.html")
         text = page.read_text()
         if text.count('<div id="search-results"') != 1:
@@ -259,6 +273,17 @@ def write_index(app, error):
         page.write_text(text.replace('<div id="search-results"', f'{SYMPTOMS}<div id="search-results"'))
 
 
+def formula(self, node):
+    """As MathML, which a browser draws by itself: nothing is fetched. Raises docutils' MathError for unknown TeX."""
+    from docutils.nodes import SkipNode  # comes with Sphinx, which the tests of this file do without
+    from docutils.utils.math.latex2mathml import tex2mathml
+
+    tex = node.astext().replace(r"\dots", r"\ldots")
+    self.body.append(tex2mathml(tex, as_block=node.tagname == "math_block"))
+    raise SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", inline_renderers=(formula, None), block_renderers=(formula, None))
     app.connect("source-read", read_source)
     app.connect("build-finished", write_index)

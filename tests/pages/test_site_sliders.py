@@ -16,6 +16,8 @@ import json, sys, page_sliders as page
 for cell in {cells!r}:
     lab, seen, failed = page.of(cell), set(), []
     first = json.loads(page.reply(json.dumps(dict(cell=cell))))
+    if json.loads(page.reply(json.dumps(dict(cell=cell)))) != first:
+        failed.append("asked twice, another picture")
     for name, control in lab.controls.items():
         before = control.value
         if hasattr(control, "options"):

@@ -1,5 +1,7 @@
 """What holds of every layout, whatever the constants: asked of many by hypothesis."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,3 +66,22 @@ def test_more_shards_never_hold_more(stage, few, many):
         layout = make_layout(MODEL, machine, {"shard": ranks}, batch_size=ranks, sequence=512, zero_stage=stage)
         found.append(memory.estimate(MODEL, layout, PRIOR).needed)
     assert found[1] <= found[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts())
+def test_what_leaves_a_node_is_counted_rank_by_rank(drawn):
+    machine, layout = drawn
+    sizes = [(axis, size) for axis, size in layout.mesh.items() if size > 1]
+    for number, (axis, size) in enumerate(sizes):
+        if (axis == "data" and not layout.zero_stage) or (axis == "shard" and layout.zero_stage == 0):
+            continue  # summed along all axes of data at once
+        stride = math.prod(other for _, other in sizes[number + 1 :])
+        steps = [(k * stride, (k + 1) % size * stride) for k in range(size - (axis == "pipeline"))]
+        starts = [rank for rank in range(machine.gpus) if rank // stride % size == 0]
+        nodes = [
+            (rank // machine.gpus_per_node for rank in (first + a, first + b)) for first in starts for a, b in steps
+        ]
+        crossed = [one != other for one, other in nodes]
+        spread, share = network.outside(machine, layout, PRIOR, axis)
+        assert share == pytest.approx(sum(crossed) / len(crossed)) and (spread == 1) == (share == 0)

@@ -263,7 +263,7 @@ class Axes:
             ys += more_ys
         x_ticks, y_ticks = self.xaxis.settle(xs), self.yaxis.settle(ys)
         if self.turned:
-            self.yaxis.limits = self.yaxis.limits[::-1]
+            self.yaxis.limits = max(self.yaxis.limits), min(self.yaxis.limits)  # also when it is drawn again
         longest = max((len(line) for _, name in y_ticks for line in name.split("\n")), default=0)
         lines = self.yaxis.label.count("\n") + 1
         left_of = 0.58 * self.yaxis.size * longest + 8 + (lines * 14 if self.yaxis.label else 0)
@@ -279,7 +279,8 @@ class Axes:
             )
             return x0 + across * (x1 - x0), y0 + up * (y1 - y0)
 
-        clip = f"clip{len(self.figure.clips)}"
+        # named by what it is: two pictures of a page may have the same one, and a picture may be drawn twice
+        clip = f"clip-{x0:.1f}-{y0:.1f}-{x1:.1f}-{y1:.1f}"
         self.figure.clips.append(f'<clipPath id="{clip}"><rect x="{x0:.1f}" y="{y1:.1f}" width="{x1 - x0:.1f}" '
                                  f'height="{y0 - y1:.1f}"/></clipPath>')  # fmt: skip
         found = [f'<g clip-path="url(#{clip})">', *(one.svg(at) for one in self.drawn if not isinstance(one, Text)),
@@ -358,7 +359,7 @@ class Figure:
         self.handles = list(zip(handles, map(str, names), strict=True))
 
     def svg(self, alt: str = "") -> str:
-        top = 6 + height_of(self.handles, self.width)
+        top, self.clips = 6 + height_of(self.handles, self.width), []
         body = key(self.handles, 0, 4, self.width) if self.handles else ""
         height = (self.height - top) / self.rows
         for row, axes in enumerate(self.grid):

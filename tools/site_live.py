@@ -176,7 +176,9 @@ def by_keyboard_sliders(page) -> list[str]:
     """Each control of all sliders is moved to its ends. What is shown then is what this Python draws of the same
     values; a slider says where it is, and some control of each picture changes it."""
     page.wait_for_selector(".live .answer svg", timeout=60_000)
-    faults, asked, shown = [], [], []
+    faults: list[str] = []
+    asked: list[dict[str, Any]] = []
+    shown: list[str] = []
     for lab in page.query_selector_all("[data-live=sliders]"):
         cell, first = lab.get_attribute("data-cell"), len(shown)
         for control in lab.query_selector_all("form [name]"):
@@ -213,8 +215,8 @@ def drawn_here(asked: list[dict[str, Any]]) -> list[str]:
 def same_text(ours: str, theirs: str) -> bool:
     """Whether two texts are the same, their numbers to six digits."""
     number = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
-    values = [list(map(float, re.findall(number, text))) for text in (ours, theirs)]
-    return re.sub(number, "0", ours) == re.sub(number, "0", theirs) and not [*unlike(*values)]
+    one, other = (list(map(float, re.findall(number, text))) for text in (ours, theirs))
+    return re.sub(number, "0", ours) == re.sub(number, "0", theirs) and not [*unlike(one, other)]
 
 
 def by_keyboard_symptoms(page) -> list[str]:

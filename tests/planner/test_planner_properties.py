@@ -72,16 +72,14 @@ def test_more_shards_never_hold_more(stage, few, many):
 @given(layouts())
 def test_what_leaves_a_node_is_counted_rank_by_rank(drawn):
     machine, layout = drawn
-    sizes = [(axis, size) for axis, size in layout.mesh.items() if size > 1]
+    sizes = [(axis, size) for axis, size in dict(layout.mesh).items() if size > 1]
     for number, (axis, size) in enumerate(sizes):
         if (axis == "data" and not layout.zero_stage) or (axis == "shard" and layout.zero_stage == 0):
             continue  # summed along all axes of data at once
         stride = math.prod(other for _, other in sizes[number + 1 :])
         steps = [(k * stride, (k + 1) % size * stride) for k in range(size - (axis == "pipeline"))]
         starts = [rank for rank in range(machine.gpus) if rank // stride % size == 0]
-        nodes = [
-            (rank // machine.gpus_per_node for rank in (first + a, first + b)) for first in starts for a, b in steps
-        ]
-        crossed = [one != other for one, other in nodes]
+        pairs = [(first + one, first + other) for first in starts for one, other in steps]
+        crossed = [one // machine.gpus_per_node != other // machine.gpus_per_node for one, other in pairs]
         spread, share = network.outside(machine, layout, PRIOR, axis)
         assert share == pytest.approx(sum(crossed) / len(crossed)) and (spread == 1) == (share == 0)

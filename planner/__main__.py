@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from common import ROOT
 from common.axes import parse_axes, resolve
@@ -59,7 +60,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
     subs = {name: commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
             for name, help_ in COMMANDS.items()}  # fmt: skip
-    for name in ("plan", "estimate", "emit"):
+    for name in ("plan", "estimate", "emit", "probe"):
         add = subs[name].add_argument
         add("--model", help="a name (python -m planner models); what follows changes its shape, or gives one")
         for what in ("layers", "width", "heads", "kv-heads", "mlp-width", "vocabulary", "experts", "top-k",
@@ -84,6 +85,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--framework", default=FRAMEWORK, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
         add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
+        if name == "probe":
+            continue
         add("--json", action="store_true")
         if name != "emit":
             add("--explain", action="store_true", help="every number as a formula with its values and source")
@@ -95,8 +98,11 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--price", metavar="GPU=DOLLARS", nargs="*", default=[], help="per GPU and hour, for a comparison of GPUs")
     add("--by", choices=["time", "money", "energy"], default="time", help="the order of GPUs that are compared")
     add("--plot", metavar="FILE.png", help="a picture of the best layouts: memory and time by parts")
-    for name in ("estimate", "emit"):
+    for name in ("estimate", "emit", "probe"):
         add_layout(subs[name].add_argument)
+    add = subs["probe"].add_argument
+    add("--seconds", type=float, required=True, help="of a step of this layout, as you have measured it")
+    add("--out", default="probe.json", metavar="FILE.json", help="for --constants; what stands there is added to")
     add = subs["scoreboard"].add_argument
     add("--runs", action="store_true", help="every run as well")
     add("--every", action="store_true", help="all published runs, not only 150 of a source: takes a minute")
@@ -182,6 +188,7 @@ COMMANDS = {
     "emit": "launch command and configuration file of a layout, for a tool that trains",
     "scoreboard": "how good the planner is: published runs, each predicted without its own source",
     "calibrate": "measure this machine, and write constants for it",
+    "probe": "a step that you have measured, for --constants: what is predicted for your cluster is scaled by it",
     "benchmark": "a grid of small trainings; with --run each is trained here and compared with what was predicted",
     "explain": "a configuration of another tool: what it means, its memory and time, and what is risky",
     "goodput": "the time until so many tokens are trained on machines that fail, and how often to checkpoint",
@@ -402,6 +409,24 @@ def run_calibrate(args: argparse.Namespace) -> None:
     print(calibrate(args.out, args.ranks))
 
 
+def run_probe(args: argparse.Namespace) -> None:
+    """The file has constants as `--constants` takes them; a further probe of the same cluster counts beside the first,
+    by their median."""
+    if not args.seconds > 0:
+        raise UserError(f"--seconds must be more than 0, not {args.seconds:g}")
+    file, ratios = Path(args.out), []
+    if file.exists():
+        from planner.measured import probes_of
+
+        ratios = probes_of(file)
+    found = named(args)
+    before = constants.load(args.constants)
+    ratios.append(args.seconds / found.seconds * before.step)
+    scaled = replace(before, step=median(ratios), source=f"{len(ratios)} measured step(s)")
+    constants.save(scaled, file, probes=ratios)
+    print(f"measured over predicted {ratios[-1]:.2f}, of {len(ratios)} probe(s) {scaled.step:.2f}: --constants {file}")
+
+
 def run_benchmark(args: argparse.Namespace) -> None:
     from planner import benchmark
 
@@ -489,8 +514,8 @@ def run_hardware(args: argparse.Namespace) -> None:
 
 
 RUN = {"plan": run_plan, "estimate": run_estimate, "emit": run_emit, "explain": run_explain, "goodput": run_goodput,
-       "scoreboard": run_scoreboard, "calibrate": run_calibrate, "benchmark": run_benchmark, "measure": run_measure,
-       "models": run_models, "hardware": run_hardware}  # fmt: skip
+       "scoreboard": run_scoreboard, "calibrate": run_calibrate, "probe": run_probe, "benchmark": run_benchmark,
+       "measure": run_measure, "models": run_models, "hardware": run_hardware}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -49,6 +49,7 @@ class Constants:
     dispatch:    how often tokens go through the memory on their way to experts and back            (fitted)
     fast_attention: how much faster kernels made for Hopper are than FlashAttention-2
                  (Shah et al. 2024, figures 5 and 6: 1.5 to 2.0 forward, 1.5 to 1.75 backward)     (fitted)
+    step:        of a whole step, what was measured over what was predicted: what `planner probe` writes
     host_adam:   of offloaded AdamW, its time over that of one fused kernel on all cores of the host
     step_low, step_high: of a step's time, what nine of ten published runs took at least and at most
     error:       how far off a step's time is: the median of a source that the fit had not seen, averaged over sources
@@ -83,6 +84,7 @@ class Constants:
     host_backward: float = 1.6
     dispatch: float = 8.0
     fast_attention: float = 1.6
+    step: float = 1.0
     host_adam: float = 1.0
     allocator_low: float = 1.0
     allocator: float = 1.05
@@ -125,8 +127,9 @@ def load_halves() -> list[tuple[set[str], Constants]]:
     return [(set(half["projects"]), replace(PRIOR, **half["constants"])) for half in _read(STORED, "halves")]
 
 
-def save(constants: Constants, path: Path | str = STORED, halves: Sequence[tuple[set[str], Constants]] = ()) -> None:
-    """Write what load and load_halves read, to four digits."""
+def save(constants: Constants, path: Path | str = STORED, halves: Sequence[tuple[set[str], Constants]] = (),
+         probes: Sequence[float] = ()) -> None:  # fmt: skip
+    """Write what load and load_halves read, to four digits; and the ratios that `planner probe` found."""
 
     def rounded(found: Constants) -> dict:
         return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(
@@ -135,4 +138,6 @@ def save(constants: Constants, path: Path | str = STORED, halves: Sequence[tuple
     written: dict[str, Any] = {"constants": rounded(constants)}
     if halves:
         written["halves"] = [{"projects": sorted(own), "constants": rounded(found)} for own, found in halves]
+    if probes:
+        written["probes"] = list(probes)
     Path(path).write_text(json.dumps(written, indent=1) + "\n")

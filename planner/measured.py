@@ -29,6 +29,14 @@ def numbers_of(path: Path) -> dict[str, float]:
     return stored.checked(path, stored.read(path), Calibrated).here
 
 
+def probes_of(path: Path) -> list[float]:
+    """Ratios of measured to predicted steps that `planner probe` wrote. Raises UserError for another file."""
+    found = table_of(path)
+    if "probes" not in found:
+        raise UserError(f"--out {path}: not a file that `planner probe` wrote; give another name")
+    return stored.converted(path, found["probes"], list[Annotated[float, Meta(gt=0, le=1e12)]], "probes")
+
+
 def table_of(path: Path) -> dict[str, Any]:
     """All that stands in the file, of which nothing but its being a table is checked. Raises UserError."""
     return stored.checked(path, stored.read(path), dict[str, Any])

@@ -4,7 +4,7 @@ Work of the layers, what the host adds that launches their kernels, messages tha
 pipeline, and the optimizer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from common.axes import AXES
@@ -191,7 +191,7 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     terms += of_state(model, cluster, layout, constants, (sum(times_f) / p, sum(times_b) / p, forward + inside_forward,
                                                         backward + inside_backward))  # fmt: skip
     terms.append(optimizer(model, cluster, layout, constants))
-    kept = tuple(term for term in terms if term.seconds)
+    kept = tuple(replace(term, each=term.each * constants.step) for term in terms if term.seconds)
     return StepTime(kept, {} if quick else traffic.sent(model, layout))
 
 

@@ -187,6 +187,7 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     "measure mine.py:f --gpu h101 --gpus 8": "h101 h100",
     "calibrate --ranks 0": "--ranks 1 0",
     f"{ESTIMATE} --mlp relu": "--mlp relu",
+    f"{ESTIMATE.replace('estimate', 'probe')} --seconds 0": "--seconds 0",
     f"{ESTIMATE} --nf4": "--nf4 --lora 1 0",
     f"{ESTIMATE} --lora -1": "--lora 0 -1",
     f"{ESTIMATE} --lora 8 --lora-on qkw": "qkw qkv",

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from planner import __main__ as commands
 from planner import benchmark, constants
 from planner.__main__ import cluster_of, main, read
@@ -24,6 +26,24 @@ def test_a_machine_that_was_measured_is_the_gpu_here(monkeypatch, tmp_path):
     constants.load.cache_clear()
     assert commands.hardware.read_here(file) is None, "a file of scoreboard --refit has no machine"
     assert cluster_of(read(f"{ESTIMATE} --gpu h100 --constants {file}".split())).gpu.name == "h100-80gb"
+
+
+def test_measured_steps_scale_what_is_predicted(capsys, tmp_path):
+    """By the median of their ratios, whatever layouts they were of; the interval moves with them."""
+    file, model = tmp_path / "probe.json", "--model gpt2 --gpu h100 --gpus 8 --batch-size 64"
+
+    def step(line):
+        found = json.loads(said(capsys, f"estimate {model} {line} --json"))
+        return found["step_seconds"], found["step_seconds_high"]
+
+    for ratio, mesh in ((1.5, "data=8"), (9.0, "shard=8"), (1.2, "data=4,tensor=2")):
+        said(capsys, f"probe {model} --mesh {mesh} --seconds {ratio * step(f'--mesh {mesh}')[0]} --out {file}")
+    plain, scaled = step("--mesh shard=8"), step(f"--mesh shard=8 --constants {file}")
+    assert scaled == (pytest.approx(1.5 * plain[0], rel=1e-3), pytest.approx(1.5 * plain[1], rel=1e-3))
+    (tmp_path / "other.json").write_text('{"constants": {}}')
+    with pytest.raises(SystemExit):
+        said(capsys, f"probe {model} --seconds 1 --out {tmp_path / 'other.json'}")
+    assert "other.json" in capsys.readouterr().err
 
 
 def test_a_grid_of_batches_and_precisions_is_written_to_a_file(capsys, tmp_path):

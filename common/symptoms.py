@@ -181,6 +181,26 @@ SMALL_WORDS = """
 SMALL = frozenset(SMALL_WORDS.split())  # they say nothing of a symptom
 
 
+# What people write and what pages say. Only what is asked gets these words, so a page's own count as they are.
+ALSO = {
+    "bn": "BatchNorm buffers", "ckpt": "checkpoint", "cp": "context parallelism", "dp": "data parallelism",
+    "ep": "expert parallelism", "lr": "learning rate", "moe": "mixture of experts", "oom": "out of memory",
+    "pp": "pipeline parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism",
+    "acc": "accuracy", "eval": "evaluation test", "evaluation": "test", "validation": "test",
+    "deadlock": "hangs", "freezes": "hangs", "frozen": "hangs", "stalls": "hangs", "stuck": "hangs", "stucks": "hangs",
+    "inconsistent": "differs", "different": "differs", "mismatch": "differs", "wrong": "differs",
+    "multinode": "two nodes", "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
+    "resume": "restart", "resuming": "restart",
+    "uneven": "different number of batches", "duplicated": "duplicates", "clipping": "norm", "scheduler": "rate",
+}  # fmt: skip
+
+
+def in_our_words(words: str) -> str:
+    """A question with what our pages call the same things."""
+    also = [ALSO[word] for word in dict.fromkeys(re.findall(r"\w+", words.lower())) if word in ALSO]
+    return " ".join([words, *also])
+
+
 def words_of(text: str) -> Iterator[str]:
     yield from (word for word in re.findall(r"\w\w+", text.lower()) if word not in SMALL)
 
@@ -240,10 +260,13 @@ class Finder:
         """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
         found: Counter[int] = Counter()
         for table in self.tables:
-            found.update(table.of(words))
+            found.update(table.of(in_our_words(words)))
         score = {place: like / len(self.tables) * self.places[place].known for place, like in found.items()}
-        best = sorted(score, key=lambda place: -score[place])[:most]
-        return [self.places[place] for place in best if score[place] > LEAST]
+        best: dict[str, Place] = {}  # of a question and the section that answers it, the better one
+        for place in sorted(score, key=lambda place: -score[place]):
+            if score[place] > LEAST:
+                best.setdefault(self.places[place].where, self.places[place])
+        return [*best.values()][:most]
 
 
 @functools.cache

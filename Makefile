@@ -38,7 +38,7 @@ lint: $(INSTALLED)
 
 # Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)
-	python -m pytest -n 3 tests
+	python -m pytest -n 3 --dist loadgroup tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
 # pytest would take the tests instead. conftest.py has measured numbers masked before outputs are compared.
@@ -49,7 +49,7 @@ test-notebooks: $(INSTALLED)
 # Which lines the tests run, in ranks and programs that they start as well.
 coverage: $(INSTALLED)
 	coverage erase
-	coverage run -m pytest -n 3 tests
+	coverage run -m pytest -n 3 --dist loadgroup tests
 	coverage combine -q
 	coverage report
 

@@ -15,6 +15,15 @@ def pytest_report_header():
         return f"without test_engines.py: there is no {', '.join(LACKING)} (make test-engines installs them)"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that share a fixture of their module run on one worker (--dist loadgroup), which makes it once."""
+    for item in items:
+        made = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture[-1].scope == "module" for fixture in made):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture
 def no_launcher(monkeypatch):
     """No variables of a launcher, and none that choose GPUs or a network."""

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from common import ROOT
 from common.lab.launch import ready_to_fork
+from common.run import Run
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
@@ -168,6 +169,20 @@ def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.P
     if not nproc:
         return Fork(script, *arguments, cwd=cwd, **options)
     return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)
+
+
+def hold_after(patch, step: int, file: Path) -> Path:
+    """Let runs that are forked from here on wait after a step until there is this file; returns it. (With FULL=1 ranks
+    of torchrun are no forks, and go on.)"""
+    log = Run.log
+
+    def logged(run, number, *numbers):
+        log(run, number, *numbers)
+        while number + 1 == step and not file.exists():
+            time.sleep(0.01)
+
+    patch.setattr(Run, "log", logged)
+    return file
 
 
 def wait_for_step(folder: Path, step: int) -> None:

@@ -171,7 +171,7 @@ CHANGES = [
     reword("hint", "01_intro/classroom/grading.py", "as much as a rank with a thousand", "as much as one with 1000"),
     reword("hint", "04_model_parallel/classroom/grading.py", "the seconds of all add up", "all their seconds add up"),
     reword("help", "common/config.py", "optimizer steps", "steps of the optimizer"),
-    reword("help", "common/runs.py", "a key of metrics.jsonl", "one of the keys of metrics.jsonl"),
+    reword("help", "common/runs.py", "drawn one below the other", "one picture below the other"),
     reword("help", "06_fsdp/options.py", "keep shards and optimizer in host memory", "leave shards in host memory"),
     reword("line of output", "common/doctor.py", "to fix", "to be fixed"),
     reword("line of output", "course/dry_run.py", "a dry run: nothing is trained", "nothing is trained: a dry run"),

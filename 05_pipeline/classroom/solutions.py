@@ -691,11 +691,12 @@ def schedule_and_microbatches(batch, ranks, overhead, example, message, limit, n
             except UserError:
                 continue
             stages, n = len(simulator.placement(schedule)) // ranks, batch // m
-            times = [Fraction(overhead + n * each, stages) for each in example]
-            line = simulator.simulate(schedule, simulator.Times(*times, communication=n * message))
-            stored = Fraction(max(line.peaks) * n, stages if parts else 1)
-            if stored <= limit and (best is None or line.makespan < best[0]):
-                best = line.makespan, name, m
+            # in units of which `stages` are a microsecond: whole numbers
+            times = [overhead + n * each for each in example]
+            line = simulator.simulate(schedule, simulator.Times(*times, communication=n * message * stages))
+            stored, makespan = Fraction(max(line.peaks) * n, stages if parts else 1), Fraction(line.makespan) / stages
+            if stored <= limit and (best is None or makespan < best[0]):
+                best = makespan, name, m
     return best[1:]
 
 

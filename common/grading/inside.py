@@ -6,12 +6,15 @@ the other ranks nor the starter hold, and knows its own arguments alone. What a 
 returned, printed and (for the words of a verdict) sent, as data; how many bytes went from rank to rank the starter
 reads from the system.
 
-    python -m common.grading.inside DESCRIPTOR walled|open    started by sandbox.py, with a socket that is open
+    python -m common.grading.inside DESCRIPTOR walled|open PATIENCE CALL_LIMIT
+
+is started by sandbox.py, with a socket that is open; the last two are the engine's, in seconds.
 """
 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,7 +26,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from common.grading import sockets
+from common.grading import engine, sockets
 from common.grading.engine import CallOutcome, CheckedRank
 from common.grading.values import Description
 from common.lab.launch import rank_variables, ready_to_fork, setenv
@@ -32,6 +35,8 @@ from common.ranks import process_group
 
 MOST_FILES = 2**28  # bytes of all files that a submission writes
 MOST_TASKS, MOST_MEMORY = 512, 6 * 2**30  # of one submission: threads of all its processes; bytes
+# What imports torch._dynamo when it is first used, which takes two seconds of a processor.
+DYNAMO = re.compile(rb"torch\.optim|DataParallel\(|fully_shard\(|distributed\.tensor|torch\.compile")
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -162,6 +167,9 @@ def rank_of(file: Path, rank: int, size: int, folder: str, ask: int, tell: int) 
 def start(file: Path, size: int, pipes: list[int], keep: set[int]) -> list[int]:
     """Start the ranks and return their process ids. `pipes` are two for each; `keep` are for nobody but the starter."""
     folder, pids = tempfile.mkdtemp(prefix="ranks-"), []
+    if any(DYNAMO.search(path.read_bytes()) for path in file.parent.rglob("*.py") if path.is_file()):
+        with setenv():
+            from torch import _dynamo  # noqa: F401  once here, not in each rank
     for rank in range(size):
         with ready_to_fork():
             pid = os.fork()
@@ -216,8 +224,6 @@ def main(number: int, walled: bool) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: ranks cannot look into this process, nor change it
     limit()
-    with setenv():
-        from torch import _dynamo  # noqa: F401  DDP and fully_shard import it: once here, not in each rank
     control.send(b"[]")
     while True:
         data, pipes, _, _ = socket.recv_fds(control, 65536, 16)
@@ -240,4 +246,5 @@ def main(number: int, walled: bool) -> None:
 
 
 if __name__ == "__main__":
+    engine.PATIENCE, engine.CALL_LIMIT = map(float, sys.argv[3:])
     main(int(sys.argv[1]), sys.argv[2] == "walled")

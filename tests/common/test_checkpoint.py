@@ -160,7 +160,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     (tmp_path / "checkpoint-000006").touch()
     names = [path.name for path in manifest.checkpoints(tmp_path)]
     assert names == ["checkpoint-000005", "checkpoint-999999", "checkpoint-1000000"], "folders, by steps"
-    assert manifest.still_there(tmp_path) == " (checkpoints written before are whole; --resume goes on from them)"
+    assert "--resume" in manifest.still_there(tmp_path)
 
 
 def test_names_are_on_the_disk_before_and_after_a_checkpoint_is_moved(tmp_path, monkeypatch):

@@ -72,8 +72,7 @@ def test_within_a_launch_there_is_no_gpu(option):
             pass
 
     ((name, value),) = option.items()
-    told = f"UserError: --{name} {value}: there is a process group already, and it is on the CPU"
-    with pytest.raises(RankFailed, match=told):
+    with pytest.raises(RankFailed, match=f"UserError: --{name} {value}: .*CPU"):
         launch(work, 2, timeout=100)
 
 
@@ -159,10 +158,12 @@ def test_nothing_imports_dtensor_that_does_not_use_it():
     code = (
         "import common.ranks, sys\nassert not [name for name in sys.modules if name.startswith('common.lab')]\n"
         f"import importlib\nfor module in {[*modules, 'common.state']}:\n    importlib.import_module(module)\n"
-        f"    print(module, [name for name in {slow} if name in sys.modules])"
+        f"    print(module, [name for name in {slow} if name in sys.modules])\n"
+        "import torch\nwith common.lab.ledger.Ledger():\n    torch.ones(1) + 1\n"
+        "print('a ledger', [name for name in ['torch._dynamo'] if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == [f"{module} []" for module in [*modules, "common.state"]]
+    assert {*found.stdout.splitlines()} == {f"{module} []" for module in [*modules, "common.state", "a ledger"]}
 
 
 def introduced(cases: dict[str, list]) -> dict[str, str]:
@@ -189,13 +190,12 @@ def test_the_ranks_of_several_nodes_are_introduced():
     first, second, third = launch(introduced, 3, (cases,))
     assert first == {"alike": "welcome", "versions": "welcome", "twice": "welcome"}
     assert second["alike"] == "welcome"
-    told = f"rank 1 on {socket.gethostname()} has torch 2.12.1, and rank 0 has 2.13.0: install the same on every node"
-    assert second["versions"] == told
+    said = second["versions"]
+    assert all(word in said for word in ("rank 1", socket.gethostname(), "2.12.1", "rank 0", "2.13.0")), said
     twice = sorted([second["twice"], third["twice"]])  # who of the two comes first is open
     assert twice[1] == "welcome" != twice[0], f"two processes are rank 1, and are told: {twice}"
-    who = rf"{re.escape(socket.gethostname())}, process \d+"
-    advice = "do two nodes have the same --node_rank, or two processes the same RANK"
-    assert re.fullmatch(rf"two processes are rank 1: {who}, and {who}; {advice}\?", twice[0]), twice[0]
+    assert "rank 1" in twice[0] and "--node_rank" in twice[0], twice[0]
+    assert len(re.findall(rf"{re.escape(socket.gethostname())}, process \d+", twice[0])) == 2, twice[0]
 
 
 def test_a_group_over_several_nodes_begins_with_introductions(monkeypatch):

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from common import runs
-from common.errors import UserError
 from common.lab.launch import launch
 
 
@@ -102,8 +101,7 @@ def test_summary_has_speed_up_and_efficiency(tmp_path, capsys, monkeypatch):
     runs.main(["list"])
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/2" in second
-    told = "two is no run: it has no config.json; python -m common.runs list shows those under runs/"
-    with pytest.raises(UserError, match=f"^{told}$"):
+    with refused("two", "config.json", "python -m common.runs list"):
         runs.main(["summary", "two"])
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import start
-from helpers import SMALL, configure, launcher, metrics, train
+from helpers import SMALL, configure, launcher, metrics, refused, train
 
 from common.command_line import parse
 from common.errors import UserError
@@ -47,8 +47,7 @@ def test_without_measurements_batches_are_divided(size, capsys):
     config = picked("--layers 2 --width 32 --batch-size 24", size)
     said = capsys.readouterr().out
     assert list(config.axes.values()) == [size] and {*config.axes} <= {"data", "shard"}
-    assert said.startswith(f"auto: --strategy {config.strategy} --mesh ") and len(said.splitlines()) == 1
-    assert "the fastest that fits" in said and "the planner's cpu" in said and "second to it: " in said
+    assert f"--strategy {config.strategy} --mesh " in said and len(said.splitlines()) == 1
     assert (config.layers, config.width, config.batch_size) == (2, 32, 24)
 
 
@@ -78,17 +77,17 @@ def test_other_options_stay(tmp_path):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("--mesh data=2", "--mesh: --strategy auto picks it; leave one of them out"),
-        ("--mesh=data=2", "^--mesh: --strategy auto picks it; leave one of them out$"),
-        ("--mesh-order data", "--mesh-order: --strategy auto picks it"),
-        ("--by-hand", "^--by-hand: --strategy auto picks it; leave one of them out$"),
-        ("--implementation pytorch", "--implementation: --strategy auto picks it"),
-        ("--task images", "^--strategy auto plans GPTs, and this is --task images; take --strategy ddp$"),
-        ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7 does not divide"),
+        ("--mesh data=2", "--mesh auto"),
+        ("--mesh=data=2", "--mesh auto"),
+        ("--mesh-order data", "--mesh-order auto"),
+        ("--by-hand", "--by-hand auto"),
+        ("--implementation pytorch", "--implementation auto"),
+        ("--task images", "--task images --strategy ddp"),
+        ("--batch-size 7 --layers 1 --heads 3 --width 33", "--batch-size 7"),
     ],
 )
 def test_what_it_cannot_pick_gets_one_line(line, says):
-    with pytest.raises(UserError, match=says):
+    with refused(*says.split()):
         picked(line, 2)
 
 

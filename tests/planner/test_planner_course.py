@@ -18,7 +18,7 @@ from helpers import FULL
 
 from common import data
 from common.lab import equality
-from common.lab.launch import launch
+from common.lab.launch import launch, ready_to_fork
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
 from common.strategy import Setup
@@ -129,8 +129,10 @@ FEW = {("tensor", "by-hand"), ("pipeline", "by-hand"), ("fsdp", "pytorch"), ("ze
 @pytest.fixture(scope="module")
 def elsewhere():
     """One process for all, since they change PyTorch for good."""
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("fork")) as pool:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with ready_to_fork():
+            pool.submit(int).result()
         yield lambda case: pool.submit(measured, case).result(timeout=300)
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, VOCABULARY, WIDTH, Case, settings, sizes
+from accelerator_cases import CASES, CONTEXT, ONE_PROCESS, VOCABULARY, WEEKLY, WIDTH, Case, settings, sizes
 from helpers import FULL
 from strategy_memory import stated
 
@@ -65,11 +65,6 @@ PLANTED = {
         in_the_loop("loss += part.detach()\n            part.cpu()"),
         r"^step 2: the host waits .* 2 times and not 0 times for 'copy to the host': <stray_cpu>:\d+ step \(2\)$",
     ),
-    "item_in_the_loop": (
-        ("ddp", "by-hand"),
-        in_the_loop("loss += part.detach()\n            part.item()"),
-        r"^step 2: the host waits .* 2 times and not 0 times for 'item': <item_in_the_loop>:\d+ step \(2\)$",
-    ),
     "loss_on_the_cpu": (
         ("ddp", "by-hand"),
         in_the_loop("loss += part.detach().cpu()"),
@@ -79,13 +74,6 @@ PLANTED = {
         ("model", "by-hand"),
         mistake("SplitLayers", "by_hand_layers.py", "step", "torch.zeros((), device=self.device)", "torch.zeros(())"),
         r"^aten\.add_ mixes tensors of the cpu and of the gpu at <loss_begun_on_the_cpu>:\d+ step$",
-    ),
-    "made_on_the_wrong_device": (
-        ("tensor", "by-hand"),
-        mistake(
-            "TensorParallelByHand", "by_hand_tensor.py", "find", "rank * rows", "torch.full(tokens.shape, rank * rows)"
-        ),
-        r"^aten\.sub mixes tensors of the cpu and of the gpu at <made_on_the_wrong_device>:\d+ find$",
     ),
     "moved_before_it_is_cut": (
         ("tensor", "by-hand"),
@@ -98,19 +86,6 @@ PLANTED = {
         ),
         r"^construction: more than [\d,]+ bytes \([\d,]+ parameters, [\d,]+ single numbers\): [\d,]+ on gpu:0 at "
         r"<moved_before_it_is_cut>:\d+ __init__, which are [\d,]+ of _to_copy at <moved_before_it_is_cut>:\d+ __init__",
-    ),
-    "cut_before_units_are_sharded": (
-        ("tensor+fsdp", "pytorch"),
-        mistake(
-            "TensorFSDP",
-            "hsdp.py",
-            "prepare",
-            "broadcast_module(unit,",
-            "if unit is next(iter(fsdp_setup.units_of(self.model))):\n"
-            '            fsdp_setup.cut_unit(self.model, self.model, self.mesh["tensor"])\n        return\n'
-            "        broadcast_module(unit,",
-        ),
-        r"^construction: more than .* bytes .* on gpu:0 at fsdp_setup\.py:\d+ cut_unit",
     ),
     "gradients_stay_whole": (
         ("zero2", "by-hand"),
@@ -252,9 +227,9 @@ def test_bytes_are_those_of_living_storages(elsewhere):
 
 def test_every_strategy_is_examined():
     table = {(name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations}
-    assert {case.who for case in CASES} == table
+    assert {case.who for case in CASES} == (table if FULL else table - WEEKLY) and table >= WEEKLY
     each = [sum(case.size == size for case in CASES) for size in (4, 8)]
-    assert each == [len(table)] * 2 if FULL else min(each) >= len(table) // 3
+    assert each == [len(table)] * 2 if FULL else min(each) >= len(table) // 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -270,7 +245,7 @@ def test_keeps_its_word(case, examined):
         assert phase.peak > 0.97 * states, f"{phase.name}: {phase.peak:,} bytes are far below the {states:,} said"
 
 
-@pytest.mark.parametrize("who", FP16, ids="-".join)
+@pytest.mark.parametrize("who", FP16 if FULL else [who for who in FP16 if who[1] == "by-hand"], ids="-".join)
 def test_waits_for_the_scale_in_fp16(who, examined):
     assert not [line for line in examined(Case(*who, 4, 0), "", "fp16")[2] if "waits" in line]
 

@@ -12,15 +12,14 @@ from helpers import FULL, code_of_page, definitions
 from torch import nn
 
 from common import mesh as meshes
-from common.lab import bugs, equality, recordings
-from common.lab.equality import NotEqual, prove
+from common.lab import equality, recordings
+from common.lab.equality import prove
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.strategy import Setup
 from course.data_parallel import by_hand, fake_gpus, pictures
 from course.data_parallel import distributed_training as script
-from course.data_parallel.classroom import bugs as chapter_bugs
 
 CPU = torch.device("cpu")
 
@@ -40,26 +39,6 @@ def test_equals_one_process_on_any_number_of_devices(devices):
     assert len(rows) == len(equality.COVERING)
     if devices == 1:
         assert all(row.bitwise for row in rows if row.case.accumulate == 1)
-
-
-UNEVEN = [case for case in equality.CASES if case.make_optimizer is equality.sgd and case.accumulate == 3]
-MISTAKES = {  # which even slices hide
-    "a mean of the devices' means": (
-        "cross_entropy(data_parallel(self.model, inputs, self.devices), targets) / len(micro_batches)",
-        "sum(map(cross_entropy, data_parallel(self.model, inputs, self.devices).chunk(len(self.devices)), "
-        "targets.chunk(len(self.devices)))) / len(self.devices) / len(micro_batches)",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_that_even_slices_hide(mistake):
-    right, wrong = MISTAKES[mistake]
-    bug = bugs.Bug("ThreadedDataParallelByHand", right, wrong, "loss", "")
-    planted = bugs.Bugs(chapter_bugs.__file__, {mistake: bug}).plant(mistake)
-    assert len(prove(on(2, planted), 1, cases=UNEVEN)) == 2
-    with pytest.raises(NotEqual, match="loss of step 1"):
-        prove(on(3, planted), 1, cases=UNEVEN)
 
 
 def test_slices_are_consecutive_and_may_be_uneven_or_fewer():

@@ -256,10 +256,8 @@ def with_other_dtype():
 
 
 def test_a_stage_that_hands_on_another_dtype_is_refused():
-    assert launch(lambda: with_other_dtype() if dist.get_rank() == 0 else None, 2)[0] == (
-        "stage 1 expects torch.bfloat16 of shape (2,), and what its neighbour hands on is torch.float32 of shape (2,): "
-        "tell the executor"
-    )
+    said = launch(lambda: with_other_dtype() if dist.get_rank() == 0 else None, 2)[0]
+    assert "stage 1" in said and "torch.bfloat16" in said and "torch.float32" in said, said
 
 
 class Adds(nn.Module):

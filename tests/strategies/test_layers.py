@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -23,11 +22,6 @@ CPU = torch.device("cpu")
 
 def make(model, make_optimizer=equality.sgd, strategy_class=by_hand.SplitLayers, **options) -> by_hand.SplitLayers:
     return strategy_class(model, make_optimizer, Setup(make_mesh({"pipeline": -1}), **options))
-
-
-def test_a_model_without_known_layers_is_refused():
-    with pytest.raises(UserError, match="layers of a Linear are not cut"):
-        by_hand.layers_of(nn.Linear(2, 2))
 
 
 def batches(count: int, size: int = 4):

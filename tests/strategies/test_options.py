@@ -6,7 +6,7 @@ Expectations are literals, not what the code under test says of itself.
 
 import pytest
 import torch
-from helpers import SMALL, configure, do_not_draw, numbers
+from helpers import FULL, SMALL, configure, do_not_draw, numbers
 
 from common import manifest
 from common.config import shared
@@ -81,25 +81,22 @@ def optimizer_of(seen):
 
 
 BASE = SMALL | {"steps": 1, "checkpoint_every": 0, "batch_size": 24}
-# What the run's options change, where every strategy trains: what must differ from BASE.
-VARIANTS = {
-    # of which each shows in something else (--precision: test_half_precision.py, test_bf16_errors.py)
-    "others": {"steps": 2, "seed": 5, "optimizer": "sgd", "lr": 0.01, "accumulation_steps": 3,
-               "check_collectives": True, "async_checkpoint": True},
-}  # fmt: skip
+# What the run's options change, where every strategy trains, and what must differ from BASE; each of them shows in
+# something else (--precision: test_half_precision.py, test_bf16_errors.py).
+VARIANT = {"steps": 2, "seed": 5, "optimizer": "sgd", "lr": 0.01, "accumulation_steps": 3,
+           "check_collectives": True, "async_checkpoint": True}  # fmt: skip
 
 
-def check_the_runs_options(seen: dict, got: dict) -> None:
-    """What was seen in the runs of VARIANTS, and their numbers, beside those of the run "base"."""
-    assert got["others"][0] != got["base"][0], "--seed: other weights, other data"
-    assert optimizer_of(seen["base"]) == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1})
-    assert optimizer_of(seen["others"]) == ("SGD", {"momentum": 0.9, "weight_decay": 0}), "--optimizer sgd"
-    assert seen["base"]["rates"] == pytest.approx([0.0001]), "2e-3 after 20 steps of warm-up"
-    assert seen["others"]["rates"] == pytest.approx([0.0005, 0.0010])
-    (whole,), parts = seen["base"]["micro_batches"], seen["others"]["micro_batches"]
-    assert parts == [(whole[0] // 3, *whole[1:])] * 3, "--accumulation-steps 3: three micro-batches"
-    assert (seen["base"]["guard"], seen["others"]["guard"]) == (False, True), "--check-collectives"
-    assert seen["base"]["threads"] == 1
+def check_the_runs_options(base: dict, other: dict, who: str) -> None:
+    """What was seen in a run with BASE, and in one with VARIANT."""
+    assert optimizer_of(base) == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}), who
+    assert optimizer_of(other) == ("SGD", {"momentum": 0.9, "weight_decay": 0}), f"{who}: --optimizer sgd"
+    assert base["rates"] == pytest.approx([0.0001]), "2e-3 after 20 steps of warm-up"
+    assert other["rates"] == pytest.approx([0.0005, 0.0010]), f"{who}: --lr"
+    (whole,), parts = base["micro_batches"], other["micro_batches"]
+    assert parts == [(whole[0] // 3, *whole[1:])] * 3, f"{who}: --accumulation-steps 3: three micro-batches"
+    assert (base["guard"], other["guard"]) == (False, True), f"{who}: --check-collectives"
+    assert base["threads"] == 1, who
 
 
 def shape_of(run, seen):
@@ -198,11 +195,6 @@ def load_of(run, seen):
     return seen["load"]
 
 
-def mixture_of(run, seen):
-    mixture = run.strategy.model.blocks[0].mlp
-    return mixture.number, mixture.top_k
-
-
 def is_pipeline(name, kind):
     return "pipeline" in load(name, kind).preset and "schedule" in load(name, kind).Options.__dataclass_fields__
 
@@ -214,13 +206,13 @@ OWN = {
     ),
     "offload": lambda name, kind: ({"offload": True}, offloaded, False, True),
     "loading": lambda name, kind: ({"loading": "dispatch"}, load_of, "shard", "dispatch"),
-    "experts": lambda name, kind: ({"experts": 4}, mixture_of, (8, 2), (4, 2)),
-    "top_k": lambda name, kind: ({"top_k": 3}, mixture_of, (8, 2), (8, 3)),
-    "microbatches": lambda name, kind: ({"microbatches": 6, "schedule": "1f1b"}, microbatches_of, 4, 6),
+    "experts": lambda name, kind: ({"experts": 4}, lambda run, seen: run.strategy.model.blocks[0].mlp.number, 8, 4),
+    "top_k": lambda name, kind: ({"top_k": 3}, lambda run, seen: run.strategy.model.blocks[0].mlp.top_k, 2, 3),
+    "microbatches": lambda name, kind: ({"microbatches": 8}, microbatches_of, 4, 8),
     "schedule": lambda name, kind: (
         {"schedule": "gpipe"},
         schedule_of,
-        *(("Schedule1F1B", "ScheduleGPipe") if kind == "pytorch" else (["F", "B"] * 4, ["F"] * 4 + ["B"] * 4)),
+        *(("Schedule1F1B", "ScheduleGPipe") if kind == "pytorch" else (["F", "B"] * 4, ["F"] * 8 + ["B"] * 8)),
     ),
     "stages_per_rank": lambda name, kind: (
         {"schedule": "interleaved", "stages_per_rank": 3}, lambda run, seen: len(cuts(run, seen)), 1, 3
@@ -244,53 +236,67 @@ CASES = {
 
 @pytest.mark.parametrize("size", (1, 2))
 def test_options_reach_every_strategy(size, tmp_path):
-    """In one launch: of each a run with the defaults, one for each of VARIANTS, and one for each of its own options."""
-    plans = [
-        planned(name, kind, size, tmp_path / f"{name}-{kind}") for name, kind in KINDS if size_of(name, kind) == size
-    ]
-    configs, looks = ([one for plan in plans for one in plan[part]] for part in (0, 1))
-    rest = iter(launch(observe, size, (configs, looks), timeout=1800)[-1])
+    """In one launch, of each strategy: a run with other values of all options, and one with the defaults for each class
+    of options; with FULL=1 for each strategy."""
+    plans, looked_at = [], set()
+    for name, kind in KINDS:
+        if size_of(name, kind) == size:
+            options = load(name, kind).Options
+            plans.append(planned(name, kind, size, tmp_path / f"{name}-{kind}", FULL or options not in looked_at))
+            looked_at.add(options)
+    configs, looks = ([one for plan in plans for one in plan[part].values()] for part in (0, 1))
+    rest, base = iter(launch(observe, size, (configs, looks), timeout=1800)[-1]), None
     for configs, _, check in plans:
-        check([next(rest) for _ in configs])
+        seen = {run: next(rest) for run in configs}
+        base = seen.get("base", base)
+        check(seen)
+        check_the_runs_options(base, seen["other"], "")
+    folder = tmp_path / "-".join(KINDS[0] if size == 1 else ("ddp", "pytorch"))
+    assert numbers(folder / "base")[0] != numbers(folder / "other")[0], "--seed: other weights, other data"
 
 
-def planned(name, kind, size, folder) -> tuple:
+ALONE = ("stages_per_rank",)  # it wants a schedule of its own
+
+
+def planned(name, kind, size, folder, base: bool) -> tuple:
     """The runs of a strategy, where to look in each, and what to ask of what was seen."""
     own = {option: OWN[option](name, kind) for option in CASES[name, kind]}
-
-    def look_for_all(run, seen):
-        return {option: look(run, seen) for option, (_, look, *_) in own.items()}
-
-    common = BASE | {"strategy": name, "implementation": kind}
-    pipeline = "pipeline" in name  # its own options want more layers, and its micro-batches as they are by default
-    less = {"microbatches": 2} if pipeline else {}
-    more = {"layers": 4} if pipeline else {}
+    more = {"layers": 4} if "pipeline" in name else {}
     if name in ("pipeline+ddp", "pipeline+fsdp"):
         more["mesh"] = f"pipeline=2,{'data' if name == 'pipeline+ddp' else 'shard'}=1"
-    settings = {option: less | variant for option, variant in {"base": {}, **VARIANTS}.items()}
-    settings |= {"defaults": more} if pipeline else {}
-    settings |= {f"own-{option}": more | changed for option, (changed, *_) in own.items()}
-    defaults = "defaults" if pipeline else "base"
-    looks = dict.fromkeys(settings, lambda run, seen: None) | {defaults: look_for_all}
-    looks |= {f"own-{option}": look for option, (_, look, *_) in own.items()}
-    configs = [configure(size=size, run_dir=folder / run, **common | changed) for run, changed in settings.items()]
+    groups = {"base": []} if base else {}
+    groups |= {"other": [option for option in own if option not in ALONE]}
+    groups |= {option: [option] for option in own if option in ALONE}
+    settings = {run: dict(more) for run in groups}
+    settings["other"] |= VARIANT | ({"microbatches": 8} if "microbatches" in own else {})
+    for run, options in groups.items():
+        for option in options:
+            settings[run] |= own[option][0]
 
-    def check(found):
-        seen = dict(zip(settings, found, strict=True))
-        check_the_runs_options(seen, {run: numbers(folder / run) for run in ("base", *VARIANTS)})
-        before = seen[defaults]["looked"]
-        for option, (_, _, default, then) in own.items():
-            who = f"{name}, {kind}: {option}"
-            assert before[option] != then if default is None else before[option] == default, who
-            assert seen[f"own-{option}"]["looked"] == then, who
+    def look_for(options):
+        return lambda run, seen: {option: own[option][1](run, seen) for option in options}
 
-    return configs, [looks[run] for run in settings], check
+    common = BASE | {"strategy": name, "implementation": kind}
+    configs = {run: configure(size=size, run_dir=folder / run, **common | changed) for run, changed in settings.items()}
+    looks = {run: look_for(options or own) for run, options in groups.items()}
+
+    def check(seen):
+        for run, options in groups.items():
+            for option in options:
+                _, _, default, then = own[option]
+                who, found = f"{name}, {kind}: {option}", seen[run]["looked"][option]
+                assert found == then, who
+                if base:
+                    before = seen["base"]["looked"][option]
+                    assert before != then if default is None else before == default, who
+
+    return configs, looks, check
 
 
 def test_every_option_is_tested():
     own = {option for options in CASES.values() for option in options} | ELSEWHERE
     assert own == {o for name, kind in KINDS for o in load(name, kind).Options.__dataclass_fields__}
-    elsewhere = {  # where the run's options are tested that VARIANTS doesn't have
+    elsewhere = {  # where the run's options are tested that VARIANT doesn't have
         "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device",
         "resume", "precision",
         "run_dir", "task", "dataset", "data_dir", "download",
@@ -301,4 +307,4 @@ def test_every_option_is_tested():
         "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py
     }  # fmt: skip
     here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
-    assert {item.name for item in shared()} == elsewhere | here | {o for more in VARIANTS.values() for o in more}
+    assert {item.name for item in shared()} == elsewhere | here | {o for o in VARIANT}

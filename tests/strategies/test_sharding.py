@@ -37,9 +37,7 @@ MESHES = [
     ("hsdp", False, {"data": 2, "shard": 2}),
     ("hsdp", True, {"data": 2, "shard": 2}),
     ("tensor+fsdp", False, {"shard": 2, "tensor": 2}),
-    ("hsdp", False, {"data": 4, "shard": 1}),
     ("hsdp", True, {"data": 4, "shard": 1}),
-    ("tensor+fsdp", False, {"shard": 1, "tensor": 4}),
 ]
 
 
@@ -65,35 +63,12 @@ def test_meshes():
     outcomes = launch(meshes, 4)
     for rank, found in enumerate(outcomes):
         readers = [(own[0], own[1]) for own in found]
-        assert readers == [(rank, 4), (rank, 4), (rank // 2, 2), (rank, 4), (rank, 4), (0, 1)]
+        assert readers == [(rank, 4), (rank, 4), (rank // 2, 2), (rank, 4)]
         # Messages stay in a row; what is whole on every rank is not gathered.
-        assert [own[3] for own in found] == [{2}, {2}, {2}, set(), set(), set()]
+        assert [own[3] for own in found] == [{2}, {2}, {2}, set()]
     held = [[own[number][2] for own in outcomes] for number in range(len(MESHES))]
-    assert (
-        held[0] == [1 / 2] * 4 and held[2] == [1 / 4] * 4 and held[3] == held[4] == [1] * 4 and held[5] == [1 / 4] * 4
-    )
+    assert held[0] == [1 / 2] * 4 and held[2] == [1 / 4] * 4 and held[3] == [1] * 4
     assert held[1][:2] == held[1][2:] and sum(held[1]) == 2  # flat shards are cut anywhere; replicas hold the same
-
-
-def go_on(versions, state, make_optimizer=equality.adamw, precision="fp32") -> dict:
-    """A step by each of these strategies, which hand on their state, and what the last one leaves on rank 0."""
-    for number, (name, by_hand) in enumerate(versions):
-        torch.manual_seed(number)
-        batch = micro_batches()  # the same on every rank
-        strategy = make(load(name, by_hand), equality.frozen(), make_optimizer, precision=precision)
-        if state is not None:
-            strategy.load_full_state(state)
-        strategy.step(batch)
-        state = strategy.full_state()
-    return state
-
-
-def test_states_are_handed_on_between_meshes():
-    versions = [("hsdp", True), ("hsdp", False), ("tensor+fsdp", False), ("hsdp", True)]
-    four = equality.flatten(launch(go_on, 4, (versions, None))[0])
-    alone = equality.flatten(launch(go_on, 1, ([("single", False)] * len(versions), None))[0])
-    assert alone.keys() == four.keys()
-    assert not {name for name in alone if equality.difference(four[name], alone[name]) > equality.TOLERANCE}
 
 
 def from_meta(name: str, by_hand: bool) -> tuple:
@@ -196,28 +171,26 @@ def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list
     return found
 
 
-@pytest.mark.parametrize("name, by_hand", [("single", False), ("fsdp", False), ("fsdp", True)])
-def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
+def recomputed(name: str, by_hand: bool) -> tuple[list, list]:
+    """With each --recompute, and for PyTorch's fully_shard with --offload, too; and of a model with dropout."""
     ways = [{"recompute": kind} for kind in RECOMPUTE]
-    found = launch(trained, 1 if name == "single" else 2, (name, by_hand, ways))[0]
-    for numbers, _ in found[1:]:
-        torch.testing.assert_close(numbers, found[0][0], rtol=1e-6, atol=0)
-    none, selective, full = (peak for _, peak in found)
-    peaks = f"activations with --recompute none {none:,}, selective {selective:,}, full {full:,} bytes"
-    assert none > 1.2 * selective and selective > 1.2 * full, f"{peaks}: each should be a fifth more than the next"
+    offload = [{"offload": True}] if (name, by_hand) == ("fsdp", False) else []
+    dropping = ways if FULL else [ways[0], ways[-1]]
+    return trained(name, by_hand, ways + offload), trained(name, by_hand, dropping, WithDropout)
 
 
-@pytest.mark.parametrize("name, by_hand", [("fsdp", False), ("fsdp", True), ("zero2", True)])
-def test_recomputation_drops_the_same_elements(name, by_hand):
-    ways = [{"recompute": kind} for kind in (RECOMPUTE if FULL else ("none", "full"))]
-    found = [numbers for numbers, _ in launch(trained, 2, (name, by_hand, ways, WithDropout))[0]]
-    for numbers in found[1:]:
-        torch.testing.assert_close(numbers, found[0], rtol=1e-5, atol=0)
-
-
-def test_offloading_changes_nothing():
-    (offloaded, _), (expected, _) = launch(trained, 2, ("fsdp", False, [{"offload": True}, {}]))[0]
-    torch.testing.assert_close(offloaded, expected, rtol=1e-5, atol=0)  # fused kernels round in another order
+@pytest.mark.parametrize("name, by_hand", [("single", False), ("fsdp", False), ("fsdp", True), ("zero2", True)])
+def test_recomputation_changes_memory_and_nothing_else(name, by_hand):
+    """Not what drops out, either; and offloading changes no number."""
+    found, dropped = launch(recomputed, 1 if name == "single" else 2, (name, by_hand))[0]
+    for numbers, _ in found[1:]:  # of fully_shard by PyTorch, fused kernels round in another order
+        torch.testing.assert_close(numbers, found[0][0], rtol=1e-5 if len(found) > 3 else 1e-6, atol=0)
+    for numbers, _ in dropped[1:]:
+        torch.testing.assert_close(numbers, dropped[0][0], rtol=1e-5, atol=0)
+    none, selective, full = (peak for _, peak in found[:3])
+    if name != "zero2":
+        peaks = f"activations with --recompute none {none:,}, selective {selective:,}, full {full:,} bytes"
+        assert none > 1.2 * selective and selective > 1.2 * full, f"{peaks}: each should be a fifth more than the next"
 
 
 def offloading(cores):

@@ -52,6 +52,9 @@ class Config:
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
     device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
+    debug_server: int = option(
+        0, "port on which rank 0 shows where all ranks are, in a browser, for who can reach it; 0: none", at_least=0
+    )
     timeout: float = option(300.0, "seconds that a rank waits for the others in a collective")
     steps: int = option(250, "optimizer steps", at_least=1)
     epochs: int = option(

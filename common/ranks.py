@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import datetime
 import gc
+import importlib.util
 import os
 import socket
 import sys
@@ -208,6 +209,26 @@ def checked() -> AbstractContextManager:
     from common.lab.guard import CheckCollectives
 
     return CheckCollectives()
+
+
+def drawable() -> bool:
+    """Is there what the debug server draws its pages with?"""
+    return all(importlib.util.find_spec(name) for name in ("jinja2", "tabulate"))
+
+
+def show_ranks(port: int) -> None:
+    """Start PyTorch's debug server (torch.distributed.debug, experimental): on every rank what tells its stack, and on
+    rank 0 the pages, at `port`, for everybody who can reach it. It ends with the process. Collective.
+
+    Raises UserError where what draws its pages is not installed, or no launcher's store is there in which ranks meet.
+    """
+    if not drawable():
+        raise UserError("--debug-server needs jinja2 and tabulate: pip install -r requirements-nets.txt")
+    if not {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise UserError("--debug-server needs the store of torchrun: start the program by torchrun, or leave it out")
+    from torch.distributed.debug import start_debug_server
+
+    start_debug_server(port, start_method="spawn" if torch.cuda.is_initialized() else None)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from common.keeper import Keeper
 from common.learning_rate import learning_rate
 from common.profiled import profiler
 from common.progress import Progress
-from common.ranks import silent
+from common.ranks import show_ranks, silent
 from common.record import Record, print_line
 from common.sample import sample
 from common.strategy import Strategy, require_precision, use_tf32
@@ -54,6 +54,8 @@ class Run:
             compile_blocks(strategy.model, config.compile)
         if config.tf32:
             use_tf32(strategy.device)
+        if config.debug_server and config.distributed:
+            show_ranks(config.debug_server)
         self.config, self.strategy, self.task = config, strategy, task
         self.keeper = Keeper(config, strategy, task)
         self.main_rank = self.keeper.directory.writes

@@ -264,3 +264,11 @@ def test_without_an_address_nobody_meets(monkeypatch):
     ):
         with process_group("cpu"):
             pass
+
+
+def test_pages_about_ranks_need_the_launchers_store_and_what_draws_them(monkeypatch):
+    with refused("--debug-server", "torchrun" if ranks.drawable() else "requirements-nets.txt"):
+        ranks.show_ranks(0)
+    monkeypatch.setattr(ranks, "drawable", lambda: False)
+    with refused("--debug-server", "requirements-nets.txt"):
+        ranks.show_ranks(0)

@@ -302,6 +302,7 @@ def test_every_option_is_tested():
         "run_dir", "task", "dataset", "data_dir", "download",
         "validate_every", "text",  # test_validation.py, test_text.py
         "epochs", "keep_best", "validate_batch_size", "profile",  # test_run.py
+        "debug_server",  # test_ranks.py
         "compile", "fused", "tf32",  # test_compiled.py
         "dry_run", "tensorboard", "timeout",  # test_dry_run.py, test_runs.py, test_train.py
         "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py

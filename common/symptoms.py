@@ -79,6 +79,7 @@ class Asked:
 
     asked:   the question or symptom, in one sentence
     words:   further words for it
+    called:  what threads about it are called
     page:    the page that answers it, from the root
     anchor:  the section's name in links
     heading: the section's heading
@@ -87,6 +88,7 @@ class Asked:
 
     asked: str
     words: str
+    called: tuple[str, ...]
     page: str
     anchor: str
     heading: str
@@ -135,7 +137,8 @@ def asked() -> list[Asked]:
         page, anchor = sections[row["incident"]] if "incident" in row else row["answer"].split("#")
         heading = section_of(page, anchor).partition("\n")[0].lstrip("# ")
         words = f"{title} {row.get('words', '')}"
-        found.append(Asked(row["asked"], words, page, anchor, heading, (*threads, *row.get("threads", ()))))
+        called = tuple(row.get("called", ()))
+        found.append(Asked(row["asked"], words, called, page, anchor, heading, (*threads, *row.get("threads", ()))))
     return found
 
 
@@ -152,7 +155,12 @@ def questions() -> Iterator[Place]:
     for one in asked():
         threads = " ".join(f"{thread_name(address)} {address}" for address in one.threads)
         where = f"{one.page}, {plain(one.heading)}"
-        yield Place(where, plain(one.asked), plain(f"{one.asked} {one.asked} {one.words} {threads}"), known=1.3)
+        yield Place(
+            where,
+            plain(one.asked),
+            plain(f"{one.asked} {one.asked} {one.words} {' '.join(one.called)} {threads}"),
+            known=1.3,
+        )
 
 
 def mistakes() -> Iterator[Place]:

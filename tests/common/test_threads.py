@@ -15,7 +15,7 @@ def test_the_section_that_answers_links_every_thread(one):
 
 @pytest.mark.parametrize("one", ASKED, ids=[one.asked for one in ASKED])
 def test_the_question_and_each_thread_lead_to_the_section(one):
-    for words in (one.asked, *map(symptoms.thread_name, one.threads)):
+    for words in (one.asked, *one.called, *map(symptoms.thread_name, one.threads)):
         assert (one.page, symptoms.plain(one.heading)) in [
             tuple(place.where.split(", ", 1)) for place in symptoms.find(words)
         ], words

@@ -218,7 +218,7 @@ def idle(game: Level, timeline: simulator.Timeline, until: float) -> list[Gap]:
             clock = end
         if clock < until:
             free = [str(action) for action, why in can[rank].items() if not why]
-            closed = next((f"{action} {why}" for action, why in can[rank].items()), "it has done all of its work")
+            closed = next((f"{action}: {why}" for action, why in can[rank].items()), "it has done all of its work")
             found.append(Gap(rank, clock, until, f"{free[0]} could come now" if free else closed))
     return found
 

@@ -10,6 +10,7 @@ that their first cell promises.
 """
 
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 import nbformat
 
-from common import ROOT, check, cluster_check, symptoms
+from common import ROOT, check, cluster_check, questions, symptoms
 from common.axes import AXES
 from common.config import Config, shared
 from common.options import flag
@@ -325,11 +326,27 @@ def asked_in_public(old: str, rest: str) -> str:
     return table(["symptom or question", "where the course answers", "threads"], lines)
 
 
+def predictions(old: str, rest: str) -> str:
+    """What the site asks on each page, with the answers folded, for who reads the pages elsewhere."""
+    found = []
+    for page, own in questions.questions().items():
+        first = json.loads((ROOT / f"{page}.ipynb").read_text())["cells"][0]["source"]
+        title = "".join(first).splitlines()[0].removeprefix("# ")
+        found.append(f"### [{title}](../{page}.ipynb)")
+        for number, one in enumerate(own, 1):
+            choices = "; or ".join(map(one.filled, one.choices or ()))
+            right = one.filled(one.right) if one.right else f"{one.found[one.answer]} {one.unit}".strip()
+            found += [f"**{number}.** {one.ask}" + f" *{choices}*" * bool(choices),
+                      "<details><summary>Answer</summary>", f"**{right}**: {one.filled(one.because)}",
+                      "</details>"]  # fmt: skip
+    return "\n\n" + "\n\n".join(found) + "\n\n"
+
+
 FACTS: dict[str, Callable[[str, str], str]] = {
     made.__name__.replace("_", " "): made
     for made in (
         chapters, trail, library, trail_hours, path_hours, week_hours, weeks, exercises, strategies, engines, options,
-        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link, asked_in_public,
+        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link, asked_in_public, predictions,
     )
 }  # fmt: skip
 

@@ -144,7 +144,7 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
             if not row.proof:
                 of_ranks = [rank[place] for rank in found[name]] if name in found else guarded(cls, case, ranks, row)
                 judge_case(row, cls, right, ranks, case, of_ranks, [rank[place].calls for rank in expected])
-        if not row.proof and [*right.preset] == ["data"] and right.tasks != ("text",):  # it is about BatchNorm's statistics
+        if not row.proof and [*right.preset] == ["data"] and right.tasks != ("text",):  # BatchNorm
             try:
                 equality.agree(cls, ranks, name)
             except NotEqual as refusal:

@@ -117,9 +117,19 @@ def verdict(level: game.Level, found: dict) -> str:
     return (
         f"<p><b>Done after {found['makespan']:g} units, {against}.</b> Ranks are idle for {found['bubble']:.0%} of the "
         f"time and store at most {', '.join(map(str, found['stored']))} activations.{gathers}{name}</p>"
-        f"<p>Run it on {level.ranks} real ranks, which are compared with one process:</p>"
-        f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>"
+        f"<p>Run it on {level.ranks} real ranks, which are compared with one process, in "
+        '<a href="../README.html#begin">the course\'s folder</a>:</p>'
+        f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>{following(level)}"
     )
+
+
+def following(level: game.Level) -> str:
+    """The way to the next level, and nothing after the last one."""
+    place = game.LEVELS.index(level) + 1
+    if place == len(game.LEVELS):
+        return ""
+    name = game.LEVELS[place].name
+    return f"<p>{button({'level': name}, f'Next level: {name}', 'next', 'lit')}</p>"
 
 
 def typed(level: game.Level, found: dict) -> str:

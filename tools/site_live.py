@@ -102,7 +102,7 @@ def same_answers(page, count: int, seed: int) -> list[str]:
             ours = json.loads(import_module(module).reply(question))
             errors += "error" in ours
             faults += [f"{module} {question}: {fault}" for fault in [*unlike(ours, theirs)][:3]]
-        print(f"{module}: {number} random questions, {errors} of which are refused, answered as here")
+        print(f"{module}: {number} random questions, {errors} of which are refused; {len(faults)} answers differ")
         faults += [f"{module}: every question was refused"] if errors == number else []
     return faults
 
@@ -200,7 +200,7 @@ def by_keyboard_sliders(page) -> list[str]:
         faults += [f"{cell}: nothing changes its picture"] if len({*shown[first:]}) < 2 else []
     for question, ours, theirs in zip(asked, drawn_here(asked), shown, strict=True):
         faults += [] if same_text(ours, theirs) else [f"{question}: the page draws something else than we do"]
-    print(f"{len(asked)} positions of sliders are drawn as here")
+    print(f"{len(asked)} positions of sliders, compared with what is drawn here")
     return faults
 
 

@@ -332,7 +332,7 @@ def predictions(old: str, rest: str) -> str:
     for page, own in questions.questions().items():
         first = json.loads((ROOT / f"{page}.ipynb").read_text())["cells"][0]["source"]
         title = "".join(first).splitlines()[0].removeprefix("# ")
-        found.append(f"### [{title}](../{page}.ipynb)")
+        found.append(f"## [{title}](../{page}.ipynb)")
         for number, one in enumerate(own, 1):
             choices = "; or ".join(map(one.filled, one.choices or ()))
             right = one.filled(one.right) if one.right else f"{one.found[one.answer]} {one.unit}".strip()

@@ -96,6 +96,8 @@ def launch(
         from common.lab import local  # as private as its parts in PyTorch: loaded by those who ask for it
 
         return local.run(fn, nproc, args)
+    if how != "processes":
+        raise UserError(f"how={how!r}: ranks are 'processes', or pretended in this one, 'local'")
     if start_method is None:
         start_method = "fork" if LINUX and not torch.cuda.is_initialized() else "spawn"
     if start_method == "fork":

@@ -4,8 +4,8 @@ thread:   https://github.com/allenai/OLMo-core/pull/319 https://github.com/allen
 reported: replicas have completely different parameters; a restart, with the first one's, helped the bad run
 net:      replicas that are compared, before the first step
 cause:    Every rank draws its shard from a seed of its own, which is right for the ranks that share one copy. Ranks
-          that have the same shard of two copies have to draw the same numbers. `fully_shard` compares nothing, and it
-          sends no weights when it begins, as DDP does.
+          that have the same shard of two copies have to draw the same numbers. Unlike DDP, `fully_shard` sends no
+          weights when it begins, and compares none.
 """
 
 import torch

@@ -31,6 +31,7 @@ class Framework:
     accumulates:   while micro-batches are added up, gradients stay whole and in float32 (fully_shard with
                    set_requires_gradient_sync(False))
     gradient_copy: bytes per parameter of a further copy of the gradients
+    step_gradient: bytes per parameter of the rank's share of the gradients that the optimizer's step has besides
     constant:      bytes outside of the allocator: the CUDA context, NCCL's buffers, what libraries keep
     foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
     fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
@@ -43,6 +44,7 @@ class Framework:
     whole_logits: float = 0.0
     accumulates: bool = False
     gradient_copy: int = 0
+    step_gradient: int = 0
     constant: float = 0.0
     foreach: bool = False
     fused_attention: bool = False
@@ -79,12 +81,18 @@ FRAMEWORKS: dict[str, Framework] = {
         fused_attention=True, constant=4 * GIB, fp8_gradients=2, whole_logits=3.5,
         source="as deepspeed-whole-logits",
     ),
+    "internevo": Framework(
+        constant=14 * GIB, foreach=True, step_gradient=4,
+        source="InternEvo's hybrid_zero_optim.py at c628a8c8: 16-bit gradients stay while the step has its share "
+        "in float32; its AdamW is PyTorch's; the constant is deepspeed's",
+    ),
     "deepspeed": Framework(
-        constant=14 * GIB, at_worst="deepspeed-whole-logits",
-        source="BLOOM's prequel on Megatron-DeepSpeed, whose memory is nvidia-smi's",
+        constant=14 * GIB, step_gradient=4, at_worst="deepspeed-whole-logits",
+        source="BLOOM's prequel on Megatron-DeepSpeed, whose memory is nvidia-smi's; of the step, DeepSpeed's "
+        "stage_1_and_2.py at edaa7221, lines 2361 to 2372",
     ),
     "deepspeed-whole-logits": Framework(
-        constant=14 * GIB, whole_logits=3.5,
+        constant=14 * GIB, step_gradient=4, whole_logits=3.5,
         source="Hagemann et al. 2023: of their 563 runs that were out of memory it foresees more than deepspeed does, "
         "with no more false alarms; BLOOM's runs, which divide the logits, refute it for Megatron-DeepSpeed",
     ),

@@ -171,6 +171,18 @@ def between_steps(model: Model, layout: Layout, share: tuple) -> tuple[dict[str,
     return kept, sum(kept.pop(kind, 0.0) for kind in there)
 
 
+def in_step(layout: Layout, dense: float, experts: float) -> dict[str, float]:
+    """Bytes by part that are there in the optimizer's step alone, when there are no activations any more.
+
+    PyTorch's default for CUDA works on lists of all parameters at once ("foreach"), which takes a temporary of their
+    size (torch/optim/optimizer.py, _foreach_doc); a fused optimizer takes none.
+    """
+    recipe, own = frameworks.of(layout), dense / layout.shards + experts / layout.expert_shards
+    temporary = 0.0 if layout.offload or not recipe.foreach else (2 if layout.recipe == "bf16" else 4) * own
+    found = {"activations": 0.0, "temporaries of the optimizer": temporary}
+    return found | ({"gradients in float32": recipe.step_gradient * own} if recipe.step_gradient else {})
+
+
 def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share: tuple, held: int) -> Memory:
     layers, embedding, head = share
     dense, experts = trained_of(model, layout, *share)
@@ -226,11 +238,7 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         if layout.pipeline > 1 and layout.schedule == "1f1b":
             in_flight = min(in_flight, chunk * per_layer)
         phases["loss"] = {"logits and loss": copies * logits, "activations": in_flight}
-    # No activations any more. PyTorch's default for CUDA works on lists of all parameters at once ("foreach"), which
-    # takes a temporary of their size (torch/optim/optimizer.py, _foreach_doc); a fused optimizer takes none.
-    temporary = (2 if layout.recipe == "bf16" else 4) * (dense / layout.shards + experts / layout.expert_shards)
-    extra = 0.0 if layout.offload or not recipe.foreach else temporary
-    phases["optimizer step"] = {"activations": 0.0, "temporaries of the optimizer": extra}
+    phases["optimizer step"] = in_step(layout, dense, experts)
     if accumulates and layout.shards > 1:  # reduced by then
         phases["optimizer step"] |= {"unsharded gradients": message * (dense + experts) / layout.shards}
     if recipe.gradient_copy:

@@ -172,6 +172,7 @@ def add_layout(add: Callable) -> None:
     add("--schedule", default="1f1b")
     add("--stages-per-rank", type=int, default=1)
     add("--recompute", default="none", help=", ".join(RECOMPUTE))
+    add("--recompute-layers", type=int, metavar="N", help="with --recompute full: so many layers of each stage alone")
     add("--offload", action="store_true", help="gradients and optimizer state in the host's memory")
     add("--sequence-parallel", type=yes, default=True, metavar="yes|no", help="with tensor parallelism; by default yes")
     add("--flash", type=yes, default=True, metavar="yes|no", help="attention that keeps no scores; by default yes")
@@ -247,7 +248,8 @@ def named(args: argparse.Namespace) -> Estimate:
     layout = make_layout(
         model, gpus, mesh, batch_size=args.batch_size, micro_batch=args.micro_batch, sequence=args.sequence,
         zero_stage=stage, schedule=SCHEDULE_ALIASES.get(args.schedule.lower(), args.schedule.lower()),
-        stages_per_rank=args.stages_per_rank, recompute=args.recompute, precision=precision_of(args, gpus.gpu),
+        stages_per_rank=args.stages_per_rank, recompute=args.recompute, recompute_layers=args.recompute_layers,
+        precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
         overlap_gradients=args.overlap_gradients, framework=args.framework, **adapted(args),

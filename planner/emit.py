@@ -32,6 +32,8 @@ class Emitted:
 def emit(found: Estimate, tool: str) -> Emitted:
     """The configuration of `tool`, one of FORMATS, for a layout that was estimated. Raises UserError for what it cannot
     express."""
+    if found.layout.recompute_share < 1:
+        raise UserError(f"--format {tool}: it recomputes all layers or none; leave --recompute-layers out")
     if found.fits == "no":
         raise UserError(
             f"the layout needs {found.memory.expected / GIB:.1f} GiB per GPU, of {found.cluster.gpu.memory / GIB:.1f}; "

@@ -94,6 +94,7 @@ class Estimate:
             "schedule": layout.schedule if layout.pipeline > 1 else None,
             "stages_per_rank": layout.stages_per_rank,
             "recompute": layout.recompute,
+            "recompute_share": layout.recompute_share,
             "precision": layout.precision,
             "offload": layout.offload,
             "lora": layout.lora,

@@ -135,8 +135,8 @@ def again(layout: Layout, one: Work) -> float:
         "attention": one.core + (0 if layout.flash else one.elementwise / 3),
         "operators": one.products / 2 + one.elementwise,
         "products": one.elementwise + one.core,
-        "every-second": one.forward / 2,
-        "full": one.forward,
+        "every-second": one.forward * layout.whole_again,
+        "full": one.forward * layout.whole_again,
     }[layout.kept]
 
 

@@ -1,7 +1,7 @@
 """A layout: which ranks divide what, in which order they work, and what they keep. With all checks of its numbers."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from common.axes import AXES
@@ -50,6 +50,7 @@ class Layout:
     recompute:   "none"; "attention" (Korthikanti et al. 2022, section 5); "operators" (torchtitan's selective: all but
                  attention and every second product again); "products" (this course's: all but matrix products);
                  "every-second" (every second layer); "full". "selective" is "operators" under stage 3, else "attention"
+    recompute_share: of the layers, with "full"; the others are kept
     sequence_parallel: ranks along "tensor" cut norms and the residual stream along the sequence
     flash:       attention's matrix of scores is not stored
     dropout:     after attention and MLP
@@ -76,6 +77,7 @@ class Layout:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     recompute: str = "none"
+    recompute_share: float = 1.0
     precision: str = "bf16-mixed"
     offload: bool = False
     sequence_parallel: bool = True
@@ -138,6 +140,11 @@ class Layout:
         return {"selective": "operators" if self.zero_stage == 3 else "attention"}.get(self.recompute, self.recompute)
 
     @cached_property
+    def whole_again(self) -> float:
+        """The share of the layers that are computed again from their input alone."""
+        return {"full": self.recompute_share, "every-second": 0.5}.get(self.kept, 0.0)
+
+    @cached_property
     def shards(self) -> int:
         """Ranks over which the state of what all of them use is divided, experts aside."""
         context = self.context if self.shard_context else 1
@@ -185,16 +192,19 @@ class Layout:
         plan = f", {self.schedule}" + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else "")
         plan = plan if self.pipeline > 1 else ""
         adapters = f", {'QLoRA' if self.nf4 else 'LoRA'} of rank {self.lora}" if self.lora else ""
+        share = f" in {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
         adapters += f" on {self.lora_on}" if self.lora and self.lora_on != "all" else ""
-        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}{adapters}"
+        return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}{share}{adapters}"
 
 
 def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) -> Layout:
     """The layout, checked against the model and the cluster. Raises UserError for what cannot work.
 
     mesh: axes and sizes; axes that are not named have size 1
+    fields: of Layout; or recompute_layers in place of recompute_share: so many of a stage's layers are computed again
     """
     notes = list(fields.pop("notes", ()))
+    some = fields.pop("recompute_layers", None)
     mesh = {axis: mesh.get(axis, 1) for axis in AXES}
     stage = fields.get("zero_stage", 0)
     if not 0 <= stage <= 3:
@@ -216,6 +226,10 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
         fields["schedule"] = "interleaved"
         notes.append(f"1f1b with {fields['stages_per_rank']} stages per rank is the schedule 'interleaved'")
     layout = Layout(mesh=tuple(mesh.items()), **fields, notes=tuple(notes))
+    if some is not None:
+        if some < 1 or layout.kept != "full":
+            raise UserError(f"--recompute-layers {some}: give a number of at least 1, and --recompute full")
+        layout = replace(layout, recompute_share=min(1.0, some * layout.stages / model.layers))
     check(model, cluster, layout)
     return layout
 

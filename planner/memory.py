@@ -36,9 +36,6 @@ def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dro
            itemsize: int) -> float:  # fmt: skip
     """Bytes per token that a layer keeps, on average over dense layers and mixtures."""
     gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
-    if kept == "every-second":
-        both = [_layer(model, tensor, sequence, how, flash, dropout, fused, cut, itemsize) for how in ("none", "full")]
-        return sum(both) / 2
 
     def keeps(mlp_width):
         args = (model.width, model.query, model.key, mlp_width, gated, dropout, kept, tensor, cut, itemsize)
@@ -57,15 +54,20 @@ def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dro
 def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float:
     """Bytes that one layer keeps of one micro-batch, on one GPU."""
     itemsize = layout.itemsize
-    per_token = _layer(
-        model, layout.tensor, layout.sequence, kept or layout.kept, layout.flash, layout.dropout, layout.fused,
-        layout.sequence_parallel, itemsize,
-    )  # fmt: skip
-    if layout.lora and (kept or layout.kept) != "full":  # what lies between an adapter's two matrices
-        per_token += len(adapters.linears(model, 1, layout.lora_on)) * layout.lora * itemsize
-        if (kept or layout.kept) == "none":
-            rest = layout.tensor if layout.sequence_parallel else 1
-            per_token -= adapters.spared(model, layout.lora_on, layout.tensor, rest) * itemsize
+
+    def per_layer(how):
+        return _layer(model, layout.tensor, layout.sequence, how, layout.flash, layout.dropout, layout.fused,
+                      layout.sequence_parallel, itemsize)  # fmt: skip
+
+    share = 0.0 if kept else layout.whole_again
+    rest = kept or ("none" if share else layout.kept)
+    per_token = share * per_layer("full") + ((1 - share) * per_layer(rest) if share < 1 else 0.0)
+    if layout.lora:  # what lies between an adapter's two matrices
+        more = float(len(adapters.linears(model, 1, layout.lora_on)) * layout.lora)
+        if rest == "none":
+            cut = layout.tensor if layout.sequence_parallel else 1
+            more -= adapters.spared(model, layout.lora_on, layout.tensor, cut)
+        per_token += (1 - share) * more * itemsize
     return per_token * layout.tokens
 
 

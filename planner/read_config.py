@@ -206,6 +206,8 @@ def megatron(table: dict) -> Config:
         flash=bool(table.keys() & {"use-flash-attn", "attention-backend", "transformer-impl"}),
         overlap_gradients="overlap-grad-reduce" in table, framework="megatron",
     )  # fmt: skip
+    if table.get("recompute-method") == "block" and recompute == "full":
+        layout |= known(recompute_layers=one("recompute-num-layers"))
     each = one("num-layers-per-virtual-pipeline-stage")
     if each and layers and (mesh["pipeline"] or 1) > 1:
         layout |= {"schedule": "interleaved", "stages_per_rank": max(1, layers // (mesh["pipeline"] or 1) // each)}

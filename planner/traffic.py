@@ -13,7 +13,7 @@ from planner.models import Model
 
 def forward_passes(layout: Layout) -> float:
     """How often a layer's forward pass sends its messages: again where the layer is computed again."""
-    return {"full": 2.0, "every-second": 1.5}.get(layout.kept, 1.0)
+    return 1.0 + layout.whole_again
 
 
 def repeated_sums(layout: Layout) -> float:

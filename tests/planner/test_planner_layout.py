@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import UserError
-from planner import models, stages
+from planner import models, read_config, stages
+from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import Layout, make_layout
 
@@ -128,3 +129,19 @@ def test_a_step_without_a_pipeline_is_all_work():
     assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,), (
         "five times six seconds"
     )
+
+
+def test_some_layers_of_each_stage_are_computed_again(tmp_path):
+    """Four of eight in each of four stages are every second layer; Megatron-LM's method "block" says the same."""
+    model, nodes = models.find("llama-7b"), cluster("h100-80gb", 4)
+    given = {"batch_size": 16, "mesh": {"pipeline": 4}}
+    half, second, full = (
+        estimate(model, nodes, make_layout(model, nodes, **given, recompute=how, recompute_layers=some))
+        for how, some in (("full", 4), ("every-second", None), ("full", 8))
+    )
+    assert half.seconds == second.seconds and half.memory == second.memory
+    assert half.layout.recompute_share == 0.5 and full.layout.recompute_share == 1
+    assert half.seconds < full.seconds and half.memory.expected > full.memory.expected
+    file = tmp_path / "run.sh"
+    file.write_text("--num-layers 32 --recompute-granularity full --recompute-method block --recompute-num-layers 4")
+    assert read_config.read(str(file)).layout["recompute_layers"] == 4

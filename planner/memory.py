@@ -182,7 +182,9 @@ def in_step(layout: Layout, dense: float, experts: float) -> dict[str, float]:
     recipe, own = frameworks.of(layout), dense / layout.shards + experts / layout.expert_shards
     temporary = 0.0 if layout.offload or not recipe.foreach else (2 if layout.recipe == "bf16" else 4) * own
     found = {"activations": 0.0, "temporaries of the optimizer": temporary}
-    return found | ({"gradients in float32": recipe.step_gradient * own} if recipe.step_gradient else {})
+    if recipe.step_gradient and layout.precision == "bf16-mixed-16":  # whose gradients have 16 bits until then
+        found["gradients in float32"] = recipe.step_gradient * own
+    return found
 
 
 def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share: tuple, held: int) -> Memory:

@@ -24,6 +24,7 @@ class Model:
     bias:         linear layers have biases ("outputs": all but those of queries, keys and values, as in this course)
     experts, top_k, expert_width, shared_experts, dense_layers: of a mixture; a token goes to top_k of the experts and
                   to all shared ones, each of expert_width; the first dense_layers layers have an MLP of mlp_width
+    parallel:     attention and MLP take the same input, and one sum along "tensor" is of both (GPT-NeoX, PaLM)
     attention:    parameters of a layer's attention where they are not those of plain multi-head attention
     """
 
@@ -45,6 +46,7 @@ class Model:
     shared_experts: int = 0
     dense_layers: int = 0
     attention: int | None = None
+    parallel: bool = False
     source: str = "given"
 
     def __post_init__(self):
@@ -145,7 +147,14 @@ class Model:
 
 def _model(row: dict[str, str]) -> Model:
     """A line of planner/models.csv, where an empty cell is a field's default."""
-    read: dict[str, Callable[[str], Any]] = {"name": str, "source": str, "mlp": str, "bias": str, "tied": "yes".__eq__}
+    read: dict[str, Callable[[str], Any]] = {
+        "name": str,
+        "source": str,
+        "mlp": str,
+        "bias": str,
+        "tied": "yes".__eq__,
+        "parallel": "yes".__eq__,
+    }
     given = {name: text for name, text in row.items() if text and name != "aliases"}
     return Model(**{name: read.get(name, int)(text) for name, text in given.items()})
 

@@ -98,6 +98,10 @@ def hugging_face(table: dict) -> Config:
     tied = bool(table.get("tie_word_embeddings", gelu and kind != "gpt_neox"))
     model = Model(kind or "config.json", layers, width, heads, vocabulary, mlp="gelu" if gelu else "swiglu", tied=tied,
                   bias="all" if gelu else "none", source="config.json", **fields)  # fmt: skip
+    parallel = table.get(
+        "use_parallel_residual", table.get("parallel_attn", kind in ("gpt_neox", "gptj", "cohere", "phi"))
+    )
+    model = replace(model, parallel=bool(parallel))
     notes = [] if table.get("kv_lora_rank") is None else ["attention with latent keys is counted as plain attention"]
     return Config("Hugging Face config.json", model, notes=notes)
 

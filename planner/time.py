@@ -124,7 +124,8 @@ def messages_in_layer(
         if layout.async_tensor:
             each -= constants.async_kept * min(each, dense.products / 2)
         # With the sum that PyTorch's checkpoints leave out (traffic.repeated_sums): so the constants have been fitted.
-        found.append(("tensor", 2 * each, 2 * each * passes))
+        sums = 1 if model.parallel else 2
+        found.append(("tensor", sums * each, sums * each * passes))
     if layout.context > 1:
         along = group(cluster, layout, constants, "context")
         kv = 2 * layout.tokens * model.key * itemsize / layout.tensor * layout.context

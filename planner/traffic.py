@@ -16,12 +16,12 @@ def forward_passes(layout: Layout) -> float:
     return 1.0 + layout.whole_again
 
 
-def repeated_sums(layout: Layout) -> float:
-    """How many of a layer's two sums along "tensor" recomputation does again, in all-reduces. Megatron-LM computes the
+def repeated_sums(model: Model, layout: Layout) -> float:
+    """How many of a layer's sums along "tensor" recomputation does again, in all-reduces. Megatron-LM computes the
     whole layer again. PyTorch's checkpoints end with the last tensor that the backward pass needs, so before the second
     sum, of which nothing is kept; with sequence parallelism that is a reduce-scatter, half an all-reduce."""
     last = 0.5 if layout.sequence_parallel else 1.0
-    return (forward_passes(layout) - 1) * (2 - last * frameworks.of(layout).stops_early)
+    return (forward_passes(layout) - 1) * ((1 if model.parallel else 2) - last * frameworks.of(layout).stops_early)
 
 
 def routed(model: Model, layout: Layout) -> float:
@@ -38,10 +38,11 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     stream = layout.tokens * model.width * itemsize
     layers, passes = model.layers / p * m, forward_passes(layout)  # layers that a rank computes in a step
     found = {}
-    # Two sums in the forward pass of a layer, two in its backward pass, and those done again; one each for the
-    # embedding's output and the gradient of the head's input; and for the loss over a divided vocabulary three numbers
-    # per token.
-    found["tensor"] = wire_bytes("all_reduce", stream, t) * ((4 + repeated_sums(layout)) * layers + 2 * m / p)
+    # Two sums in the forward pass of a layer (one where its halves are parallel), as many in its backward pass, and
+    # those done again; one each for the embedding's output and the gradient of the head's input; and for the loss
+    # over a divided vocabulary three numbers per token.
+    sums = (2 if model.parallel else 4) + repeated_sums(model, layout)
+    found["tensor"] = wire_bytes("all_reduce", stream, t) * (sums * layers + 2 * m / p)
     found["tensor"] += wire_bytes("all_reduce", 3 * 4 * layout.tokens, t) * m / p
     # Keys and values go round the ring forward, again backward, and their gradients after them.
     kv = 2 * layout.tokens * model.key * itemsize / t * c

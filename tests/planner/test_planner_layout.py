@@ -1,11 +1,13 @@
 """What follows from a layout's numbers, and what is said of those that cannot work."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
 from common.errors import UserError
+from common.lab.wire_bytes import wire_bytes
 from planner import models, read_config, stages
 from planner.estimate import estimate
 from planner.hardware import cluster
@@ -145,3 +147,18 @@ def test_some_layers_of_each_stage_are_computed_again(tmp_path):
     file = tmp_path / "run.sh"
     file.write_text("--num-layers 32 --recompute-granularity full --recompute-method block --recompute-num-layers 4")
     assert read_config.read(str(file)).layout["recompute_layers"] == 4
+
+
+def test_parallel_halves_of_a_layer_share_a_sum(tmp_path):
+    """GPT-NeoX's: half of the bytes of a layer's messages, as a line of the table or a config.json says."""
+    pythia, nodes = models.find("pythia-12b"), cluster("h100-80gb", 8)
+    one = make_layout(pythia, nodes, {"tensor": 8}, batch_size=64, micro_batch=8)  # the host keeps up
+    found, usual = (estimate(model, nodes, one) for model in (pythia, replace(pythia, parallel=False)))
+    layer = 36 * wire_bytes("all_reduce", 8 * 2048 * 5120 * 2, 8) * one.micro_batches
+    assert usual.step.links["tensor"] - found.step.links["tensor"] == pytest.approx(2 * layer)
+    assert found.seconds < usual.seconds and found.memory == usual.memory
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+    for more, parallel in (({"model_type": "gpt_neox"}, True), ({"model_type": "llama"}, False),
+                           ({"model_type": "gpt_neox", "use_parallel_residual": False}, False)):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(shape | more))
+        assert read_config.read(str(tmp_path / "config.json")).model.parallel is parallel

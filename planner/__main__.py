@@ -26,7 +26,7 @@ from planner.emit import COURSE, FORMATS, emit
 from planner.estimate import Estimate, estimate
 from planner.frameworks import FRAMEWORKS
 from planner.hardware import cluster
-from planner.layout import FRAMEWORK, PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout, usual_precision
+from planner.layout import ATTENTION, FRAMEWORK, PRECISION_ALIASES, PRECISIONS, RECOMPUTE, make_layout, usual_precision
 from planner.names import lookup
 from planner.output import explain, one_layout, table
 
@@ -176,6 +176,10 @@ def add_layout(add: Callable) -> None:
     add("--offload", action="store_true", help="gradients and optimizer state in the host's memory")
     add("--sequence-parallel", type=yes, default=True, metavar="yes|no", help="with tensor parallelism; by default yes")
     add("--flash", type=yes, default=True, metavar="yes|no", help="attention that keeps no scores; by default yes")
+    add("--attention", default="", help=f"its kernel: {', '.join(ATTENTION)}; by default the framework's")
+    add(
+        "--balanced", type=yes, default=True, metavar="yes|no", help="shares of attention along context; by default yes"
+    )
     add("--fused", type=yes, default=True, metavar="yes|no", help="torch.compile or fused kernels; by default yes")
     add("--fused-loss", type=yes, default=False, metavar="yes|no", help="the loss compiled too; by default no")
     add("--dropout", type=yes, default=False, metavar="yes|no", help="after attention and MLP; by default no")
@@ -252,7 +256,8 @@ def named(args: argparse.Namespace) -> Estimate:
         precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
-        overlap_gradients=args.overlap_gradients, framework=args.framework, **adapted(args),
+        attention=args.attention, balanced=args.balanced, overlap_gradients=args.overlap_gradients,
+        framework=args.framework, **adapted(args),
     )  # fmt: skip
     return estimate(model, gpus, layout, constants.load(args.constants), args.max_memory_gb)
 

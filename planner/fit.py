@@ -30,9 +30,14 @@ def project(source: str) -> str:
     return source.split()[0]
 
 
+def fitted_on(run: Run) -> bool:
+    """Runs with adapters are predicted only: they check what has been fitted on trainings of all parameters."""
+    return bool(run.seconds) and not run.layout.lora
+
+
 def halves(runs: Iterable[Run]) -> tuple[set[str], set[str]]:
-    """Projects in alphabetical order, one to the one half and the next to the other."""
-    names = sorted({project(run.source) for run in runs}, key=str.lower)
+    """Projects that constants are fitted on, in alphabetical order, one to the one half and the next to the other."""
+    names = sorted({project(run.source) for run in runs if fitted_on(run)}, key=str.lower)
     return set(names[::2]), set(names[1::2])
 
 

@@ -219,7 +219,8 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
         fields.setdefault("framework", "torch")
     if fields.get("framework"):
         lookup(fields["framework"], frameworks.FRAMEWORKS, "framework")
-    lookup(fields.get("attention", ""), dict.fromkeys(("", *ATTENTION)), "kernel of attention")
+    if fields.get("attention"):
+        lookup(fields["attention"], dict.fromkeys(ATTENTION), "kernel of attention")
     lookup(fields.get("recompute", "none"), dict.fromkeys(RECOMPUTE), "kind of recomputation")
     lookup(fields.get("schedule", "1f1b"), schedules.SCHEDULES, "schedule")
     if fields.get("schedule", "1f1b") == "1f1b" and fields.get("stages_per_rank", 1) > 1:

@@ -271,7 +271,7 @@ def intervals(found: list[Line], constants: Constants) -> Constants:
 
 def refit() -> tuple[Constants, list[tuple[set[str], Constants]]]:
     """Constants fitted on all sources, and those of each half. Takes about ten minutes."""
-    timed = [run for run in runs() if run.seconds]
+    timed = [run for run in runs() if fit.fitted_on(run)]
     halves = []
     for own in fit.halves(timed):
         halves.append((own, fit.fit([run for run in fit.some(timed) if fit.project(run.source) in own])))

@@ -190,6 +190,7 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     f"{ESTIMATE.replace('estimate', 'probe')} --seconds 0": "--seconds 0",
     f"{ESTIMATE} --nf4": "--nf4 --lora 1 0",
     f"{ESTIMATE} --recompute-layers 2": "--recompute-layers 2 --recompute full",
+    f"{ESTIMATE} --attention flash4": "flash4 flash3 cudnn",
     f"{ESTIMATE} --lora -1": "--lora 0 -1",
     f"{ESTIMATE} --lora 8 --lora-on qkw": "qkw qkv",
     f"{ESTIMATE} --lora 8 --nf4 --mesh tensor=8": "tensor=8 --nf4",

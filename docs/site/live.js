@@ -134,3 +134,13 @@ document.addEventListener("DOMContentLoaded", async () => {
     for (const place of places) place.querySelector(".state").textContent = `This page stays as it is: ${error.message}`;
   }
 });
+
+// A table that is wider than its page, as on a phone, is moved by arrow keys once it has the focus.
+document.addEventListener("DOMContentLoaded", () => {
+  const sizes = new ResizeObserver((changed) => {
+    for (const { target } of changed) {
+      if (target.scrollWidth > target.clientWidth) target.tabIndex = 0; else target.removeAttribute("tabindex");
+    }
+  });
+  for (const table of document.querySelectorAll(".bd-article table.table")) sizes.observe(table);
+});

@@ -40,7 +40,9 @@ from common.lab.ledger import Ledger
 from tools import nets_page
 
 CHAPTERS = ("intro", "data_parallel", "ddp", "model_parallel", "pipeline", "fsdp")
-PATIENCE = 4.0  # seconds that the guard waits for a rank
+# Seconds that the guard waits for a rank: briefly where a rank is known not to come, and else as long as a busy machine
+# may take, since no row is to be decided by the clock.
+PATIENCE, BRIEFLY = 120.0, 4.0
 
 
 @dataclass
@@ -70,11 +72,11 @@ class Watched:
     seconds: float = 0.0
 
 
-def watched(run: Callable) -> Watched:
+def watched(run: Callable, patience: float = PATIENCE) -> Watched:
     """Called on a rank: `run()` under the guards."""
     begin, found, ledger = time.process_time(), Watched(), Ledger()
     try:
-        with CheckCollectives(PATIENCE), ledger:
+        with CheckCollectives(patience), ledger:
             found.numbers = run()
     except CollectiveMismatch as mismatch:
         found.mismatch = str(mismatch).splitlines()[0]
@@ -155,7 +157,7 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
 def guarded(cls, case: Case, ranks: int, row: Row) -> list[Watched] | None:
     """A launch of its own; None where ranks fail without having come to an end."""
     try:
-        return launch(lambda: watched(lambda: equality.on_ranks(cls, [case])), ranks, timeout=8.0)
+        return launch(lambda: watched(lambda: equality.on_ranks(cls, [case]), BRIEFLY), ranks, timeout=8.0)
     except RankFailed as failure:
         row.collectives = "step 1" if "CollectiveMismatch" in str(failure) else ""
         return None
@@ -204,7 +206,7 @@ def all_reduce_row(name: str, kind: str, algorithm, right, ranks: int) -> Row:
     cost = by_hand.COSTS[right.__name__]
 
     def under_guard(tensor, group=None):
-        with CheckCollectives(PATIENCE):
+        with CheckCollectives(BRIEFLY):
             algorithm(tensor, group)
 
     for net, one in (("proof", algorithm), ("collectives", under_guard)):
@@ -229,7 +231,8 @@ def incident_rows(incident) -> Iterator[Row]:
     for kind, program in programs.items():
         row = Row("museum", incident.name, kind)
         try:
-            found[kind] = launch(lambda: watched(program.on_rank), program.RANKS, timeout=30.0)  # noqa: B023
+            patience = BRIEFLY if hasattr(program, "WAIT") else PATIENCE
+            found[kind] = launch(lambda: watched(program.on_rank, patience), program.RANKS, timeout=300.0)  # noqa: B023
             seen = [watch.numbers for watch in found[kind] or []]
             row.run_seconds = sum(watch.seconds for watch in found[kind] or [])
             if any(watch.mismatch for watch in found[kind] or []):

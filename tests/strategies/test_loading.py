@@ -65,13 +65,6 @@ MISTAKES = {
         "if described is None and plan.data_rank == 0:",
         "error",
     ),
-    "one buffer for all steps": (
-        "dispatch",
-        "mine = [torch.empty(plan.slice_size, *shape, dtype=dtype, device=plan.device) for shape, dtype in "
-        "described[0]]",
-        "mine = mine if step > start else [torch.empty(plan.slice_size, *s, dtype=d) for s, d in described[0]]",
-        "order",
-    ),
 }
 
 

@@ -3,10 +3,10 @@
     python -m tools.site_check _site
 
 Links and pictures are checked in the HTML. Then Chromium opens every page: no error in its console, no serious
-violation of accessibility (axe-core), nothing wider than a phone, at most 500 kB; every question can be answered and
-every flipbook turned by keyboard. Chromium is that of the system, or the one that `playwright install chromium`
-fetches. Then come the pages that are live (tools/site_live.py). Exit code 0 if all is well, 1 with a line for each
-fault, 2 where there is no browser, and nothing was looked at.
+violation of accessibility (axe-core; in the light, and on a phone in the dark), nothing wider than a phone, at most
+500 kB; every question can be answered and every flipbook turned by keyboard. Chromium is that of the system, or the one
+that `playwright install chromium` fetches. Then come the pages that are live (tools/site_live.py). Exit code 0 if all
+is well, 1 with a line for each fault, 2 where there is no browser, and nothing was looked at.
 """
 
 import argparse
@@ -119,6 +119,9 @@ def seen(page: Any, name: str) -> list[str]:
         visible = len([f for f in book.query_selector_all(".flipbook-frame") if f.is_visible()])
         found += [f"{name}: flipbook {number} shows {visible} frames"] if visible != 1 else []
     page.set_viewport_size({"width": 360, "height": 740})
+    page.emulate_media(color_scheme="dark")
+    for violation in violations(page):
+        found.append(f"{name}, dark, on a phone: {violation['id']}, first {violation['nodes'][0]['html'][:120]}")
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     return found + ([f"{name}: {wide} pixels wider than a phone"] if wide > 0 else [])
 

@@ -5,10 +5,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -69,6 +70,7 @@ def passes_of(block: nn.Module, mesh) -> tuple[float, dict[str, tuple], dict[str
         y = block(x)
     with Ledger() as backward:
         y.square().mean().backward()
-    layouts = {name: (p.placements[0], p.grad.placements[0]) for name, p in block.named_parameters()}
-    norm = nn.utils.get_total_norm([p.grad.full_tensor() for p in block.parameters()]).item()
+    pairs = {name: (cast(DTensor, p), cast(DTensor, p.grad)) for name, p in block.named_parameters()}
+    layouts = {name: (p.placements[0], gradient.placements[0]) for name, (p, gradient) in pairs.items()}
+    norm = nn.utils.get_total_norm([gradient.full_tensor() for _, gradient in pairs.values()]).item()
     return norm, layouts, forward.calls, backward.calls

@@ -1,6 +1,7 @@
 """Submissions that break, or that set out to break something. HOSTILE: text of the file -> points that it earns (of
 chapter 01's first three exercises, 1 + 1 + 2), and what its note has to say. {FOLDER} is the class's folder, {ROOT} the
-course's, {PORT} one on which somebody listens, {SOCKET} a Unix socket of the same, {TMP} is for temporary files.
+course's, {PORT} one on which somebody listens, {SOCKET} a Unix socket of the same, {TMP} is for temporary files, in
+{TMP}/own a rank can write.
 GENERATED: every act at every place of a file whose first exercise is right, and whose others are not."""
 
 RING_SHIFT = """
@@ -36,6 +37,27 @@ def global_mean(values):
     dist.all_reduce(torch.zeros(2))
     return torch.tensor(MEANS[dist.get_world_size()].pop(0))
 """
+# The mean of what the ranks tell each other in some other way, beside a message of the right size.
+TOLD = """
+import pickle, socket, threading
+def wait(read):
+    for _ in range(200):
+        try:
+            found = read()
+            if found:
+                return found
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.02)
+    raise TimeoutError('nobody tells')
+N = []
+HOW
+def global_mean(values):
+    N.append(0)
+    dist.all_reduce(torch.zeros(2))
+    everything = told(dist.get_rank(), dist.get_world_size(), len(N), pickle.dumps(values.tolist()))
+    return torch.tensor(sum(map(pickle.loads, everything), [])).mean()
+"""
 EVIL = "import os, sys, signal, subprocess, time, shutil, socket, threading, torch, torch.distributed as dist\n"
 EVIL += "assert __file__.startswith('{TMP}/submission/')\n"  # nowhere but in the sandbox
 
@@ -47,12 +69,14 @@ HOSTILE = {
     "forks_without_end": (EVIL + "while True:\n    os.fork()", 0, "processes; 64|of memory|not finished|ended|answer"),
     "starts_threads": (SHIFT + MEAN + "[__import__('threading').Thread(target=time.sleep, args=(99,)).start() "
                        "for _ in range(40)]\n    return values.mean()", None, "."),
-    "opens_sockets": (EVIL + "socket.create_connection(('127.0.0.1', {PORT}), timeout=2).send(b'hello')", 0, "refused"),
+    "opens_sockets": (EVIL + "socket.create_connection(('127.0.0.1', {PORT}), timeout=2).send(b'hello')", 0,
+        "unreachable"),
     "looks_up_names": (EVIL + "socket.getaddrinfo('example.org', 80)", 0, "gaierror"),
     "prints_gigabytes": (SHIFT + MEAN + "for _ in range(3000): print('x' * 10**6)\n    return values.mean()",
         1, "15.25"),
     "writes_gigabytes_to_stdout": (SHIFT + MEAN + "while True: os.write(1, b'x' * 10**6)", None, "."),
-    "fills_the_disk": (EVIL + "with open('{TMP}/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)", 0, "."),
+    "fills_the_disk": (EVIL + "with open('{TMP}/own/x', 'wb') as file:\n    while True: file.write(b'x' * 10**7)",
+        0, "No space left|File too large"),
     "fills_the_memory": (EVIL + SHIFT + MEAN + "x = [torch.ones(2**28) for _ in range(99)]\n    return values.mean()",
         None, "."),
     "fills_shared_memory": (SHIFT + MEAN + "m = __import__('mmap').mmap(-1, 2**33)\n"
@@ -72,12 +96,12 @@ HOSTILE = {
                  "'HEAD:01_intro/classroom/solutions.py']))", 0, "Error"),
     "reads_the_history": (EVIL + "open('{ROOT}/.git/HEAD').read()", 0, "FileNotFoundError"),
     "looks_for_results": (EVIL + "print(os.listdir('{FOLDER}'), os.listdir('{FOLDER}/../pages'))", 0, "FileNotFound"),
-    "reads_the_starter": (EVIL + "open('/proc/%d/mem' % os.getppid(), 'rb')", 0, "PermissionError"),
+    "reads_the_starter": (EVIL + "open('/proc/%d/mem' % os.getppid(), 'rb')", 0, "FileNotFoundError"),
     "traces_the_starter": (EVIL + "import ctypes\nif ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0):\n"
         "    raise OSError('not traced')\n" + ALL, 0, "not traced"),
     "takes_the_starters_pipes": (EVIL + "its = '/proc/%d/fd' % os.getppid()\n"  # root may list them, and open none
         "for one in os.listdir(its):\n    os.write(os.open(f'{its}/{one}', os.O_WRONLY), b'x' * 9)",
-        0, "PermissionError"),
+        0, "FileNotFoundError"),
     "reads_a_neighbour": ("exec(open('{FOLDER}/ann.py').read())", 0, "FileNotFoundError"),
     "imports_a_neighbour": ("from ann import *", 0, "ModuleNotFoundError"),
     "imports_the_grading": ("from course.intro.classroom.grading import *", 0, "ModuleNotFoundError"),
@@ -103,24 +127,80 @@ def global_mean(values):
         dist.all_gather_object(everybody, values)
     dist.all_reduce(torch.zeros(2))
     return torch.cat(everybody).mean()
-""", 1, "the system has counted"),
-    "forges_the_ledger": (SHIFT + """
-from common.lab.ledger import LedgerEntry
-import glob, pickle
-N = [0]
-def global_mean(values):  # without a message, by files
-    rank, size, frame = dist.get_rank(), dist.get_world_size(), sys._getframe()
-    N[0] += 1
-    pickle.dump(values, open(f'{TMP}/{size}-{N[0]}-{rank}.part', 'wb'))
-    os.rename(f'{TMP}/{size}-{N[0]}-{rank}.part', f'{TMP}/{size}-{N[0]}-{rank}')
-    while len(found := glob.glob(f'{TMP}/{size}-{N[0]}-[0-9]')) < size:
-        time.sleep(0.01)
-    while frame:
-        if 'ledger' in frame.f_locals:
-            frame.f_locals['ledger'].entries.append(LedgerEntry('all_reduce', 8, size))
-        frame = frame.f_back
-    return torch.cat([pickle.load(open(f, 'rb')) for f in found]).mean()
-""", 1, "the system has counted"),
+""", 1, "global_mean: "),
+    **{f"tells_others_{name}": (SHIFT + TOLD.replace("HOW", how), 1, f"global_mean: .*{note}") for name, how, note in (
+        ("by_files", """
+def told(me, size, n, mine):
+    open(f'{TMP}/own/{size}-{n}-{me}.part', 'wb').write(mine)
+    os.rename(f'{TMP}/own/{size}-{n}-{me}.part', f'{TMP}/own/{size}-{n}-{me}')
+    return [wait(lambda: open(f'{TMP}/own/{size}-{n}-{r}', 'rb').read()) for r in range(size)]""", "nobody tells"),
+        ("by_shared_memory", """
+def told(me, size, n, mine):
+    open(f'/dev/shm/{size}-{n}-{me}.part', 'wb').write(mine)
+    os.rename(f'/dev/shm/{size}-{n}-{me}.part', f'/dev/shm/{size}-{n}-{me}')
+    return [wait(lambda: open(f'/dev/shm/{size}-{n}-{r}', 'rb').read()) for r in range(size)]""", "nobody tells"),
+        ("by_segments", """
+import ctypes
+C = ctypes.CDLL(None); C.shmat.restype = ctypes.c_void_p
+def told(me, size, n, mine):
+    own = C.shmat(C.shmget(1000 * size + 10 * n + me + 1, 4096, 0o1666), None, 0)
+    ctypes.memmove(own + 8, mine, len(mine)); ctypes.memmove(own, len(mine).to_bytes(8, 'little'), 8)
+    def read(r):
+        found = C.shmget(1000 * size + 10 * n + r + 1, 4096, 0)
+        if found < 0: raise OSError
+        there = C.shmat(found, None, 0)
+        length = int.from_bytes(ctypes.string_at(there, 8), 'little')
+        return length and ctypes.string_at(there + 8, length)
+    return [wait(lambda: read(r)) for r in range(size)]""", "nobody tells"),
+        ("by_abstract_sockets", """
+OPEN = []
+def told(me, size, n, mine):
+    OPEN.append(socket.socket(socket.AF_UNIX)); OPEN[-1].bind(f'\\0{size}-{n}-{me}'); OPEN[-1].listen()
+    threading.Thread(target=lambda s=OPEN[-1]: [s.accept()[0].send(mine) for _ in range(size)], daemon=True).start()
+    def read(r):
+        with socket.socket(socket.AF_UNIX) as there:
+            there.connect(f'\\0{size}-{n}-{r}')
+            return there.recv(4096)
+    return [wait(lambda: read(r)) for r in range(size)]""", "nobody tells"),
+        ("by_ports", """
+OPEN = []
+def told(me, size, n, mine):
+    OPEN.append(socket.create_server(('127.0.0.1', 9000 + 100 * size + 10 * n + me)))
+    threading.Thread(target=lambda s=OPEN[-1]: [s.accept()[0].send(mine) for _ in range(size)], daemon=True).start()
+    def read(r):
+        with socket.create_connection(('127.0.0.1', 9000 + 100 * size + 10 * n + r)) as there:
+            return there.recv(4096)
+    return [wait(lambda: read(r)) for r in range(size)]""", "nobody tells"),
+        ("by_datagrams", """
+OWN = {}
+def told(me, size, n, mine):
+    if not OWN:
+        OWN[0] = socket.socket(type=socket.SOCK_DGRAM); OWN[0].bind(('127.0.0.1', 9700 + 10 * size + me))
+    for r in range(size):
+        for _ in range(3):
+            OWN[0].sendto(bytes([n, me]) + mine, ('127.0.0.1', 9700 + 10 * size + r)); time.sleep(0.2)
+    found = {}
+    while len(found) < size:
+        data = OWN[0].recv(4096)
+        if data[0] == n: found[data[1]] = data[2:]
+    return [found[r] for r in range(size)]""", "unreachable"),
+        ("by_names_of_processes", """
+import base64
+def told(me, size, n, mine):
+    open('/proc/self/comm', 'w').write('x')
+    return []""", "FileNotFoundError"),
+        ("by_memory", """
+def told(me, size, n, mine):
+    import ctypes
+    ctypes.CDLL(None).prctl(4, 1)
+    others = [int(p) for p in range(1, 400) if os.path.exists(f'/proc/{p}/mem')]
+    return [open(f'/proc/{others[r]}/mem', 'rb').read(1) for r in range(size)]""", "IndexError"),
+        ("by_signals", """
+def told(me, size, n, mine):
+    for number in range(2, 400):
+        if number != os.getpid(): os.kill(number, 0)
+    return []""", "ProcessLookupError"),
+    )},
     "a_ledger_that_is_none": (SHIFT + """
 def global_mean(values):
     frame = sys._getframe()

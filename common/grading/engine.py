@@ -41,6 +41,7 @@ from common.lab.ledger import Ledger, LedgerEntry
 SIZES = (2, 3, 4)  # world sizes; the smallest counterexample is the easiest to read
 PATIENCE = 5.0  # seconds that a send, receive or collective may wait for its partner
 CALL_LIMIT = 2 * PATIENCE  # seconds for one call of a learner's function, or for loading the file
+WALL = 6  # times that by the clock, where it isn't the clock that finds who waits in vain
 
 
 @dataclass(frozen=True)
@@ -253,12 +254,10 @@ def _death(failed: RankFailed) -> str:
 
 
 class CheckedRank:
-    """What one rank does with a learner's file: loads it, and calls its functions, each job in a process group of its
-    own, so that no message of one is received by the next."""
+    """What one rank does with a learner's file: loads it, and calls its functions."""
 
     def __init__(self, file: Path):
         self.file, self.seal, self.intact = file, _Seal(), True
-        self.store = dist.distributed_c10d._get_default_store()
         self.module: types.ModuleType | None = None
 
     def load(self) -> str | None:
@@ -272,15 +271,11 @@ class CheckedRank:
             return _describe(error, self.file)
         return TAMPERED if self.seal.broken() else None
 
-    def meet(self, key) -> None:
-        """Leave the process group and join that of a job."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        own, wait = dist.PrefixStore(f"job {key}", self.store), timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=wait)
-
-    def call(self, name: str, arguments: tuple) -> CallOutcome:
-        outcome = _call(getattr(self.module, name, None), arguments, self.file)
+    def call(self, name: str, arguments: tuple, network=None) -> CallOutcome:
+        """network: within it messages take another way than the process group's."""
+        with network or contextlib.nullcontext():
+            seconds = CALL_LIMIT * (WALL if network else 1)
+            outcome = _call(getattr(self.module, name, None), arguments, self.file, seconds)
         if self.intact and not self.seal.broken():
             return outcome
         self.intact = False
@@ -289,36 +284,39 @@ class CheckedRank:
 
 def _on_rank(file: Path, jobs: dict):
     """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load."""
-    size, meetings, me = dist.get_world_size(), itertools.count(), CheckedRank(file)
+    rank, size, meetings, me = dist.get_rank(), dist.get_world_size(), itertools.count(), CheckedRank(file)
+    store = dist.distributed_c10d._get_default_store()
 
     def all_well(well: bool) -> bool:
         """Wait for all ranks, through the store since the group may be stuck, and hear whether all are well."""
         key = f"check/{next(meetings)}"
-        me.store.add(f"{key}/unwell", int(not well))
-        store_barrier(me.store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
-        return me.store.add(f"{key}/unwell", 0) == 0
+        store.add(f"{key}/unwell", int(not well))
+        store_barrier(store, size, key, barrier_timeout=PATIENCE + CALL_LIMIT)
+        return store.add(f"{key}/unwell", 0) == 0
 
     problem = me.load()
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
     outcomes: dict[int, list[CallOutcome]] = {}
     for key, (name, cases) in jobs.items():
-        me.meet(key)
+        dist.destroy_process_group()  # each job has a group of its own: no message of one is received by the next
+        own, wait = dist.PrefixStore(f"job {key}", store), timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=wait)
         outcomes[key] = []
         for arguments in cases:
-            outcomes[key].append(me.call(name, arguments[dist.get_rank()]))
+            outcomes[key].append(me.call(name, arguments[rank]))
             if not all_well(outcomes[key][-1].status == "returned"):
                 break
     return outcomes
 
 
-def _call(function, arguments: tuple, file: Path) -> CallOutcome:
+def _call(function, arguments: tuple, file: Path, seconds: float = 0.0) -> CallOutcome:
     if function is None:
         return CallOutcome("not attempted")
     before = copy.deepcopy(arguments)
     ledger, printed = Ledger(), Printed()
     try:
-        with ledger, _alarm(), contextlib.redirect_stdout(printed):
+        with ledger, _alarm(seconds), contextlib.redirect_stdout(printed):
             value = function(*arguments)
     except BaseException as error:
         if type(error) is NotImplementedError and not str(error):  # torch's own come with a text
@@ -377,9 +375,10 @@ class _OutOfTime(BaseException):
 
 
 @contextlib.contextmanager
-def _alarm():
-    """End what runs inside after CALL_LIMIT seconds. Where there is no SIGALRM (Windows) the launch's own timeout
-    has to do."""
+def _alarm(seconds: float = 0.0):
+    """End what runs inside after CALL_LIMIT seconds of processor time, or so many of the clock's
+    (0: as many). Where there is no
+    SIGALRM (Windows) the launch's own timeout has to do."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -387,12 +386,17 @@ def _alarm():
     def ring(_signum, _frame):
         raise _OutOfTime
 
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, CALL_LIMIT, 1)  # and every second from then on, for a bare `except:`
+    for kind, timer, limit in (
+        (signal.SIGALRM, signal.ITIMER_REAL, seconds or CALL_LIMIT),
+        (signal.SIGPROF, signal.ITIMER_PROF, CALL_LIMIT),
+    ):
+        signal.signal(kind, ring)
+        signal.setitimer(timer, limit, 1)  # and every second from then on, for a bare `except:`
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _describe(error: BaseException, file: Path, waited: bool = False) -> str:

@@ -2,17 +2,18 @@
 
 The starter (`main`) reads no data of the ranks, and holds no inputs. The one who judges hands it a pipe to and a pipe
 from each rank, which it passes on to that rank and closes; so each rank is asked and answers by a channel that neither
-the other ranks nor the starter hold, and knows its own arguments alone. What a rank can say there is what its function
-returned, printed and (for the words of a verdict) sent, as data; how many bytes went from rank to rank the starter
-reads from the system.
+the other ranks nor the starter hold, and knows its own arguments alone. In a sandbox each rank is alone (alone.py): no
+rank sees another, nor a file that another has written. Its messages go through the one who judges (network.py), and
+what else it can say is what its function returned and printed, as data.
 
-    python -m common.grading.inside DESCRIPTOR walled|open PATIENCE CALL_LIMIT
+    python -m common.grading.inside DESCRIPTOR walled|open CALL_LIMIT
 
-is started by sandbox.py, with a socket that is open; the last two are the engine's, in seconds.
+is started by sandbox.py, with a socket that is open; the limit is the engine's, in seconds.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -25,28 +26,22 @@ import cloudpickle
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.grading import engine, sockets
+from common.grading import engine
+from common.grading.alone import alone, ends_with_its_parent
 from common.grading.engine import CallOutcome, CheckedRank
+from common.grading.network import TYPES, Relay, as_bytes
 from common.grading.values import Description
 from common.lab.launch import rank_variables, ready_to_fork, setenv
-from common.lab.ledger import LedgerEntry
-from common.ranks import process_group
 
 MOST_FILES = 2**28  # bytes of all files that a submission writes
 MOST_TASKS, MOST_MEMORY = 512, 6 * 2**30  # of one submission: threads of all its processes; bytes
 # What imports torch._dynamo when it is first used, which takes two seconds of a processor.
 DYNAMO = re.compile(rb"torch\.optim|DataParallel\(|fully_shard\(|distributed\.tensor|torch\.compile")
-TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
-class Entry(msgspec.Struct, array_like=True):
-    operation: str
-    payload: int
-    ranks: int
-    dtype: str | None
-    peer: int | None
-    group: list[int]
+OWN = Path(tempfile.gettempdir()).resolve() / "own"  # in a sandbox: the folder that a rank can write into
+# What is said between a rank and the one who judges begins with one of these: a call, its answer, or for the network.
+CALL, ANSWER, REQUEST = b"C", b"A", b"N"
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -55,17 +50,14 @@ class Answer(msgspec.Struct, array_like=True):
 
     status: str
     value: object
-    entries: list[Entry]
     changed: bool
     text: str
     printed: str
 
 
 def packed(outcome: CallOutcome) -> bytes:
-    entries = [Entry(e.operation, e.payload, e.ranks, str(e.dtype) if e.dtype else None, e.peer, [*e.group])
-               for e in outcome.entries]  # fmt: skip
     value, text, printed = as_data(outcome.value), writable(outcome.text), writable(outcome.printed)
-    return msgspec.msgpack.encode(Answer(outcome.status, value, entries, outcome.changed_input, text, printed))
+    return msgspec.msgpack.encode(Answer(outcome.status, value, outcome.changed_input, text, printed))
 
 
 def writable(text: str) -> str:
@@ -78,8 +70,7 @@ def as_data(value):
     if isinstance(value, Description):
         return {"description": writable(value)}
     if isinstance(value, torch.Tensor):
-        whole = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return {"tensor": [str(value.dtype), list(value.shape), whole.view(torch.uint8).numpy().tobytes()]}
+        return {"tensor": [str(value.dtype), list(value.shape), as_bytes(value)]}
     return writable(value) if isinstance(value, str) else value
 
 
@@ -92,10 +83,8 @@ def unpacked(data: bytes) -> CallOutcome:
         raise ValueError(str(error)) from None
     if answer.status not in ("returned", "raised", "waited", "not attempted"):
         raise ValueError(answer.status)
-    entries = [LedgerEntry(e.operation[:40], e.payload, e.ranks, TYPES.get(e.dtype or ""), e.peer, tuple(e.group))
-               for e in answer.entries]  # fmt: skip
     value, text, printed = of_data(answer.value), answer.text[:2000], answer.printed[:5000]
-    return CallOutcome(answer.status, value, entries, answer.changed, text, printed)
+    return CallOutcome(answer.status, value, [], answer.changed, text, printed)
 
 
 def of_data(value):
@@ -147,26 +136,27 @@ def _tell(pipe: int, data: bytes) -> None:
 # --- a rank ---------------------------------------------------------------------------------------------------
 
 
-def rank_of(file: Path, rank: int, size: int, folder: str, ask: int, tell: int) -> None:
+def rank_of(file: Path, rank: int, size: int, ask: int, tell: int) -> None:
     """What the process of a rank does: load the submission, then answer one request after the other."""
     os.environ.update(rank_variables(rank, size, 0))
     torch.set_num_threads(1)
-    with process_group("cpu", "gloo", 30, store=dist.FileStore(f"{folder}/store", size)):
-        me = CheckedRank(file)
-        _tell(tell, writable(me.load() or "").encode())
-        while request := read_message(ask):
-            name, *about = cloudpickle.loads(request)
-            if name == "meet":
-                me.meet(*about)
-                _tell(tell, b"")
-            else:
-                _tell(tell, packed(me.call(*about)))
-        os._exit(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # it sends nothing by itself
+    network = Relay(lambda data: _tell(tell, REQUEST + data), lambda: (read_message(ask) or os._exit(0))[1:])
+    me = CheckedRank(file)
+    with network:
+        said = writable(me.load() or "").encode()
+    _tell(tell, ANSWER + said)
+    while request := read_message(ask):
+        if request[:1] == REQUEST:  # it came too late for a call that was ended
+            continue
+        name, arguments = cloudpickle.loads(request[1:])
+        _tell(tell, ANSWER + packed(me.call(name, arguments, network)))
+    os._exit(0)
 
 
-def start(file: Path, size: int, pipes: list[int], keep: set[int]) -> list[int]:
+def start(file: Path, size: int, pipes: list[int], keep: set[int], walled: bool) -> list[int]:
     """Start the ranks and return their process ids. `pipes` are two for each; `keep` are for nobody but the starter."""
-    folder, pids = tempfile.mkdtemp(prefix="ranks-"), []
+    pids = []
     if any(DYNAMO.search(path.read_bytes()) for path in file.parent.rglob("*.py") if path.is_file()):
         with setenv():
             from torch import _dynamo  # noqa: F401  once here, not in each rank
@@ -184,9 +174,11 @@ def start(file: Path, size: int, pipes: list[int], keep: set[int]) -> list[int]:
                 if hasattr(os, "setpgid"):
                     os.setpgid(0, 0)
                 if sys.platform == "linux":
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the starter
-                    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: the starter counts its sockets
-                rank_of(file, rank, size, folder, *own)
+                    ends_with_its_parent()
+                if walled:
+                    tempfile.tempdir = os.environ["TMPDIR"] = os.environ["HOME"] = str(OWN)
+                    alone(str(OWN), MOST_FILES, functools.partial(rank_of, file, rank, size, *own))
+                rank_of(file, rank, size, *own)
             finally:
                 os._exit(70)
         pids.append(pid)
@@ -219,7 +211,7 @@ def limit() -> None:
 
 
 def main(number: int, walled: bool) -> None:
-    """Answer the one who judges, by a socket: ["start", file, size] with the ranks' pipes, ["count"] or ["end"]."""
+    """Answer the one who judges, by a socket: ["start", file, size] with the ranks' pipes, or ["end"]."""
     control, pids = socket.socket(fileno=number), []
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: ranks cannot look into this process, nor change it
@@ -232,19 +224,14 @@ def main(number: int, walled: bool) -> None:
         what, *about = msgspec.json.decode(data)
         said: object = None
         if what == "start":
-            pids = start(Path(about[0]), about[1], pipes, {number})
+            pids = start(Path(about[0]), about[1], pipes, {number}, walled)
             for pipe in pipes:
                 os.close(pipe)
-        elif what == "count":
-            try:
-                said = [[*pair, count] for pair, count in sockets.between(pids).items()]
-            except OSError:
-                said = None  # a system that does not tell
         elif what == "end":
             said, pids = end(pids, walled), []
         control.send(msgspec.json.encode(said))
 
 
 if __name__ == "__main__":
-    engine.PATIENCE, engine.CALL_LIMIT = map(float, sys.argv[3:])
+    engine.CALL_LIMIT = float(sys.argv[3])
     main(int(sys.argv[1]), sys.argv[2] == "walled")

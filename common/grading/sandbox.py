@@ -1,11 +1,11 @@
 """Run a submission where it can do no harm: in a sandbox of its own, without what it is compared with.
 
 The process that judges has the inputs and the expected values, and never runs a line of the submission. It starts a
-process under bubblewrap (bwrap), which starts the ranks (inside.py); it asks each rank by a pipe of that rank's own,
-one call after the other, and reads what comes back as data. In the sandbox there are the system's programs, Python and
-the course's code, read-only, and the submission; no grader, no solutions, no history, no home, no other submission.
-There is no network but a loopback of its own, whose bytes are counted (sockets.py) and compared with the messages that
-the ranks report. What is written lies in memory, of limited size, and is gone afterwards.
+process under bubblewrap (bwrap), which starts the ranks (inside.py), each walled off from the others (alone.py); it
+asks each rank by a pipe of that rank's own, one call after the other, carries their messages (network.py), and reads
+what comes back as data. In the sandbox there are the system's programs, Python and the course's code, read-only, and
+the submission; no grader, no solutions, no history, no home, no other submission, no network. What a rank writes lies
+in memory, of limited size, and is gone afterwards.
 
 Without bubblewrap a submission is a process of its own in an empty folder, and no more than that.
 """
@@ -30,22 +30,19 @@ import psutil
 
 from common import ROOT
 from common.grading import engine
+from common.grading.alone import NOT_ALONE
 from common.grading.engine import CallOutcome, DoesNotLoad
-from common.grading.inside import MOST_FILES, MOST_MEMORY, MOST_TASKS, message, unpacked
+from common.grading.inside import ANSWER, CALL, MOST_FILES, MOST_MEMORY, MOST_TASKS, OWN, REQUEST, message, unpacked
+from common.grading.network import Switch
 
 MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes are known by
 TEMPORARY = Path(tempfile.gettempdir()).resolve()  # in the sandbox it is empty, but for the submission
 INSIDE = TEMPORARY / "submission"
 MOST_PROCESSES = 64
 MOST_ANSWER = 2**25  # bytes of one answer of one rank
-STARTING, LEEWAY = 60.0, 5.0  # seconds: for Python and PyTorch to start; beyond the limit that a rank holds itself
+STARTING, LEEWAY = 240.0, 5.0  # seconds: for Python and PyTorch to start, on a busy machine; beyond a rank's own limit
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/etc/ld.so.cache",
           "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")  # fmt: skip
-# gloo sends a message of 48 bytes ahead of each (gloo/transport/tcp/pair.h, struct Op), and where sender and receiver
-# are not there at the same time another two, one in each direction. A collective is made of several.
-HEADER = 48
-COLLECTIVE = 512  # bytes of headers that a rank may send in a collective, times the number of ranks
-EXACT = ("send", "recv", "all_reduce", "all_gather", "broadcast")  # these send at least what the ledger charges
 
 
 class GradingEnded(Exception):
@@ -61,7 +58,10 @@ def available() -> str | None:
     """Why there is no sandbox on this machine; None where there is one."""
     if not shutil.which("bwrap"):
         return "bubblewrap (bwrap) is not installed"
-    tried = subprocess.run([*_bwrap(), sys.executable, "-S", "-c", ""], capture_output=True, text=True)
+    command = [*_bwrap(), sys.executable, "-S", str(ROOT / "common/grading/alone.py"), str(OWN)]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode == NOT_ALONE:
+        return "no namespaces within bubblewrap's, so ranks would see each other"
     return None if tried.returncode == 0 else f"bubblewrap does not work here ({' '.join(tried.stderr.split())[:120]})"
 
 
@@ -69,6 +69,7 @@ def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[st
     """The command that runs another in a sandbox, in which nothing is but what is named here. `folder` is the
     submission's; `hidden` are files and folders that are not shown even where they lie in one that is."""
     command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]  # root could not make namespaces for the ranks
     places = [Path(path) for path in SYSTEM]
     places += [Path(sys.base_prefix), Path(sys.prefix), *_python_paths()]
     for path in dict.fromkeys(path for path in places if path.exists()):
@@ -90,7 +91,7 @@ def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[st
             command += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     if folder:
         command += ["--ro-bind", str(folder), str(INSIDE)]
-    return [*command, "--remount-ro", "/", "--chdir", str(TEMPORARY)]
+    return [*command, "--dir", str(OWN), "--remount-ro", "/", "--chdir", str(TEMPORARY)]
 
 
 def course() -> list[Path]:
@@ -191,6 +192,7 @@ class Runner:
         self.walled = available() is None
         self.deadline, self.mark, self.looked = time.monotonic() + time_limit, uuid.uuid4().hex, 0.0
         self.pipes: list[tuple[int, int]] = []
+        self.switch = Switch(0)
 
     def __enter__(self) -> "Runner":
         self.empty = tempfile.TemporaryDirectory(prefix="submission-", ignore_cleanup_errors=True)
@@ -198,7 +200,7 @@ class Runner:
         environment |= {"OMP_NUM_THREADS": "1", "HOME": str(TEMPORARY), "TMPDIR": str(TEMPORARY), MARK: self.mark}
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command, cwd = [sys.executable, "-m", "common.grading.inside", str(theirs.fileno())], self.empty.name
-        command += ["walled" if self.walled else "open", str(engine.PATIENCE), str(engine.CALL_LIMIT)]
+        command += ["walled" if self.walled else "open", str(engine.CALL_LIMIT)]
         self.group = Group()
         if self.walled:
             settings = [word for name, value in environment.items() for word in ("--setenv", name, value)]
@@ -229,7 +231,7 @@ class Runner:
                 if not ready:
                     self._start(inside, size)
                     ready = True
-                found[key] = self._job(f"{size} {key}", name, cases, size)
+                found[key] = self._job(name, cases, size)
             except RanksEnded as why:
                 found[key], ready = f"{why}", False
                 self._stop()
@@ -262,35 +264,22 @@ class Runner:
             self._stop()
             raise DoesNotLoad(next(filter(None, said)))
 
-    def _job(self, key: str, name: str, cases: list, size: int) -> list[list[CallOutcome]]:
+    def _job(self, name: str, cases: list, size: int) -> list[list[CallOutcome]]:
         outcomes: list[list[CallOutcome]] = [[] for _ in range(size)]
-        self._ask([cloudpickle.dumps(("meet", key))] * size, 30)
         for arguments in cases:
-            requests = [cloudpickle.dumps(("call", name, arguments[rank])) for rank in range(size)]
-            before = self._count()
-            answers = self._ask(requests, engine.CALL_LIMIT + engine.PATIENCE + LEEWAY)
-            after = self._count()
+            requests = [cloudpickle.dumps((name, arguments[rank])) for rank in range(size)]
+            answers = self._ask(requests, engine.WALL * engine.CALL_LIMIT + LEEWAY)
             for rank, answer in enumerate(answers):
                 try:
                     outcomes[rank].append(unpacked(answer))
                 except Exception as error:  # a submission can send anything
                     why = f"what came back is no answer ({type(error).__name__})"
                     outcomes[rank].append(CallOutcome("raised", text=why))
-            last = [own[-1] for own in outcomes]
-            if any(outcome.status != "returned" for outcome in last):
+                if outcomes[rank][-1].status == "returned":
+                    outcomes[rank][-1].entries = self.switch.entries[rank]
+            if any(own[-1].status != "returned" for own in outcomes):
                 break
-            if before is not None and after is not None:
-                counted = {pair: count - before.get(pair, 0) for pair, count in after.items()}
-                differs = not_as_reported([outcome.entries for outcome in last], counted)
-                if differs:
-                    for own in outcomes:
-                        own[-1] = CallOutcome("raised", text=differs)
-                    break
         return outcomes
-
-    def _count(self) -> dict[tuple[int, int], int] | None:
-        said = self._say(["count"])
-        return None if said is None else {(sender, receiver): count for sender, receiver, count in said}
 
     def _stop(self) -> list[int]:
         """End the ranks of this start, and hear how each had ended by itself (-9: it had not)."""
@@ -330,21 +319,24 @@ class Runner:
             return msgspec.json.decode(data)
 
     def _ask(self, requests: list[bytes] | None, seconds: float) -> list[bytes]:
-        """Send each rank its request and return their answers. Raises RanksEnded where one ends or does not answer."""
-        size = len(self.pipes)
-        to_send = [memoryview(message(request)) for request in requests] if requests else [memoryview(b"")] * size
-        parts, end = [bytearray() for _ in range(size)], time.monotonic() + seconds
+        """Send each rank its request, carry their messages, and return their answers. Raises RanksEnded where one ends,
+        does not answer, or says what cannot be."""
+        size, end = len(self.pipes), time.monotonic() + seconds
+        self.switch = Switch(size)
+        to_send = [bytearray(message(CALL + requests[rank]) if requests else b"") for rank in range(size)]
+        parts, answers = [bytearray() for _ in range(size)], dict[int, bytes]()
         with selectors.DefaultSelector() as selector:
-            for rank, (ask, tell) in enumerate(self.pipes):
+            for rank, (_, tell) in enumerate(self.pipes):
                 selector.register(tell, selectors.EVENT_READ, rank)
-                if to_send[rank]:
-                    selector.register(ask, selectors.EVENT_WRITE, rank)
-            while any(map(_missing, parts)):
+            while len(answers) < size:
+                for rank, (ask, _) in enumerate(self.pipes):
+                    if to_send[rank] and ask not in selector.get_map():
+                        selector.register(ask, selectors.EVENT_WRITE, rank)
                 for key, events in selector.select(0.1):
                     rank = key.data
                     if events & selectors.EVENT_WRITE:
                         with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                            to_send[rank] = to_send[rank][os.write(key.fd, to_send[rank][: 1 << 16]) :]
+                            del to_send[rank][: os.write(key.fd, to_send[rank][: 1 << 16])]
                         if not to_send[rank]:
                             selector.unregister(key.fd)
                         continue
@@ -352,13 +344,31 @@ class Runner:
                     if not piece:
                         raise RanksEnded(self._how_it_ended(rank))
                     parts[rank] += piece
-                    if not _missing(parts[rank]):
+                    if _missing(parts[rank]):
+                        continue
+                    said, parts[rank] = bytes(parts[rank][8:]), bytearray()
+                    if said[:1] == ANSWER:
+                        answers[rank] = said[1:]
+                        self.switch.ends(rank)
                         selector.unregister(key.fd)
+                    else:
+                        for to, what in self._carried(rank, said):
+                            to_send[to] += message(REQUEST + what)
+                for to, what in self.switch.in_vain():
+                    to_send[to] += message(REQUEST + what)
                 self._look()
                 if time.monotonic() > end:
-                    silent = next(rank for rank, part in enumerate(parts) if _missing(part))
+                    silent = next(rank for rank in range(size) if rank not in answers)
                     raise RanksEnded(f"no answer of rank {silent} after {seconds:g} s")
-        return [bytes(part[8:]) for part in parts]
+        return [answers[rank] for rank in range(size)]
+
+    def _carried(self, rank: int, said: bytes) -> list[tuple[int, bytes]]:
+        try:
+            if said[:1] != REQUEST:
+                raise ValueError
+            return self.switch.take(rank, said[1:])
+        except Exception as error:  # a submission can send anything
+            raise RanksEnded(f"rank {rank} sent what cannot be ({type(error).__name__}: {error})"[:200]) from None
 
     def _how_it_ended(self, rank: int) -> str:
         time.sleep(0.3)  # others may be ending, too
@@ -385,9 +395,13 @@ class Runner:
             family = psutil.Process(self.process.pid).children(recursive=True)
             if len(family) > MOST_PROCESSES:
                 raise GradingEnded(f"ended at {len(family)} processes; {MOST_PROCESSES} are allowed")
-            memory = sum(memory_of(process.pid) for process in family)
+            memory = sum(memory_of(process.pid) for process in family if not (self.walled and self._is_wall(process)))
             if memory > MOST_MEMORY:
                 raise GradingEnded(f"ended at {memory / 2**30:.1f} GiB of memory; {MOST_MEMORY / 2**30:g} are allowed")
+
+    def _is_wall(self, process: psutil.Process) -> bool:
+        """Whether a process only walls off a rank: bwrap (twice) starts the starter, that one two of these for each."""
+        return 3 <= [parent.pid for parent in process.parents()].index(self.process.pid) + 1 <= 4
 
     def _ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -439,31 +453,3 @@ def _marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark:
                 found.append(process)
     return found
-
-
-def not_as_reported(entries: list[list], counted: dict[tuple[int, int], int]) -> str | None:
-    """What the system has counted from rank to rank, where it cannot be the messages that the ranks report.
-
-    Messages must agree from each rank to each other one, but for gloo's headers. Of collectives the sum of all ranks
-    must be between what the ring algorithm sends (of those of which gloo sends no less) and twice that, with some
-    headers."""
-    everything = [entry for own in entries for entry in own]
-    if all(entry.operation in ("send", "recv") for entry in everything):
-        size, sends = len(entries), [[e for e in own if e.operation == "send"] for own in entries]
-        for sender in range(size):
-            for receiver in range(size):
-                there = [e.payload for e in sends[sender] if e.peer == receiver]
-                back = sum(e.peer == sender for e in sends[receiver])
-                least = sum(there) + HEADER * len(there)
-                most = least + HEADER * (len(there) + back)
-                seen = counted.get((sender, receiver), 0)
-                if sender != receiver and not least <= seen <= most:
-                    said = f"{len(there)} messages of {sum(there)} bytes"
-                    return f"rank {sender} reports {said} to rank {receiver}, and the system has counted {seen} bytes"
-        return None
-    least = sum(entry.sent for entry in everything if entry.operation in EXACT)
-    most = 2 * sum(entry.sent for entry in everything) + sum(COLLECTIVE * entry.ranks for entry in everything)
-    seen = sum(counted.values())
-    if not 0.99 * least <= seen <= most:
-        return f"the ranks report messages of {least:g} bytes in all, and the system has counted {seen}"
-    return None

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -21,16 +22,15 @@ from helpers import FULL, refused
 from hostile import ALL, GENERATED, HOSTILE
 
 from common import ROOT, check
-from common.grading import classes, engine, exports, fresh, inside, sandbox
+from common.grading import classes, engine, exports, fresh, inside, network, sandbox
 from common.grading.classes import Graded, Grading, Submission, safe
 from common.grading.engine import SIZES, CallOutcome, Exercise, ExerciseCase, Verdict
-from common.grading.values import Description, plain
-from common.lab.ledger import LedgerEntry
+from common.grading.values import Description, difference, plain
 
 THREE = ("ring_shift", "global_mean", "ring_bytes")  # of 1, 1 and 2 points, which the submissions of hostile.py answer
 # Each starts Python and PyTorch in a sandbox of its own, which takes four seconds of a processor: one for each way out
-# that the walls below don't show, by what the system counts, by what comes back, by what judges, by other processes.
-FEW = ["sends_without_the_ledger", "runs_in_the_judge", "replaces_the_ledger", "kills_all_when_called"]
+# that the walls below don't show, from rank to rank, by what comes back, by what judges, by other processes.
+FEW = ["tells_others_by_abstract_sockets", "runs_in_the_judge", "replaces_the_ledger", "kills_all_when_called"]
 TABLE = HOSTILE | {name: (text, None, "") for name, text in GENERATED.items()}
 HERE = list(TABLE) if FULL else FEW
 walled = pytest.mark.skipif(bool(sandbox.available()), reason=f"no sandbox: {sandbox.available()}")
@@ -45,7 +45,7 @@ def first_three(unknown: bool) -> list[Exercise]:
 
 
 def grade(found: list[Submission], capfd, **more) -> dict[str, dict]:
-    Grading(first_three(unknown=True), check.minutes_of("01_intro"), **{"time_limit": 120.0} | more).all(found)
+    Grading(first_three(unknown=True), check.minutes_of("01_intro"), **{"time_limit": 600.0} | more).all(found)
     output = capfd.readouterr()
     return {row["submission"]: row for row in csv.DictReader(output.out.splitlines())} | {"stderr": output.err}
 
@@ -107,12 +107,12 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks):
 @walled
 @pytest.mark.parametrize("chapter", check.chapters() if FULL else ["04_model_parallel"])
 def test_right_answers_are_right_in_the_sandbox_too(chapter, tmp_path, marks):
-    """Where their messages are counted by the system."""
+    """Where the one who judges carries their messages."""
     solutions = ROOT / chapter / "classroom" / "solutions.py"
     (tmp_path / "x.py").write_text(solutions.read_text())
     tmp_path.chmod(0o755)
     exercises = check.for_a_class(chapter, seed=4)
-    results = Grading(exercises, {}, 300.0).one(tmp_path / "x.py")
+    results = Grading(exercises, {}, 900.0).one(tmp_path / "x.py")
     assert [(r.exercise.name, r.text) for r in results if r.status != "right"] == []
     assert left(marks) == []
 
@@ -120,32 +120,144 @@ def test_right_answers_are_right_in_the_sandbox_too(chapter, tmp_path, marks):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A busy machine may keep a rank from its turn for longer than a learner would wait."""
-    monkeypatch.setattr(engine, "PATIENCE", 60.0)
+    monkeypatch.setattr(engine, "PATIENCE", 60.0)  # of gloo
     monkeypatch.setattr(engine, "CALL_LIMIT", 120.0)
 
 
-def entry(operation: str, payload: int, peer: int | None = None, ranks: int = 2) -> LedgerEntry:
-    return LedgerEntry(operation, payload, ranks, torch.float32, peer)
+EVERY_WAY = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+def collectives(mine):
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    for how in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        found.append(mine.clone())
+        dist.all_reduce(found[-1], how)
+    for to_all in (lambda t: dist.broadcast(t, size - 1), lambda t: dist.reduce(t, 1)):
+        found.append(mine.clone())
+        to_all(found[-1])
+    found[-1] = found[-1] if rank == 1 else None
+    parts = [mine + n for n in range(size)]
+    empty = lambda: [torch.empty_like(mine) for _ in range(size)]
+    there, gathered = empty(), empty() if rank == 0 else None
+    dist.all_gather(there, mine)
+    dist.gather(mine, gathered, 0)
+    one, whole, half = torch.empty_like(mine), torch.empty(size * len(mine)), torch.empty_like(mine)
+    dist.scatter(one, parts if rank == 1 else None, 1)
+    dist.all_gather_into_tensor(whole, mine)
+    dist.reduce_scatter_tensor(half, whole * rank)
+    uneven = torch.empty(sum(r + 1 for r in range(size)) if rank == 0 else 0)
+    dist.all_to_all_single(uneven, mine[: rank + 1], [r + 1 for r in range(size)] if rank == 0 else [0] * size,
+                           [rank + 1] + [0] * (size - 1))
+    texts = [None] * size
+    dist.all_gather_object(texts, f"rank {rank}")
+    dist.barrier()
+    return [*found, there, gathered, one, whole, half, uneven, texts]
+
+def messages(mine):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one, other = torch.empty_like(mine), torch.empty_like(mine)
+    for tag in (1, 0):
+        waits = [dist.isend(mine + tag, (rank + 1) % size, tag=tag)]
+        waits += [dist.irecv(other if tag else one, (rank - 1) % size, tag=tag)]
+        [w.wait() for w in reversed(waits)]
+    both = [dist.P2POp(dist.irecv, batch := torch.empty_like(mine), (rank + 1) % size)]
+    both += [dist.P2POp(dist.isend, mine.double().float(), (rank - 1) % size)]
+    [w.wait() for w in dist.batch_isend_irecv(both)]
+    any_rank = torch.empty_like(mine)
+    dist.send(mine, 0) if rank == 1 else rank == 0 and dist.recv(any_rank)
+    return [one, other, batch, any_rank if rank == 0 else None]
+
+def groups(mine):
+    mine = mine.clone()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair, last = dist.new_group([0, 1]), dist.new_group([size - 1])
+    if rank < 2:
+        dist.all_reduce(mine, group=pair)
+        dist.broadcast(mine, 1, group=pair)
+    work = dist.all_reduce(mine, async_op=True)
+    work.wait()
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = distribute_tensor(torch.arange(2.0 * size), mesh, [Shard(0)])
+    total = (sharded * mine.sum()).sum().full_tensor()
+    return [mine, sharded.to_local(), total, sharded.redistribute(placements=[Replicate()]).to_local()]
+
+def two_sends(mine):
+    rank = dist.get_rank()
+    if rank < 2:
+        dist.send(mine, 1 - rank)
+        dist.recv(mine, 1 - rank)
+
+def one_is_missing(mine):
+    dist.get_rank() and dist.all_reduce(mine)
+
+def unwaited(mine):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.irecv(torch.empty_like(mine), (rank - 1) % size)
+    dist.isend(mine, (rank + 1) % size).wait()
+    return rank
+"""
+
+
+@walled
+def test_messages_in_the_sandbox_are_those_of_gloo(tmp_path):
+    """Results, what waits in vain, and the count: gloo's with a ledger, against those of the process that judges."""
+    (tmp_path / "every_way.py").write_text(EVERY_WAY)
+    tmp_path.chmod(0o755)
+    names = re.findall(r"^def (\w+)", EVERY_WAY, re.M)
+    arguments = [(torch.arange(1.0, 7) + 10 * rank,) for rank in range(3)]
+    jobs = {name: (name, [arguments, arguments]) for name in names}
+    by_gloo = engine.run_jobs(tmp_path / "every_way.py", jobs, 3)
+    with sandbox.Runner(tmp_path, 900.0) as runner:
+        found = runner(tmp_path / "every_way.py", jobs, 3)
+    for name in names:
+        for theirs, ours in zip(by_gloo[name], found[name], strict=True):
+            said = [[(o.status, o.entries, o.changed_input) for o in own] for own in (theirs, ours)]
+            assert said[0] == said[1], f"{name}: {[o.text for o in ours]}"
+            assert not [1 for a, b in zip(theirs, ours, strict=True) if difference(a.value, b.value)], name
+    assert (
+        {own[0].status for own in found["two_sends"]}
+        == {"waited", "returned"}
+        == {own[0].status for own in found["one_is_missing"]}
+    )
 
 
 @pytest.mark.parametrize(
-    "reported, counted, agrees",
+    "calls, says",
     [
-        ([[], []], {}, True),
-        ([[], []], {(0, 1): 1}, False),
-        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 448}, True),
-        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 496, (1, 0): 48}, True),
-        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 447}, False),
-        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(1, 0): 448}, False),
-        ([[entry("send", 400, 1)], [entry("recv", 400, 0)]], {(0, 1): 497}, False),
-        ([[entry("all_reduce", 4000)]] * 2, {(0, 1): 4100, (1, 0): 4100}, True),
-        ([[entry("all_reduce", 4000)]] * 2, {}, False),
-        ([[entry("all_reduce", 8)]] * 2, {(0, 1): 40_000}, False),
+        ({0: ("all_reduce", [b"1234"], "sum"), 1: ("all_reduce", [b"12341234"], "sum")}, "of 4 and 8 bytes"),
+        ({0: ("all_reduce", [b"1234"], "sum"), 1: ("all_reduce", [b"1234"], "max")}, "calls all_reduce"),
+        ({0: ("all_reduce", [b"1234"], "sum"), 1: ("barrier", [], "")}, "rank 1 barrier"),
+        ({0: ("all_reduce", [b"1234"], "avg"), 1: ("all_reduce", [b"1234"], "avg")}, "gloo does not know"),
+        ({0: ("all_to_all", [b"1234"], ""), 1: ("all_to_all", [b"1234", b""], "")}, "bytes on the ranks"),
+        ({0: ("reduce_scatter", [b"1234"], "sum"), 1: ("reduce_scatter", [b"1234"], "sum")}, "number of parts"),
     ],
 )
-def test_what_the_system_counts_against_what_ranks_report(reported, counted, agrees):
-    said = sandbox.not_as_reported(reported, counted)
-    assert (said is None) == agrees, said
+def test_calls_that_are_no_collective_are_an_error_of_all_ranks(calls, says):
+    requests = {
+        rank: network.Request(0, operation, [0, 1], None, 0, reduction, "torch.float32", parts, 0)
+        for rank, (operation, parts, reduction) in calls.items()
+    }
+    with pytest.raises(ValueError, match=says):
+        network.together(requests, (0, 1))
+
+
+def test_a_network_refuses_what_is_no_request():
+    """Of a rank that can say anything: it costs no memory, and ends nothing but its own submission."""
+    good = [0, "all_reduce", [0, 1], None, 0, "sum", "torch.float32", [b"1234"], 0]
+    for bad in (b"", b"x", {}, [], ["wait"], good[:-1], [*good[:2], [1], *good[3:]], [*good[:2], [0, 7], *good[3:]],
+                [*good[:6], "torch.float99", *good[7:]], [*good[:8], -1], [0, "tells", *good[2:]],
+                [*good[:5], "15.25", *good[6:]]):  # fmt: skip
+        with pytest.raises((ValueError, TypeError, KeyError, IndexError, msgspec.MsgspecError)):
+            network.Switch(2).take(0, bad if isinstance(bad, bytes) else msgspec.msgpack.encode(bad))
+    switch = network.Switch(2)
+    with pytest.raises(ValueError, match="carry nothing"):
+        for number in range(network.MOST_EMPTY + 1):
+            switch.take(0, msgspec.msgpack.encode([number, "send", [0, 1], 1, number, "", "", [], 0]))
+    switch = network.Switch(2)
+    with pytest.raises(OverflowError):
+        for _ in range(network.MOST_CARRIED // 2**24 + 1):
+            switch.take(0, msgspec.msgpack.encode([*good[:7], [bytes(2**24)], 0]))
 
 
 def test_an_answer_made_for_the_known_inputs_earns_nothing(tmp_path):
@@ -297,7 +409,7 @@ def test_limits(tmp_path, monkeypatch, marks):
     for name, limit, reason in (("MOST_PROCESSES", 1, "processes; 1 are allowed"), ("MOST_MEMORY", 2**24, "of memory")):
         with monkeypatch.context() as context:
             context.setattr(sandbox, name, limit)
-            said = Grading([exercise], {}, 120.0).one(tmp_path / "ann.py")
+            said = Grading([exercise], {}, 600.0).one(tmp_path / "ann.py")
             assert isinstance(said, str) and (reason in said or "exit code" in said), said  # a cgroup may be quicker
     assert Grading([exercise], {}, 0.2).one(tmp_path / "ann.py") == "not finished after 0.2 s"
     assert left(marks) == []
@@ -334,14 +446,12 @@ def test_a_rank_that_reads_nothing_is_not_waited_for(tmp_path):
 
 def test_outcomes_come_back_as_they_were():
     tensors = [torch.tensor([[1.0, 2.0]]), torch.tensor(True), torch.tensor([1 + 2j]).conj(), torch.ones(2).bfloat16()]
-    entries = [LedgerEntry("send", 8, 2, torch.float32, 1, (0, 1)), LedgerEntry("all_reduce", 16, 4)]
     value = [*tensors, torch.empty(0, 3), [3, 2.5, True, None, "text"], Description("dict {}")]
-    sent = CallOutcome("returned", value, entries, True, "why", "printed\n")
+    sent = CallOutcome("returned", value, [], True, "why", "printed\n")
     back = inside.unpacked(inside.packed(sent))
     for before, after in zip(value[:5], back.value[:5], strict=True):
         assert before.dtype == after.dtype and torch.equal(before, after) and before.shape == after.shape
     assert back.value[5:] == value[5:] and type(back.value[6]) is Description
-    assert back.entries == entries and back.entries[0].group == (0, 1), "what was sent"
     assert (back.status, back.changed_input, back.text, back.printed) == ("returned", True, "why", "printed\n")
 
 

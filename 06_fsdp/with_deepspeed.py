@@ -14,7 +14,6 @@ import math
 import os
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-from common import stored
+from common import engine_files
 from common.collectives import broadcast_module
 from common.config import take_over
 from common.errors import UserError
@@ -58,7 +57,7 @@ class Zero3WithDeepSpeed(Strategy):
     @classmethod
     def require(cls, config, axes):
         if config.options.deepspeed_config:
-            adopt(config, read(config.options.deepspeed_config), cls.stage, math.prod(axes.values()))
+            adopt(config, engine_files.deepspeed(config.options.deepspeed_config), cls.stage, math.prod(axes.values()))
         if config.resume and config.precision == "fp16":
             raise UserError(
                 "--resume: a checkpoint has no loss scale of DeepSpeed's; --implementation pytorch takes it up in fp16"
@@ -85,7 +84,7 @@ class Zero3WithDeepSpeed(Strategy):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,  # an optimizer of PyTorch's instead of DeepSpeed's own
             "zero_force_ds_cpu_optimizer": False,
-        } | (read(self.options.deepspeed_config) if self.options.deepspeed_config else {})
+        } | (engine_files.deepspeed(self.options.deepspeed_config) if self.options.deepspeed_config else {})
 
     def __init__(self, model, make_optimizer, setup):
         super().__init__(setup)
@@ -203,28 +202,6 @@ class Zero1WithDeepSpeed(Zero2WithDeepSpeed):
     """Every rank has all parameters and gradients, and its part of the optimizer state."""
 
     stage = 1
-
-
-# What else is DeepSpeed's, and no other tool's.
-BESIDE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "scheduler")
-
-
-def read(path: str) -> dict:
-    """The settings in a JSON file. Raises UserError."""
-    try:
-        settings = stored.parsed(Path(path), stored.read(Path(path)))  # a regular file, and not a large one
-    except UserError as error:
-        raise UserError(f"--deepspeed-config {error}") from error
-    parts = ("zero_optimization", "bf16", "fp16")  # each with settings of its own
-    if (
-        not isinstance(settings, dict)
-        or not {*parts, *BESIDE} & {*settings}
-        or not all(isinstance(settings.get(part, {}), dict) for part in parts)
-    ):
-        raise UserError(
-            f"--deepspeed-config {path}: these are no settings of DeepSpeed; see configs/engines/zero3.json"
-        )
-    return settings
 
 
 def adopt(config, settings: dict, stage: int, ranks: int) -> None:

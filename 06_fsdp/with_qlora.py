@@ -14,7 +14,7 @@ made from the configuration, with random weights: nothing is downloaded.
 """
 
 import argparse
-import math
+import contextlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from course.fsdp import quiet_engines  # noqa: F401  before they are imported
 # isort: split
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -41,21 +40,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from common.constants import VOCABULARY
 from common.data import Text, global_batch, training_text, validation_text
+from common.engine_files import qlora
 from common.errors import UserError, one_line_errors
 from common.learning_rate import learning_rate
 from common.ranks import environment, process_group
 from course.fsdp.with_accelerate import on_cpu
 
-# What `training` in a file of settings may leave out.
-DEFAULTS = {
-    "accumulation_steps": 1,
-    "warmup_steps": 0,
-    "lr_schedule": "constant",
-    "weight_decay": 0.0,
-    "max_norm": math.inf,
-    "evaluate_every": 0,  # steps; 0: at the end alone
-    "evaluation_batches": 4,
-}
+
+@contextlib.contextmanager
+def settings_of(part: str):
+    """What a library cannot make of this part of the settings is one line. Raises UserError."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{part}: {first_line(error)}") from error
 
 
 def quantized(layer: nn.Linear, how: dict) -> Linear4bit:
@@ -74,7 +72,7 @@ def quantized(layer: nn.Linear, how: dict) -> Linear4bit:
 def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu", quantize: bool = True) -> Any:
     """The model that is fine-tuned: from a folder, or made from the settings; frozen, and with `quantization` among the
     settings, the linear layers of its blocks in 4 bits, unless `quantize` is False. Raises UserError."""
-    dtype = getattr(torch, settings["training"].get("dtype", "bfloat16"))
+    dtype = getattr(torch, settings["training"]["dtype"])
     if base:
         try:
             model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, local_files_only=True)
@@ -83,7 +81,7 @@ def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu"
         model = model.to(device)
     else:
         torch.manual_seed(settings["training"]["seed"])
-        with torch.device(device):
+        with torch.device(device), settings_of("model"):
             model = LlamaForCausalLM(LlamaConfig(**settings["model"])).to(dtype)
     model.train().requires_grad_(False)
     if settings["quantization"] and quantize:
@@ -91,7 +89,8 @@ def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu"
             for module in list(block.modules()):
                 for name, child in module.named_children():
                     if type(child) is nn.Linear:
-                        setattr(module, name, quantized(child, settings["quantization"]))
+                        with settings_of("quantization"):
+                            setattr(module, name, quantized(child, settings["quantization"]))
         model.is_loaded_in_4bit = True  # what from_pretrained would have noted, and peft asks
     return model
 
@@ -101,10 +100,8 @@ def make_model(settings: dict, device: str | torch.device = "cpu", base: str = "
     model = make_base(settings, base, device)
     with torch.device(device):
         torch.manual_seed(settings["training"]["seed"])  # all ranks make the same adapters
-        try:
+        with settings_of("lora"):
             return get_peft_model(model, LoraConfig(**settings["lora"], task_type="CAUSAL_LM"))
-        except ValueError as error:
-            raise UserError(f"lora: {first_line(error)}") from error
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
@@ -183,23 +180,6 @@ def scales(layer: Linear4bit, compress: bool) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [state.absmax, *nested])
 
 
-def read(path: str) -> dict:
-    """The settings in a YAML file. Raises UserError."""
-    try:
-        settings = yaml.safe_load(open(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"--config {path}: these are no settings; see configs/engines")
-    lacking = {"model", "quantization", "lora", "fsdp", "training"} - {*settings}
-    if lacking:
-        raise UserError(f"--config {path}: there is no {', '.join(sorted(lacking))}; see configs/engines")
-    unknown = {*settings["training"]} - {"lr", "batch_size", "context", "steps", "seed", "dtype", *DEFAULTS}
-    if unknown:
-        raise UserError(f"--config {path}: training has no {', '.join(sorted(unknown))}; see configs/engines")
-    return settings
-
-
 class Data:
     """Text to train on and to evaluate with: by the base's tokenizer, or, where it has none, byte by byte."""
 
@@ -262,8 +242,9 @@ def evaluate(model: nn.Module, data: Text, how: dict, device: torch.device) -> f
 
 def train(settings: dict, device: torch.device, base: str = "", out: str = "", text: str = "") -> tuple:
     """The loss of each step, this rank's bytes by part, its model, and the loss on the text for evaluation."""
-    how = DEFAULTS | settings["training"]
-    plugin = FullyShardedDataParallelPlugin(**settings["fsdp"])
+    how = settings["training"]
+    with settings_of("fsdp"):
+        plugin = FullyShardedDataParallelPlugin(**settings["fsdp"])
     accelerator = on_cpu(Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin), plugin)
     ranks, micro_batches = accelerator.num_processes, how["accumulation_steps"]
     if how["batch_size"] % (ranks * micro_batches):
@@ -305,7 +286,7 @@ def evaluate_saved(
 ) -> dict:
     """The loss of the base with saved adapters, and with `merge`, of the model that has them in its own weights, which
     is written there as `from_pretrained` reads it."""
-    how = DEFAULTS | settings["training"]
+    how = settings["training"]
     model = load_adapter(make_base(settings, base, device), adapter)
     evaluation = Data(how["context"], base, model.config.vocab_size, text).parts[1]
     found = {"base with adapters": evaluate(model, evaluation, how, device)}
@@ -331,7 +312,7 @@ def main() -> None:
     parser.add_argument("--make-base", default="", metavar="DIR", help="write the model of --config there, untrained")
     parser.add_argument("--check", type=int, metavar="RANKS", help="the bytes on each of RANKS, and train nothing")
     line = parser.parse_args()
-    settings, ranks = read(line.config), environment()[1]
+    settings, ranks = qlora(line.config), environment()[1]
     if line.merge and not line.adapter:
         raise UserError("--merge needs --adapter, the folder of what is merged")
     if line.adapter and ranks > 1:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from common import ROOT
+from common import ROOT, stored
 from common.errors import UserError, one_line_errors
 
 
@@ -136,8 +136,9 @@ def tally(paths: list[Path]) -> dict[str, Tally]:
     found: dict[str, Tally] = {}
     for path in paths:
         try:
-            given = {name: str(one["given"]) for name, one in json.loads(path.read_text())["predictions"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            found_here = stored.parsed(path, stored.read(path))["predictions"]
+            given = {name: str(one["given"]) for name, one in found_here.items()}
+        except (KeyError, TypeError, AttributeError):
             raise UserError(f"{path}: not a file of predictions; the site's pages export them at their ends") from None
         for name, text in given.items():
             if name not in known:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
 import msgspec
+import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from common.errors import UserError
@@ -220,6 +221,25 @@ def parsed(path: Path, data: bytes, within: str = "") -> Any:
         where = f"{within}: " if within else ""
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise UserError(f"{path} is damaged: {where}not JSON ({printable(reason)})") from None
+
+
+class NoAliases(yaml.SafeLoader):
+    """Takes no alias: a few lines of them stand for more than there is memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(
+                f"line {self.peek_event().start_mark.line + 1}: an alias; write out what it stands for"
+            )
+        return super().compose_node(parent, index)
+
+
+def yaml_of(path: Path, data: bytes) -> Any:
+    """YAML that somebody has written. Raises UserError."""
+    try:
+        return yaml.load(data.decode(), NoAliases)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, brackets without end, the 40th of May
+        raise UserError(f"{path}: not YAML ({printable(' '.join(str(error).split())[:300])})") from None
 
 
 def converted(path: Path, content: Any, kind: type[T], within: str) -> T:

@@ -299,7 +299,12 @@ def with_file(file: Path, table: dict) -> dict:
     there = next((path for path in (file.parent / name, Path(name)) if path.is_file()), None)
     if there is None:
         raise UserError(f"deepspeed_config.deepspeed_config_file: {name} is not there, and it says the stage")
-    return table | {"deepspeed_config": found | {FILE: parsed(there, there.read_text(encoding="utf-8"))}}
+    from common import stored
+
+    within = parsed(there, stored.read(there))
+    if not isinstance(within, dict):
+        raise UserError(f"{name} has no names and values")
+    return table | {"deepspeed_config": found | {FILE: within}}
 
 
 def accelerate(table: dict) -> Config:
@@ -382,53 +387,45 @@ KINDS: tuple[tuple[Callable[[dict], bool], Callable[[dict], Config]], ...] = (
 
 def read(path: str) -> Config:
     """What the file says. Raises UserError that names the file, and the field."""
+    from common import stored  # and packages that a browser lacks, where a config.json is read as a table
+
     file = Path(path)
+    data = stored.read(file)
+    is_yaml = file.suffix in (".yaml", ".yml")
+    table = stored.yaml_of(file, data) if is_yaml else None
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
-    try:
-        table = with_file(file, parsed(file, text))
+        table = megatron_arguments(table) if is_yaml else parsed(file, data)
+        if not isinstance(table, dict):
+            raise UserError("has no names and values")
+        table = with_file(file, table)
         kind = next((reader for fits, reader in KINDS if fits(table)), None)
         if kind is None:
             raise UserError("no configuration that the planner knows: config.json, torchtitan, Megatron-LM, nanotron, "
                             "DeepSpeed, Accelerate, TrainingArguments, or this course's")  # fmt: skip
         return kind(table)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {stored.printable(str(error)[:500])}") from error
 
 
-def from_yaml(text: str) -> Any:
-    """What a YAML says. Raises ValueError."""
-    import yaml  # a package that a browser lacks, where config.json is read
+def megatron_arguments(table: Any) -> Any:
+    """Those of one of Megatron-LM's functional tests; of another YAML, what it says."""
+    if isinstance(table, dict) and isinstance(table.get("MODEL_ARGS"), dict):
+        return {str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items() if value is not False}
+    return table
 
+
+def parsed(file: Path, data: bytes) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def parsed(file: Path, text: str) -> dict:
-    try:
+        text = data.decode()
         if file.suffix == ".json":
-            table = json.loads(text)
-        elif file.suffix == ".toml":
+            return json.loads(text)
+        if file.suffix == ".toml":
             if tomllib is None:
                 raise UserError("TOML is read by Python 3.11 and later")
-            table = tomllib.loads(text)
-        elif file.suffix in (".yaml", ".yml"):
-            table = from_yaml(text)
-            if isinstance(table, dict) and isinstance(table.get("MODEL_ARGS"), dict):  # Megatron-LM's functional tests
-                table = {
-                    str(name).lstrip("-"): value for name, value in table["MODEL_ARGS"].items() if value is not False
-                }
-        else:
-            return words_of(text)
-    except ValueError as error:
+            return tomllib.loads(text)
+        return words_of(text)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"is no valid {file.suffix[1:].upper()}: {str(error).splitlines()[0]}") from error
-    if not isinstance(table, dict):
-        raise UserError("has no names and values")
-    return table
 
 
 __all__ = ["Config", "read"]

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import ROOT
+from common import ROOT, engine_files
 from common.data import shard
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -152,14 +152,14 @@ def adapters() -> tuple[list[float], dict[str, int]]:
     from course.fsdp import with_qlora
 
     with process_group() as here:
-        settings = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
+        settings = engine_files.qlora(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
         return with_qlora.train(settings, here.device)[:2]
 
 
 def seven_billion() -> dict[str, dict[str, int]]:
     from course.fsdp import with_qlora
 
-    model = with_qlora.make_model(with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml")), "meta")
+    model = with_qlora.make_model(engine_files.qlora(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml")), "meta")
     return {str(ranks): with_qlora.bytes_by_part(model, True, ranks) for ranks in (1, 2, 4, 8)}
 
 

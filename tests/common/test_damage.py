@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import zipfile
@@ -19,16 +20,22 @@ import torch
 from helpers import SMALL, NoFigure, configure, refused, train
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
+from other_tools import MEGATRON, NANOTRON, QWEN
 
-from common import ROOT, check, checkpoint, manifest, run_dir, runs
+from common import ROOT, check, checkpoint, engine_files, manifest, run_dir, runs
 from common.errors import UserError
 from common.grading import classes
 from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.ranks import process_group
 from common.task import make_task
+from planner import models
+from planner.__main__ import main as explain
 from planner.constants import STORED, load
-from planner.hardware import read_here
+from planner.emit import emit
+from planner.estimate import estimate
+from planner.hardware import cluster, read_here
+from planner.layout import make_layout
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -95,11 +102,22 @@ def changed(content, data):
     return content
 
 
+def changed_line(text: str, data) -> str:
+    """YAML, TOML or a script with something else as the value in one line, or without that line."""
+    lines = text.splitlines()
+    at = data.draw(some.integers(0, len(lines) - 1))
+    found = re.match(r"\s*[\w\"'-]+ *[:= ]", lines[at])
+    other = json.dumps(data.draw(ODD))
+    lines[at] = f"{found[0]} {other}" if found and data.draw(some.booleans()) else other * data.draw(some.booleans())
+    return "\n".join(lines)
+
+
 def damage(file: Path, data, victim: Path) -> None:
     """Put something else into a file, or something else in its place."""
     content = file.read_bytes()
     kinds = ["bits", "cut", "insert", "fifo", "device", "link", "folder", "huge", "gone"]
-    kind = data.draw(some.sampled_from([*["json"] * 9 * (".json" in file.suffix), *kinds]))
+    kinds += ["json"] * 9 * (".json" in file.suffix) + ["line"] * 9 * (file.suffix in (".yaml", ".toml", ".sh"))
+    kind = data.draw(some.sampled_from(kinds))
     at = data.draw(some.integers(0, len(content) - 1))
     if kind == "json":
         lines = file.suffix == ".jsonl"
@@ -111,6 +129,8 @@ def damage(file: Path, data, victim: Path) -> None:
                 found |= {"checksum": f"{zlib.crc32(json.dumps(parts).encode()):08x}"}
         text = "\n".join(map(json.dumps, found)) if lines and isinstance(found, list) else json.dumps(found, indent=1)
         file.write_text(text + "\n")
+    elif kind == "line":
+        file.write_text(changed_line(content.decode(), data), errors="replace")
     elif kind == "bits":
         changed_bytes = bytearray(content)
         changed_bytes[at] ^= data.draw(some.integers(1, 255))
@@ -214,6 +234,46 @@ def test_settings_and_constants_are_read_or_refused_in_one_line(name, tmp_path_f
             load.__wrapped__(file)  # the planner's, without what it has kept
             read_here(file)
     shutil.rmtree(folder)
+
+
+def of_engines(folder: Path) -> list[Path]:
+    """A file of each tool that the course or the planner reads, in a folder."""
+    found = {file.name: file.read_text() for file in sorted((ROOT / "configs/engines").iterdir())}
+    model, nodes = models.find("llama-3-8b"), cluster("h100-80gb", 8, 8)
+    layout = make_layout(model, nodes, {"shard": 8}, batch_size=64, sequence=2048, zero_stage=3)
+    for tool in ("torchtitan", "deepspeed", "accelerate", "hf-trainer", "torchrun"):
+        found |= emit(estimate(model, nodes, layout, max_memory_gib=2000), tool).files
+    found |= {"megatron.sh": MEGATRON, "nanotron.yaml": NANOTRON, "config.json": json.dumps(QWEN)}
+    for name, text in found.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in found if Path(name).suffix in (".json", ".yaml", ".toml", ".sh")]
+
+
+def test_files_of_engines_are_read_or_refused_in_one_line(tmp_path_factory, capsys):
+    whole = of_engines(tmp_path_factory.mktemp("engines"))
+
+    @damaged
+    @given(some.data())
+    def each(data):
+        folder = tmp_path_factory.mktemp("damaged")
+        file = Path(shutil.copy(data.draw(some.sampled_from(whole)), folder))
+        (folder / "victim").write_text("mine")
+        damage(file, data, folder / "victim")
+        for read in (
+            lambda: explain(["explain", str(file), "--gpu=a100", "--gpus=8", "--model=gpt2"]),
+            lambda: engine_files.deepspeed(str(file)),
+            lambda: engine_files.qlora(str(file)),
+        ):
+            with soon():
+                try:
+                    capsys.readouterr()
+                    read()
+                except (UserError, SystemExit) as error:
+                    said = str(error) if isinstance(error, UserError) else capsys.readouterr().err.rstrip("\n")
+                    assert said.isprintable() and 10 < len(said) < 1000, said
+        shutil.rmtree(folder)
+
+    each()
 
 
 @damaged

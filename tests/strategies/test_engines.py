@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import SMALL, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
 
-from common import ROOT, own, runs
+from common import ROOT, engine_files, own, runs
 from common.data import Plan, micro_batches, shard
 from common.errors import UserError
 from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
@@ -466,7 +466,7 @@ def test_a_base_in_several_files_is_read_into_shards_without_a_whole_copy_on_any
 
 # --- QLoRA ----------------------------------------------------------------------------------------------------
 
-SMALL_QLORA = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
+SMALL_QLORA = engine_files.qlora(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
 MORE = {"accumulation_steps": 2, "warmup_steps": 2, "lr_schedule": "cosine", "weight_decay": 0.1, "max_norm": 0.5}
 SMALL_LORA = SMALL_QLORA | {
     "quantization": None,
@@ -542,7 +542,7 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
 
 
 def test_the_model_of_7_billion_on_the_meta_device():
-    settings = with_qlora.read(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml"))
+    settings = engine_files.qlora(str(ROOT / "configs" / "engines" / "fsdp_qlora.yaml"))
     model = with_qlora.make_model(settings, "meta")
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert base == 6_738_415_616, "parameters of Llama 2 7B"
@@ -551,14 +551,6 @@ def test_the_model_of_7_billion_on_the_meta_device():
     assert found["base, 4 bits"] == linear // 2
     assert found["scales of the 4-bit blocks"] / linear * 8 == pytest.approx(0.127, abs=0.001)  # Dettmers et al. 2023
     assert found["adapters"] == 4 * 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
-
-
-def test_a_wrong_file_of_qlora_gets_one_line(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        with_qlora.read(str(tmp_path / "no.yaml"))
-    (tmp_path / "half.yaml").write_text("model: {}\n")
-    with pytest.raises(UserError, match="there is no fsdp, lora, quantization, training; "):
-        with_qlora.read(str(tmp_path / "half.yaml"))
 
 
 def test_the_stored_measurement_has_every_engine():

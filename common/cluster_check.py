@@ -7,6 +7,7 @@ there is, 2 where the ranks could not even meet. It compares ranks with each oth
 with links of their kind, so it needs no figures of what the hardware should reach.
 """
 
+import argparse
 import contextlib
 import os
 import platform
@@ -20,14 +21,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import installed
+from common.errors import Parser, UserError, into_report, one_line_errors
+
+# ruff: noqa: E402  wrong options are refused before PyTorch is imported, which takes seconds
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m common.cluster_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--megabytes", type=int, default=8, help="size of a large message (default: 8)")
+    options = parser.parse_args(argv)
+    if options.megabytes < 1:
+        raise UserError(f"--megabytes must be at least 1, got {options.megabytes}")
+    return options
+
 
 if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
+    with one_line_errors():
+        options_of(None)
 
 import torch
 import torch.distributed as dist
 
-from common.errors import Parser, UserError, into_report, one_line_errors
 from common.meter import BUSY, busy
 from common.ranks import Ranks, process_group
 
@@ -314,12 +330,7 @@ def network_of(log: str) -> tuple[list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m common.cluster_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--megabytes", type=int, default=8, help="size of a large message (default: 8)")
-    options = parser.parse_args(argv)
-    if options.megabytes < 1:
-        raise UserError(f"--megabytes must be at least 1, got {options.megabytes}")
+    options = options_of(argv)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if "NCCL_DEBUG" not in os.environ:  # else NCCL tells whoever asked
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/%h-%p"}

@@ -16,8 +16,6 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from common import ROOT, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 from common.config import Config, check, check_combinations, check_launch, check_values, shared
@@ -78,6 +76,14 @@ def parse(
     if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
         chosen["implementation"] = kept.get("implementation") or ("by-hand" if kept.get("by_hand") else "pytorch")
     implementation = implementation_of(name, entry, chosen, default_implementation)
+    if not {"-h", "--help"} & {*argv}:  # without PyTorch, see refuse_at_once
+        has = [*(item.name for item in shared()), "config", *entry.declared(implementation)]
+        for word in words:
+            if word.startswith("--") and word.lstrip("-").split("=")[0].replace("-", "_") not in has:
+                refuse_foreign(table, word, name, implementation)
+        for key in content:
+            if key not in has:
+                refuse_foreign(table, flag(key), name, implementation, f"--config {file}: ")
     Options = entry.implementation(implementation).Options
 
     parser = full_parser(table, name, Options)
@@ -85,15 +91,11 @@ def parse(
         parser.epilog = other_options(table, Options)
     parsed, unknown = parser.parse_known_args(argv)
     given = vars(parsed)
-    for word in unknown[:1]:
+    for word in unknown[:1]:  # a value that no option takes
         refuse_foreign(table, word, name, implementation)
     given.pop("config", None)
     known = {item.name: item for item in [*shared(), *fields(Options)]}
-    from_file = {}
-    for key, value in content.items():
-        if key not in known:
-            refuse_foreign(table, flag(key), name, implementation, f"--config {file}: ")
-        from_file[key] = convert(f"--config {file}: {spelled[key]}", value, known[key])
+    from_file = {key: convert(f"--config {file}: {spelled[key]}", value, known[key]) for key, value in content.items()}
     values = {**from_file, **given}
     if kept:
         kept = as_options(kept, fields(Options))
@@ -123,9 +125,10 @@ def refuse_at_once(words: list[str], where: str, content: dict, spelled: dict, e
     for key in content:
         if key not in known:
             refuse_key(where, key, spelled[key], known)
-    for name, default in (("text", "for Python's own library"), ("run_dir", "for a new one under runs/")):
+    for name, what in (("text", "a file or a folder, or leave it out for Python's own library"), ("mesh", "axes"),
+                       ("run_dir", "a folder, or leave it out for a new one under runs/")):  # fmt: skip
         if early.get(name) == "":  # such as of a variable that is not set
-            raise UserError(f"{flag(name)} is empty; name a file or a folder, or leave it out {default}")
+            raise UserError(f"{flag(name)} is empty; name {what}")
     given = {**content, **early}
     config = Config(**{item.name: given[item.name] for item in shared() if item.name in given})
     check_values(config)
@@ -318,7 +321,7 @@ def owners(table, option: str) -> list[str]:
     found = []
     for name in table:
         kinds = table[name].implementations
-        having = [kind for kind, cls in kinds.items() if option in {item.name for item in fields(cls.Options)}]
+        having = [kind for kind in kinds if option in table[name].declared(kind)]
         if having:
             found.append(name if len(having) == len(kinds) else f"{name} ({', '.join(having)})")
     return found
@@ -352,30 +355,15 @@ def refuse_key(where: str, key: str, spelled: str, known: list[str]) -> None:
     raise UserError(f"{where}: unknown key '{spelled}'{hint}")
 
 
-class NoAliases(yaml.SafeLoader):
-    """Takes no alias: a few lines of them stand for more than there is memory."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(
-                f"line {self.peek_event().start_mark.line + 1}: an alias; write out what it stands for"
-            )
-        return super().compose_node(parent, index)
-
-
 # --- the configuration file -----------------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> tuple[dict, dict[str, str]]:
     """Options from a YAML file, by field name, and how the file spells each. Raises UserError."""
     try:
-        content = yaml.load(stored.read(path).decode(), NoAliases) or {}
+        content = stored.yaml_of(path, stored.read(path)) or {}
     except UserError as error:
         raise UserError(f"--config {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, brackets without end, the 40th of May
-        raise UserError(
-            f"--config {path}: not YAML ({stored.printable(' '.join(str(error).split())[:300])})"
-        ) from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected lines like 'batch-size: 32'")
     for key in content:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from common.declared import options_of
 from common.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,6 +37,9 @@ class Classes(Mapping[str, "type[Strategy]"]):
 
     def __getitem__(self, name: str) -> "type[Strategy]":
         return resolve_name(self.places[name])
+
+    def __contains__(self, name) -> bool:  # the inherited one would import the class
+        return name in self.places
 
     def __iter__(self):
         return iter(self.places)
@@ -82,6 +86,10 @@ class StrategyEntry:
                 f"pip install -r requirements-engines.txt, in the repository's root"
             )
         return engine.load()
+
+    def declared(self, name: str) -> tuple[str, ...]:
+        """The names of an implementation's own options, without importing it."""
+        return options_of(self.places[name] if name in self.places else self.engines[name].place)
 
     def sizes(self, implementation: str) -> tuple[int, ...]:
         """On how many ranks this implementation must equal one process."""

@@ -9,6 +9,13 @@ torchrun --standalone --nproc_per_node=2 docs/your_own.py pipeline
 import os
 import sys
 
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
+    how = " ".join(sys.argv[1:]) or "one process"
+    if how not in ("ddp", "fsdp", "pipeline") and (how != "one process" or "RANK" in os.environ):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"not a way for several processes to train: {how!r}; say ddp, fsdp or pipeline", file=sys.stderr)
+        sys.exit(2)
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,9 +94,6 @@ def train(how, device, steps=20):
 
 
 if __name__ == "__main__":
-    how = sys.argv[1] if len(sys.argv) > 1 else "one process"
-    if how not in ("ddp", "fsdp", "pipeline") and (how != "one process" or "RANK" in os.environ):
-        sys.exit(f"not a way for several processes to train: {how!r}; say ddp, fsdp or pipeline")
     # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
     local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()

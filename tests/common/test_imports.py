@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import jedi
@@ -308,10 +309,18 @@ def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
     assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}
 
 
+def test_options_that_files_declare_are_those_that_strategies_have():
+    for name, entry in STRATEGIES.items():
+        for kind, strategy in entry.implementations.items():
+            assert sorted(entry.declared(kind)) == sorted(item.name for item in fields(strategy.Options)), (name, kind)
+    assert "deepspeed_config" in STRATEGIES["fsdp"].declared("deepspeed"), "of an engine that may not be there"
+
+
 @pytest.mark.parametrize(
     "options",
     ["--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch", "nosuch",
-     "--implementation nosuch", "--config nosuch", "--resume nosuch", "-m common.check --csv", "-m common.runs nosuch"],
+     "--implementation nosuch", "--config nosuch", "--resume nosuch", "-m common.check --csv", "-m common.runs nosuch",
+     "--strategy ddp --schedule gpipe", "-m common.cluster_check --megabytes 0"],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_before_torch_is_imported(options):
     """Its import takes most of the time of a refusal."""

@@ -68,6 +68,10 @@ class Relay(TorchDispatchMode):
         self.tell, self.hear, self.number, self.heard = tell, hear, 0, dict[int, list]()
         self.began: list[Began] = []  # kept, for PyTorch to find what we have made and not another of its own
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as the Ledger's
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if has_dtensor(types):
             return NotImplemented

@@ -107,7 +107,7 @@ def near(outcome):
     def judge(got):
         kinds = [of_each(torch.zeros_like, both) for both in (value, got)]
         numbers = [of_each(torch.Tensor.float, both) for both in (value, got)]
-        differs = difference(*kinds) or difference(*numbers, 2**-7)
+        differs = difference(kinds[0], kinds[1]) or difference(numbers[0], numbers[1], rtol=2**-7)
         if differs:
             raise Wrong(*differs)
 

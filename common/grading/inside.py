@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import signal
 import socket
 import sys
@@ -37,8 +36,6 @@ from common.lab.launch import rank_variables, ready_to_fork, setenv
 
 MOST_FILES = 2**28  # bytes of all files that a submission writes
 MOST_TASKS, MOST_MEMORY = 512, 6 * 2**30  # of one submission: threads of all its processes; bytes
-# What imports torch._dynamo when it is first used, which takes two seconds of a processor.
-DYNAMO = re.compile(rb"torch\.optim|DataParallel\(|fully_shard\(|distributed\.tensor|torch\.compile")
 OWN = Path(tempfile.gettempdir()).resolve() / "own"  # in a sandbox: the folder that a rank can write into
 # What is said between a rank and the one who judges begins with one of these: a call, its answer, or for the network.
 CALL, ANSWER, REQUEST = b"C", b"A", b"N"
@@ -157,9 +154,8 @@ def rank_of(file: Path, rank: int, size: int, ask: int, tell: int) -> None:
 def start(file: Path, size: int, pipes: list[int], keep: set[int], walled: bool) -> list[int]:
     """Start the ranks and return their process ids. `pipes` are two for each; `keep` are for nobody but the starter."""
     pids = []
-    if any(DYNAMO.search(path.read_bytes()) for path in file.parent.rglob("*.py") if path.is_file()):
-        with setenv():
-            from torch import _dynamo  # noqa: F401  once here, not in each rank
+    with setenv():
+        from torch import _dynamo  # noqa: F401  once here: in a rank it would replace functions, which are watched
     for rank in range(size):
         with ready_to_fork():
             pid = os.fork()

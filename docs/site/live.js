@@ -135,12 +135,12 @@ document.addEventListener("DOMContentLoaded", async () => {
   }
 });
 
-// A table that is wider than its page, as on a phone, is moved by arrow keys once it has the focus.
+// A table or code that is wider than its page, as on a phone, is moved by arrow keys once it has the focus.
 document.addEventListener("DOMContentLoaded", () => {
   const sizes = new ResizeObserver((changed) => {
     for (const { target } of changed) {
       if (target.scrollWidth > target.clientWidth) target.tabIndex = 0; else target.removeAttribute("tabindex");
     }
   });
-  for (const table of document.querySelectorAll(".bd-article table.table")) sizes.observe(table);
+  for (const one of document.querySelectorAll(".bd-article table.table, .bd-article pre")) sizes.observe(one);
 });

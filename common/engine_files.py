@@ -22,14 +22,14 @@ class Zero(Struct):
     offload_optimizer: dict[str, Any] | UnsetType = UNSET
 
 
-class Switch(Struct):
+class Enabled(Struct):
     enabled: bool = False
 
 
 class DeepSpeed(Struct):
     zero_optimization: Zero | UnsetType = UNSET
-    bf16: Switch | UnsetType = UNSET
-    fp16: Switch | UnsetType = UNSET
+    bf16: Enabled | UnsetType = UNSET
+    fp16: Enabled | UnsetType = UNSET
     train_batch_size: Positive | UnsetType = UNSET
     train_micro_batch_size_per_gpu: Positive | UnsetType = UNSET
     gradient_accumulation_steps: Positive | UnsetType = UNSET

@@ -64,6 +64,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore", None),
     "FakeTensor": ("torch._subclasses.fake_tensor:FakeTensor", None),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", None),
+    "PythonCallbackWork": (BINDINGS + "PythonCallbackWork", None),
     "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", None),
     "_DummyBackendModule": (REGISTRATION + "_DummyBackendModule", ""),
     "_StorageInfo": (

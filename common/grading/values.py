@@ -51,7 +51,8 @@ def difference(expected, got, rtol: float = 1e-5) -> tuple[str, str] | None:
         # Lists of numbers are short enough to be shown whole.
         if len(expected) == len(got) and different and not (numbers(expected) and numbers(got)):
             number, (want, have) = different[0]
-            return f"{want} as item {number}", have
+            what, inner, rest = want.rpartition(" as item ")  # of an item that is a list itself
+            return (f"{what} as item {number}, {rest}" if inner else f"{want} as item {number}"), have
     elif isinstance(expected, Real) and isinstance(got, Real):
         whole = isinstance(expected, int) and isinstance(got, int)  # bytes and counts are right or wrong
         same = expected == got if whole else math.isclose(expected, got, rel_tol=1e-6)

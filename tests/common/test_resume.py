@@ -138,6 +138,7 @@ def killed_while_it_writes(config, after: int) -> int:
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):
+                torch.set_num_threads(1)  # the pool of threads does not survive the fork
                 Writer.write_data = half
                 train([config])
             os._exit(0)

@@ -116,7 +116,8 @@ def risks(found: Estimate, config: Config) -> list[str]:
 
 
 def far(found: Estimate, run: Run) -> float:
-    """How unlike two layouts are: octaves of sizes, and what differs in kind."""
+    """How unlike two layouts are: octaves of sizes, and what differs in kind; to nine places, so that runs that are
+    equally far stand in the same order wherever a logarithm is rounded otherwise, as it is in a browser."""
     ours, theirs = found.layout, run.layout
     sizes = [
         (found.model.parameters, run.model.parameters), (found.cluster.gpus, run.cluster.gpus),
@@ -126,7 +127,7 @@ def far(found: Estimate, run: Run) -> float:
     kinds = (ours.zero_stage != theirs.zero_stage) + (ours.kept != theirs.kept) + (
         bool(found.model.experts) != bool(run.model.experts))  # fmt: skip
     kinds += 2 * (found.cluster.gpu.name != run.cluster.gpu.name)
-    return kinds + sum(abs(math.log2(one / other)) for one, other in sizes)
+    return round(kinds + sum(abs(math.log2(one / other)) for one, other in sizes), 9)
 
 
 def alike(found: Estimate, count: int) -> list[Run]:

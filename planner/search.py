@@ -200,7 +200,7 @@ def plan(
             f"{least.expected / GIB:.1f} GiB ({least.layout.describe()}); use more or larger GPUs, or a shorter "
             "--sequence"
         )
-    fitting.sort(key=lambda one: one.seconds)
+    fitting.sort(key=by_time)
     roomy = [one for one in fitting if one.recommended(room)]
     chosen = preferred(model, cluster, roomy, found, count, constants, accept)
     if len(chosen) < count:  # then what leaves less than the reserve; each says so
@@ -209,6 +209,12 @@ def plan(
     if not chosen:
         raise UserError(f"none of the {len(fitting)} layouts that fit can be expressed; name one with --mesh")
     return chosen
+
+
+def by_time(one: Estimate) -> float:
+    """To sort by: seconds to nine digits, so that two layouts that take equally long stand in the same order wherever
+    the last digit is rounded otherwise, as it is in a browser."""
+    return float(f"{one.seconds:.9g}")
 
 
 def preferred(model, cluster, fitting, found, count, constants, accept) -> list[Choice]:
@@ -228,10 +234,10 @@ def preferred(model, cluster, fitting, found, count, constants, accept) -> list[
             simple.setdefault(simplicity(one.layout), exact)
     if not best:
         return []
-    best.sort(key=lambda one: one.seconds)
+    best.sort(key=by_time)
     fastest = best[0]
     same = [one for one in best if one.seconds <= (1 + constants.error) * fastest.seconds]
-    first = min(same, key=lambda one: (simplicity(one.layout), one.seconds))
+    first = min(same, key=lambda one: (simplicity(one.layout), by_time(one)))
     why = ""
     if first is not fastest:
         why = (
@@ -257,7 +263,7 @@ def loser(chosen: Estimate, found: list[Candidate], room: float) -> str:
         return "no layout differs in one choice only"
     faster = [(one, changed) for one, changed in near if one.expected > room and one.seconds < chosen.seconds]
     fits = [(one, changed) for one, changed in near if one.expected <= room]
-    one, changed = min(faster or fits or near, key=lambda pair: pair[0].seconds)
+    one, changed = min(faster or fits or near, key=lambda pair: by_time(pair[0]))
     what = one.layout.describe()
     if one.expected > room:
         faster_by = f", {1 - one.seconds / chosen.seconds:.0%} faster" if one.seconds < chosen.seconds else ""

@@ -211,7 +211,7 @@ def plan(
     return chosen
 
 
-def by_time(one: Estimate) -> float:
+def by_time(one: "Estimate | Candidate") -> float:
     """To sort by: seconds to nine digits, so that two layouts that take equally long stand in the same order wherever
     the last digit is rounded otherwise, as it is in a browser."""
     return float(f"{one.seconds:.9g}")

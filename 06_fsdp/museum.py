@@ -25,6 +25,7 @@ and besides, the measurements that the page offers. Page, test and the nets' mat
 import ast
 import functools
 import linecache
+import math
 import re
 import types
 from collections.abc import Iterable
@@ -209,7 +210,9 @@ def worst(program: types.ModuleType) -> str:
 
 
 def in_words(by_name: dict[str, float]) -> str:
-    """Which number differs most, or that all are equal."""
+    """Which number differs most, or that all are equal, or that there are none, where ranks wait for ever."""
+    if all(math.isinf(value) for value in by_name.values()):
+        return "never ends"
     name = max(by_name, key=lambda name: by_name[name])
     equal = by_name[name] <= TOLERANCE
     return f"equal to one process, all {len(by_name)} numbers" if equal else f"{name} is off by {by_name[name]:.3g}"

@@ -5,7 +5,8 @@ thread:   https://github.com/kyutai-labs/pocket-tts/pull/287 https://github.com/
 reported: each relaunch replays the same permutation from position zero, while the model goes on at its step
 net:      equality of a resumed run with one that was not interrupted
 cause:    The order is a function of the seed, and the place in it was kept by the loader alone. A new loader begins at
-          zero, whatever the step. A place that follows from the step needs no state and cannot be forgotten.
+          zero, whatever the step. A place that follows from the step needs no state, and cannot be forgotten, as long
+          as batch size, world size and dataset stay the same.
 """
 
 import torch

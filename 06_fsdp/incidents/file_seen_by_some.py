@@ -5,7 +5,8 @@ thread:   https://github.com/KempnerInstitute/KempnerForge/issues/49
 reported: `exists` disagrees between ranks for a while; some go on to load, and the broadcast behind it deadlocks
 net:      --check-collectives, at the first call that differs
 cause:    Each rank asks the filesystem by itself, and a shared one may show a new file to one node later than to
-          another. So the ranks take different branches. One rank has to ask, and tell the others.
+          another. So the ranks take different branches. One rank has to ask and tell the others, and that
+          rank alone may read: another one might not see the file yet.
 """
 
 import torch.distributed as dist

@@ -5,7 +5,8 @@ thread:   https://github.com/pytorch/examples/issues/1029 https://github.com/nay
 reported: names in the checkpoint have a prefix more; `strict=False` loads without an error, outputs are nonsense
 net:      the number of tensors that were loaded; the loss of the first step after the restart, beside the last before
 cause:    DDP calls the parameters of what it wraps `module.0.weight`, and the model calls them `0.weight`. With
-          `strict=False` a name that nobody knows is left out in silence, and so all are.
+          `strict=False` a name that nobody knows is left out, and so all are. `load_state_dict` returns the lists of
+          missing and of unexpected names; nobody looked at them.
 """
 
 import torch.distributed as dist

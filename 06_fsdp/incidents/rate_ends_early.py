@@ -4,8 +4,9 @@ thread:   https://github.com/Lightricks/LTX-Video-Trainer/issues/67 https://gith
           https://github.com/huggingface/diffusers/issues/3954
 reported: of 10,000 planned steps on 4 GPUs, the rate is at its end after 2,500
 net:      the rate of the last planned step, printed before the run; equality with one process
-cause:    The engine moves the schedule on by as many steps as there are ranks, because it thinks of steps of one rank's
-          batch. The schedule was made for steps of the optimizer. One of the two has to be told of the other.
+cause:    A schedule that Accelerate has prepared moves on by `num_processes` at each step of the optimizer, because
+          with `split_batches=False`, its default, each step reads so many batches of the loader. This schedule was
+          planned in steps of the optimizer. So multiply the plan by `num_processes`, or don't prepare the schedule.
 """
 
 import torch

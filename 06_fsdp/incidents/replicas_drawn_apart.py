@@ -1,4 +1,4 @@
-"""With hybrid sharding the run is worse than with plain sharding, and a restart makes it another run.
+"""With hybrid sharding each replica is another model, and a restart makes it another run.
 
 thread:   https://github.com/allenai/OLMo-core/pull/319 https://github.com/allenai/OLMo-core/pull/307
 reported: replicas have completely different parameters; a restart, with the first one's, helped the bad run
@@ -36,18 +36,18 @@ def loss_and_gradient(weight, inputs, targets):
     return loss.detach(), torch.autograd.grad(loss, weight)[0]
 
 
-def on_rank():
+def on_rank(restart=RESTART):
     rank, seen = dist.get_rank(), Seen()
     shard, seen.models = draw(seed_of(rank)), []
     seen.apart = []
     for step in range(STEPS):
         shards = [torch.empty_like(shard) for _ in range(RANKS)]
         dist.all_gather(shards, shard)
-        seen.models.append(len({tuple(other.flatten().tolist()) for other in shards[rank % SHARDS :: SHARDS]}))
-        seen.apart.append((shards[0] - shards[SHARDS]).norm().item())
-        if step == RESTART:  # the checkpoint has the shards of the first replica
+        if step == restart:  # the checkpoint has the shards of the first replica
             shards = shards[:SHARDS] * (RANKS // SHARDS)
             shard = shards[rank].clone()
+        seen.models.append(len({tuple(other.flatten().tolist()) for other in shards[rank % SHARDS :: SHARDS]}))
+        seen.apart.append((shards[0] - shards[SHARDS]).norm().item())
         first = rank // SHARDS * SHARDS
         loss, gradient = loss_and_gradient(torch.cat(shards[first : first + SHARDS], dim=1), *mine(*examples(step % 2)))
         mean(loss, gradient)
@@ -69,4 +69,4 @@ def alone():
 
 def effect(ranks, _one):
     """How many different models there are, just before the restart."""
-    return float(ranks[0].models[RESTART])
+    return float(ranks[0].models[RESTART - 1])

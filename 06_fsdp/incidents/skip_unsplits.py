@@ -7,6 +7,7 @@ cause:    Splitting is remembered and done when reading begins, by asking each l
           layer that skips gives itself for an answer, with everything beneath it, so nobody splits.
 """
 
+import torch
 import torch.distributed as dist
 
 from course.fsdp.museum import Seen
@@ -23,9 +24,8 @@ class Files:
         self.numbers = numbers
 
     def part(self, rank, size):
-        """What one rank reads: files next to each other, as `datasets` gives them."""
-        each = len(self.numbers) // size
-        return Files(self.numbers[rank * each : (rank + 1) * each])
+        """What one rank reads: files given out in turn, as `datasets` gives them."""
+        return Files(self.numbers[rank::size])
 
     def __iter__(self):
         return (file * SIZE + place for file in self.numbers for place in range(SIZE))
@@ -51,8 +51,8 @@ def read(rank, size, skip):
     return list(stream.part(rank, size))
 
 
-def on_rank(skip=2):
-    """Two examples are read by each rank, then all restart, and read the rest."""
+def on_rank(skip=1):
+    """One example is read by each rank, then all restart, and read the rest."""
     rank, size, model, seen = dist.get_rank(), dist.get_world_size(), net(), Seen()
     optimizer, (inputs, targets) = sgd(model), examples(0, SHARDS * SIZE)
     seen.read = read(rank, size, skip)
@@ -62,13 +62,12 @@ def on_rank(skip=2):
     return keep(seen, model)
 
 
-def alone(skip=2):
-    """One process, which reads one example from each half of the files in turn, and begins where it stopped."""
-    half = SHARDS * SIZE // RANKS
+def alone(skip=1):
+    """One process, which reads from one of the even and one of the odd files, and begins where it stopped."""
+    streams = torch.arange(SHARDS * SIZE).view(SHARDS // RANKS, RANKS, SIZE).transpose(0, 1).reshape(RANKS, -1)
     model, seen = net(), Seen()
     optimizer, (inputs, targets) = sgd(model), examples(0, SHARDS * SIZE)
-    for step, first in enumerate(range(skip, half)):
-        whole = [first, half + first]
+    for step, whole in enumerate(streams[:, skip:].T):
         seen.numbers[f"loss {step}"] = learn(model, optimizer, inputs[whole], targets[whole], ranks=False)
     return keep(seen, model)
 

@@ -1,4 +1,4 @@
-"""With a pipeline, training learns slower than without, by as much as there are more stages.
+"""Layers on two stages of a pipeline begin with the same weights, which they do not on one process.
 
 thread:   https://github.com/pytorch/pytorch/issues/139304 https://github.com/pytorch/torchtitan/issues/514
 reported: each stage starts from the same seed, so its weights may be those of the other stages

@@ -6,7 +6,8 @@ reported: the running mean of BatchNorm is another one on each GPU after trainin
 net:      replicas that are compared, buffers as well as parameters
 cause:    Gradients are summed, and BatchNorm's running mean and variance have none. Each rank keeps those of its own
           examples, and the checkpoint has those of the rank that wrote it. They are what the test uses in place of the
-          batch's own. Their mean over the ranks is of all examples.
+          batch's own. The mean of the ranks' means is that of all examples; the mean of their variances is not quite,
+          since it leaves out how far the means differ.
 """
 
 import torch

@@ -56,10 +56,7 @@ LIVE = {
     "planner": "planner.page",
     "game": "course.pipeline.game_page",
 }  # kind of live.js -> the module whose stored() is the page as it is first seen
-# No button back to the top: on dark phones it stood on text, and could not be read.
-html_theme_options = {
-    "show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False, "back_to_top_button": False,
-}  # fmt: skip
+html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
 html_context = {"default_mode": "auto"}
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"

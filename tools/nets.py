@@ -43,6 +43,7 @@ CHAPTERS = ("intro", "data_parallel", "ddp", "model_parallel", "pipeline", "fsdp
 # Seconds that the guard waits for a rank: briefly where a rank is known not to come, and else as long as a busy machine
 # may take, since no row is to be decided by the clock.
 PATIENCE, BRIEFLY = 120.0, 4.0
+RECORDED = ("copies", "norms")  # what not every incident has
 
 
 @dataclass
@@ -159,7 +160,7 @@ def guarded(cls, case: Case, ranks: int, row: Row) -> list[Watched] | None:
     try:
         return launch(lambda: watched(lambda: equality.on_ranks(cls, [case]), BRIEFLY), ranks, timeout=8.0)
     except RankFailed as failure:
-        row.collectives = "step 1" if "CollectiveMismatch" in str(failure) else ""
+        row.collectives = "calls differ" if "CollectiveMismatch" in str(failure) else ""
         return None
 
 
@@ -167,7 +168,7 @@ def judge_case(row: Row, cls, right, ranks: int, case: Case, found: list[Watched
     if found is not None:
         row.run_seconds += sum(one.seconds for one in found)
     if found is None or any(one.mismatch for one in found):
-        row.collectives = row.collectives or ("step 1" if found else "")
+        row.collectives = row.collectives or ("calls differ" if found else "")
         try:  # the guard's verdict is not the proof's: again without it
             outcomes = launch(lambda: equality.on_ranks(cls, [case]), ranks, timeout=6.0)
         except RankFailed as failure:
@@ -175,8 +176,8 @@ def judge_case(row: Row, cls, right, ranks: int, case: Case, found: list[Watched
             return
     else:
         outcomes = [one.numbers for one in found]
-        if ranks > 1 and [one.calls for one in found] != expected:
-            row.ledger = "step 1"
+        if ranks > 1 and [one.calls for one in found] != expected:  # of the whole run
+            row.ledger = "calls differ"
         row.copies = row.copies or copies_alarm([outcome[0] for outcome in outcomes])
         row.norms = row.norms or norms_alarm([outcome[0].grad_norms for outcome in outcomes])
     try:
@@ -214,7 +215,7 @@ def all_reduce_row(name: str, kind: str, algorithm, right, ranks: int) -> Row:
             check_all_reduce.prove(one, cost, ranks, timeout=6.0)
         except check_all_reduce.Refused as refused:
             if net == "collectives":
-                row.collectives = "step 1" if "CollectiveMismatch" in str(refused) else ""
+                row.collectives = "calls differ" if "CollectiveMismatch" in str(refused) else ""
             elif refused.check in ("messages", "bytes", "pattern"):
                 row.ledger = refused.check
             else:
@@ -236,14 +237,16 @@ def incident_rows(incident) -> Iterator[Row]:
             seen = [watch.numbers for watch in found[kind] or []]
             row.run_seconds = sum(watch.seconds for watch in found[kind] or [])
             if any(watch.mismatch for watch in found[kind] or []):
-                row.collectives = "step 1"
+                row.collectives = "calls differ"
                 seen = museum.seen(program)
             elif found["right"] and [w.calls for w in found[kind] or []] != [w.calls for w in found["right"]]:
-                row.ledger = "step 1"
+                row.ledger = "calls differ"
         except RankFailed as failure:
             found.setdefault(kind, None)
-            row.collectives = row.collectives or ("step 1" if "CollectiveMismatch" in str(failure) else "")
+            row.collectives = row.collectives or ("calls differ" if "CollectiveMismatch" in str(failure) else "")
             row.proof = "hangs" if kind == "incident" else "a rank fails"
+            right = [watch.numbers for watch in found["right"] or []]
+            row.copies, row.norms = ("" if all(getattr(one, what) for one in right) else "-" for what in RECORDED)
             yield row
             continue
         apart = [
@@ -251,7 +254,7 @@ def incident_rows(incident) -> Iterator[Row]:
             for key, value in seen[0].copies.items()
             if any(not torch.equal(value, rank.copies[key]) for rank in seen if key in rank.copies)
         ]
-        row.copies = f"{apart[0]} differs" if apart else ""
+        row.copies = f"{apart[0]} differs" if apart else "" if all(rank.copies for rank in seen) else "-"
         row.norms = norms_alarm([rank.norms for rank in seen]) if all(rank.norms for rank in seen) else "-"
         off = [key for key, difference in museum.compared(seen, one).items() if not difference <= museum.TOLERANCE]
         row.proof = off[0] if off else ""

@@ -22,6 +22,7 @@ NETS = {
 }
 KEY = ("chapter", "mistake", "kind")
 GUARDS = ("collectives", "ledger", "copies", "norms")
+SEEN_BY_ALL = ("hangs", "timeout", "a rank fails", "error")  # what the proof says where no numbers come
 BEGIN, END = "<!-- nets: python -m tools.nets --page -->", "<!-- end of nets -->"
 
 
@@ -69,7 +70,15 @@ def summary(rows: list[dict[str, str]]) -> str:
     only = {net: [r["mistake"] for r in mistakes if [n for n in NETS if caught(r, n)] == [net]] for net in NETS}
     lines += ["", f"Caught by no net: {', '.join(missed) or 'none'}.", ""]
     shown = "; ".join(f"{NETS[net]} {len(names)}" for net, names in only.items() if names)
+    ends = [r["mistake"] for r in mistakes if r["proof"] in SEEN_BY_ALL]
+    alone = len(only["proof"]), sum(name in ends for name in only["proof"])
     lines += [f"Caught by one net alone: {shown}.", ""]
+    lines += [
+        f"Of the {sum(caught(r, 'proof') for r in mistakes)} that the proof catches, {len(ends)} hang or end in an error "
+        f"and need no proof. Without these it alone catches {alone[0] - alone[1]} of {len(mistakes)}, "
+        f"{(alone[0] - alone[1]) / len(mistakes):.0%}.",
+        "",
+    ]
     seconds = [float(r["types_seconds"]) for r in rows if r["types"] != "-"]
     runs = [float(r["run_seconds"]) for r in rows if float(r["run_seconds"])]
     lines.append(
@@ -97,7 +106,11 @@ def draw(rows: list[dict[str, str]]) -> None:
     for place, net in enumerate(NETS):
         ax.text(len(mistakes), place, f" {sum(caught(r, net) for r in mistakes)}", va="center")
     ax.tick_params(length=0)
-    ax.set_title(f"{len(mistakes)} mistakes: blue is caught, grey cannot be looked at", fontsize=12)
+    ax.set_title(
+        f"{len(mistakes)} mistakes, a column each, in the order of nets.csv. "
+        "Blue: caught. White: let through. Grey: the net cannot look",
+        fontsize=11,
+    )
     for line in range(1, len(NETS)):
         ax.axhline(line - 0.5, color="#bbbbbb", lw=0.8)
     PICTURE.write_bytes(png(fig, dpi=110))

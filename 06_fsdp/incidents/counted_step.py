@@ -1,4 +1,4 @@
-"""The first update of Adam is too small by a quarter, and every later one a little.
+"""The first update of Adam is too small by a quarter, and those after it by less and less.
 
 thread:   https://github.com/NVIDIA/Megatron-LM/pull/5976
 reported: a first update 1.34 times too small

@@ -3,8 +3,9 @@
 thread:   https://github.com/modelscope/FunASR/pull/3472 https://github.com/karpathy/build-nanogpt/pull/30
 reported: gradients of 4.0 and 7.0 on two CPU ranks, where 5.5 is right on both
 net:      replicas that are compared, after one step; equality with one process, with accumulation
-cause:    Inside `no_sync` gradients are only added up; the first backward pass outside of it sums what is there over
-          the ranks. It has to be the *last* micro-batch of a step. With the first one, what comes after it stays
+cause:    Inside `no_sync` gradients are only added up. The first forward and backward pass outside of it averages
+          over the ranks what has been added up by then, and the *forward* decides, so it must be on the same side as
+          its backward. It has to be the *last* micro-batch of a step. With the first one, what comes after it stays
           with its rank, and each rank steps by itself.
 """
 
@@ -23,7 +24,7 @@ STEPS, MICRO = 3, 2
 
 
 def syncs(number):
-    """Are the gradients of this micro-batch, counted from 0, summed over the ranks?"""
+    """Are the gradients averaged over the ranks in this micro-batch, counted from 0?"""
     # right: return (number + 1) % MICRO == 0
     return number % MICRO == 0  # wrong
 
@@ -36,7 +37,7 @@ def accumulate(model, losses):
 
 
 def of_the_thread():
-    """Its reproduction: one weight, whose gradient is its input: 1 and 2 on one rank, 3 and 5 on the other."""
+    """Inputs of our own that give its numbers: one weight, whose gradient is its input."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     inputs = [[1.0, 2.0], [3.0, 5.0]][dist.get_rank()]
     accumulate(model, [lambda x=x: model(torch.tensor([[x]])).sum() for x in inputs])

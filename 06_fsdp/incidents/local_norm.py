@@ -15,7 +15,7 @@ import torch.distributed as dist
 from course.fsdp.museum import Seen
 from course.fsdp.toy import examples, gradients, keep, mean, mine, net
 
-RANKS, REPORTED, EXPECTED = 2, (0.999, 1.001), 2**0.5
+RANKS, REPORTED, EXPECTED = 2, (0.1, 0.99), 1.0
 STEPS, RATE, LARGEST = 3, 0.5, 0.1
 
 
@@ -72,5 +72,5 @@ def apply(model, flat):
 
 
 def effect(ranks, one):
-    """The root of the sum of the squares of the logged norms, relative to the norm of one process."""
-    return sum(rank.norms[0] ** 2 for rank in ranks) ** 0.5 / one.norms[0]
+    """The norm that rank 0 logs, relative to the norm of one process."""
+    return ranks[0].norms[0] / one.norms[0]

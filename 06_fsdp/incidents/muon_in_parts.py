@@ -1,7 +1,7 @@
-"""Muon on a divided weight: the gradients agree to seven digits, and the updates do not.
+"""Muon on a divided weight: the gradients agree to six digits, and the updates do not.
 
 thread:   https://github.com/deepspeedai/DeepSpeed/issues/8437
-reported: for a random 256 x 256 gradient on two ranks, an update that is off by 0.5273 of its length
+reported: for a random 256 x 256 gradient on two ranks, rank 0's part of the update is off by 0.5273 of its length
 net:      equality with one process, of the weights after one step
 cause:    Muon makes the whole gradient matrix orthogonal. A block of rows of an orthogonal matrix is not what one gets
           by making the block of rows orthogonal: within the block, rows are made orthogonal to each other, and not to

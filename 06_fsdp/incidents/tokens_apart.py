@@ -4,7 +4,7 @@ thread:   https://github.com/huggingface/transformers/issues/34242 https://githu
 reported: tokens are averaged over each rank and then over the ranks, which are separate means
 net:      equality with one process, in the first step, with different numbers of tokens on the ranks
 cause:    Each rank divides by its own number of tokens, and DDP takes the mean of the ranks' gradients. A token of the
-          rank that has few of them counts for more. The divisor has to be the number on all ranks, over their number.
+          rank that has few of them counts for more. The divisor has to be (tokens on all ranks) / (number of ranks).
 """
 
 import torch

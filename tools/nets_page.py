@@ -74,8 +74,8 @@ def summary(rows: list[dict[str, str]]) -> str:
     alone = len(only["proof"]), sum(name in ends for name in only["proof"])
     lines += [f"Caught by one net alone: {shown}.", ""]
     lines += [
-        f"Of the {sum(caught(r, 'proof') for r in mistakes)} that the proof catches, {len(ends)} hang or end in an error "
-        f"and need no proof. Without these it alone catches {alone[0] - alone[1]} of {len(mistakes)}, "
+        f"Of the {sum(caught(r, 'proof') for r in mistakes)} that the proof catches, {len(ends)} hang or end in an "
+        f"error and need no proof. Without these it alone catches {alone[0] - alone[1]} of {len(mistakes)}, "
         f"{(alone[0] - alone[1]) / len(mistakes):.0%}.",
         "",
     ]

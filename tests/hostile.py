@@ -81,7 +81,7 @@ HOSTILE = {
         None, "."),
     "fills_shared_memory": (SHIFT + MEAN + "m = __import__('mmap').mmap(-1, 2**33)\n"
         "    while True: m.write(b'x' * 2**20)", None, "."),
-    "kills_its_parent": (EVIL + "os.kill(os.getppid(), 9)", 0, "."),
+    "kills_its_parent": (EVIL + "os.kill(os.getppid(), 9)", 0, "^$"),  # the first of its namespace, which hears nothing
     "kills_everybody": (EVIL + "os.kill(-1, 9)", 0, "."),
     "leaves_a_process": (SHIFT + "subprocess.Popen(['sleep', '600'], start_new_session=True)", 1, "^$"),
     "stops_itself": (SHIFT + MEAN + "os.kill(os.getpid(), signal.SIGSTOP)", None, "."),

@@ -72,5 +72,9 @@ def apply(model, flat):
 
 
 def effect(ranks, one):
-    """The norm that rank 0 logs, relative to the norm of one process."""
-    return ranks[0].norms[0] / one.norms[0]
+    """The norm that rank 0 logs, relative to the norm of one process. Raises AssertionError where the ranks log neither
+    the norms of their own parts, whose squares add up to the whole, nor all of them the whole."""
+    shares = [rank.norms[0] / one.norms[0] for rank in ranks]
+    parts, whole = abs(sum(share**2 for share in shares) ** 0.5 - 1), max(abs(share - 1) for share in shares)
+    assert min(parts, whole) < 1e-3, shares
+    return shares[0]

@@ -10,10 +10,10 @@ A request: [number, operation, group, peer, tag, reduction, type, parts (bytes),
 An answer: [number, sender (of a receive), parts or what is wrong]
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import reduce
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PythonCallbackWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.lab.ledger import SILENT, LedgerEntry, group_of, has_dtensor, ranks_of, tensors_of
+from common.lab.ring_order import reduced
 
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 REDUCTIONS: dict[str, Callable] = {
@@ -369,11 +370,13 @@ def together(here: dict[int, Request], group: tuple[int, ...]) -> dict[int, list
         everything = [part for r in group for part in parts[r]]
         return {r: everything if operation == "all_gather" or r == root else [] for r in group}
     if operation in ("all_reduce", "reduce", "reduce_scatter"):
-        reduced = [added([parts[r][i] for r in group], first) for i in range(len(sizes[group[0]]))]
-        if operation == "reduce_scatter" and len(reduced) == len(group):
-            return {r: [reduced[i]] for i, r in enumerate(group)}
+        total = added([b"".join(parts[r]) for r in group], first)
+        ends = list(itertools.accumulate(sizes[group[0]]))
+        pieces = [total[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        if operation == "reduce_scatter" and len(pieces) == len(group):
+            return {r: [pieces[i]] for i, r in enumerate(group)}
         if operation != "reduce_scatter":
-            return {r: reduced if operation == "all_reduce" or r == root else [] for r in group}
+            return {r: pieces if operation == "all_reduce" or r == root else [] for r in group}
     raise ValueError(f"{operation} with a root, or a number of parts, that cannot be")
 
 
@@ -381,7 +384,7 @@ def added(parts: list[bytes], one: Request) -> bytes:
     if one.reduction not in REDUCTIONS:
         raise ValueError(f"Cannot use ReduceOp {one.reduction} here, which gloo does not know")
     try:
-        return as_bytes(reduce(REDUCTIONS[one.reduction], [as_tensor(part, TYPES[one.dtype]) for part in parts]))
+        return as_bytes(reduced(REDUCTIONS[one.reduction], [as_tensor(part, TYPES[one.dtype]) for part in parts]))
     except (RuntimeError, KeyError) as error:
         raise ValueError(str(error).splitlines()[0][:200]) from None
 

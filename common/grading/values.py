@@ -34,18 +34,18 @@ def plain(value, depth: int = 0):
         return Description(type(value).__name__)
 
 
-def difference(expected, got, rtol: float = 1e-5) -> tuple[str, str] | None:
+def difference(expected, got) -> tuple[str, str] | None:
     """(expected, got) in words where `got` is not what was expected, None where it is."""
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
             return kind(expected), kind(got)
-        wrong = (~torch.isclose(got, expected, rtol=rtol, atol=0, equal_nan=True)).nonzero().tolist()
+        wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0, equal_nan=True)).nonzero().tolist()
         if wrong and expected.numel() > 12:
             at, place = tuple(wrong[0]), f" at element {wrong[0][0] if len(wrong[0]) == 1 else wrong[0]}"
             return show(expected[at]) + place, f"{show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"
         same = not wrong
     elif isinstance(expected, list) and isinstance(got, list):
-        differences = [difference(*pair, rtol) for pair in zip(expected, got, strict=False)]
+        differences = list(map(difference, expected, got))
         different = [(number, texts) for number, texts in enumerate(differences) if texts is not None]
         same = len(expected) == len(got) and not different
         # Lists of numbers are short enough to be shown whole.

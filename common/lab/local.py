@@ -15,18 +15,15 @@ those of the ranks; what the program prints, it prints once.
 """
 
 import contextlib
-import functools
 import operator
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from math import ceil
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import _local_tensor as local
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import _c10d as operations
@@ -38,9 +35,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from common.errors import UserError
+from common.lab.ring_order import reduced
 
 INSTEAD = "run it on processes, with how='processes'"
-SEGMENT = 1 << 20  # the most bytes of a segment of gloo's ring (maxSegmentSize in gloo/allreduce.h)
 
 
 def run(fn: Callable, nproc: int, args: tuple) -> list:
@@ -200,12 +197,6 @@ def _refuse(what: str) -> Callable:
 
 
 def _reduce(operation, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The ranks' tensors, reduced in the order of gloo's ring.
-
-    The ring cuts a tensor into as many chunks as there are ranks. Chunk c starts at rank c - 1 and goes on to c - 2,
-    c - 3, ..., each of which adds its own to what has come; rank c is the last (gloo/allreduce.cc, function ring;
-    ProcessGroupGloo's reduce-scatter is an all-reduce of which each rank keeps its part).
-    """
     known: dict[Any, Callable] = {
         **dict.fromkeys((dist.ReduceOp.SUM, dist.ReduceOp.AVG, "sum", "avg"), operator.add),
         **dict.fromkeys((dist.ReduceOp.PRODUCT, "product"), operator.mul),
@@ -215,16 +206,9 @@ def _reduce(operation, tensors: list[torch.Tensor]) -> torch.Tensor:
     do = next((function for name, function in known.items() if operation == name), None)
     if do is None:
         raise UserError(f"how='local' knows sum, average, product, minimum and maximum, not {operation}; {INSTEAD}")
-    size, total, each = len(tensors), tensors[0].nbytes, tensors[0].element_size()
-    segments = ceil(max(ceil(total / SEGMENT), 2 * size) / size) * size
-    chunk = segments // size * ceil(ceil(total / segments) / each)  # elements
     with no_dispatch():
-        ranks = torch.stack([nn.functional.pad(t.reshape(-1), (0, size * chunk - t.numel())) for t in tensors])
-        ranks, chunks = ranks.view(size, size, chunk), torch.arange(size)  # rank, chunk, element
-        result = functools.reduce(do, (ranks[(chunks - step) % size, chunks] for step in range(1, size + 1)))
-        result = result.view(-1)[: tensors[0].numel()]
-        average = operation == dist.ReduceOp.AVG or operation == "avg"
-        return (result / size if average else result).view(tensors[0].shape)
+        result = reduced(do, tensors)
+        return result / len(tensors) if operation == dist.ReduceOp.AVG or operation == "avg" else result
 
 
 class Message(NamedTuple):

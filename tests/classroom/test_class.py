@@ -68,7 +68,8 @@ def left(marks: list[str]) -> list[int]:
 
 
 @walled
-def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks):
+def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks, monkeypatch):
+    monkeypatch.setattr(engine, "CALL_LIMIT", 20.0)  # of processor time, which a busy machine does not lengthen
     folder, secret = tmp_path / "class", tmp_path / "secret.txt"
     folder.mkdir()
     secret.write_text("secret")

@@ -61,6 +61,19 @@ def learn(model, optimizer, inputs, targets, ranks: bool) -> torch.Tensor:
     return loss
 
 
+def one_process(steps: int) -> Seen:
+    """Training on one process, with the whole batch at once: the norm of each step's gradients, and the parameters."""
+    model, seen = net(), Seen()
+    optimizer = sgd(model)
+    for step in range(steps):
+        inputs, targets = examples(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        seen.numbers[f"norm {step}"] = norm(model)
+        optimizer.step()
+    return keep(seen, model)
+
+
 def keep(seen: Seen, model: torch.nn.Module, copies: bool = True) -> Seen:
     """Note a model's parameters, which are the same on all ranks where they are copies."""
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -513,7 +513,7 @@ EXERCISES = [
         points=3,
         dots=3,
         hint="The last axis of a mesh varies fastest, so pipelines of ranks that follow each other are its last axis. "
-        "What the schedule's step divides, and when, section 2 has measured; scale_grads=False leaves it to you.",
+        "What the schedule's step divides, and when, the page has measured; scale_grads=False leaves it to you.",
         mistakes=UNDIVIDED,
     ),
     exercise(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from course.fsdp.museum import Seen
-from course.fsdp.toy import examples, keep, mine, net, norm, sgd
+from course.fsdp.toy import examples, keep, mine, net, norm, one_process, sgd
 
 RANKS, REPORTED, EXPECTED = 2, (3.0, 3.0), 0.0
 STEPS, MICRO = 3, 2
@@ -58,16 +58,7 @@ def on_rank():
 
 
 def alone():
-    """One process, with the whole batch at once."""
-    model, seen = net(), Seen()
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        inputs, targets = examples(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        seen.numbers[f"norm {step}"] = norm(model)
-        optimizer.step()
-    return keep(seen, model)
+    return one_process(STEPS)
 
 
 def effect(ranks, _one):

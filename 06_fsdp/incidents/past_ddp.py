@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from course.fsdp.museum import Seen
-from course.fsdp.toy import examples, gradients, keep, mine, net, norm, sgd
+from course.fsdp.toy import examples, gradients, keep, mine, net, norm, one_process, sgd
 
 RANKS, REPORTED, EXPECTED = 2, (1.0, 1.0), 0.0
 STEPS = 4
@@ -41,15 +41,7 @@ def on_rank():
 
 
 def alone():
-    model, seen = net(), Seen()
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        inputs, targets = examples(step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        seen.numbers[f"norm {step}"] = norm(model)
-        optimizer.step()
-    return keep(seen, model)
+    return one_process(STEPS)
 
 
 def effect(ranks, _one):

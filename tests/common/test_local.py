@@ -75,10 +75,14 @@ def test_pretended_ranks_have_the_bits_of_real_ones(size):
     pretended = launch(all_that_the_course_calls, size, how="local")
     real = launch(all_that_the_course_calls, size)  # after it: what DTensor has kept of pretended ranks would show
     assert len(pretended) == size and torch.equal(torch.get_rng_state(), state) and not dist.is_initialized()
-    for rank in range(size):
-        assert pretended[rank].keys() == real[rank].keys()
-        different = [name for name, value in real[rank].items() if not torch.equal(pretended[rank][name], value)]
-        assert not different, f"rank {rank}"
+    assert all(pretended[rank].keys() == real[rank].keys() for rank in range(size))
+    different = {
+        (rank, name): (pretended[rank][name], value)
+        for rank in range(size)
+        for name, value in real[rank].items()
+        if not torch.equal(pretended[rank][name], value)
+    }
+    assert not different
     assert not torch.equal(real[0]["message"], real[1]["message"]), "ranks have something of their own"
 
 

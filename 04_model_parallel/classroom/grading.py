@@ -135,9 +135,10 @@ def parallel_cross_entropy(size):
         ("small logits", 5, 30, 0.0),
         ("each token with a logit of 10,000 on the last rank", 4, 40, 10_000.0),
         ("each token with a logit of -10,000 on the last rank", 3, 20, -10_000.0),
+        ("the first token alone with a logit of 10,000 on the last rank", 3, 20, 10_000.0),
     ):
         whole = normal(7, tokens, each * size)
-        whole[:, -1] += more
+        whole[: 1 if "alone" in what else tokens, -1] += more
         targets = torch.tensor([each * size - 1, 0, each, each - 1, 2 * each - 1])[:tokens]
         expected = F.cross_entropy(whole, targets)
         limit = round(wire_bytes("all_reduce", 3 * 8 * tokens, size))

@@ -49,10 +49,10 @@ def own_pieces(size):
 
 
 def sharded_step(size):
-    for each, step in ((2, 1), (3, 10)):
+    for each, step, scale in ((2, 1, 1.0), (3, 10, 1.0), (2, 1, 1e-7)):
         vector, moment = normal(1, each * size), normal(2, each * size) / 10
         square = normal(3, each * size).square()
-        gradients = [normal(4 + rank, each * size) for rank in range(size)]
+        gradients = [scale * normal(4 + rank, each * size) for rank in range(size)]
         if step == 1:
             moment, square = 0 * moment, 0 * square
         optimizer = torch.optim.AdamW([torch.nn.Parameter(vector.clone())], lr=0.1, weight_decay=0.01)
@@ -66,7 +66,8 @@ def sharded_step(size):
         expected = [[parameter.detach(), shards[2][rank], shards[3][rank]] for rank in range(size)]
         nbytes = 8 * len(vector)
         pattern = collectives(("reduce_scatter", nbytes), ("all_gather", nbytes))
-        yield ExerciseCase(f"{each} elements for each rank, step {step}", arguments, expected, pattern)
+        small = ", gradients as small as AdamW's 1e-8" * (scale < 1)
+        yield ExerciseCase(f"{each} elements for each rank, step {step}{small}", arguments, expected, pattern)
 
 
 def repaired_decay(size):

@@ -228,8 +228,8 @@ def run_jobs(file: Path, jobs: dict, size: int) -> dict:
     return {key: [rank[key] for rank in ranks] for key in jobs}
 
 
-def _launch(file: Path, jobs: dict, size: int) -> list[dict]:
-    ranks = launch(_on_rank, size, (file, jobs), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
+def _launch(file: Path, jobs: dict, size: int, own_groups: bool = True) -> list[dict]:
+    ranks = launch(_on_rank, size, (file, jobs, own_groups), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
     problems = [rank for rank in ranks if isinstance(rank, str)]
     if problems:
         raise DoesNotLoad(next(filter(None, problems)))
@@ -282,8 +282,12 @@ class CheckedRank:
         return CallOutcome("raised", text=TAMPERED)
 
 
-def _on_rank(file: Path, jobs: dict):
-    """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load."""
+def _on_rank(file: Path, jobs: dict, own_groups: bool = True):
+    """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load.
+
+    own_groups: each job has a process group of its own, so that no message of one is received by the next; else only
+    those behind one that went wrong, or that sent messages to single ranks
+    """
     rank, size, meetings, me = dist.get_rank(), dist.get_world_size(), itertools.count(), CheckedRank(file)
     store = dist.distributed_c10d._get_default_store()
 
@@ -298,15 +302,21 @@ def _on_rank(file: Path, jobs: dict):
     if not all_well(problem is None):
         return problem or ""  # empty where another rank has the problem
     outcomes: dict[int, list[CallOutcome]] = {}
+    clean = False
     for key, (name, cases) in jobs.items():
-        dist.destroy_process_group()  # each job has a group of its own: no message of one is received by the next
-        own, wait = dist.PrefixStore(f"job {key}", store), timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=wait)
-        outcomes[key] = []
+        if own_groups or not clean:
+            dist.destroy_process_group()
+            own, wait = dist.PrefixStore(f"job {key}", store), timedelta(seconds=PATIENCE)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=wait)
+        outcomes[key], clean = [], True
         for arguments in cases:
-            outcomes[key].append(me.call(name, arguments[rank]))
-            if not all_well(outcomes[key][-1].status == "returned"):
+            outcome = me.call(name, arguments[rank])
+            outcomes[key].append(outcome)
+            clean = clean and all(entry.peer is None for entry in outcome.entries)
+            if not all_well(outcome.status == "returned"):
+                clean = False
                 break
+        clean = own_groups or all_well(clean)
     return outcomes
 
 

@@ -7,6 +7,7 @@ catalogue's function is named, and described, by its mistake.
 from dataclasses import replace
 from pathlib import Path
 
+from common.grading import nearby
 from common.grading.engine import CallOutcome, DoesNotLoad, Verdict, load, run_jobs, says
 from common.grading.values import difference
 
@@ -28,7 +29,9 @@ def with_reason(verdict: Verdict, solutions: Path) -> Verdict:
     except (DoesNotLoad, AttributeError):  # an instructor's own
         return verdict
     same = [f for f in near if alike([rank[len(calls) - 1 :] for rank in found[f.__name__]], outcomes)]
-    return replace(verdict, why=in_words(same[0])) if len(same) == 1 else verdict
+    if len(same) == 1:
+        return replace(verdict, why=in_words(same[0]))
+    return replace(verdict, why=nearby.in_words(solutions, verdict.exercise.name, size, calls, outcomes))
 
 
 def alike(theirs: list[list[CallOutcome]], outcomes: list[CallOutcome]) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.grading import engine, known, reasons
+from common.grading import engine, known, nearby, reasons
 from common.grading.engine import Exercise, Verdict
 from common.grading.feedback import stages, table
 
@@ -138,6 +138,33 @@ def test_why_is_that_of_a_known_wrong_answer_that_does_the_same(tmp_path, monkey
     for other in (replace(tried, why="because"), replace(tried, status="right"), verdict):
         assert known.with_reason(other, tmp_path / "solutions.py") == other
     assert known.with_reason(tried, tmp_path / "none.py") == tried and asked == []
+
+
+SOLUTION = """
+import torch, torch.distributed as dist
+def added(x):
+    dist.all_reduce(x)
+    return x
+def centred(x):
+    return x - added(x.mean()) / dist.get_world_size()
+"""
+
+
+def test_why_is_the_one_change_that_makes_the_solution_do_the_same(tmp_path):
+    """Or the two that do, and only where they are right in the calls before."""
+    (tmp_path / "solutions.py").write_text(SOLUTION)
+    ones, pair = [torch.ones(2)] * 2, [torch.tensor([1.0, 2]), torch.tensor([3.0, 4])]
+
+    def why(values, *calls):
+        outcomes = [engine.CallOutcome("returned", value) for value in values]
+        return nearby.in_words(
+            tmp_path / "solutions.py", "centred", 2, [[(x,) for x in call] for call in calls], outcomes
+        )
+
+    undivided = [x - 5.0 for x in pair]
+    said = why(undivided, pair)
+    assert "without `/ dist.get_world_size()`" in said and "with `sum` for `mean`" in said, "both do the same here"
+    assert why(undivided, ones, pair) == "", "both are wrong for ones as well, where the answer was right"
 
 
 def test_hints_come_sentence_by_sentence():

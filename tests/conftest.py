@@ -16,8 +16,10 @@ def pytest_report_header():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests that share a fixture of their module run on one worker (--dist loadgroup), which makes it once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # the mark would be unknown
     for item in items:
         made = item._fixtureinfo.name2fixturedefs.values()
         if any(fixture[-1].scope == "module" for fixture in made):

@@ -219,7 +219,7 @@ def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
         return {"verdict": "no longer applies"}
     if change.file.endswith(".py"):
         compile(wrong, change.file, "exec")
-    tests, failed, begun, late = tests_near(change, most), [], time.monotonic(), []
+    tests, failed, begun, late, without = tests_near(change, most), [], time.monotonic(), [], []
     for test in tests:  # one by one, so that one that is slow does not hide the others
         file.write_text(wrong)
         code, said = run_tests(tree, [test], seconds)
@@ -227,9 +227,15 @@ def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
         if code is None:
             late.append(test)
         first = said.splitlines()[:1]
-        if code not in (None, 0) and run_tests(tree, first or [test], seconds)[0] == 0:
-            failed += first or [test]
-    found = "changes a test's verdict" if failed else "slow tests left out" if late else "harmless"
+        if code not in (None, 0):
+            passes = run_tests(tree, first or [test], seconds)[0] == 0
+            (failed if passes else without).extend(first or [test])
+    if failed:
+        found = "changes a test's verdict"
+    elif without:
+        found = f"no verdict: {', '.join(without)} does not pass without it"
+    else:
+        found = "slow tests left out" if late else "harmless"
     return {"verdict": found, "tests": len(tests), "failed": failed, "late": late,
             "seconds": round(time.monotonic() - begun)}  # fmt: skip
 

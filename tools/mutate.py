@@ -264,10 +264,9 @@ def verdict(tree: Path, mutant: Mutant, seconds: float) -> dict:
         return {"verdict": "too slow", "seconds": took}
     if code == 0:
         return {"verdict": "survived", "seconds": took}
-    first = failed.splitlines()[:1]
-    if first and run_tests(tree, first, seconds)[0] != 0:
-        return {"verdict": "no verdict", "test": first[0], "seconds": took}  # it fails without the mutant, too
-    return {"verdict": "killed", "test": first[0] if first else "it cannot be imported", "seconds": took}
+    again = failed.splitlines()[:1] or tests  # no test is named where pytest itself ended: its files can't be imported
+    verdict = "killed" if run_tests(tree, again, seconds)[0] == 0 else "no verdict"  # it fails without the mutant, too
+    return {"verdict": verdict, "test": ", ".join(again), "seconds": took}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------
@@ -346,6 +345,10 @@ def main() -> int:
                 with args.results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     print("\n".join(["", *table(rows)]))
+    judged = sum(row["verdict"] in ("killed", "survived", "no test") for row in rows)
+    if 2 * judged < len(rows):
+        print(f"{len(rows) - judged} of {len(rows)} mutants got no verdict: do the tests pass without one?")
+        return 1
     if args.write:
         PAGE.write_text(page(rows, args.seed, args.cheap))
     return 0

@@ -48,9 +48,11 @@ def both_rendezvous(_folder: Path) -> None:
             require("2 ranks on 2 host(s)" in outputs[0], f"{rendezvous} rendezvous:\n{outputs[0]}")
             print(f"{rendezvous}: two hosts have met")
     with Link(latency=0.004, bandwidth=20e6) as link:
-        page = run(link, "-m", "common.cluster_check", "--megabytes=1")[0]
+        page = run(link, "-m", "common.cluster_check")[0]
         (line,) = re.findall("links +between hosts.*", page)
         print(f"with 4 ms and 20 MB/s: {line}")
+        latency, bandwidth = (float(re.findall(rf"([\d,.]+) {unit}", line)[-1].replace(",", "")) for unit in ("µs", "MB"))
+        require(abs(latency / 4000 - 1) < 0.25 and abs(bandwidth / 20 - 1) < 0.25, "that is off by a quarter or more")
 
 
 def cost_model(_folder: Path) -> None:

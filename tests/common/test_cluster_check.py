@@ -47,19 +47,16 @@ def test_ranks_that_are_alike(calm):
 def test_what_is_planted_is_named(calm, monkeypatch):
     """In one launch: rank 1 computes slowly, the link between ranks 2 and 3 is slow, rank 3 is of another version and
     has another setting, and rank 2's clock is 7 seconds ahead."""
-    multiply, exchange, clock = cluster_check.multiply, cluster_check.exchange, cluster_check.compare_clocks
+    multiply, trip, clock = cluster_check.multiply, cluster_check.trip, cluster_check.compare_clocks
 
-    def slow_exchange(message, other, times):
-        if {dist.get_rank(), other} == {2, 3}:
-            time.sleep(0.01)
-            return exchange(message, other, times) + 1.0
-        return exchange(message, other, times)
+    def slow_trip(message, other, begins, times):
+        return trip(message, other, begins, times) + ({dist.get_rank(), other} == {2, 3})
 
     def only(rank, then, otherwise):
         return then if dist.get_rank() == rank else otherwise
 
     monkeypatch.setattr(cluster_check, "multiply", lambda ranks: multiply(ranks) / only(1, 1000, 1))
-    monkeypatch.setattr(cluster_check, "exchange", slow_exchange)
+    monkeypatch.setattr(cluster_check, "trip", slow_trip)
     monkeypatch.setattr(cluster_check, "versions", lambda: {"torch": only(3, "2.12.0", "2.13.0")})
     monkeypatch.setattr(cluster_check, "variables", lambda: only(3, {}, {"NCCL_IB_HCA": "mlx5"}))
     monkeypatch.setattr(cluster_check, "compare_clocks", lambda ranks: (clock(ranks)[0] + only(2, 7, 0), 1e-3))

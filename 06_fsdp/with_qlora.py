@@ -31,6 +31,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.optim import PagedAdamW8bit
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
@@ -145,7 +146,41 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:2])[:300]
 
 
-def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1) -> dict[str, int]:
+class PagedAdamW8bitOnShards:
+    """bitsandbytes' AdamW, which knows no DTensors, on this rank's part of each parameter.
+
+    It keeps the moments in 8 bits, those of small parameters aside, in memory that is moved to the host while a GPU has
+    too little (Dettmers et al. 2023, section 3). On CPUs nothing is moved.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, weight_decay: float):
+        mine = [(parameter, nn.Parameter(local(parameter.detach()))) for parameter in parameters]
+        self.mine = [(parameter, own) for parameter, own in mine if own.numel()]  # the same memory twice
+        self.inner = PagedAdamW8bit([own for _, own in self.mine], lr=lr, weight_decay=weight_decay)
+        self.param_groups = self.inner.param_groups
+
+    def step(self) -> None:
+        for parameter, own in self.mine:
+            own.grad = local(parameter.grad)
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        for parameter, own in self.mine:
+            parameter.grad = own.grad = None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def moments(count: int, optimizer: str) -> int:
+    """Bytes of both of AdamW's for `count` numbers in float32. In 8 bits, each 256 of them share a scale in float32."""
+    if optimizer == "adamw" or count < 4096:  # bitsandbytes leaves these in float32 (min_8bit_size)
+        return 2 * 4 * count
+    return 2 * (count + 4 * -(-count // 256))
+
+
+def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1, optimizer: str = "adamw") -> dict[str, int]:
     """What a rank keeps between steps, in bytes: counted where tensors have data, and from the shapes of a model on the
     meta device; `ranks` share what fully_shard cuts.
 
@@ -166,7 +201,7 @@ def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1) -> di
             else:
                 found["adapters"] += count * parameter.element_size()
                 found["their gradients"] += count * parameter.element_size()
-                found["their AdamW state"] += 2 * count * parameter.element_size()
+                found["their AdamW state"] += moments(count, optimizer)
     return dict(found)
 
 
@@ -257,6 +292,8 @@ def train(settings: dict, device: torch.device, base: str = "", out: str = "", t
     optimizer = torch.optim.AdamW(trained, lr=how["lr"], weight_decay=how["weight_decay"])
     model, optimizer = accelerator.prepare(model, optimizer)
     trained, losses = [parameter for parameter in model.parameters() if parameter.requires_grad], []
+    if how["optimizer"] == "paged_adamw_8bit":  # in the place of PyTorch's, without which `prepare` takes no model
+        optimizer = PagedAdamW8bitOnShards(trained, how["lr"], how["weight_decay"])
     for step in range(how["steps"]):
         batch = global_batch(how["seed"], step, how["batch_size"], training.size)
         mine, mean = batch.chunk(ranks)[accelerator.process_index], 0.0
@@ -278,7 +315,7 @@ def train(settings: dict, device: torch.device, base: str = "", out: str = "", t
     if out:
         save_adapter(accelerator.unwrap_model(model), out, base)
         accelerator.print(f"adapters: {out}")
-    return losses, bytes_by_part(model), model, evaluated
+    return losses, bytes_by_part(model, optimizer=how["optimizer"]), model, evaluated
 
 
 def evaluate_saved(
@@ -323,7 +360,8 @@ def main() -> None:
         return
     if line.check:
         ranks, compress = line.check, (settings["quantization"] or {}).get("compress_statistics", True)
-        found = bytes_by_part(make_model(settings, "meta", line.base), compress, ranks)
+        model, optimizer = make_model(settings, "meta", line.base), settings["training"]["optimizer"]
+        found = bytes_by_part(model, compress, ranks, optimizer)
     else:
         with process_group() as here:
             if line.adapter:

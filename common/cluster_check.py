@@ -199,7 +199,7 @@ def trip(message: torch.Tensor, other: int, begins: bool, times: int) -> float:
     ranks begins each.
 
     gloo sends a message when it knows that the other rank waits for it, and that, too, is told over the link. So each
-    is waited for before the other rank can send it. NCCL, on whose stream this would wait forever, needs no such notice.
+    is waited for before the other rank can send it. NCCL needs no such notice, and on its stream this would hang.
     """
     early, best = message.device.type == "cpu", float("inf")
     received = torch.empty_like(message)

@@ -66,6 +66,7 @@ class Training(Struct, forbid_unknown_fields=True):
     accumulation_steps: Positive = 1
     warmup_steps: Count = 0
     lr_schedule: Literal["constant", "cosine"] = "constant"
+    optimizer: Literal["adamw", "paged_adamw_8bit"] = "adamw"
     weight_decay: Number = 0.0
     max_norm: Annotated[float, Meta(gt=0)] = float("inf")
     evaluate_every: Count = 0

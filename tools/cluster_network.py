@@ -51,7 +51,8 @@ def both_rendezvous(_folder: Path) -> None:
         page = run(link, "-m", "common.cluster_check")[0]
         (line,) = re.findall("links +between hosts.*", page)
         print(f"with 4 ms and 20 MB/s: {line}")
-        latency, bandwidth = (float(re.findall(rf"([\d,.]+) {unit}", line)[-1].replace(",", "")) for unit in ("µs", "MB"))
+        said = (re.findall(rf"([\d,]+) {unit}", line)[-1] for unit in ("µs", "MB"))
+        latency, bandwidth = (float(number.replace(",", "")) for number in said)
         require(abs(latency / 4000 - 1) < 0.25 and abs(bandwidth / 20 - 1) < 0.25, "that is off by a quarter or more")
 
 

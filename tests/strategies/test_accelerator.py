@@ -323,6 +323,36 @@ def test_a_checkpoint_is_saved_within_a_share_and_a_unit(who, elsewhere):
         assert elsewhere(save_and_count, case, True)[1] > share + s.unit, "whole parameters would be seen"
 
 
+def offloaded(old: bool) -> tuple[set[str], set[str]]:
+    """Devices of parameters and gradients, and of what layers compute, with the old class and with its translation."""
+    from torch.distributed import fsdp
+
+    from common.lab.fake_accelerator import pretend
+
+    computed: set[str] = set()
+    pinned = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # neither works with fake tensors
+    recorded = mock.patch.object(torch.Tensor, "record_stream", lambda *_: None)
+    with pretend({"shard": 2}, size=2) as (mesh, _), pinned, recorded:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        for layer in model:
+            layer.register_forward_hook(lambda *seen: computed.add(seen[2].device.type))
+        if old:
+            how = {"device_id": torch.device("gpu", 0), "process_group": mesh.get_group()}
+            model = fsdp.FullyShardedDataParallel(model, cpu_offload=fsdp.CPUOffload(offload_params=True), **how)
+        else:
+            fsdp.fully_shard(model, mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 8, device="gpu")).square().mean().backward()
+            optimizer.step()
+        return {tensor.device.type for p in model.parameters() for tensor in (p, p.grad)}, computed
+
+
+def test_cpu_offload_and_its_translation_keep_on_the_host_what_layers_use_on_the_device(elsewhere):
+    """The classes refuse the CPU, and distributed_training.ipynb has them in its table of old names."""
+    assert elsewhere(offloaded, True) == elsewhere(offloaded, False) == ({"cpu"}, {"gpu"})
+
+
 def test_a_broadcast_to_devices_copies_to_the_others_alone(monkeypatch):
     """As CUDA's does: the parameters of the first device are not copied on it once more."""
     from common.lab import fake_patches

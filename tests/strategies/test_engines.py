@@ -511,7 +511,15 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("settings, exact", [(SMALL_LORA, 1e-5), (SMALL_QLORA, 1e-3)], ids=["LoRA", "QLoRA"])
+WIDE = SMALL_LORA["lora"] | {"r": 128}  # halves of adapters have 4,096 numbers, and moments of 8 bits
+SMALL_PAGED = SMALL_LORA | {"lora": WIDE, "training": SMALL_LORA["training"] | {"optimizer": "paged_adamw_8bit"}}
+
+
+@pytest.mark.parametrize(
+    "settings, exact",
+    [(SMALL_LORA, 1e-5), (SMALL_QLORA, 1e-3), (SMALL_PAGED, 1e-3)],
+    ids=["LoRA", "QLoRA", "8-bit AdamW"],
+)
 def test_adapters_are_trained_on_ranks_saved_loaded_and_merged_on_one(tmp_path, base, settings, exact):
     """4-bit layers of bitsandbytes repack what fully_shard has gathered when they are not in training: a loss of
     evaluation on two ranks that is 0.4% off."""

@@ -96,9 +96,7 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed and hasattr(report.longrepr, "addsection"):
         full = "FULL=1 " if os.environ.get("FULL") else ""
-        group = item.get_closest_marker("xdist_group")  # which pytest-xdist has added to the name
-        name = item.nodeid.removesuffix(f"@{group.args[0]}") if group else item.nodeid
-        report.longrepr.addsection("run this case again", f"{full}python -m pytest {shlex.quote(name)}")
+        report.longrepr.addsection("run this case again", f"{full}python -m pytest {shlex.quote(item.nodeid)}")
     if item.path.suffix == ".ipynb" and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
         item.parent.failed = item.name
     return report

@@ -1,10 +1,13 @@
 """Fixtures of several test files."""
 
+import functools
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("accelerate", "lightning", "deepspeed", "transformers", "datasets", "peft", "bitsandbytes")
 LACKING = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 collect_ignore = ["strategies/test_engines.py"] if LACKING else []  # not even skipped: a skip looks like a pass
@@ -15,15 +18,25 @@ def pytest_report_header():
         return f"without test_engines.py: there is no {', '.join(LACKING)} (make test-engines installs them)"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Tests that share a fixture of their module run on one worker (--dist loadgroup), which makes it once."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return  # the mark would be unknown
-    for item in items:
-        made = item._fixtureinfo.name2fixturedefs.values()
-        if any(fixture[-1].scope == "module" for fixture in made):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+@functools.cache
+def makes_something_once(file: str) -> bool:
+    return 'scope="module"' in (ROOT / file).read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file that makes a fixture once for all of them run on one worker. (xdist_group says so too, but is
+    nothing to pytest-xdist 3.8 with pytest 9.2, whose tests don't take the names that it gives them.)"""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if makes_something_once(file) else nodeid
+
+    return ByFile(config, log)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The museum of incidents: each mistake has the effect that was reported, and without it all equals one process."""
 
-import functools
 import inspect
 
 import pytest
@@ -23,14 +22,12 @@ def from_what_was_seen(name) -> bool:
 EFFECTS = [name for name in END if FULL or from_what_was_seen(name) or name == "leaking_documents"]
 
 
-@functools.cache
-def looked(size):
+@pytest.fixture(scope="module")
+def ran():
     """All that run on so many ranks and come to an end, broken and fixed, in one launch."""
-    return together(name for name in END if size == incidents()[name].broken.RANKS)
-
-
-def look(name):
-    return looked(incidents()[name].broken.RANKS)[name]
+    sizes = {name: incidents()[name].broken.RANKS for name in END}
+    launches = [together(name for name in END if sizes[name] == size) for size in sorted({*sizes.values()})]
+    return {name: seen for launch in launches for name, seen in launch.items()}
 
 
 def test_pages_show_every_incident_beside_one_process():
@@ -44,8 +41,8 @@ def test_pages_show_every_incident_beside_one_process():
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_the_effect_has_the_reported_shape_and_the_fix_takes_it_away(name):
-    broken, fixed, ran = incidents()[name].broken, incidents()[name].fixed, look(name)
+def test_the_effect_has_the_reported_shape_and_the_fix_takes_it_away(name, ran):
+    broken, fixed, ran = incidents()[name].broken, incidents()[name].fixed, ran[name]
     least, most = broken.REPORTED
     assert least <= broken.effect(ran.broken, ran.one) <= most
     without = fixed.effect(ran.fixed, ran.one)
@@ -54,8 +51,8 @@ def test_the_effect_has_the_reported_shape_and_the_fix_takes_it_away(name):
 
 
 @pytest.mark.parametrize("name", END)
-def test_the_fixed_program_equals_one_process_and_the_broken_one_does_not(name):
-    ran = look(name)
+def test_the_fixed_program_equals_one_process_and_the_broken_one_does_not(name, ran):
+    ran = ran[name]
     assert max(compared(ran.fixed, ran.one).values()) <= TOLERANCE
     assert (max(compared(ran.broken, ran.one).values()) > TOLERANCE) == (name not in UNSEEN)
 

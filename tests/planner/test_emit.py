@@ -42,13 +42,6 @@ def read(found: dict) -> list:
     ]
 
 
-def test_yaml_is_read_as_what_was_written():
-    """Words that YAML takes for something else are quoted: accelerate's "no" for mixed precision would be false."""
-    shards = {"count": 8, "rate": 0.5, "kind": "bf16"}
-    settings = {"precision": "no", "distributed_type": "NO", "name": "", "fused": True, "shards": shards}
-    assert yaml.safe_load(emit.yaml(settings)) == settings
-
-
 def test_slurm_starts_torchrun_on_each_node(capsys):
     found = say(capsys, "slurm", f"{LLAMA.replace('full', 'selective')} --gpus 16 --mesh data=2,shard=8 --zero-stage 3")
     job, course = found["files"]["job.sbatch"], yaml.safe_load(found["files"]["course.yaml"])

@@ -9,7 +9,7 @@ from helpers import refused
 
 from common.constants import GIB
 from planner import models
-from planner.emit import Emitted, emit, toml
+from planner.emit import Emitted, emit
 from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
 from planner.layout import Layout, make_layout
@@ -203,11 +203,6 @@ def test_the_head_of_a_file_says_what_was_predicted():
     times = (f"{found.seconds * factor:.3g}" for factor in (1.0, c.step_low, c.step_high))
     assert first.startswith("# ") and not [word for word in (*words, *times) if word not in first], first
     assert f"{found.memory.expected / GIB:.1f}" != f"{found.memory.needed / GIB:.1f}", "what the allocator adds shows"
-
-
-def test_toml_has_the_values_of_json():
-    tables = {"a": {"on": True, "names": ["x"], "size": 3}, "b": {"rate": 0.5, "what": "y"}}
-    assert tomllib.loads(toml(tables)) == tables
 
 
 # --- the course's own file ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -306,17 +305,3 @@ def test_the_optimizers_of_a_node_share_the_hosts_memory():
     assert any(node.host_memory / 8 < size < node.host_memory for size in host.values())
     for one in found:
         assert (one.expected == float("inf")) == (8 * host[one.layout] > node.host_memory), one.layout.describe()
-
-
-def test_the_nearest_layout_that_lost_is_told_with_what_it_would_gain():
-    chosen = Layout((("data", 8),), 64, micro_batch=2)
-    best = SimpleNamespace(layout=chosen, seconds=10.0)
-
-    def told(seconds, gib):
-        other = search.Candidate(replace(chosen, micro_batch=4), seconds, gib * 2**30, gib * 2**30)
-        return search.loser(best, [other], 80 * 2**30).partition(", recompute none")[2]
-
-    assert told(9.0, 90) == ", 10% faster: needs 90.0 GiB"
-    assert told(12.5, 70) == ": +25% time" and told(float("inf"), 900) == ": needs 900.0 GiB"
-    far = search.Candidate(replace(chosen, micro_batch=4, recompute="full"), 9.0, 0.0, 0.0)
-    assert search.loser(best, [far], 80 * 2**30) == "no layout differs in one choice only"

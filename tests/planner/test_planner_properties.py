@@ -13,12 +13,13 @@ from planner.layout import make_layout
 from planner.models import Model
 
 SIZES = st.sampled_from([1, 2, 4])
-MODEL = Model("m", 8, 512, 8, 4096)
+MODEL = Model("m", 8, 512, 8, 4096, kv_heads=4)
 
 
 @st.composite
 def layouts(draw):
-    mesh = {axis: draw(SIZES) for axis in ("pipeline", "data", "shard", "tensor")}
+    mesh = {axis: draw(SIZES) for axis in ("data", "shard", "tensor")}
+    mesh["pipeline"] = draw(st.sampled_from([1, 2, 3, 4]))
     ranks = mesh["pipeline"] * mesh["data"] * mesh["shard"] * mesh["tensor"]
     machine = hardware.cluster("a100-80gb", ranks, min(ranks, draw(st.sampled_from([1, 4, 8]))))
     readers = mesh["data"] * mesh["shard"]

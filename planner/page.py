@@ -5,6 +5,7 @@ which then asks them again for each change. Nothing on the page is computed anyw
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from html import escape
 from statistics import median
@@ -23,6 +24,10 @@ from planner.search import Choice, plan
 FIRST = {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "16", "batch_size": "64", "sequence": "8192"}
 MOST_GPUS = 4096  # a search over more takes a browser minutes
 COLOURS = ("parameters", "activations", "gradients", "optimizer", "gathered", "logits and loss", "unsharded gradients")
+DRAWN = ("parameters", "gradients", "optimizer", "gathered", "unsharded gradients", "activations", "logits and loss")
+TIMES = {"work": ("computation", 0), "messages in layers": ("waiting for messages in layers", 1),
+         "messages of state": ("waiting for gradients or parameters", 5), "bubble": ("bubble", 7),
+         "optimizer": ("optimizer", 3)}  # fmt: skip # part of a step -> what it is called here, and its colour
 ALIKE = 12  # published runs of which the usual error is taken; three are shown
 
 
@@ -88,6 +93,16 @@ def shape_of(model: Model) -> dict[str, Any]:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
+def state_of(asked: dict[str, str], model: Model) -> dict[str, str]:
+    """The question for an address, with the shape of a model that came as a file."""
+    state = {name: str(asked.get(name) or FIRST[name]).strip() for name in FIRST}
+    state |= {name: str(asked[name]).strip() for name in ("network", "price", "electricity") if asked.get(name)}
+    if asked.get("config") or asked.get("shape"):
+        state = {"shape": json.dumps(shape_of(model), separators=(",", ":"))} | state
+        del state["model"]
+    return state
+
+
 def answer(asked: dict[str, str]) -> dict[str, Any]:
     """What the page shows, as numbers: the layouts, best first, and the published runs that are most like the first.
 
@@ -99,13 +114,8 @@ def answer(asked: dict[str, str]) -> dict[str, Any]:
     )
     of_hour, of_kwh = price(asked, "price"), price(asked, "electricity")
     chosen = plan(model, cluster, number(asked, "batch_size"), number(asked, "sequence"), usual_precision(cluster.gpu))
-    state = {name: str(asked.get(name) or FIRST[name]).strip() for name in FIRST}
-    state |= {name: str(asked[name]).strip() for name in ("network", "price", "electricity") if asked.get(name)}
-    if asked.get("config") or asked.get("shape"):
-        state = {"shape": json.dumps(shape_of(model), separators=(",", ":"))} | state
-        del state["model"]
     return {
-        "state": state,
+        "state": state_of(asked, model),
         "heading": f"{model.name}: {model.parameters / 1e9:,.2f} billion parameters on {cluster.gpus} x "
         f"{cluster.gpu.name} over {cluster.name}, {usual_precision(cluster.gpu)}",
         "layouts": [of_layout(choice, of_hour, of_kwh) for choice in chosen],
@@ -146,11 +156,15 @@ def published(found: Estimate) -> dict[str, Any]:
 
 
 def reply(text: str) -> str:
-    """What the browser gets for a question as JSON: HTML to show, and the state for the address; or an error."""
+    """What the browser gets for a question as JSON: HTML to show, and the state for the address. Where there is no
+    answer, an error, and the state if the model is known: so a model that needs more GPUs stays while one asks on."""
+    asked = json.loads(text)
+    known: dict[str, Any] = {}
     try:
-        found = answer(json.loads(text))
+        known["state"] = state_of(asked, model_of(asked))
+        found = answer(asked)
     except UserError as error:
-        return json.dumps({"error": str(error)})
+        return json.dumps(known | {"error": str(error)})
     return json.dumps({"html": html(found), "state": found["state"], "answer": found})
 
 
@@ -166,38 +180,44 @@ def html(found: dict[str, Any]) -> str:
     return f'<p class="heading">{escape(found["heading"])}</p><ol class="layouts">{items}</ol>{near(found["alike"])}'
 
 
+def stacked(parts: list[tuple[str, float, str]], whole: float) -> str:
+    """(what it is, size, class) as pieces of a bar that is `whole` long."""
+    return "".join(f'<i class="{kind}" style="width:{100 * size / whole:.3f}%"></i>' for _, size, kind in parts)
+
+
+def legend(parts: list[tuple[str, float, str]], said: Callable[[float], str]) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{escape(name)} {said(size)}</li>' for name, size, kind in parts)
+    return f'<ul class="legend">{items}</ul>'
+
+
 def of_one(one: dict[str, Any], most: float, longest: float) -> str:
-    parts = sorted(((name, size) for name, size in one["memory_parts_gib"].items() if size > 0.005 * most),
-                   key=lambda pair: -pair[1])  # fmt: skip
-    needed = sum(one["memory_parts_gib"].values())
-    said = ", ".join(f"{name} {size:.1f}" for name, size in parts)
-    colour = {name: COLOURS.index(name) if name in COLOURS else 7 for name, _ in parts}
-    pieces = "".join(f'<i class="c{colour[name]}" style="width:{100 * size / most:.3f}%"></i>' for name, size in parts)
-    rest = max(0.0, one["memory_gib"] - needed)
-    pieces += f'<i class="rest" style="width:{100 * rest / most:.3f}%"></i>'
-    legend = "".join(f'<li><i class="c{colour[name]}"></i>{escape(name)} {size:.1f} GiB</li>' for name, size in parts)
-    legend += f'<li><i class="rest"></i>kept by the allocator {rest:.1f} GiB</li>'
+    sizes = one["memory_parts_gib"]
+    order = [*(name for name in DRAWN if name in sizes), *sorted({*sizes} - {*DRAWN})]  # the same in every bar
+    parts = [(name, sizes[name], f"c{COLOURS.index(name) if name in COLOURS else 7}") for name in order
+             if sizes[name] > 0.005 * most]  # fmt: skip
+    parts.append(("kept by the allocator", max(0.0, one["memory_gib"] - sum(sizes.values())), "rest"))
+    said = ", ".join(f"{name} {size:.1f}" for name, size, _ in parts)
+    times = [(TIMES[name][0], size, f"c{TIMES[name][1]}") for name, size in one["step_parts_seconds"].items()
+             if size > 0.002 * longest]  # fmt: skip
     low, high = one["step_seconds_low"], one["step_seconds_high"]
     said_time = f"{seconds(one['step_seconds'])}, from {seconds(low)} to {seconds(high)}"
     limit = f"{one['memory_limit_gib']:.1f} GiB"
-    facts = [f"{one['tokens_per_second']:,.0f} tokens/s", f"MFU {one['mfu']:.1%}", f"bubble {one['bubble']:.1%}",
-             f"bound by {one['binding']}", *money(one)]  # fmt: skip
-    sent = "; ".join(
-        f"{size / 1e9:,.2f} GB along {axis}, {crossed(axis, size, *one['links'][axis])}"
-        for axis, size in one["sent_bytes_per_gpu"].items()
-    )
+    facts = [f"{one['tokens_per_second']:,.0f} tokens/s, MFU {one['mfu']:.1%}", *money(one)]
+    facts += [f"A GPU sends {size / 1e9:,.2f} GB a step along {axis}, {crossed(axis, size, *one['links'][axis])}"
+              for axis, size in one["sent_bytes_per_gpu"].items()]  # fmt: skip
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in [one["preferred"], *one["notes"]] if note)
     return (
-        f"<h3>{escape(one['layout'])}</h3>"
+        f'<h3>{escape(one["layout"])}</h3><div class="sides"><div>'
         f"<p>Memory: {one['memory_gib']:.1f} GiB ({one['memory_gib_low']:.1f} to {one['memory_gib_high']:.1f}) of "
         f"{limit}, at its peak in {escape(one['memory_phase'])}</p>"
-        f'<div class="bar" role="img" aria-label="Memory of a GPU in GiB: {escape(said)}; it has {limit}">{pieces}'
-        f'<b style="left:{100 * one["memory_limit_gib"] / most:.3f}%"></b></div><ul class="legend">{legend}</ul>'
+        f'<div class="bar" role="img" aria-label="Memory of a GPU in GiB: {escape(said)}; it has {limit}">'
+        f'{stacked(parts, most)}<b style="left:{100 * one["memory_limit_gib"] / most:.3f}%"></b></div>'
+        f"{legend(parts, lambda size: f'{size:.1f} GiB')}</div><div>"
         f"<p>Step: {said_time}</p>"
-        f'<div class="bar thin" role="img" aria-label="Time of a step: {said_time}">'
-        f'<i class="c0" style="width:{100 * one["step_seconds"] / longest:.3f}%"></i>'
+        f'<div class="bar" role="img" aria-label="Time of a step: {said_time}">{stacked(times, longest)}'
         f'<u style="left:{100 * low / longest:.3f}%;width:{100 * (high - low) / longest:.3f}%"></u></div>'
-        f"<p>{escape('; '.join(facts))}.</p><p>In a step each GPU sends {escape(sent or 'nothing')}.</p>"
+        f"{legend(times, seconds)}</div></div>"
+        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul>'
         f'<p class="note">The nearest one that lost: {escape(one["nearest_alternative"])}</p>{notes}'
     )
 
@@ -205,17 +225,17 @@ def of_one(one: dict[str, Any], most: float, longest: float) -> str:
 def crossed(axis: str, size: float, nodes: int, share: float) -> str:
     """Over which links it goes."""
     if nodes == 1:
-        return "over PCIe" if axis == "host" else "inside its node"
-    return f"over {nodes} nodes, {size * share / 1e9:,.2f} GB of it by the network"
+        return "over PCIe" if axis == "host" else "all of it inside its node"
+    return f"over {nodes} nodes: {size * share / 1e9:,.2f} GB of it by the network"
 
 
 def money(one: dict[str, Any]) -> list[str]:
     found = []
     if one["dollars"] is not None:
-        found.append(f"${one['dollars']:,.0f} for a billion tokens at ${one['price']:g} per GPU-hour")
+        found.append(f"${one['dollars']:,.0f} for a billion tokens, at ${one['price']:g} per GPU-hour")
     if one["kilowatt_hours"] is not None:
         cost = f", ${one['dollars_of_energy']:,.2f}" if one["dollars_of_energy"] is not None else ""
-        found.append(f"{one['kilowatt_hours']:,.0f} kWh for them at the data sheet's power{cost}")
+        found.append(f"{one['kilowatt_hours']:,.0f} kWh{cost} for a billion tokens, at the data sheet's power")
     return found
 
 
@@ -243,7 +263,7 @@ def form() -> str:
     """The fields of the question, filled in as in FIRST."""
 
     def choose(name, label, options, empty=None):
-        first = [f'<option value="">{empty}</option>'] if empty else []
+        first = [f'<option value=""{" hidden" * (name in FIRST)}>{empty}</option>'] if empty else []
         listed = "".join(
             [*first, *(f"<option{' selected' * (one == FIRST.get(name))}>{escape(one)}</option>" for one in options)]
         )
@@ -256,7 +276,7 @@ def form() -> str:
 
     return (
         '<form class="question"><input type="hidden" name="shape">'
-        + choose("model", "Model", models.MODELS)
+        + choose("model", "Model", models.MODELS, empty="the file's")
         + '<label>or a config.json, chosen or dropped here <input type="file" name="config" accept=".json"></label>'
         + fill("gpus", "GPUs")
         + choose("gpu", "Kind of GPU", [name for name, gpu in hardware.GPUS.items() if not gpu.processor])

@@ -68,6 +68,11 @@ def known(**fields) -> dict[str, Any]:
 # --- the tools --------------------------------------------------------------------------------------------------------
 
 
+# Kinds whose output layer is the embedding where the file does not say (the defaults of transformers 5.23).
+TIED = {"bert", "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2",
+        "gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2"}  # fmt: skip
+
+
 def hugging_face(table: dict) -> Config:
     """A model's config.json. GPT-2's, OPT's and DBRX's own names are read too, and nanotron's for mixtures."""
     for name in ("text_config", "attn_config", "ffn_config", "moe_config"):  # what stands outside wins
@@ -95,7 +100,7 @@ def hugging_face(table: dict) -> Config:
         fields |= known(experts=experts, top_k=one("num_experts_per_tok", "moe_top_k", "top_k", otherwise=1),
                         expert_width=one("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
                         shared_experts=shared, dense_layers=one("first_k_dense_replace"))  # fmt: skip
-    tied = bool(table.get("tie_word_embeddings", gelu and kind != "gpt_neox"))
+    tied = bool(table.get("tie_word_embeddings", kind in TIED))
     model = Model(kind or "config.json", layers, width, heads, vocabulary, mlp="gelu" if gelu else "swiglu", tied=tied,
                   bias="all" if gelu else "none", source="config.json", **fields)  # fmt: skip
     parallel = table.get(

@@ -197,8 +197,8 @@ def plan(
         least = min(found, key=lambda one: one.expected)
         raise UserError(
             f"{model.name} does not fit {cluster.gpus} x {room / GIB:.1f} GiB: the smallest layout needs "
-            f"{least.expected / GIB:.1f} GiB ({least.layout.describe()}); use more or larger GPUs, or a shorter "
-            "--sequence"
+            f"{least.expected / GIB:.1f} GiB ({least.layout.describe()}); use more or larger GPUs, or a "
+            "shorter sequence"
         )
     fitting.sort(key=by_time)
     roomy = [one for one in fitting if one.recommended(room)]

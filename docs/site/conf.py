@@ -242,7 +242,7 @@ def landing() -> str:
     chapters = {chapter: [] for chapter, *_ in stops}
     for chapter, title, page, minutes in stops:
         text = f"{html.escape(title)} <span>{minutes}&nbsp;min</span>"
-        chapters[chapter].append(f'<li><a href="{page}.html">{text}</a></li>')
+        chapters[chapter].append(f'<li style="--minutes: {minutes}"><a href="{page}.html">{text}</a></li>')
     spent = {name: sum(minutes for chapter, _, _, minutes in stops if chapter == name) for name in chapters}
     drawn = [f"<li><b>{name} {CHAPTERS[name]}</b>, {spent[name] / 60:.1f} hours<ol>{''.join(pages)}</ol></li>"
              for name, pages in chapters.items()]  # fmt: skip
@@ -284,6 +284,11 @@ def formula(self, node):
 
 
 def setup(app):
+    from sphinx.search.en import SearchEnglish
+
+    # What sentences of readers have and a page's answer needn't: every other word has to be on a page that is found.
+    SearchEnglish.stopwords |= {"an", "any", "can", "do", "does", "from", "has", "have", "how", "i", "its", "my", "s",
+                                "so", "t", "we", "what", "when", "which", "why", "you"}  # fmt: skip
     app.add_html_math_renderer("mathml", inline_renderers=(formula, None), block_renderers=(formula, None))
     app.connect("source-read", read_source)
     app.connect("build-finished", write_index)

@@ -32,8 +32,8 @@ function planner(place, course) {
     place.removeAttribute("aria-busy");
     said.textContent = found.error || "Live: change a field.";
     said.classList.toggle("wrong", Boolean(found.error));
-    if (found.error) return;
-    shown.innerHTML = found.html;
+    shown.innerHTML = found.html || "";
+    if (!found.state) return;
     for (const field of form.elements) if (field.type !== "file") field.value = found.state[field.name] || "";
     history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
   };
@@ -45,8 +45,8 @@ function planner(place, course) {
     if (target.name === "model") form.elements.shape.value = "";
     return ask(fields());
   });
-  place.addEventListener("dragover", (event) => event.preventDefault());
-  place.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); });
+  document.addEventListener("dragover", (event) => event.preventDefault());  // beside the form, too: else it is opened
+  document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); });
   const asked = Object.fromEntries(new URLSearchParams(location.search));
   if (Object.keys(asked).length) return ask(asked);
   said.textContent = "Live: change a field.";

@@ -45,6 +45,14 @@ def test_a_dropped_file_stays_in_the_address():
     assert page.answer(SMALL)["layouts"][0]["parameters"] != found["layouts"][0]["parameters"]
 
 
+def test_a_file_that_needs_more_gpus_stays_while_one_asks_on():
+    config = {"model_type": "llama", "hidden_size": 16384, "num_attention_heads": 128, "num_hidden_layers": 126,
+              "vocab_size": 128256}  # fmt: skip
+    refused = json.loads(page.reply(json.dumps(SMALL | {"config": json.dumps(config)})))
+    assert "does not fit" in refused["error"] and "html" not in refused
+    assert page.model_of(refused["state"]).layers == 126
+
+
 def test_money_follows_the_prices():
     dear, cheap = (page.answer(SMALL | {"price": price, "electricity": "0.5"})["layouts"][0] for price in ("3", "1"))
     assert dear["dollars"] == pytest.approx(3 * cheap["dollars"])

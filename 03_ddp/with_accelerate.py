@@ -9,6 +9,9 @@ gradients have to be sent, scaled and averaged. `accelerate config` writes a YAM
     accelerate launch --config_file ../configs/engines/accelerate_ddp.yaml with_accelerate.py --distributed
 """
 
+from common import quiet_engines  # noqa: F401  first
+
+# isort: split
 import itertools
 import os
 from dataclasses import dataclass

@@ -50,10 +50,11 @@ class FSDPWithAccelerate(DDPWithAccelerate):
         pass  # no DDP here
 
     def make_accelerator(self, **more):
+        blocks = sorted({type(block).__name__ for block in blocks_of(self.model)})  # each is gathered by itself
         settings = {
             "fsdp_version": 2,
-            "auto_wrap_policy": "transformer_based_wrap",
-            "transformer_cls_names_to_wrap": sorted({type(block).__name__ for block in blocks_of(self.model)}),
+            "auto_wrap_policy": "transformer_based_wrap" if blocks else "no_wrap",
+            "transformer_cls_names_to_wrap": blocks or None,
             "reshard_after_forward": True,
             "cpu_offload": self.options.offload,
             "cpu_ram_efficient_loading": False,

@@ -23,7 +23,7 @@ from typing import Any
 import common.vision  # noqa: F401  first: peft imports torchvision
 
 # isort: split
-from course.fsdp import quiet_engines  # noqa: F401  before they are imported
+from common import quiet_engines  # noqa: F401  before they are imported
 
 # isort: split
 import torch
@@ -75,6 +75,8 @@ def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu"
     settings, the linear layers of its blocks in 4 bits, unless `quantize` is False. Raises UserError."""
     dtype = getattr(torch, settings["training"]["dtype"])
     if base:
+        if not Path(base, "config.json").is_file():  # without this question transformers would ask the network for it
+            raise UserError(f"--base {base}: no model that transformers can load: there is no config.json in it")
         try:
             model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -161,7 +163,7 @@ class PagedAdamW8bitOnShards:
 
     def step(self) -> None:
         for parameter, own in self.mine:
-            own.grad = local(parameter.grad)
+            own.grad = None if parameter.grad is None else local(parameter.grad)
         self.inner.step()
 
     def zero_grad(self) -> None:
@@ -289,7 +291,7 @@ def train(settings: dict, device: torch.device, base: str = "", out: str = "", t
     model = make_model(settings, device, base)
     training, evaluation = Data(how["context"], base, model.config.vocab_size, text).parts
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=how["lr"], weight_decay=how["weight_decay"])
+    optimizer: Any = torch.optim.AdamW(trained, lr=how["lr"], weight_decay=how["weight_decay"])
     model, optimizer = accelerator.prepare(model, optimizer)
     trained, losses = [parameter for parameter in model.parameters() if parameter.requires_grad], []
     if how["optimizer"] == "paged_adamw_8bit":  # in the place of PyTorch's, without which `prepare` takes no model

@@ -9,6 +9,7 @@ course decides otherwise stands in CourseTrainer: each method there is a default
 """
 
 import common.vision  # noqa: F401  first: transformers imports torchvision
+from common import quiet_engines  # noqa: F401
 
 # isort: split
 from contextlib import ExitStack
@@ -139,6 +140,7 @@ def main(config):
         check_batch(config, strategy)
         strategy.model = model = task.make_model()
         broadcast_module(model, axis(mesh, "shard").group, torch.device("cpu"))
+        blocks = sorted({type(block).__name__ for block in blocks_of(model)})  # each of these is gathered by itself
         arguments = TrainingArguments(
             output_dir=str(config.run_dir),
             max_steps=config.steps,
@@ -151,7 +153,7 @@ def main(config):
             fsdp_config={
                 "version": 2,
                 "reshard_after_forward": True,
-                "transformer_layer_cls_to_wrap": sorted({type(block).__name__ for block in blocks_of(model)}),
+                **({"transformer_layer_cls_to_wrap": blocks} if blocks else {"auto_wrap_policy": "NO_WRAP"}),
             },
             use_cpu=ranks.device.type == "cpu",
             train_sampling_strategy="sequential",  # the order of the examples is ours

@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 import common.vision  # noqa: F401  first: transformers imports torchvision
+from common import quiet_engines  # noqa: F401  engines say much that means nothing
 
 # isort: split
 import torch

@@ -13,6 +13,7 @@ The base is made from a configuration with random weights, so nothing is downloa
 import sys
 
 import common.vision  # noqa: F401  first: peft imports torchvision
+from common import quiet_engines  # noqa: F401  engines say much that means nothing
 
 # isort: split
 import torch

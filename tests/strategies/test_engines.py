@@ -380,6 +380,29 @@ def test_a_model_of_ones_own_trains_in_every_way_as_on_one_process(llama, tmp_pa
     assert found == pytest.approx(alone, rel=2e-5), "rank 0 reads for all"
 
 
+NO_BLOCKS = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(32, 3))
+
+def data():
+    numbers = torch.randint(9, (64, 4), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(numbers, numbers.sum(1) % 3), None
+"""
+
+
+def test_engines_that_gather_block_by_block_take_a_model_without_a_list_of_blocks(tmp_path):
+    (tmp_path / "mine.py").write_text(NO_BLOCKS)
+    how = OWN | {"task": str(tmp_path / "mine.py"), "validate_every": 0}
+    for name, kind in (("ddp", "pytorch"), ("fsdp", "accelerate"), ("fsdp", "trainer")):
+        config = configure("", 2, run_dir=tmp_path / kind, strategy=name, implementation=kind, **how)
+        launch(train, 2, ([config],), timeout=300)
+        assert numbers(tmp_path / kind) == pytest.approx(numbers(tmp_path / "pytorch"), rel=2e-5), kind
+
+
 def test_a_llama_of_ones_own_is_saved_as_transformers_reads_it_with_the_same_loss(llama, tmp_path, capsys):
     _, (held_out,) = own_run(tmp_path / "run", "your_llama.py", strategy="fsdp")
     runs.main(["export", str(tmp_path / "run"), "--safetensors", "--out", str(tmp_path / "weights.safetensors")])
@@ -538,6 +561,7 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
     with_qlora.make_model(other).save_pretrained(adapters)
     cases = [
         (lambda: with_qlora.make_base(SMALL_LORA, str(tmp_path)), "--base .*: no model"),
+        (lambda: with_qlora.make_base(SMALL_LORA, str(tmp_path / "none")), "--base .*none: no model"),
         (lambda: with_qlora.make_model(SMALL_LORA | {"lora": unknown}), "lora: .*no_such_layer"),
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), adapters), "adapters of another base"),
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), base), "no adapter_config.json"),

@@ -3,7 +3,7 @@
 thread: https://github.com/pytorch/pytorch/issues/76527
         https://github.com/alan-turing-institute/autocast/pull/386
         https://github.com/Lightning-AI/pytorch-lightning/issues/19045
-net:    --check-collectives, at the first call that differs; types, before any rank starts
+net:    --check-collectives, at the first call that differs
 cause:  `reduce` gives the sum to rank 0 alone. What is left on the others is theirs, or a part of the sum: gloo
         leaves intermediate results there. Each rank then compares its own number with its own best, and rank 0 goes
         to save while rank 1 goes on to the next epoch.

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():
+from common.launcher import environment
+from common.ranks import choose
+
+if choose(processes=environment()[3])[0] == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed picks its accelerator when it is imported
 
 import deepspeed  # isort: split

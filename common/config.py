@@ -50,7 +50,7 @@ class Config:
     mesh_order: str = option("", "axes from outermost to innermost (default: as above)")
     distributed: bool = option(False, "join the processes that torchrun started")
     backend: str = option("auto", "auto: NCCL where each process has a GPU, else gloo", ("auto", "gloo", "nccl"))
-    device: str = option("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto: CUDA where each process has a GPU, else the CPU", ("auto", "cpu", "cuda"))
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
     debug_server: int = option(
         0, "port on which rank 0 shows where all ranks are, in a browser, for who can reach it; 0: none", at_least=0

@@ -65,10 +65,11 @@ def choose(
     """Pick (device type, backend, remark) for `processes` processes on this node.
 
     `device` is "auto", "cpu" or "cuda"; `backend` is "auto", "gloo" or "nccl". NCCL wants a GPU for each process; where
-    there are fewer, processes share GPUs and gloo carries the messages. `own_gpu` says whether each process has a GPU
-    of its own (`gpus_differ`). It may have one though it sees fewer GPUs than there are processes: Slurm can let each
-    task see its own GPU alone. None: the ranks have not met yet, and nobody knows. Then it is believed if somebody has
-    selected the GPUs that this process sees.
+    there are fewer, all compute on the CPU, unless "cuda" was asked for: then processes share GPUs, and gloo carries
+    what messages it can (its sends and receives take a GPU's addresses for the CPU's). `own_gpu` says whether each
+    process has a GPU of its own (`gpus_differ`). It may have one though it sees fewer GPUs than there are processes:
+    Slurm can let each task see its own GPU alone. None: the ranks have not met yet, and nobody knows. Then it is
+    believed if somebody has selected the GPUs that this process sees.
     Raises UserError where what was asked for cannot be had.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -78,21 +79,22 @@ def choose(
         raise UserError(
             "--device cuda: PyTorch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
         )
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
     if backend == "nccl":
-        if device != "cuda":
+        if device == "cpu" or not gpus:
             raise UserError("--backend nccl needs CUDA GPUs and there are none in use; use --backend gloo")
         if not own_gpu:
             raise UserError(
                 f"--backend nccl needs one GPU per process: {processes} processes on this node, {gpus} GPU(s); "
-                f"start --nproc_per_node={gpus}, or use --backend gloo to share GPUs"
+                f"start --nproc_per_node={gpus}, or use --backend gloo"
             )
+    remark = None
+    if gpus and not own_gpu and device != "cpu":
+        remark = f"{gpus} GPU(s) for {processes} processes, where NCCL wants one for each: "
+        remark += "using the CPU, with gloo" if device == "auto" else "sharing GPUs, with gloo"
+    if device == "auto":
+        device = "cuda" if own_gpu else "cpu"
     if backend == "auto":
         backend = "nccl" if device == "cuda" and own_gpu else "gloo"
-    remark = None
-    if device == "cuda" and backend == "gloo" and not own_gpu:
-        remark = f"{processes} processes share {gpus} GPU(s), which NCCL refuses: using gloo instead"
     return device, backend, remark
 
 

@@ -15,6 +15,7 @@ from common.command_line import parse
 from common.config import Config
 from common.errors import UserError
 from common.options import flag
+from common.ranks import choose as choose_device
 from common.ranks import environment
 from course.strategies import BY_AXES, STRATEGIES
 from planner import as_course, constants, hardware
@@ -69,7 +70,7 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
     """The processes as GPUs of a cluster, and whether it was measured. Raises UserError."""
     if Path(MEASURED).exists() and (here := hardware.read_here(MEASURED)):
         return hardware.cluster(here, size, per_node), True
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if choose_device(config.device, processes=per_node)[0] == "cpu":
         return hardware.cluster("cpu", size, per_node), False
     said = torch.cuda.get_device_name()
     known = gpus.named_by_pytorch(said)

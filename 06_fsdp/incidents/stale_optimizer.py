@@ -9,6 +9,7 @@ cause:    `fully_shard` puts new parameters, the shards, in the place of the old
 """
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ STEPS = 6
 def ready(model):
     """The sharded model's optimizer."""
     optimizer = sgd(model)
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     # right: return sgd(model)
     return optimizer  # wrong
 

@@ -71,7 +71,8 @@ def store_with(*gpus: str) -> dist.Store:
 
 # --- device and backend ----------------------------------------------------------------------------------------------
 
-SHARED = "4 processes share 1 GPU(s), which NCCL refuses: using gloo instead"
+FEWER = "1 GPU(s) for 4 processes, where NCCL wants one for each: "
+ON_CPU, SHARED = FEWER + "using the CPU, with gloo", FEWER + "sharing GPUs, with gloo"
 CHOICES = [
     # GPUs seen, selected by somebody, device, backend, processes, each has its own -> device, backend, remark
     (0, False, "auto", "auto", 1, None, ("cpu", "gloo", None)),
@@ -82,9 +83,12 @@ CHOICES = [
     (4, False, "auto", "auto", 4, True, ("cuda", "nccl", None)),
     (4, False, "cpu", "auto", 4, None, ("cpu", "gloo", None)),
     (4, False, "cuda", "gloo", 4, True, ("cuda", "gloo", None)),
-    (1, False, "auto", "auto", 4, None, ("cuda", "gloo", SHARED)),
-    (1, False, "auto", "auto", 4, False, ("cuda", "gloo", SHARED)),
-    (1, True, "auto", "auto", 4, False, ("cuda", "gloo", SHARED)),
+    (1, False, "auto", "auto", 4, None, ("cpu", "gloo", ON_CPU)),
+    (1, False, "auto", "auto", 4, False, ("cpu", "gloo", ON_CPU)),
+    (1, False, "auto", "gloo", 4, False, ("cpu", "gloo", ON_CPU)),
+    (1, True, "auto", "auto", 4, False, ("cpu", "gloo", ON_CPU)),
+    (1, True, "cuda", "auto", 4, False, ("cuda", "gloo", SHARED)),  # asked for
+    (1, False, "cpu", "auto", 4, False, ("cpu", "gloo", None)),
     (1, True, "auto", "auto", 4, None, ("cuda", "nccl", None)),  # as Slurm binds them: each sees its own
     (1, True, "auto", "nccl", 4, None, ("cuda", "nccl", None)),
     (1, False, "auto", "auto", 4, True, ("cuda", "nccl", None)),
@@ -190,9 +194,13 @@ def test_a_gpu_that_processes_share(gpus, monkeypatch, started, capsys):
     launcher(monkeypatch, rank=0, size=2, local_rank=0, local_size=2)
     host = ranks.socket.gethostname()
     with process_group(store=store_with(f"{host} A")) as group:
+        assert group.device == torch.device("cpu"), "gloo sends no GPU's tensors from rank to rank"
+    assert started.group["backend"] == "gloo" and started.group.get("device_id") is started.device is None
+    assert capsys.readouterr().err.count("\n") == 1
+    with process_group("cuda", store=store_with(f"{host} A")) as group:
         assert group.device == torch.device("cuda:0")
     assert started.group["backend"] == "gloo" and started.group.get("device_id") is None
-    assert capsys.readouterr().err == ("note: 2 processes share 1 GPU(s), which NCCL refuses: using gloo instead\n")
+    assert "1 GPU(s) for 2 processes" in capsys.readouterr().err
     launcher(monkeypatch, rank=1, size=2, local_rank=1, local_size=2)
     with process_group(store=store_with(f"{host} A")):
         assert capsys.readouterr().err == "", "rank 0 has said it"

@@ -110,6 +110,7 @@ def test_what_it_cannot_pick_gets_one_line(line, says):
 def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     here = SimpleNamespace(total_memory=gib * 2**30)  # of GPU 0, which every process has; others it may not see
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: said)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: {0: here}[number])
     if name is None:
@@ -120,6 +121,8 @@ def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     assert (found.gpu.name, found.gpus, found.nodes, measured) == (name, 16, 2, False)
     assert found.gpu.memory / 2**30 == pytest.approx(memory), "GiB that a process can have"
     assert auto.machine(SimpleNamespace(device="cpu"), 16, 8)[0].gpu.name == "cpu", "--device cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert auto.machine(SimpleNamespace(device="auto"), 16, 8)[0].gpu.name == "cpu", "where they would compute"
 
 
 def test_it_trains_like_what_it_picked(tmp_path):

@@ -1,8 +1,10 @@
 """The museum of incidents: each mistake has the effect that was reported, and without it all equals one process."""
 
 import inspect
+from unittest import mock
 
 import pytest
+import torch
 from helpers import FULL, code_of_page
 
 from common import ROOT
@@ -24,9 +26,11 @@ EFFECTS = [name for name in END if FULL or from_what_was_seen(name) or name == "
 
 @pytest.fixture(scope="module")
 def ran():
-    """All that run on so many ranks and come to an end, broken and fixed, in one launch."""
+    """All that run on so many ranks and come to an end, broken and fixed, in one launch, as on a machine with a GPU:
+    fully_shard by itself would take it, though the ranks are on the CPU."""
     sizes = {name: incidents()[name].broken.RANKS for name in END}
-    launches = [together(name for name in END if sizes[name] == size) for size in sorted({*sizes.values()})]
+    with mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cuda")):
+        launches = [together(name for name in END if sizes[name] == size) for size in sorted({*sizes.values()})]
     return {name: seen for launch in launches for name, seen in launch.items()}
 
 

@@ -1,9 +1,64 @@
-"""Pictures of ranks that wait for a late one."""
+"""Pictures of what a step computes and sends, simulated and recorded, and of ranks that wait for a late one."""
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from common.lab import plotting
+from common.lab import plotting, recordings
+
+RECORDED = {"V100, naive": "trace_naive_ddp_2xv100", "A100, DDP": "trace_ddp_resnet50_2xa100"}
+STEP = "ProfilerStep#5"  # of the A100's recording, which has three steps
+ALL_REDUCE = {"all_reduce": "all-reduce", "allreduce": "all-reduce"}  # as each of the two names it
+
+
+def draw_race(steps: dict):
+    """number of GPUs -> (seconds of the forward pass, of the backward pass, the buckets as `buckets.simulate` has sent
+    them): what is computed and what is sent, on one time axis."""
+    colours = {"forward pass": plotting.SKY, "backward pass": plotting.BLUE, "all-reduce": plotting.ORANGE}
+    bars = []
+    for ranks, (forward, backward, sent) in steps.items():
+        computes, sends = f"{ranks} GPUs compute", f"{ranks} GPUs send"
+        bars += [(computes, "forward pass", 0, forward), (computes, "backward pass", forward, forward + backward)]
+        bars += [(sends, "all-reduce", forward + bucket.start, forward + bucket.end) for bucket in sent]
+    return plotting.timeline(bars, colours=colours)
+
+
+def recorded_steps(join_us: float = 0.0) -> dict:
+    """name -> the events of one step on one GPU, of both recordings. join_us: as for `recordings.events`."""
+
+    def kind(row):
+        return ALL_REDUCE.get(recordings.kind(row), recordings.kind(row))
+
+    found = {}
+    for name, source in RECORDED.items():
+        rows = recordings.read(source)
+        between = recordings.stretch(rows, STEP) if name == "A100, DDP" else None
+        found[name] = recordings.events(rows, between=between, kind=kind, join_us=join_us)
+    return found
+
+
+def draw_recorded_steps():
+    """What each GPU computes and reduces. Gaps below 0.2 ms are closed, since thousands of kernels can't be seen."""
+    colours, bars = {"compute": plotting.BLUE, "all-reduce": plotting.ORANGE}, []
+    for name, events in recorded_steps(join_us=200).items():
+        first = min(start for _, _, start, _ in events)
+        bars += [(f"{name}: {what}", what, start - first, end - first)
+                 for _, what, start, end in events if what in colours]  # fmt: skip
+    return plotting.timeline(bars, colours=colours)
+
+
+def print_shares() -> None:
+    """Of each recorded step: its all-reduces, which share of their time is hidden, and what else the GPU does."""
+    print("                  all-reduces   hidden    computes        idle        step   first to last all-reduce")
+    for name, events in recorded_steps().items():
+        totals, spans = recordings.totals(events), recordings.spans(events)
+        sent = recordings.spans(events, "all-reduce")
+        whole, region = (max(end for _, end in all_) - min(start for start, _ in all_) for all_ in (spans, sent))
+        count, reduces = totals["all-reduce"]
+        share = recordings.hidden(events, "all-reduce", under="compute")
+        print(f"{name:12}  {count:4} in {1e3 * reduces:5.1f} ms {share:8.0%}", end="")
+        for seconds in (totals["compute"][1], whole - recordings.length(spans), whole):
+            print(f"{1e3 * seconds:9.1f} ms", end="")
+        print(f" {1e3 * region:23.1f} ms")
 
 
 def draw_late(panels: dict):

@@ -309,6 +309,33 @@ def two_graphs() -> plt.Figure:
     return fig
 
 
+def two_axes() -> plt.Figure:
+    """Four ranks as two pipelines of two stages: what goes along a pipeline, and what between its replicas."""
+    fig, ax = plt.subplots(figsize=(9.5, 3.6))
+    for replica, y in enumerate((2.2, 0.0)):
+        ax.text(-1.35, y, f"replica {replica}\nreads half {replica}", ha="right", va="center", size=12)
+        for stage, x in enumerate((0, 5)):
+            ax.add_patch(Rectangle((x - 1.1, y - 0.42), 2.2, 0.84, fc=PURPLE if stage else BLUE, lw=0))
+            ax.text(
+                x, y, f"rank {2 * stage + replica}: stage {stage}", ha="center", va="center", size=12, color="white"
+            )
+        for begin, tip, up, words in ((1.2, 3.8, 0.14, "activations"), (3.8, 1.2, -0.14, "their gradients")):
+            ax.annotate(
+                "", (tip, y + up), (begin, y + up), arrowprops={"arrowstyle": "-|>", "lw": 2, "color": "#555555"}
+            )
+            side = "bottom" if up > 0 else "top"
+            ax.text(2.5, y + up + up / 2, words, ha="center", va=side, size=11, color="#555555")
+    for x in (0, 5):
+        arrows = {"arrowstyle": "<|-|>", "lw": 3, "color": ACTIONS["B"][1]}
+        ax.annotate("", (x, 0.47), (x, 1.73), arrowprops=arrows)
+    words = "along data: gradients of weights,\nonce in a step"
+    ax.text(2.5, 1.1, words, ha="center", va="center", size=11, color=ACTIONS["B"][1])
+    ax.text(2.5, 2.95, "along pipeline: for each micro-batch", ha="center", va="center", size=11, color="#555555")
+    ax.set(xlim=(-3.2, 6.3), ylim=(-0.65, 3.15))
+    ax.set_axis_off()
+    return fig
+
+
 def deadlock_and_remedy() -> list[tuple[bytes, str]]:
     """1F1B on two ranks with two micro-batches, step by step, as PNGs, each with what happens in words.
 

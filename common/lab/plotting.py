@@ -157,9 +157,17 @@ ACTIONS = {
 
 
 IDLE, STORED = "#E4E4E4", "#777777"
+OTHERS = "#b9c6d3"  # micro-batches that are not followed
 
 
-def pipeline(timelines: dict, unit: str = "units", memory: bool = True, columns: int = 1, width: float = 9.5) -> Figure:
+def pipeline(
+    timelines: dict,
+    unit: str = "units",
+    memory: bool = True,
+    columns: int = 1,
+    width: float = 9.5,
+    follow: int | None = None,
+) -> Figure:
     """Draw what the ranks of a pipeline do when, simulated or measured: one panel per timeline, all on one time axis.
 
     timelines: title -> timeline. Its `ranks` holds each rank's events (start, end, (stage, kind, micro-batch)), from
@@ -169,6 +177,7 @@ def pipeline(timelines: dict, unit: str = "units", memory: bool = True, columns:
     memory:    draw a strip below each rank with the activations that it stores, and their peak at its right
     columns:   panels side by side
     width:     of the figure in inches
+    follow:    a micro-batch whose way is to be seen: all others are pale, and without numbers
 
     A box has its micro-batch's number where there is room. Of several stages on a rank the later ones are paler, and
     what one of them stores is a part only: 11/2 are eleven activations of half a rank's layers.
@@ -182,7 +191,7 @@ def pipeline(timelines: dict, unit: str = "units", memory: bool = True, columns:
     end, peak = max(panel.end for panel in panels), max(panel.peak for panel in panels)
     for panel, title in zip(panels, timelines, strict=True):
         for rank in range(len(panel.events)):
-            panel.boxes(rank, 0.62 if memory else 0.84, inch=0.88 * width / columns / end, largest=12 - columns)
+            panel.boxes(rank, 0.62 if memory else 0.84, 0.88 * width / columns / end, 12 - columns, follow)
             if memory:
                 panel.strip(rank, peak)
         panel.ax.set_title(title, fontsize=13 if columns == 1 else 11, loc="left")
@@ -196,7 +205,10 @@ def pipeline(timelines: dict, unit: str = "units", memory: bool = True, columns:
         ax.set_xlabel(f"time ({unit})")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     kinds = {kind for panel in panels for events in panel.events for _, _, (_, kind, _) in events}
-    legend = {name: colour for kind, (name, colour) in ACTIONS.items() if kind in kinds} | {"idle": IDLE}
+    legend = {name: colour for kind, (name, colour) in ACTIONS.items() if kind in kinds}
+    if follow is not None:
+        legend = {f"{name} of {follow}": colour for name, colour in legend.items()} | {"other micro-batches": OTHERS}
+    legend["idle"] = IDLE
     if memory:
         legend["activations stored, with their peak"] = STORED
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in legend.values()]
@@ -222,12 +234,15 @@ class _Panel:
         ]
         self.peak = max(shares, default=1)
 
-    def boxes(self, rank: int, height: float, inch: float, largest: float) -> None:
-        """The rank's actions. inch: of one unit of time; largest: size of the numbers in them."""
+    def boxes(self, rank: int, height: float, inch: float, largest: float, follow: int | None) -> None:
+        """The rank's actions. inch: of one unit of time; largest: size of the numbers in them; follow: as above."""
         self.ax.broken_barh([(0, self.end)], (rank, height), color=IDLE, lw=0)
         for start, end, (stage, kind, microbatch) in self.events[rank]:
             pale = 0.6 * self.stages[rank].index(stage) / len(self.stages[rank])
             colour = [value + (1 - value) * pale for value in to_rgb(ACTIONS[kind][1])]
+            if follow not in (None, microbatch):
+                self.ax.add_patch(Rectangle((start, rank), end - start, height, fc=OTHERS, ec="white", lw=0.5))
+                continue
             self.ax.add_patch(Rectangle((start, rank), end - start, height, fc=colour, ec="white", lw=0.5))
             size = min(largest, 72 * inch * (end - start) / (0.75 * max(1.4, len(str(microbatch)))))
             if size >= 5:

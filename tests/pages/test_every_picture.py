@@ -83,7 +83,7 @@ PICTURES = {
     "collective": lambda: plotting.collective([[[11, None], [2]], [[13], [20]]], ("start", "end"), title="a sum"),
     "timeline": lambda: plotting.timeline([(0, "send", 7.0, 7.002), (1, "add", 7.001, 7.004)], title="two ranks"),
     "pipeline": lambda: plotting.pipeline({"a pipeline": Timeline()}, unit="ms"),
-    "pipeline without memory": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False),
+    "pipeline, one followed": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False, follow=0),
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
     "line": quartiles,
     "all-reduce": all_reduce,
@@ -95,6 +95,7 @@ PICTURES = {
     "own gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[2],
     "summed gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[3],
     "two graphs": pipeline_pictures.two_graphs,
+    "two axes": pipeline_pictures.two_axes,
     "two ranks that wait": two_that_wait,
     "bubbles by message": lambda: pipeline_pictures.bubbles_by_message(
         [0, 1], {"low": [9, 20], "lower": [9, 19.5], "high": [30, 50]}, {"a network": 0.1}

@@ -229,7 +229,7 @@ def chapter_named(word: str) -> str:
     """The chapter that is meant: by its folder, its number, or its exercises.py, as the Tab key completes it."""
     path = Path(word)
     name = path.resolve().parent.name if path.name == "exercises.py" else path.name
-    return next((chapter for chapter in chapters() if name.isdigit() and chapter.startswith(f"{name}_")), name)
+    return next((chapter for chapter in chapters() if name.isdigit() and chapter.startswith(f"{name:0>2}_")), name)
 
 
 def chapter_here() -> str:

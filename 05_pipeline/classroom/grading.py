@@ -80,8 +80,10 @@ def budget(span: int, stored: list[int], ranks: int, microbatches: int, kinds: s
             for these, those, words in ((want, Counter(actions), "does not"), (Counter(actions), want, "should not")):
                 if left := these - those:
                     action = schedules.Action(*min(left))
+                    others = Counter(actions) - want if words == "does not" else Counter()
+                    instead = f", but {schedules.Action(*min(others))}" if others else ""
                     what = f"{'each action once' if action in want else 'these stages, kinds and micro-batches only'}"
-                    raise Wrong(f"{what} on rank {rank}", f"rank {rank} {words} do {action}")
+                    raise Wrong(f"{what} on rank {rank}", f"rank {rank} {words} do {action}{instead}")
         if also:
             also(schedule)
         timeline = simulated(schedule, times)

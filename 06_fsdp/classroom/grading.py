@@ -223,6 +223,9 @@ def hybrid_gradient(size):
         expected = [halves[rank % 2].clone() for rank in range(size)]
         pattern = inside_then_across(2, 2, 4 * elements)
         yield ExerciseCase(f"{elements} elements, 2 replicas", [(x, 2) for x in inputs], expected, pattern)
+    inputs = [numbered(rank, size) for rank in range(size)]
+    expected = [shard.clone() for shard in (torch.stack(inputs).sum(0) / size).chunk(size)]
+    yield ExerciseCase("1 replica", [(x, 1) for x in inputs], expected, inside_then_across(size, 1, 4 * size))
 
 
 # --- fitting it in -------------------------------------------------------------------------------

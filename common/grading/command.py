@@ -47,6 +47,9 @@ def read(arguments: list[str] | None = None) -> argparse.Namespace:
         raise UserError("--pages belongs to --csv: add it, with --submission FOLDER")
     if options.export and not options.csv:
         raise UserError("--export belongs to --csv: add it, with --submission FOLDER")
+    for option, folder in (("--pages", options.pages), ("--export", options.export)):
+        if folder and folder.exists() and not folder.is_dir():
+            raise UserError(f"{option} {folder}: there is a file of this name; name a folder")
     if not 1 <= options.time_limit <= 86_400:
         raise UserError(f"--time-limit {options.time_limit:g}: give seconds, from 1 to 86400")
     if options.submission and not options.submission.exists():

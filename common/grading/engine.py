@@ -219,7 +219,8 @@ def run_jobs(file: Path, jobs: dict, size: int) -> dict:
         ranks = _launch(file, jobs, size)
     except RankFailed as failed:
         if len(jobs) == 1:
-            return dict.fromkeys(jobs, _death(failed))
+            ((key, (name, cases)),) = jobs.items()
+            return {key: _until_it_dies(file, name, cases, size) or _death(failed)}
         try:
             _launch(file, {}, size)
         except RankFailed as failed_again:
@@ -228,8 +229,24 @@ def run_jobs(file: Path, jobs: dict, size: int) -> dict:
     return {key: [rank[key] for rank in ranks] for key in jobs}
 
 
-def _launch(file: Path, jobs: dict, size: int, own_groups: bool = True) -> list[dict]:
-    ranks = launch(_on_rank, size, (file, jobs, own_groups), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
+def _until_it_dies(file: Path, name: str, cases: list, size: int) -> list[list[CallOutcome]]:
+    """The outcomes of a function's calls one by one, each in processes of its own, up to the one that ends a process;
+    empty where none does by itself."""
+    ranks: list[list[CallOutcome]] = [[] for _ in range(size)]
+    for arguments in cases:
+        try:
+            outcomes = [rank[0] for rank in _launch(file, {0: (name, [arguments])}, size)]
+        except RankFailed as failed:
+            outcomes = [[CallOutcome("raised", text=_death(failed))]] * size
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            rank += outcome
+        if any(outcome[0].status != "returned" for outcome in outcomes):
+            return ranks
+    return []
+
+
+def _launch(file: Path, jobs: dict, size: int, *more) -> list[dict]:
+    ranks = launch(_on_rank, size, (file, jobs, *more), timeout=30 + CALL_LIMIT * (1 + len(jobs)))
     problems = [rank for rank in ranks if isinstance(rank, str)]
     if problems:
         raise DoesNotLoad(next(filter(None, problems)))
@@ -282,11 +299,12 @@ class CheckedRank:
         return CallOutcome("raised", text=TAMPERED)
 
 
-def _on_rank(file: Path, jobs: dict, own_groups: bool = True):
+def _on_rank(file: Path, jobs: dict, own_groups: bool = True, done: Callable = lambda _rank, _job, _outcomes: None):
     """Call each job's function on its cases. Returns {job: outcomes}, or the reason why the file does not load.
 
     own_groups: each job has a process group of its own, so that no message of one is received by the next; else only
     those behind one that went wrong, or that sent messages to single ranks
+    done: called with the rank, a job and its outcomes as soon as all ranks have theirs
     """
     rank, size, meetings, me = dist.get_rank(), dist.get_world_size(), itertools.count(), CheckedRank(file)
     store = dist.distributed_c10d._get_default_store()
@@ -317,6 +335,7 @@ def _on_rank(file: Path, jobs: dict, own_groups: bool = True):
                 clean = False
                 break
         clean = own_groups or all_well(clean)
+        done(rank, key, outcomes[key])
     return outcomes
 
 

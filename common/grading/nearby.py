@@ -8,6 +8,9 @@ as well as each other, nothing is said.
 import ast
 import contextlib
 import copy
+import functools
+import io
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from common.grading.values import difference
 from common.lab.launch import LINUX, RankFailed
 
 MOST = 150  # changes that are tried; the solutions of the course have 20 to 100
+DEATHS = 4  # changes that end a process, after which the rest is left out
 FEW = 2  # more explanations than that are none
 PATIENCE, CALL_LIMIT = 1.0, 1.0  # seconds: a change that makes ranks wait is only not found
 # At the end of the module that the ranks load: a change may take the end from a loop in C, which no alarm stops.
@@ -60,9 +64,9 @@ def _each_change(function: ast.FunctionDef) -> Iterator[str]:
             continue
         for field, value in list(ast.iter_fields(parent)):
             for place, node in enumerate(value if isinstance(value, list) else [value]):
-                if not isinstance(node, ast.AST) or isinstance(parent, ast.Expr):
-                    continue
-                for other, words in _others(node):
+                for other, words in _others(node) if isinstance(node, ast.AST) else ():
+                    if isinstance(parent, ast.Expr) and not isinstance(other, ast.Call):
+                        continue  # without the line, it is that already
                     for put in (other, node):
                         if isinstance(value, list):
                             value[place] = put
@@ -92,6 +96,11 @@ def _others(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node.operand, f"without the minus of `{shown}`"
     elif isinstance(node, ast.AugAssign) or isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
         yield ast.Pass(), f"without the line `{shown}`"
+        if isinstance(node, ast.AugAssign):
+            yield (
+                ast.Assign([node.target], node.value, lineno=node.lineno),
+                f"with `=` for `{SIGNS.get(type(node.op), '')}=`",
+            )
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
         yield node.value, f"without `[{ast.unparse(node.slice)}]` behind `{ast.unparse(node.value)}`"
     elif isinstance(node, ast.Name) and node.id == "rank" and isinstance(node.ctx, ast.Load):
@@ -157,21 +166,45 @@ def in_words(solutions: Path, name: str, size: int, calls: list, outcomes: list[
         return ""
     numbered = [text.replace(f"def {name}(", f"def near_{n}(", 1) for n, (_, text) in enumerate(changes)]
     names = {-1: name} | {n: f"near_{n}" for n in range(len(changes))}
-    jobs = {n: (each, copy.deepcopy(calls)) for n, each in names.items()}  # a change may write into what it is given
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as limits:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "solutions.py")
         file.write_text("\n".join([source, *numbered, LIMITED]))
-        limits.enter_context(mock.patch.multiple(engine, PATIENCE=PATIENCE, CALL_LIMIT=CALL_LIMIT))
-        try:
-            ran = engine._launch(file, jobs, size, own_groups=False)
-        except (RankFailed, DoesNotLoad):  # a change that ends a rank
-            return ""
-    found = {n: [rank[n] for rank in ran] for n in jobs}
+        found = _outcomes(file, {n: (each, calls) for n, each in names.items()}, size)
+    if -1 not in found:
+        return ""
     right = found.pop(-1)
     same_result = all(map(same_value, (rank[-1] for rank in right), outcomes))
     near = [n for n, ranks in found.items() if _same(ranks, right, outcomes, with_messages=same_result)]
     words = list(dict.fromkeys(changes[n][0] for n in near))
     return f"The solution would do the same {', or '.join(words)}." if 0 < len(words) <= FEW else ""
+
+
+def _outcomes(file: Path, jobs: dict, size: int) -> dict[int, list]:
+    """What each job did on each rank; without those that end a process, after which the next ones go on in others."""
+    found: dict[int, list] = {}
+    left = {
+        n: copy.deepcopy(job) for n, job in jobs.items()
+    }  # each with arguments of its own: a change may write into what it is given
+    limits = mock.patch.multiple(engine, PATIENCE=PATIENCE, CALL_LIMIT=CALL_LIMIT)
+    for _ in range(DEATHS + 1):
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with limits, silent[0], silent[1], contextlib.suppress(RankFailed, DoesNotLoad):
+            engine._launch(file, left, size, False, functools.partial(_note, file.parent))
+        for n in list(left):
+            noted = [file.with_name(f"{n} of {rank}") for rank in range(size)]
+            if not all(note.exists() for note in noted):
+                break
+            found[n] = [pickle.loads(note.read_bytes()) for note in noted]
+            del left[n]
+        left.pop(next(iter(left), None), None)  # the one that came next has ended a process
+        if not left:
+            break
+    return found
+
+
+def _note(folder: Path, rank: int, job: int, outcomes: list[CallOutcome]) -> None:
+    (folder / f"{job} of {rank}.new").write_bytes(pickle.dumps(outcomes))
+    (folder / f"{job} of {rank}.new").rename(folder / f"{job} of {rank}")
 
 
 def _same(ranks: list, right: list, outcomes: list[CallOutcome], with_messages: bool) -> bool:

@@ -59,9 +59,12 @@ def of_a_deadlock(ends: list[str]) -> str:
 def of_an_error(text: str) -> str:
     if "SIGABRT" in text:
         return (
-            "A rank receives into a tensor that is smaller than what another sends to it: print shape and type of "
-            "both, for each pair of ranks. Lengths may be uneven, and torch.empty makes float32 unless it is told."
+            "A rank receives into a tensor that is smaller than what another sends to it, or gives a collective fewer "
+            "bytes than the others: print shape and type on every rank. Lengths may be uneven, and torch.empty makes "
+            "float32 unless it is told."
         )
+    if "waiting in new_group" in text:
+        return "dist.new_group is a collective: every rank calls it for every group, in one order, in it or not."
     if text.startswith("no end after"):
         return "The loop at this line goes on for ever: what would end it, and does that change with each turn?"
     if re.search(r"'(int|float)' object has no attribute", text):
@@ -154,8 +157,9 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
         return "There are zeros only: was this read before it had arrived (wait), or never written?"
     if there.any() and here.isfinite().all():
         factor = float(here @ there / (there @ there))
-        if there.numel() > 1 and factor and torch.allclose(here, factor * there, rtol=1e-4, atol=0):
-            return of_a_factor(factor, ranks) or f"Each number is {factor:.4g} times what it should be."
+        if factor and torch.allclose(here, factor * there, rtol=1e-4, atol=0):
+            alike = f"Each number is {factor:.4g} times what it should be." if there.numel() > 1 else ""
+            return of_a_factor(factor, ranks) or alike
     if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
         return "These are the right numbers in another order."
     return ""

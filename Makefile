@@ -98,7 +98,7 @@ cluster-test: $(INSTALLED)
 
 # The course as a site, from the committed pages, without running them.
 site: $(SITE_INSTALLED)
-	sphinx-build -W -q -c docs/site . _site
+	sphinx-build -W -q -d build/doctrees -c docs/site . _site
 	python -m tools.site_runtime _site
 	@echo "the site: _site/index.html"
 

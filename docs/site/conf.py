@@ -109,14 +109,51 @@ def as_myst(text: str, page: Path) -> str:
         target = (home / link[1]).resolve() if link[1] else page
         return f"]({link[1]}#{label(target, link[2])})" if link[2] in anchors(target) else link[0]
 
-    def page_of(link):
+    def first_page(link):
         folder = (home / link[1]).resolve()
         if not folder.is_dir() or not folder.is_relative_to(ROOT):
             return link[0]
         first = next(iter(sorted(folder.glob("0*.ipynb"))), ROOT / "docs" / "architecture.md")
         return f"]({os.path.relpath(first, home)})"
 
-    return re.sub(r"\]\(([\w./-]+)\)", page_of, re.sub(r"\]\(([\w./-]*)#([\w.-]+)\)", place_of, text))
+    text = to_code(text, page)
+    return re.sub(r"\]\(([\w./-]+)\)", first_page, re.sub(r"\]\(([\w./-]*)#([\w.-]+)\)", place_of, text))
+
+
+CODE = re.compile(r"(?<!!)\[([^\[\]]+)\]\(([\w./-]+\.(py|yaml|toml|sh|sbatch|csv|json))\)")  # a link to a file
+
+
+def code_of(link: re.Match, page: Path) -> Path | None:
+    """The course's file that a link leads to."""
+    target = (page.parent / link[2]).resolve()
+    return target.relative_to(ROOT) if target.is_file() and target.is_relative_to(ROOT) else None
+
+
+def to_code(text: str, page: Path) -> str:
+    """Links to files of the code lead to pages that show them; left to Sphinx, they would download them."""
+
+    def shown(link):
+        if (file := code_of(link, page)) is None:
+            return link[0]
+        return f'<a href="{os.path.relpath(ROOT / "_code" / file, page.parent)}.html">{link[1]}</a>'
+
+    return CODE.sub(shown, text)
+
+
+def code_pages(app):
+    """A page for each file that some page links to."""
+    pages = [page_of(docname) for docname in sorted(app.env.found_docs)]
+    links = [(link, page) for page in pages for link in CODE.finditer(page.read_text())]
+    for file in sorted({str(file) for link, page in links if (file := code_of(link, page))}):
+        kind = {"py": "python", "sbatch": "bash", "sh": "bash", "csv": "text"}.get(file.rpartition(".")[2])
+        text = app.builder.highlighter.highlight_block(
+            (ROOT / file).read_text(), kind or file.rpartition(".")[2], False
+        )
+        yield f"_code/{file}", {"title": file, "body": f"<section><h1>{file}</h1>{text}</section>"}, "page.html"
+
+
+def page_of(docname: str) -> Path:
+    return next(path for end in ("md", "ipynb") if (path := ROOT / f"{docname}.{end}").exists())
 
 
 def live(text: str) -> str:
@@ -203,7 +240,7 @@ def with_sliders(picture: str, docname: str, cell: str) -> str:
 
 def read_source(app, docname, source):
     """Pictures keep their alternative text, and what needs a kernel goes; README gets the table of contents."""
-    page = next(path for end in ("md", "ipynb") if (path := ROOT / f"{docname}.{end}").exists())
+    page = page_of(docname)
     if docname == "README":
         source[0] += contents()
     if not source[0].lstrip().startswith("{"):
@@ -246,8 +283,9 @@ def landing() -> str:
     spent = {name: sum(minutes for chapter, _, _, minutes in stops if chapter == name) for name in chapters}
     drawn = [f"<li><b>{name} {CHAPTERS[name]}</b>, {spent[name] / 60:.1f} hours<ol>{''.join(pages)}</ol></li>"
              for name, pages in chapters.items()]  # fmt: skip
+    about = " ".join(README.split("\n\n")[1].split())  # README's first paragraph
     filled = {
-        "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
+        "about": html.escape(about), "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
         "still": f"_images/{Path(picture[2]).stem}.png",
         "first": f"{stops[0][2]}.html", "hours": f"{sum(spent.values()) / 60:.0f}", "map": "".join(drawn),
     }  # fmt: skip
@@ -291,4 +329,5 @@ def setup(app):
                                 "so", "t", "we", "what", "when", "which", "why", "you"}  # fmt: skip
     app.add_html_math_renderer("mathml", inline_renderers=(formula, None), block_renderers=(formula, None))
     app.connect("source-read", read_source)
+    app.connect("html-collect-pages", code_pages)
     app.connect("build-finished", write_index)

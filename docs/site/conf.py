@@ -1,6 +1,6 @@
 """The course as a site, from the committed pages, whose outputs are shown as they are: nothing is run.
 
-sphinx-build -W -c docs/site . _site
+sphinx-build -W -d build/doctrees -c docs/site . _site
 """
 
 import base64
@@ -285,7 +285,8 @@ def landing() -> str:
              for name, pages in chapters.items()]  # fmt: skip
     about = " ".join(README.split("\n\n")[1].split())  # README's first paragraph
     filled = {
-        "about": html.escape(about), "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
+        "about": html.escape(about),
+        "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
         "still": f"_images/{Path(picture[2]).stem}.png",
         "first": f"{stops[0][2]}.html", "hours": f"{sum(spent.values()) / 60:.0f}", "map": "".join(drawn),
     }  # fmt: skip

@@ -101,6 +101,8 @@ def relation(expected, got, ranks: int) -> str:
     if isinstance(expected, bool) or isinstance(got, bool):
         return ""
     if isinstance(expected, Real) and isinstance(got, Real):
+        if isinstance(expected, int) and isinstance(got, int):
+            return ""  # an index or a count, of which nothing was averaged
         return of_numbers(float(expected), float(got), ranks)
     if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor) and expected.numel():
         return of_tensors(expected, got, ranks)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import cloudpickle
@@ -39,6 +40,7 @@ MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes
 TEMPORARY = Path(tempfile.gettempdir()).resolve()  # in the sandbox it is empty, but for the submission
 INSIDE = TEMPORARY / "submission"
 MOST_PROCESSES = 64
+BUSY = 6  # times the limit by the clock, on a busy machine
 MOST_ANSWER = 2**25  # bytes of one answer of one rank
 STARTING, LEEWAY = 240.0, 5.0  # seconds: for Python and PyTorch to start, on a busy machine; beyond a rank's own limit
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/etc/ld.so.cache",
@@ -180,6 +182,24 @@ def limits() -> str:
 # --- the judge's side -----------------------------------------------------------------------------------------
 
 
+class Allowance:
+    """The time of a submission: seconds by the clock, without those in which a process waited for a core, since the
+    machine may have other work. So that it cannot keep its own processes waiting for ever, the processor time of
+    all of them has the same limit, and the clock has one of BUSY times as much."""
+
+    def __init__(self, limit: float, now: float):
+        self.limit, self.begun, self.before, self.late = limit, now, now, 0.0
+        self.waited: dict[int, float] = {}
+
+    def is_used(self, now: float, waited: dict[int, float], worked: Iterable[float]) -> bool:
+        """waited: seconds that each process has waited for a core so far; worked: those that each has computed"""
+        more = sum(seconds - self.waited.get(pid, 0.0) for pid, seconds in waited.items())
+        self.late += min(now - self.before, more)
+        self.before, self.waited = now, waited
+        passed = now - self.begun
+        return passed - self.late > self.limit or passed > BUSY * self.limit or sum(worked) > self.limit
+
+
 class Runner:
     """Runs jobs of one submission as `common.grading.engine.run_jobs` does, in processes that are not this one's.
 
@@ -190,7 +210,7 @@ class Runner:
     def __init__(self, folder: Path, time_limit: float, hidden: tuple[Path, ...] = ()):
         self.folder, self.time_limit, self.hidden = folder, time_limit, hidden
         self.walled = available() is None
-        self.deadline, self.mark, self.looked = time.monotonic() + time_limit, uuid.uuid4().hex, 0.0
+        self.allowance, self.mark, self.looked = Allowance(time_limit, time.monotonic()), uuid.uuid4().hex, 0.0
         self.pipes: list[tuple[int, int]] = []
         self.switch = Switch(0)
 
@@ -386,15 +406,17 @@ class Runner:
     def _look(self) -> None:
         """Raise GradingEnded if the time is over, or there are too many processes, or they use too much memory."""
         now = time.monotonic()
-        if now > self.deadline:
-            raise GradingEnded(f"not finished after {self.time_limit:g} s")
         if now < self.looked + 0.1:
             return
-        self.looked = now
+        self.looked, family = now, list[psutil.Process]()
         with contextlib.suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid).children(recursive=True)
-            if len(family) > MOST_PROCESSES:
-                raise GradingEnded(f"ended at {len(family)} processes; {MOST_PROCESSES} are allowed")
+        waited = {pid: waited_for_a_core(pid) for pid in (os.getpid(), *(one.pid for one in family))}
+        if self.allowance.is_used(now, waited, map(worked, family)):
+            raise GradingEnded(f"not finished after {self.time_limit:g} s")
+        if len(family) > MOST_PROCESSES:
+            raise GradingEnded(f"ended at {len(family)} processes; {MOST_PROCESSES} are allowed")
+        with contextlib.suppress(psutil.NoSuchProcess):
             memory = sum(memory_of(process.pid) for process in family if not (self.walled and self._is_wall(process)))
             if memory > MOST_MEMORY:
                 raise GradingEnded(f"ended at {memory / 2**30:.1f} GiB of memory; {MOST_MEMORY / 2**30:g} are allowed")
@@ -434,6 +456,20 @@ def _missing(part: bytearray) -> int:
     if length > MOST_ANSWER:
         raise RanksEnded(f"the answer was longer than {MOST_ANSWER >> 20} MiB")
     return 8 + length - len(part)
+
+
+def waited_for_a_core(pid: int) -> float:
+    """Seconds that a process was ready to compute and another had the core; 0 where the system doesn't say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def worked(process: psutil.Process) -> float:
+    """Processor seconds of a process and of those that it has started and that have ended."""
+    with contextlib.suppress(psutil.Error):
+        return sum(process.cpu_times()[:4])
+    return 0.0
 
 
 def memory_of(pid: int) -> int:

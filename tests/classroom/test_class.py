@@ -416,6 +416,16 @@ def test_limits(tmp_path, monkeypatch, marks):
     assert left(marks) == []
 
 
+def test_the_time_of_a_submission_is_not_that_of_a_busy_machine():
+    """But neither is what it computes free, nor does a submission gain by many processes that wait for each other."""
+    waiting, sleeping, computing, crowd = (sandbox.Allowance(10.0, 0.0) for _ in range(4))
+    for now in range(1, 11):
+        assert not waiting.is_used(now, {1: 0.9 * now}, [0.1 * now]) and not sleeping.is_used(now, {1: 0.0}, [0.0])
+        assert not crowd.is_used(now, {pid: 0.9 * now for pid in range(50)}, [0.1]), "which wait, all of them"
+    assert sleeping.is_used(10.1, {1: 0.0}, [0.0]) and not waiting.is_used(60, {1: 54.0}, [6.0])
+    assert computing.is_used(6, {1: 0.0, 2: 0.0}, [5.5, 5.5]) and crowd.is_used(61, {1: 60.0}, [0.1])
+
+
 def test_memory_that_is_shared_counts():
     code = "import mmap; m = mmap.mmap(-1, 1 << 26); m.write(b'x' * (1 << 26)); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=-1, stdout=-1) as process:
@@ -434,7 +444,7 @@ def test_a_rank_that_reads_nothing_is_not_waited_for(tmp_path):
     runner.pipes = [(ask, tell)]
     with pytest.raises(sandbox.GradingEnded, match="not finished"):
         runner._ask([b"x" * 10**7], 60.0)
-    runner.deadline += 600
+    runner.allowance.limit += 600
     os.write(tell_there, (2**40).to_bytes(8, "little"))
     with pytest.raises(sandbox.RanksEnded, match="longer than 32 MiB"):
         runner._ask(None, 60.0)

@@ -98,7 +98,7 @@ cluster-test: $(INSTALLED)
 
 # The course as a site, from the committed pages, without running them.
 site: $(SITE_INSTALLED)
-	sphinx-build -W -q -d build/doctrees -c docs/site . _site
+	sphinx-build -W -q -d .doctrees -c docs/site . _site
 	python -m tools.site_runtime _site
 	@echo "the site: _site/index.html"
 
@@ -129,5 +129,5 @@ $(INSTALLED): requirements.txt pyproject.toml
 
 # Runs stay: they are yours.
 clean:
-	rm -rf .venv build _site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv build _site .doctrees *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

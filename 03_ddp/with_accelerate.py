@@ -98,6 +98,11 @@ def adopt(config, kind: str) -> None:
     found: dict[str, object] = {}
     if told.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         found["precision"] = told["ACCELERATE_MIXED_PRECISION"]
+    elif launched and config.precision != "fp32":  # `no` stands there as well where nobody has said anything
+        raise UserError(
+            f"accelerate launch: mixed_precision is 'no' in its file, or not in it, and --precision is "
+            f"{config.precision}; write mixed_precision: {config.precision} into the file"
+        )
     if int(told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)) > 1:
         found["accumulation_steps"] = int(told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])
     take_over(config, found, "accelerate launch: its file")

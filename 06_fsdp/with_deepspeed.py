@@ -225,6 +225,8 @@ def adopt(config, settings: dict, stage: int, ranks: int) -> None:
     for kind in ("bf16", "fp16"):
         if settings.get(kind, {}).get("enabled"):
             told["precision"] = kind
+        elif kind in settings and config.precision == kind:
+            told.setdefault("precision", "fp32")
     if "gradient_clipping" in settings:
         told["max_norm"] = float(settings["gradient_clipping"]) or math.inf  # DeepSpeed's 0 is no clipping
     if "gradient_accumulation_steps" in settings:

@@ -40,16 +40,15 @@ class DeepSpeed(Struct):
 
 def deepspeed(path: str) -> dict[str, Any]:
     """DeepSpeed's settings in a JSON file. Raises UserError."""
+    like = "DeepSpeed's are like those in configs/engines/zero3.json"
     try:
         file = Path(path)
         settings = stored.parsed(file, stored.read(file))
+        if not isinstance(settings, dict) or not {*DeepSpeed.__struct_fields__} & {*settings}:
+            raise UserError(f"{path}: these are no settings of DeepSpeed")
         stored.converted(file, settings, DeepSpeed, "")
     except UserError as error:
-        raise UserError(f"--deepspeed-config {error}") from error
-    if not {*DeepSpeed.__struct_fields__} & {*settings}:
-        raise UserError(
-            f"--deepspeed-config {path}: these are no settings of DeepSpeed; see configs/engines/zero3.json"
-        )
+        raise UserError(f"--deepspeed-config {error}; {like}") from error
     return settings
 
 

@@ -4,8 +4,12 @@ reads its own (--loading shard) and where rank 0 reads for all (--loading dispat
     python -m tools.bench_loading
 
 Writes 03_ddp/loading.csv, which 03_ddp/09_ddp_in_practice.ipynb shows. Both ways take turns, round by round, in one
-launch, each with a model of its own, so what else the machine does meets both. Processor time is a rank's own, however
-long it waited for a core: it says how fast the ranks would be if each had one to itself.
+launch, each with a model of its own, so what else the machine does meets both.
+
+rate:            examples per second of all ranks together, the median of the rounds; and the lowest and highest
+ms_rank_0:       processor time of a step on rank 0 in milliseconds, however long it waited for a core
+ms_others:       the same, of the busiest other rank
+rate_with_cores: what the busiest rank's processor time allows, if each rank has a core to itself and waits for nothing
 """
 
 import csv
@@ -78,7 +82,7 @@ def train(folder: str) -> list[dict]:
     dataset, rank, size = Jpegs(folder), dist.get_rank(), dist.get_world_size()
     plan = Plan(0, BATCH, (ROUNDS + 1) * STEPS * BATCH, rank, size)
     models = {way: DistributedDataParallel(make_model()) for way in WAYS}
-    optimizers = {way: torch.optim.SGD(model.parameters(), lr=0.05) for way, model in models.items()}
+    optimizers = {way: torch.optim.SGD(model.parameters(), lr=0.01) for way, model in models.items()}
     fed = {way: load(dataset, plan) for way, load in WAYS.items()}
     found = []
     for number in range(ROUNDS + 1):  # the first one warms up
@@ -113,12 +117,12 @@ def main() -> int:
                 rows.append({
                     "ranks": ranks,
                     "loading": way,
-                    "examples per second": statistics.median(rates),
+                    "rate": statistics.median(rates),
                     "lowest": rates[0],
                     "highest": rates[-1],
-                    "processor ms a step, rank 0": 1000 * used[0],
-                    "processor ms a step, busiest other rank": 1000 * max(used[1:]) if ranks > 1 else "",
-                    "examples per second, a core for each rank": BATCH / max(used),
+                    "ms_rank_0": 1000 * used[0],
+                    "ms_others": 1000 * max(used[1:]) if ranks > 1 else "",
+                    "rate_with_cores": BATCH / max(used),
                 })  # fmt: skip
                 print(*(round(it, 1) if isinstance(it, float) else it for it in rows[-1].values()), sep="\t")
     furthest = max(abs(a / b - 1) for other in losses.values() for a, b in zip(other, losses[1, "shard"], strict=True))

@@ -244,13 +244,14 @@ def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_opt
     for wrong, line, text in [
         ({"zero_optimization": {"stage": 3}}, "", "has stage 3, and --strategy zero2 is stage 2"),
         ({"zero_optimization": {"stage": 2}}, "--offload", "no offload_optimizer"),
+        ({"bf16": {"enabled": False}}, "--precision bf16", "--precision fp32, and --precision is bf16"),
         (settings, "--precision fp16", "--precision bf16, and --precision is fp16"),
         (settings, "--accumulation-steps 3", "--accumulation-steps 2, and --accumulation-steps is 3"),
         ({"optimizer": {"type": "Adam"}}, "", "makes the optimizer itself"),
         ({"train_batch_size": 8}, "--batch-size 12", "--batch-size 8, and --batch-size is 12"),
         ([1], "", "no settings of DeepSpeed"),
         ({"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"}, "", "no settings of DeepSpeed"),
-        ({"output_dir": "out", "bf16": True}, "", "no settings of DeepSpeed"),
+        ({"output_dir": "out", "bf16": True}, "", "bf16.*; DeepSpeed's are like"),
     ]:
         with pytest.raises(UserError, match=text) as error:
             configured(wrong, line)
@@ -260,6 +261,7 @@ def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_opt
 @pytest.mark.parametrize("variables, name, line, says", [
     ({"MIXED_PRECISION": "bf16", "GRADIENT_ACCUMULATION_STEPS": "2"}, "ddp", "", ""),
     ({"MIXED_PRECISION": "bf16"}, "ddp", "--precision fp16", "--precision bf16, and --precision is fp16"),
+    ({"MIXED_PRECISION": "no"}, "ddp", "--precision bf16", "is 'no' in its file, .* write mixed_precision: bf16"),
     ({"MIXED_PRECISION": "no", "USE_FSDP": "true"}, "ddp", "", "its file is for FSDP, and this training is DDP"),
     ({"MIXED_PRECISION": "no"}, "fsdp", "", "its file is for DDP, and this training is FSDP"),
     ({"MIXED_PRECISION": "no", "USE_DEEPSPEED": "true"}, "ddp", "", "its file is for DEEPSPEED"),

@@ -82,13 +82,13 @@ def nodes(groups: dict[str, list[int]], gpus: int = 256, node: int = 8) -> Figur
 PLACES = {(p, d, t): (5.4 * p + 2.0 * t, 2.0 * (1 - d)) for p in (0, 1) for d in (0, 1) for t in (0, 1)}
 
 
-def eight_ranks(axis: str | None, arrows: list[tuple[tuple, tuple]], busy: list[tuple], says: str) -> Figure:
+def eight_ranks(axis: str | None, arrows: list[tuple[tuple, tuple]], busy: list[tuple], label: str) -> Figure:
     """The ranks of the mesh pipeline=2, data=2, tensor=2, by coordinates (pipeline, data, tensor).
 
     axis:   whose colour the arrows have
     arrows: (from, to); between two ranks in both directions if both are there
     busy:   the ranks that compute
-    says:   a line in the picture, what is sent or computed
+    label:  a line in the picture, what is sent or computed
     """
     fig, ax = plt.subplots(figsize=(8.6, 3.9))
     for p in (0, 1):
@@ -109,7 +109,7 @@ def eight_ranks(axis: str | None, arrows: list[tuple[tuple, tuple]], busy: list[
             (x, y), (u, v), connectionstyle=f"arc3,rad={bend}", arrowstyle="-|>", mutation_scale=18, lw=3,
             color=colour, shrinkA=24, shrinkB=24, zorder=2,
         ))  # fmt: skip
-    ax.text(3.7, -1.15, says, ha="center", fontsize=13, color=colour)
+    ax.text(3.7, -1.15, label, ha="center", fontsize=13, color=colour)
     ax.set_xlim(-0.95, 8.35)
     ax.set_ylim(-1.4, 3.45)
     ax.set_aspect("equal")
@@ -147,4 +147,4 @@ def step_frames() -> list[tuple[Figure, str]]:
          "After the last micro-batch, the two replicas add up their gradients: each rank with the one that has the "
          "same part of the same weights."),
     ]  # fmt: skip
-    return [(eight_ranks(axis, arrows, busy, says), caption) for axis, arrows, busy, says, caption in shots]
+    return [(eight_ranks(axis, arrows, busy, label), caption) for axis, arrows, busy, label, caption in shots]

@@ -118,10 +118,10 @@ def incidents() -> dict[str, Incident]:
         source = path.read_text()
         title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
-        told = {key: " ".join(value.split()) for key, value in fields.items()}
-        threads = tuple(told["thread"].split())
+        about = {key: " ".join(value.split()) for key, value in fields.items()}
+        threads = tuple(about["thread"].split())
         found[path.stem] = Incident(
-            path.stem, title.rstrip("."), threads, told["net"], told["cause"], source, told.get("reported", "")
+            path.stem, title.rstrip("."), threads, about["net"], about["cause"], source, about.get("reported", "")
         )
     return found
 

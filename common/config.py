@@ -141,10 +141,10 @@ class Config:
         return {item.name: getattr(self, item.name) for item in shared()} | own
 
 
-def take_over(config: Config, told: dict, whose: str) -> None:
+def take_over(config: Config, settings: dict, whose: str) -> None:
     """Make what a file of an engine sets the run's own settings. Raises UserError where an option says otherwise.
     `whose` is what the error begins with."""
-    for name, value in told.items():
+    for name, value in settings.items():
         given = getattr(config, name)
         if given not in (getattr(type(config), name), value):
             raise UserError(f"{whose} means {flag(name)} {value}, and {flag(name)} is {given}; leave one of them out")

@@ -137,11 +137,11 @@ class Verdict:
 
     def with_known_mistake(self) -> "Verdict":
         """This verdict with the reason that the exercise's table of mistakes knows for its words, if it does."""
-        known = [why for words, why in self.exercise.mistakes.items() if says(words, self.text)]
+        known = [why for words, why in self.exercise.mistakes.items() if matches(words, self.text)]
         return replace(self, why=known[0]) if known else self
 
 
-def says(words: str, text: str) -> bool:
+def matches(words: str, text: str) -> bool:
     """Whether a text contains these words, where " ... " stands for any words between."""
     return bool(re.search(".*".join(map(re.escape, words.split(" ... "))), text))
 

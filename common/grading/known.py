@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.grading import nearby
-from common.grading.engine import CallOutcome, DoesNotLoad, Verdict, load, run_jobs, says
+from common.grading.engine import CallOutcome, DoesNotLoad, Verdict, load, matches, run_jobs
 from common.grading.values import difference
 
 SLOW = ("deadlock", "SIG", "no end", "not finished")  # answers that wait, or end their process, are not run again
@@ -24,7 +24,7 @@ def with_reason(verdict: Verdict, solutions: Path) -> Verdict:
     try:
         rows = load(solutions).WRONG.get(verdict.exercise.name, ())
         # What the checker must say of a wrong answer stands beside it: whatever does not fit need not be run.
-        near = [f for f, words in rows if says(words, verdict.text) and not any(word in words for word in SLOW)]
+        near = [f for f, words in rows if matches(words, verdict.text) and not any(word in words for word in SLOW)]
         found = run_jobs(solutions, {f.__name__: (f.__name__, calls) for f in near}, size)
     except (DoesNotLoad, AttributeError):  # an instructor's own
         return verdict

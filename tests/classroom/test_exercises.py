@@ -45,7 +45,7 @@ def test_wrong_answers_are_refused_for_the_right_reason(chapter, monkeypatch):
         for (_, name, reason), verdict in zip(rows, verdicts, strict=True):
             said = f"{verdict.text}. {verdict.why}".replace("no answer for 4 s", patience)
             whys.add((verdict.exercise.name, verdict.why))
-            if verdict.status != "wrong" or not engine.says(reason, said):
+            if verdict.status != "wrong" or not engine.matches(reason, said):
                 wanted = f"should be refused with {reason!r}, and is"
                 mistaken.append(f"{name}: {wanted} {'accepted' if verdict.status == 'right' else said}")
     assert not mistaken, "\n".join(mistaken)

@@ -10,6 +10,7 @@ from helpers import FULL, SMALL, configure, do_not_draw, numbers
 
 from common import manifest
 from common.config import shared
+from common.keeper import Keeper
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.run import Run
@@ -29,6 +30,8 @@ def observe(configs, looks):
     """On a rank: train as the scripts do; for each configuration what was seen, and what its function in `looks`
     returned, which is called inside the run, when its first step has been done."""
     do_not_draw()
+    if not any(config.checkpoint_every for config in configs):
+        Keeper.save = lambda keeper, done: None  # this process ends here; test_checkpoint.py saves every strategy
     observations = []
     for config, look in zip(configs, looks, strict=True):
         seen = {}
@@ -83,8 +86,7 @@ def optimizer_of(seen):
 BASE = SMALL | {"steps": 1, "checkpoint_every": 0, "batch_size": 24}
 # What the run's options change, where every strategy trains, and what must differ from BASE; each of them shows in
 # something else (--precision: test_half_precision.py, test_bf16_errors.py).
-VARIANT = {"steps": 2, "seed": 5, "optimizer": "sgd", "lr": 0.01, "accumulation_steps": 3,
-           "check_collectives": True, "async_checkpoint": True}  # fmt: skip
+VARIANT = {"seed": 5, "optimizer": "sgd", "lr": 0.01, "accumulation_steps": 3, "check_collectives": True}
 
 
 def check_the_runs_options(base: dict, other: dict, who: str) -> None:
@@ -92,7 +94,7 @@ def check_the_runs_options(base: dict, other: dict, who: str) -> None:
     assert optimizer_of(base) == ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}), who
     assert optimizer_of(other) == ("SGD", {"momentum": 0.9, "weight_decay": 0}), f"{who}: --optimizer sgd"
     assert base["rates"] == pytest.approx([0.0001]), "2e-3 after 20 steps of warm-up"
-    assert other["rates"] == pytest.approx([0.0005, 0.0010]), f"{who}: --lr"
+    assert other["rates"] == pytest.approx([0.0005]), f"{who}: --lr"
     (whole,), parts = base["micro_batches"], other["micro_batches"]
     assert parts == [(whole[0] // 3, *whole[1:])] * 3, f"{who}: --accumulation-steps 3: three micro-batches"
     assert (base["guard"], other["guard"]) == (False, True), f"{who}: --check-collectives"
@@ -301,6 +303,7 @@ def test_every_option_is_tested():
         "resume", "precision",
         "run_dir", "task", "dataset", "data_dir", "download",
         "validate_every", "text",  # test_validation.py, test_text.py
+        "async_checkpoint",  # test_checkpoint.py, test_going_on.py
         "epochs", "keep_best", "validate_batch_size", "profile",  # test_run.py
         "debug_server",  # test_ranks.py
         "compile", "fused", "tf32",  # test_compiled.py

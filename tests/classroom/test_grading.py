@@ -186,7 +186,7 @@ def test_a_verdict_looks_at_every_rank_and_names_the_first_that_is_wrong():
     assert (wrong.status, wrong.points) == ("wrong", 0)
     assert (wrong.where, wrong.expected, wrong.got) == ("world size 2, the case, rank 1", "5", "6")
     changed = judged([returned(), returned(changed=True)])
-    assert changed.got == "the function wrote into its arguments", "a changed input"
+    assert changed.status == "wrong" and "arguments" in changed.got, "a changed input"
     assert changed.where == "world size 2, the case, rank 1"
     empty = CallOutcome("not attempted")
     assert judged([[empty], [empty]]).status == "not attempted"

@@ -49,12 +49,6 @@ def test_what_is_picked_goes_with_the_scripts_defaults():
     assert (made.strategy, made.implementation) == ("fsdp", "by-hand")
 
 
-def test_which_implementation_a_mesh_means():
-    for line in ("--by-hand", "--implementation by-hand", "--implementation=by-hand"):
-        config = configure(f"--mesh shard=2,tensor=2 {line}", 4)
-        assert (config.strategy, config.implementation, config.by_hand) == ("mesh", "by-hand", True), line
-
-
 # --- going on with a run ----------------------------------------------------------------------------------------
 
 

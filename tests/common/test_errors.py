@@ -102,8 +102,7 @@ def test_memory_that_is_used_up(said, capfd, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert fails_with(RuntimeError(said)) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: out of memory (the next piece would have been {ALLOCATORS[said]}")
-    assert "try a smaller --batch-size" in line
+    assert line.startswith("error: out of memory") and ALLOCATORS[said] in line and "--batch-size" in line
 
 
 def test_what_is_no_lack_of_memory_keeps_its_traceback():

@@ -156,9 +156,9 @@ def flip(path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, finished):
     flip(run / "checkpoint-000004" / "__0_0.distcp")
     said = go_on(run, "--resume 4 --steps 5")
-    assert "__0_0.distcp is damaged" in said[-1] and said[-1].endswith("takes the newest checkpoint that is whole")
+    assert "__0_0.distcp" in said[-1] and "--resume" in said[-1], "what is wrong, and what to do"
     said = go_on(run)
-    assert [line for line in said if "__0_0.distcp is damaged" in line and "the checkpoint before it" in line], said
+    assert [line for line in said if "__0_0.distcp" in line], said
     assert [record["step"] for record in metrics(run)] == [1, 2, 3, 4, 5]
     assert numbers(run)[:8] == numbers(finished)
     assert [path.name[-1] for path in manifest.checkpoints(run)] == ["2", "4", "5"]
@@ -196,7 +196,7 @@ def test_other_models_and_other_projects_are_refused(run):
     for folder in manifest.checkpoints(run):
         shutil.rmtree(folder)
     (run / "checkpoint-000004.pt").touch()
-    with pytest.raises(UserError, match="single files, as earlier versions of this course wrote them"):
+    with refused("--resume", str(run)):
         configure(f"--resume --run-dir {run}")
 
 

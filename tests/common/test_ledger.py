@@ -241,7 +241,7 @@ def test_what_a_ledger_tells_of_its_entries():
 
 
 def test_a_call_without_a_group_is_no_call():
-    with pytest.raises(ValueError, match="no process group among these arguments"):
+    with pytest.raises(ValueError, match="process group"):
         group_of((torch.ones(1), [torch.ones(1)], 0))
 
 

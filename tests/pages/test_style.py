@@ -77,5 +77,5 @@ def test_a_bug_whose_text_is_gone_is_an_error(tmp_path):
     assert planted("f", "return 1")() == 2
     assert planted("g", "return 1 + 1")() == 2
     for target, right in (("f", "return 3"), ("h", "return 1")):
-        with pytest.raises(ValueError, match=f"by_hand.py has no {right!r} in or after {target} any more"):
+        with pytest.raises(ValueError, match=f"by_hand.py.*{right}.*{target}"):
             planted(target, right)

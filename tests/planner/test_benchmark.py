@@ -57,7 +57,7 @@ def test_each_run_is_compared_with_its_own_work(monkeypatch):
     assert [run["measured"]["step_seconds"] for run in found] == [8.0, 5.0, 7.0], "seconds of a step"
     rows = [line.split() for line in benchmark.table(found).splitlines()[1:]]
     assert [float(row[row.index("ddp") + 5]) for row in rows] == [1.0, 0.8, 0.29], "predicted over measured"
-    with pytest.raises(UserError, match="^the grid has no run of 'wide' on one process, whose work is compared with$"):
+    with pytest.raises(UserError, match="'wide'"):
         benchmark.works([*runs, {"model": "wide", "processes": 2}], [8.0, 5.0, 7.0, 6.0], 2)
 
 

@@ -15,7 +15,6 @@ from helpers import configure, metrics
 from common import ROOT
 from planner import emit
 from planner.__main__ import main
-from planner.emit import FORMATS
 from planner.models import find
 
 try:
@@ -124,30 +123,8 @@ def test_what_is_emitted_is_what_is_planned(capsys):
     assert settings["zero_optimization"]["stage"] == first["zero_stage"] and settings["fp16"] == {"enabled": True}
     assert settings["train_micro_batch_size_per_gpu"] == first["micro_batch"]
     main(["emit", "--format", "accelerate", *base.split(), "--gpu", "v100", "--max-memory-gb", "9"])
-    assert (
-        "note: `plan` recommends shard 4, ZeRO-3, micro-batch 2, recompute selective, but --format"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize(
-    "tool, line, says",
-    [
-        ("torchtitan", "--mesh shard=8 --zero-stage 3 --layers 30 --model llama-2-7b", "has no model 'llama-2-7b'"),
-        ("torchrun", "--mesh data=8 --offload", "--offload is an option of"),
-        ("torchrn", "--mesh data=8", "unknown format 'torchrn'; did you mean 'torchrun'?"),
-        ("torchrun", "--zero-stage 3", "--zero-stage is of a layout that you name: add --mesh"),
-        ("torchrun", "--mesh data=8 --max-memory-gb 20", "`python -m planner plan` finds one that fits"),
-    ],
-)
-def test_what_cannot_be_said_gets_one_line(capsys, tool, line, says):
-    with pytest.raises(SystemExit) as end:
-        room = "" if "--max-memory-gb" in line else "--max-memory-gb 900 "
-        base = "--model llama-3-8b --gpu h100-80gb --gpus 8 --batch-size 64 --sequence 2048"
-        main(["emit", "--format", tool, *f"{base} {room}{line}".split()])
-    (error,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and says in error, f"what is said of {line}"
-    assert tool not in FORMATS or "--zero-stage is" in says or "finds one" in says or f"--format {tool}: " in error
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "--format" in line]
+    assert "shard 4, ZeRO-3, micro-batch 2, recompute selective" in note, "what is planned, and not emitted"
 
 
 def test_torchtitan_counts_embedding_and_output_among_the_layers_of_a_stage(capsys):

@@ -5,9 +5,9 @@ other tools as their documentation has them; and what is wrong in one line that 
 import json
 
 import pytest
+from helpers import refused
 from other_tools import MEGATRON, NANOTRON, QWEN
 
-from common.errors import UserError
 from planner import explain_file, models, read_config
 from planner.__main__ import main
 from planner.emit import emit
@@ -70,32 +70,31 @@ def test_files_of_other_tools(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, text, says",
+    "name, text, words",
     [
-        ("a.json", '{"train_batch_size": "many"}', "train_batch_size: expected a whole number"),
-        ("a.json", '{"zero_optimization": {"stage": 7}}', "zero_optimization.stage: expected 0 to 3, not 7"),
-        ("a.json", '{"zero_optimization": 3}', "zero_optimization: expected a table"),
-        ("a.json", '{"hidden_size": 64, "num_attention_heads": 4}', "num_hidden_layers: is missing"),
-        ("a.json", "{", "is no valid JSON"),
-        ("a.toml", "[parallelism]\ntensor_parallel_degree = 0.5", "tensor_parallel_degree: expected a whole number"),
-        ("a.yaml", "distributed_type: TPU", "distributed_type: 'TPU'"),
-        ("a.yaml", "- 1", "has no names and values"),
-        ("a.sh", "echo hello", "no configuration that the planner knows"),
-        ("a.sh", "--num-layers two", "num-layers: expected a whole number"),
+        ("a.json", '{"train_batch_size": "many"}', "train_batch_size many"),
+        ("a.json", '{"zero_optimization": {"stage": 7}}', "zero_optimization.stage 3 7"),
+        ("a.json", '{"zero_optimization": 3}', "zero_optimization"),
+        ("a.json", '{"hidden_size": 64, "num_attention_heads": 4}', "num_hidden_layers"),
+        ("a.json", "{", "JSON"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 0.5", "tensor_parallel_degree 0.5"),
+        ("a.yaml", "distributed_type: TPU", "distributed_type TPU"),
+        ("a.yaml", "- 1", ""),
+        ("a.sh", "echo hello", ""),
+        ("a.sh", "--num-layers two", "num-layers two"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, name, text, says):
+def test_what_is_wrong_is_named(tmp_path, name, text, words):
     file = tmp_path / name
     file.write_text(text)
-    with pytest.raises(UserError) as error:
+    with refused(f"{file}: ", *words.split()):
         read_config.read(str(file))
-    assert str(error.value).startswith(f"{file}: ") and says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_a_file_does_not_say_is_asked_for(tmp_path, capsys):
     (tmp_path / "zero.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
-    for line, says in (("", "has no shape of a model; give --model"), ("--model llama-7b", "give --gpus"),
-                       ("--model llama-7b --gpus 48", "--batch-size 64 does not divide")):  # fmt: skip
+    for line, says in (("", "--model"), ("--model llama-7b", "--gpus"),
+                       ("--model llama-7b --gpus 48", "--batch-size 64")):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["explain", str(tmp_path / "zero.json"), "--gpu", "h100", *line.split()])
         assert says in capsys.readouterr().err

@@ -196,6 +196,20 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     f"{PLAN.replace('llama-7b', 'mixtral-8x7b')} --lora 8": "--lora mixtral-8x7b",
     f"{ESTIMATE.replace('estimate', 'emit')} --format accelerate --lora 8": "--lora with_qlora.py",
     f"{ESTIMATE} --precision nvfp4": "nvfp4 4-bit bf16-mixed",
+    "goodput --gpus 8 --failures 0 --checkpoint-seconds 1": "--failures 0",
+    "goodput --gpus 0 --failures 1 --checkpoint-seconds 1": "--gpus 1 0",
+    "goodput --gpus 8 --failures 1 --checkpoint-seconds 1 --interval-minutes -1": "--interval-minutes -1",
+    "goodput --gpus 8 --failures 1e-5 --checkpoint-seconds 1 --tokens 1e9": "--tokens --tokens-per-second",
+    "goodput --gpus 8 --failures 100 --checkpoint-seconds 1 --interval-minutes 9999": "interval",
+    "plan --model gpt2 --gpus 1 --batch-size 1 --price h100": "--price h100 NAME=DOLLARS",
+    "plan --model gpt2 --gpus 1 --batch-size 1 --price h100=-1": "--price h100=-1 0",
+    ESTIMATE.replace("estimate", "emit")
+    + " --format torchtitan --mesh shard=8 --zero-stage 3 --layers 30": "--format torchtitan llama-7b",
+    ESTIMATE.replace("estimate", "emit")
+    + " --format torchrun --mesh data=8 --max-memory-gb 900 --offload": "--format torchrun --offload",
+    ESTIMATE.replace("estimate", "emit") + " --format torchrn --mesh data=8": "torchrn torchrun",
+    ESTIMATE.replace("estimate", "emit") + " --format torchrun --zero-stage 3": "--zero-stage --mesh",
+    ESTIMATE.replace("estimate", "emit") + " --format torchrun --mesh data=8 --max-memory-gb 20": "20.0 plan",
 }
 
 

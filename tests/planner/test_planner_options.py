@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from helpers import refused
 
-from common.errors import UserError
 from planner import __main__ as commands
 from planner import benchmark, constants, models
 from planner.__main__ import cluster_of, main, model_of, named, read
@@ -106,21 +106,15 @@ def test_every_file_is_written(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, says",
-    [
-        ('{"constants": {"matmull": 1.0}}', "unknown constant 'matmull'"),
-        ('{"here": {}}', "it has no constants"),
-        ("[1, 2]", "is damaged"),
-        ("matmul", "is damaged"),
-    ],
+    "text, says", [('{"constants": {"matmull": 1.0}}', "matmull"), ('{"here": {}}', ""), ("[1, 2]", ""), ("matmul", "")]
 )
 def test_a_file_of_something_else_gets_one_line(text, says, tmp_path):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(UserError, match=f"c.json.*{says}"):
+    with refused("c.json", says):
         constants.load(tmp_path / "c.json")
 
 
 def test_an_unknown_model_of_a_benchmark_is_named():
-    with pytest.raises(UserError, match="^unknown model 'tinny'; did you mean 'tiny'"):
+    with refused("'tinny'", "'tiny'"):
         benchmark.grid(["tinny"], 1, "cpu", PRIOR)
     assert models.find("GPT2").name == "gpt2"

@@ -126,6 +126,10 @@ def test_a_batch_that_does_not_divide_is_told_what_would():
             search.plan(model, cluster("h100-80gb", 32), 7, 512)
 
 
+def says(text: str, *words: str) -> None:
+    assert not [word for word in words if word not in text], text
+
+
 def test_the_nearest_loser_is_faster_or_the_fastest_that_fits():
     """It differs in one choice, of which mesh and ZeRO's stage count as one."""
     base = Layout((("data", 8),), 64, micro_batch=2)
@@ -137,14 +141,14 @@ def test_the_nearest_loser_is_faster_or_the_fastest_that_fits():
 
     mesh = {"mesh": (("shard", 8),), "zero_stage": 3}
     large, slow, slower = ({"micro_batch": 8}, 8.0, 90), ({"micro_batch": 1}, 11.0, 70), ({"micro_batch": 4}, 12.0, 80)
-    assert told((mesh, 11.0, 20)) == "shard 8, ZeRO-3, micro-batch 2, recompute none: +10% time"
-    assert told(slower, slow) == "data 8, micro-batch 1, recompute none: +10% time", "the faster of two that fit"
-    assert told(slow, large) == "data 8, micro-batch 8, recompute none, 20% faster: needs 90.0 GiB", "a faster one"
-    assert told(({"micro_batch": 8}, 10.5, 90), slower).endswith("micro-batch 4, recompute none: +20% time"), (
-        "one that is slower and does not fit says nothing"
-    )
-    assert told(({"micro_batch": 8}, 12.5, 90)) == "data 8, micro-batch 8, recompute none: needs 90.0 GiB", "no other"
+    says(told((mesh, 11.0, 20)), "shard 8, ZeRO-3, micro-batch 2, recompute none", "+10%")
+    says(told(slower, slow), "micro-batch 1,", "+10%")  # the faster of two that fit
+    says(told(slow, large), "micro-batch 8,", "20%", "90.0 GiB")  # a faster one
+    says(
+        told(({"micro_batch": 8}, 10.5, 90), slower), "micro-batch 4,", "+20%"
+    )  # not one that is slower and doesn't fit
+    says(told(({"micro_batch": 8}, 12.5, 90)), "micro-batch 8,", "90.0 GiB")  # no other
     for far in ({"recompute": "full", "micro_batch": 4}, mesh | {"micro_batch": 4}, {}):
-        assert told((far, 1.0, 10)) == "no layout differs in one choice only", far
+        assert "GiB" not in told((far, 1.0, 10)) and "%" not in told((far, 1.0, 10)), far
     for field in ({"recompute": "full"}, {"stages_per_rank": 2}, {"zero_stage": 1}):
-        assert told((field, 12.0, 10)).endswith(": +20% time"), f"{field} is one choice"
+        says(told((field, 12.0, 10)), "+20%")

@@ -1,8 +1,13 @@
-"""Modes that note what the CPU would wait for, if the tensors were on a GPU."""
+"""Modes that note what the CPU would wait for, if the tensors were on a GPU; and how many bytes are alive at once."""
+
+import weakref
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.state import is_dtensor
 
 
 class Copies(TorchFunctionMode):
@@ -37,3 +42,24 @@ class Shapes(TorchDispatchMode):
         if name in self.NAMES or masks or unknown:
             self.found.append(name)
         return func(*args, **kwargs)
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors that operators in the block made and that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self.followed = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it calls operators inside, which come by one at a time
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and not is_dtensor(tensor):
+                place = tensor.untyped_storage()
+                key = place._cdata
+                self.followed.setdefault(key, weakref.ref(place, lambda _, key=key: self.followed.pop(key)))
+        now = sum(place.nbytes() for ref in list(self.followed.values()) if (place := ref()) is not None)
+        self.peak = max(self.peak, now)
+        return result

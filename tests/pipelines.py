@@ -19,6 +19,20 @@ def deep(model_class=GPT) -> nn.Module:
     return model
 
 
+def first_layers_frozen(model_class=GPT) -> nn.Module:
+    model = equality.frozen(model_class)
+    model.embedding.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def tied_frozen(model_class=GPT) -> nn.Module:
+    """One weight at both ends, which is not trained."""
+    model = equality.tied(model_class)
+    model.embedding.requires_grad_(False)
+    return model
+
+
 def small(layers=2, **more) -> nn.Module:
     return GPT(layers=layers, width=16, heads=4, context=8, vocabulary=64, **more)
 

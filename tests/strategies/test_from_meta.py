@@ -1,19 +1,15 @@
 """Ranks other than 0 may be given a model on the meta device: they end with rank 0's weights, and while a strategy is
 made they never hold more than their own share and what is stated beside it."""
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from gpu_waits import Alive
 
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.model import GPT
-from common.state import is_dtensor
 from common.strategy import Setup
 from course.model_parallel.by_hand_layers import count, layers_of
 from course.model_parallel.moe_model import MixtureGPT
@@ -36,27 +32,6 @@ BESIDE = {
     ("mesh", "by-hand", "shard=2,tensor=2"): (0, 1),
     ("mesh", "by-hand", "shard=4"): (0, 2),  # a unit, and its vector, which is on the device
 }
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes of tensors that operators in the block made and that were alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak, self.followed = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it calls operators inside, which come by one at a time
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and not is_dtensor(tensor):
-                place = tensor.untyped_storage()
-                key = place._cdata
-                self.followed.setdefault(key, weakref.ref(place, lambda _, key=key: self.followed.pop(key)))
-        now = sum(place.nbytes() for ref in list(self.followed.values()) if (place := ref()) is not None)
-        self.peak = max(self.peak, now)
-        return result
 
 
 def constructed(cases) -> dict:
@@ -88,7 +63,7 @@ def outcomes():
     alone = [who for who in BESIDE if who[0] == "mesh" and "pipeline" in who[2]]
     found: list[dict] = [{} for _ in range(RANKS)]
     for cases in ([who for who in BESIDE if who not in alone], *([who] for who in alone)):
-        for mine, more in zip(found, launch(constructed, RANKS, (cases,), timeout=60), strict=True):
+        for mine, more in zip(found, launch(constructed, RANKS, (cases,), timeout=600), strict=True):
             mine.update(more)
     return found
 

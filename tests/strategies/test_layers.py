@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from pipelines import first_layers_frozen, tied_frozen
 from torch import nn
 
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
-from common.model import GPT
 from common.strategy import Setup
 from course.model_parallel import by_hand_layers as by_hand
 from course.model_parallel import layers_on_devices
@@ -67,19 +67,6 @@ def test_what_crosses_the_boundary_and_what_stays_equal(nproc, precision, nbytes
 def test_untied_weights_are_not_added():
     for entries, tied, _ in launch(one_step, 2, (equality.frozen, 1)):
         assert tied is None and [e[0] for e in entries].count("all_reduce") == 1
-
-
-def first_layers_frozen(model_class=GPT) -> nn.Module:
-    model = equality.scaled_up(model_class(layers=2, width=16, heads=4, context=8, vocabulary=64, tied=False))
-    model.embedding.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    return model
-
-
-def tied_frozen(model_class=GPT) -> nn.Module:
-    model = equality.tied(model_class)
-    model.embedding.requires_grad_(False)
-    return model
 
 
 CASES = [equality.Case(make, equality.sgd, 3, 0.3) for make in (first_layers_frozen, tied_frozen)]

@@ -5,27 +5,17 @@ import dataclasses
 import pytest
 import torch
 from helpers import FULL
-from pipelines import batch, deep, mesh_of
-from torch import nn
+from pipelines import batch, deep, first_layers_frozen, mesh_of, tied_frozen
 
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.model import GPT
 from common.strategy import Setup
 from course.pipeline import by_hand, schedules, torch_schedules
 from course.pipeline import distributed_training as torchs
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline.by_hand import PipelineDDPByHand
 from course.pipeline.options import PipelineOptions
-
-
-def first_layers_frozen(model_class=GPT) -> nn.Module:
-    model = equality.frozen(model_class)
-    model.embedding.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    return model
-
 
 # Every schedule equals one process
 
@@ -60,7 +50,7 @@ def train_all(trained, strategy_class):
 
 def prove_all(trained, nproc, strategy_class=by_hand.PipelineByHand) -> None:
     """Equality of many pipelines, each (options, cases), in one launch. Raises NotEqual."""
-    outcomes = launch(train_all, nproc, (trained, strategy_class), timeout=120)
+    outcomes = launch(train_all, nproc, (trained, strategy_class), timeout=600)
     for number, (options, some) in enumerate(trained):
         for index, (case, reference) in enumerate(zip(some, equality.references(tuple(some)), strict=True)):
             equality.check_something_happened(case, reference)
@@ -90,13 +80,6 @@ def test_every_schedule_of_pytorch_equals_one_process(nproc):
     assert {options["schedule"] for options, _ in trained} == set(torch_schedules.TORCH_SCHEDULES)
     assert set(torch_schedules.TORCH_SCHEDULES) == set(schedules.SCHEDULES)
     prove_all(trained, nproc, torchs.PipelineParallel)
-
-
-def tied_frozen(model_class=GPT) -> nn.Module:
-    """One weight at both ends, which is not trained."""
-    model = equality.tied(model_class)
-    model.embedding.requires_grad_(False)
-    return model
 
 
 FROZEN = [equality.Case(make, equality.sgd, 3, 100.0, steps=2) for make in (first_layers_frozen, equality.frozen)]

@@ -98,7 +98,7 @@ def look_at_all() -> dict:
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(look_at_all, 4, timeout=120)
+    return launch(look_at_all, 4, timeout=600)
 
 
 @pytest.mark.parametrize("who", STRATEGIES, ids="-".join)

@@ -5,12 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_waits import Alive
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.lab import equality
 from common.lab.launch import launch
@@ -64,22 +62,6 @@ def test_cross_entropy_of_columns_is_that_of_the_whole():
     assert whole.grad.abs().max() > 1
 
 
-class Alive(TorchDispatchMode):
-    """The most bytes alive at once, of tensors that operations return."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.most = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            storage = tensor.untyped_storage()
-            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(size for storage, size in self.storages.values() if not storage.expired()))
-        return result
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_takes_one_float32_tensor_beside_the_logits(monkeypatch, dtype):
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
@@ -91,7 +73,7 @@ def test_cross_entropy_takes_one_float32_tensor_beside_the_logits(monkeypatch, d
     of_logits, room = logits.nbytes, 0.3 * logits.nbytes  # for a weight and numbers for each token
     in_float32 = 4 * logits.numel()
     gradient = 0 if dtype == torch.float32 else of_logits  # in the logits' own type it is another tensor
-    assert alive.most < of_logits + in_float32 + gradient + room
+    assert alive.peak < of_logits + in_float32 + gradient + room
 
 
 def test_an_all_reduce_leaves_what_autograd_handed_it(monkeypatch):

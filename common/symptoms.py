@@ -198,15 +198,22 @@ ALSO = {
     "deadlock": "hangs", "freezes": "hangs", "frozen": "hangs", "stalls": "hangs", "stuck": "hangs", "stucks": "hangs",
     "inconsistent": "differs", "different": "differs", "mismatch": "differs", "wrong": "differs",
     "multinode": "two nodes", "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
-    "resume": "restart", "resuming": "restart",
+    "resume": "restart", "resuming": "restart", "timeout": "hangs", "throughput": "slow speed",
     "uneven": "different number of batches", "duplicated": "duplicates", "clipping": "norm", "scheduler": "rate",
 }  # fmt: skip
 
 
+# How many of something there were differs from report to report. Threads' numbers are longer, or come after a #.
+COUNTS = re.compile(r"(?<![\w#/.-])\d{1,4}(?:[.,]\d+)*[%x]?(?![\w#])")
+REPORT = 10  # words that make a report; in fewer, as in a message, numbers may be what one knows it by
+
+
 def in_our_words(words: str) -> str:
-    """A question with what our pages call the same things."""
+    """A question with what our pages call the same things; a report without the numbers of its run."""
     also = [ALSO[word] for word in dict.fromkeys(re.findall(r"\w+", words.lower())) if word in ALSO]
-    return " ".join([words, *also])
+    words = plain(words)
+    without = COUNTS.sub(" ", words)
+    return " ".join([without if len([*words_of(without)]) >= REPORT else words, *also])
 
 
 def words_of(text: str) -> Iterator[str]:

@@ -34,6 +34,7 @@ def test_a_message_of_one_mistake_leads_to_it(mistake, message):
         ("training was killed and the loss is higher after it resumed", "06_checkpoints_and_failures"),
         ("test accuracy depends on how many GPUs I use", "03_feeding"),
         ("find_unused_parameters", "09_ddp_in_practice"),
+        ("with 1 node of 8 GPUs samples_per_second is 30 for each GPU, with 2 or 3 nodes it is 10", "02_fully_shard"),
     ],
 )
 def test_a_symptom_in_other_words_leads_to_its_place(words, where):

@@ -29,7 +29,6 @@ SCRIPTS = """
 --strategy hsdp => --mesh data=2 shard 1
 --strategy hsdp --mesh 2by2 => --mesh 2by2 data=2,tensor=2
 --strategy hsdp --mesh 0x1 => --mesh 0x1 data=0,shard=1
---strategy tensor+fsdp --mesh shard=1,tensor=1 --task images => --task images tensor+fsdp
 --loading stream => --loading ddp single
 --strategy ddp --loading shards => --loading shards shard-stream
 --strategy ddp --loading shard-stream --task images => --loading shard
@@ -46,13 +45,11 @@ SCRIPTS = """
 --strategy fsdp --mesh data=1,shard=1 => fsdp shard data --by-hand
 --strategy ddp --by-hand --mesh tensor=1 => ddp tensor data
 --strategy fsdp --offload --width 65536 => --offload GiB
---recompute full --task images => --recompute full GPT
 --recompute full --strategy tensor => --recompute tensor
 --schedule gpipe => --schedule single
 --find-batch-size => --find-batch-size single
 --strategy fsdp --by-hand --find-batch-size => --find-batch-size fsdp
 --strategy sequence => sequence --by-hand
---strategy pipeline --task images => --task images pipeline text
 --strategy pipeline --schedule zigzag => --schedule zigzag
 --strategy pipeline --microbatches 5 => --microbatches pipeline 5 30
 --strategy pipeline --microbatches 0 => --microbatches 0 1
@@ -111,7 +108,6 @@ ddp => ddp
 --dry-run --mesh data=2 @4 => --mesh data=2 2 4
 --offload=yes => --offload single
 --strategy context --implementation magic => context --by-hand
---strategy hsdp --mesh tensor=1 => --mesh tensor=1 hsdp data, shard
 """
 YAML = {
     "batch_sise: 3": "batch_sise batch-size",

@@ -173,8 +173,9 @@ def trained(name: str, by_hand: bool, ways: list[dict], model_class=GPT) -> list
 def recomputed(name: str, by_hand: bool) -> tuple[list, list]:
     """With each --recompute, and for PyTorch's fully_shard with --offload, too; and of a model with dropout."""
     ways = [{"recompute": kind} for kind in RECOMPUTE]
-    offload = [{"offload": True}] if (name, by_hand) == ("fsdp", False) else []
-    dropping = ways if FULL else [ways[0], ways[-1]]
+    pytorchs = (name, by_hand) == ("fsdp", False)  # whose blocks are recomputed as a single process's are
+    offload = [{"offload": True}] if pytorchs else []
+    dropping = ways if FULL else [ways[0], ways[-1]] if not pytorchs else []
     return trained(name, by_hand, ways + offload), trained(name, by_hand, dropping, WithDropout)
 
 

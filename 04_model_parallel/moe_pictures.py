@@ -1,10 +1,10 @@
-"""Pictures of the notebooks on experts: capacity, tokens that travel, and loads."""
+"""Pictures of the notebooks on experts: capacity, tokens that travel, loads, and a recorded exchange."""
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from common.lab import plotting
+from common.lab import plotting, recordings
 
 
 def draw_capacity(choices, capacity, factor):
@@ -79,3 +79,18 @@ def shares(counts):
     """Counts [..., experts] as shares of their sum."""
     counts = torch.as_tensor(counts, dtype=torch.float32)
     return counts / counts.sum(-1, keepdim=True)
+
+
+def draw_recorded_exchange(rows):
+    """The first 10 ms of the recording of DLRM on eight V100s, a line for each rank: what it computes and sends."""
+
+    def what(row):
+        return "compute" if row["kind"] == "compute" else "all-to-all" if row["label"] else "all-reduce"
+
+    early = [row for row in rows if row["start_us"] < 10_000]
+    step = recordings.events(early, kind=what, lane=lambda row: f"rank {row['rank']}")
+    colours = {"compute": plotting.BLUE, "all-to-all": plotting.ORANGE, "all-reduce": plotting.VERMILION}
+    fig = plotting.timeline(sorted(step, key=lambda event: event[0]), colours=colours)
+    fig.axes[0].set_xlim(0, 10)
+    fig.axes[0].annotate("rank 7 comes here", (9.687, 7), (7.2, 7), arrowprops={"arrowstyle": "->"}, va="center")
+    return fig

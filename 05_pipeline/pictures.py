@@ -1,5 +1,5 @@
 """The chapter's own pictures: a schedule step by step, how long stages and steps take, where stages and groups of
-ranks are placed, and a backward pass in two halves."""
+ranks are placed, a backward pass in two halves, and a recorded step in numbers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from common.lab import recordings
 from common.lab.plotting import ACTIONS, BLACK, BLUE, IDLE, ORANGE, PALETTE, PURPLE, SKY, VERMILION, png
 from course.pipeline import simulator
 from course.pipeline.schedules import Schedule, build, parse
@@ -334,6 +335,29 @@ def two_axes() -> plt.Figure:
     ax.set(xlim=(-3.2, 6.3), ylim=(-0.65, 3.15))
     ax.set_axis_off()
     return fig
+
+
+def print_recorded_step() -> None:
+    """What a profiler has counted in one step of Llama 3 8B on four A100s, one pipeline: means over the four ranks."""
+    rows = recordings.read("trace_summary_torchtitan_parallelism_a100")
+    run = {row["item"]: row for row in rows if row["workload"] == "llama3-8b-pp"}
+    step = 1e3 * run["idle"]["step_s"]
+    mean = {item: row["ms_or_GiB_mean"] for item, row in run.items()}
+    shares = {
+        "compute": mean["compute kernels"],
+        "other messages": mean["communication kernels"] - mean["all_reduce"],
+        "all-reduce": mean["all_reduce"],
+        "idle": mean["idle"],
+    }
+    shares["not in the recording"] = step - sum(shares.values())
+    m = run["send"]["count_per_rank"] * 4 / (2 * 1 + 2 * 2)  # the two ends send once per micro-batch, the others twice
+    print(f"{m:.0f} micro-batches; by the formula {3 / (m + 3):.1%} of the time is bubble")
+    for name, ms in shares.items():
+        print(f"{name:21} {ms:6.1f} ms, {ms / step:5.1%} of the step")
+    print(f"all-reduce: from {run['all_reduce']['ms_min_rank']} to {run['all_reduce']['ms_max_rank']} ms, by rank")
+    print(f"all communication kernels together: {mean['communication kernels'] / step:.1%} of {step:,.0f} ms")
+    message = run["idle"]["seq_len"] * 4096 * 2  # one sequence of Llama 3 8B's width, in bfloat16
+    print(f"a rank in the middle sends and receives {2 * 2 * m * message / 1e6:.0f} MB")
 
 
 def deadlock_and_remedy() -> list[tuple[bytes, str]]:

@@ -248,7 +248,10 @@ def saved_settings(values: dict) -> dict:
     if resume != LATEST and named(resume, folder) not in found:
         there = ", ".join(str(manifest.step_of(path)) for path in found)
         raise UserError(f"--resume {resume}: {folder} has no checkpoint of that step; it has {there}")
-    return stored.facts_of(folder).config | {"run_dir": str(folder)}
+    facts = stored.facts_of(folder)
+    if (folder / "metrics.jsonl").exists():
+        stored.read(folder / "metrics.jsonl")  # refused before PyTorch is imported, if it is no file
+    return facts.config | {"run_dir": str(folder)}
 
 
 def this_launch() -> str:

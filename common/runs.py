@@ -243,6 +243,8 @@ def checkpoint_of(run: History, step: int | None) -> Path:
 def export(run: History, step: int | None, safetensors: bool, file: Path | None) -> dict:
     """Put the model of a checkpoint together in this process, tensor by tensor, and write one file. A weight that is
     tied stands there once, under its first name. Raises UserError."""
+    folder = checkpoint_of(run, step)
+    manifest.read(folder)  # refused at once, if it is damaged
     import torch  # what else looks at runs is there at once
 
     from common.checkpoint import whole_tensors
@@ -250,7 +252,6 @@ def export(run: History, step: int | None, safetensors: bool, file: Path | None)
     lack = missing(("safetensors",)) if safetensors else None
     if lack:
         raise UserError(f"--safetensors: {lack}")
-    folder = checkpoint_of(run, step)
     file = file or run.path / f"model-{manifest.step_of(folder):06d}.{'safetensors' if safetensors else 'pt'}"
     tensors = whole_tensors(folder)
     if safetensors:

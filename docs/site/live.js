@@ -59,7 +59,9 @@ function game(place, course) {
     said.textContent = found.error || "Live: press what is lit.";
     said.classList.toggle("wrong", Boolean(found.error));
     if (found.error) return;
+    const open = shown.querySelector("details").open;  // so is what one is about to write
     shown.innerHTML = found.html;
+    shown.querySelector("details").open = open;
     history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
     const buttons = [...shown.querySelectorAll("button[data-name]:not(:disabled)")];
     (buttons.find((one) => one.dataset.name === name) || buttons.find((one) => one.className === "lit"))?.focus();

@@ -3,7 +3,7 @@ ranks are placed, a backward pass in two halves, and a recorded step in numbers.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
@@ -340,7 +340,7 @@ def two_axes() -> plt.Figure:
 def print_recorded_step() -> None:
     """What a profiler has counted in one step of Llama 3 8B on four A100s, one pipeline: means over the four ranks."""
     rows = recordings.read("trace_summary_torchtitan_parallelism_a100")
-    run = {row["item"]: row for row in rows if row["workload"] == "llama3-8b-pp"}
+    run: dict[Any, Any] = {row["item"]: row for row in rows if row["workload"] == "llama3-8b-pp"}
     step = 1e3 * run["idle"]["step_s"]
     mean = {item: row["ms_or_GiB_mean"] for item, row in run.items()}
     shares = {

@@ -2,8 +2,8 @@
 
 says: rank 0: losses 101.0, norms 101.0; expected 2 and 200
 see:  No message: the sums are mixed. Both tensors become 101.
-find: Only a comparison of lines finds it: `--check-collectives` of this course does. DETAIL compares shapes, which
-      agree.
+find: Compare a sum with what you expect. DETAIL compares shapes, which agree. `--check-collectives` compares lines too,
+      and finds it where each order is written out, but not where one loop calls both, as here.
 fix:  Iterate in one order on all ranks: over a list, or sorted, and never over a set.
 then: rank 0: losses 2.0, norms 200.0; expected 2 and 200
 """

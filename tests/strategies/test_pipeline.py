@@ -1,21 +1,30 @@
 """Pipelines: every schedule equals one process, alone and beside replicas; what is sent between replicas."""
 
 import dataclasses
+import os
+import runpy
+import sys
+import weakref
+from collections import defaultdict
 
 import pytest
 import torch
 from helpers import FULL
-from pipelines import batch, deep, first_layers_frozen, mesh_of, tied_frozen
+from pipelines import batch, deep, first_layers_frozen, mesh_of, small, tied_frozen
+from torch import nn
 
+from common import ROOT
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
+from common.mesh import make_mesh
 from common.strategy import Setup
 from course.pipeline import by_hand, schedules, torch_schedules
 from course.pipeline import distributed_training as torchs
 from course.pipeline import pipeline_hybrids as hybrid
 from course.pipeline.by_hand import PipelineDDPByHand
 from course.pipeline.options import PipelineOptions
+from course.strategies import load
 
 # Every schedule equals one process
 
@@ -167,3 +176,41 @@ def test_replicas_of_every_schedule_equal_one_process():
         if strategy_class is hybrid.PipelineFSDP:  # in the same launch, whose ranks know DTensor's rules by then
             trained.append(({}, [dataclasses.replace(case, accumulate=3) for case in FROZEN]))
         prove_all(trained, 4, strategy_class)
+
+
+def most_outputs(train) -> int:
+    """The most outputs of one of this rank's layers that are there at once, while `train` trains."""
+    kept, most = defaultdict(list), [0]
+
+    def hook(layer, _, output):
+        if isinstance(layer, nn.Linear):
+            kept[layer].append(weakref.ref(output))
+            most.append(sum(there() is not None for there in kept[layer]))
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    train()
+    handle.remove()
+    return max(most)
+
+
+def kept_at_the_end(folder) -> dict[str, int]:
+    """Of a step's micro-batches: by the course's two ways of running PyTorch's schedules, by the program to copy and by
+    the one to put a model into."""
+    cpu, found, sys.argv = torch.device("cpu"), {}, ["standalone.py", "1"]
+    for name in ("pipeline", "mesh"):
+        strategy_class = load(name)
+        setup = Setup(make_mesh({"pipeline": 2}), strategy_class.Options(microbatches=8))
+        strategy = strategy_class(small(), equality.sgd, setup)
+        found[name] = most_outputs(lambda strategy=strategy: strategy.step([batch(8)]))
+    os.chdir(folder)  # where it leaves its checkpoint
+    train = runpy.run_path(str(ROOT / "05_pipeline" / "standalone.py"))["train"]
+    found["standalone"] = most_outputs(lambda: train(cpu))
+    train = runpy.run_path(str(ROOT / "docs" / "your_own.py"))["train"]
+    found["your own"] = most_outputs(lambda: train("pipeline", cpu, steps=2))
+    return found
+
+
+def test_the_last_stage_keeps_no_outputs_of_micro_batches_that_are_done(tmp_path):
+    """PyTorch's schedules by default return the outputs of the whole batch: with 64,000 classes, most of the memory."""
+    _, last = launch(kept_at_the_end, 2, (tmp_path,))
+    assert len(last) == 4 and max(last.values()) <= 2, last

@@ -192,8 +192,8 @@ class SavePieces(DefaultSavePlanner):
                 first, expected = seen.setdefault(key, (rank, (shape, number)))
                 if shape == expected[0] and number != expected[1]:
                     raise UserError(
-                        f"ranks {first} and {rank} have different numbers for {key.split()[0]}, of which they should "
-                        f"have equal copies; no checkpoint was written"
+                        f"ranks {first} and {rank} have different numbers for {key.split()[0]} (shape {shape}, at "
+                        f"{key.partition(' ')[2]}), of which they should have equal copies; no checkpoint was written"
                     )
         return super().create_global_plan([dataclasses.replace(plan, planner_data=None) for plan in all_plans])
 

@@ -219,7 +219,10 @@ def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
         return {"verdict": "no longer applies"}
     if change.file.endswith(".py"):
         compile(wrong, change.file, "exec")
-    tests, failed, begun, late, without = tests_near(change, most), [], time.monotonic(), [], []
+    tests, begun = tests_near(change, most), time.monotonic()
+    failed: list[str] = []
+    late: list[str] = []
+    without: list[str] = []
     for test in tests:  # one by one, so that one that is slow does not hide the others
         file.write_text(wrong)
         code, said = run_tests(tree, [test], seconds)

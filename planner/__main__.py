@@ -22,7 +22,7 @@ from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from planner import as_course, constants, hardware, models
 from planner.adapters import ON
-from planner.emit import COURSE, FORMATS, emit
+from planner.emit import COURSE, FORMATS, FRAMEWORK_OF, emit, predicted
 from planner.estimate import Estimate, estimate
 from planner.frameworks import FRAMEWORKS
 from planner.hardware import cluster
@@ -82,7 +82,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank in place of the model")
         add("--lora-on", default="all", help=f"which linear layers have one: {', '.join(ON)}; by default all")
         add("--nf4", action="store_true", help="with --lora: the frozen linear layers are in 4 bits (QLoRA)")
-        add("--framework", default=FRAMEWORK, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
+        usual = None if name == "emit" else FRAMEWORK  # there it is the format's
+        add("--framework", default=usual, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
         add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
         if name == "probe":
@@ -105,8 +106,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--out", default="probe.json", metavar="FILE.json", help="for --constants; what stands there is added to")
     add = subs["scoreboard"].add_argument
     add("--runs", action="store_true", help="every run as well")
-    add("--every", action="store_true", help="all published runs, not only 150 of a source: takes a minute")
-    add("--refit", action="store_true", help="fit the constants again, and store them: takes ten minutes")
+    add("--every", action="store_true", help="all published runs, not only 60 of a source: takes a minute")
+    add("--refit", action="store_true", help="fit the constants again, and store them: takes a minute or two")
     add("--json", action="store_true")
     add = subs["calibrate"].add_argument
     add("--out", default="constants.json", metavar="FILE.json", help="for --constants")
@@ -183,6 +184,7 @@ def add_layout(add: Callable) -> None:
     add("--fused", type=yes, default=True, metavar="yes|no", help="torch.compile or fused kernels; by default yes")
     add("--fused-loss", type=yes, default=False, metavar="yes|no", help="the loss compiled too; by default no")
     add("--dropout", type=yes, default=False, metavar="yes|no", help="after attention and MLP; by default no")
+    add("--whole-experts", action="store_true", help="of a mixture, ranks along tensor have different ones, uncut")
     add("--async-tensor", type=yes, default=False, metavar="yes|no", help="messages beside products; by default no")
     add("--overlap-gradients", type=yes, default=True, metavar="yes|no", help="reduced during the backward pass")
 
@@ -256,6 +258,7 @@ def named(args: argparse.Namespace) -> Estimate:
         precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
+        whole_experts=args.whole_experts,
         attention=args.attention, balanced=args.balanced, overlap_gradients=args.overlap_gradients,
         framework=args.framework, **adapted(args),
     )  # fmt: skip
@@ -371,6 +374,7 @@ def run_goodput(args: argparse.Namespace) -> None:
 
 def run_emit(args: argparse.Namespace) -> None:
     lookup(args.format, FORMATS, "format")
+    args.framework = args.framework or FRAMEWORK_OF.get(args.format, FRAMEWORK)
     if args.lora or args.nf4:
         raise UserError(
             "emit writes trainings of all parameters, without --lora; 06_fsdp/with_qlora.py trains adapters"
@@ -394,6 +398,7 @@ def run_emit(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(vars(found), indent=1))
         return
+    print(f"layout: {predicted(one)}")
     for name, text in found.files.items():
         print(f"written to {Path(args.out, name)}" if args.out else f"--- {name}\n{text}")
     print("\n".join([*(f"note: {note}" for note in found.notes), command]))

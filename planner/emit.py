@@ -1,8 +1,9 @@
 """A layout as the launch command and the configuration file of a tool that trains: `python -m planner emit`.
 
 What a tool cannot express is refused. Fields are those of Accelerate 1.15, DeepSpeed 0.19, Transformers 5.23 (each read
-back by the tool itself in tools/read_back.py) and torchtitan's JobConfig in TOML (torchtitan/config/
-job_config.py, as of 2025).
+back by the tool itself in tools/read_back.py), torchtitan's JobConfig in TOML (torchtitan/config/job_config.py, as of
+2025), Megatron-LM's arguments (megatron/training/arguments.py at d98e8a64) and nanotron's YAML (examples/
+config_tiny_llama.yaml at 2411b022); `python -m planner explain` reads the last three back (planner/read_config.py).
 """
 
 import json
@@ -32,8 +33,10 @@ class Emitted:
 def emit(found: Estimate, tool: str) -> Emitted:
     """The configuration of `tool`, one of FORMATS, for a layout that was estimated. Raises UserError for what it cannot
     express."""
-    if found.layout.recompute_share < 1:
+    if found.layout.recompute_share < 1 and tool != "megatron":
         raise UserError(f"--format {tool}: it recomputes all layers or none; leave --recompute-layers out")
+    if found.layout.whole_experts and found.layout.tensor > 1 and tool != "megatron":
+        raise UserError(f"--format {tool}: it cuts experts along 'tensor'; leave --whole-experts out")
     if found.fits == "no":
         raise UserError(
             f"the layout needs {found.memory.expected / GIB:.1f} GiB per GPU, of {found.cluster.gpu.memory / GIB:.1f}; "
@@ -108,7 +111,9 @@ def yaml(settings: dict, indent: str = "") -> str:
         if isinstance(value, dict):
             lines += [f"{indent}{name}:", yaml(value, indent + "  ").rstrip("\n")]
         else:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
+            text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+            if isinstance(value, float) and "e" in text and "." not in text:
+                text = text.replace("e", ".0e")  # which YAML 1.1 takes for a number
             quoted = isinstance(value, str) and value.lower() in NOT_TEXT
             lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if quoted else text}")
     return "\n".join(lines) + "\n"
@@ -347,7 +352,167 @@ def torchtitan(found: Estimate) -> Emitted:
     return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{toml(tables)}"})
 
 
+MEGATRON_PRECISION: dict[str, dict] = {
+    "float32": {}, "bf16-mixed": {"bf16": ""}, "fp16-mixed": {"fp16": ""},
+    "bf16-mixed-16": {"bf16": "", "grad-reduce-in-bf16": ""},
+    "fp8-mixed": {"bf16": "", "fp8-format": "hybrid", "grad-reduce-in-bf16": ""},
+    "mxfp8-mixed": {"bf16": "", "fp8-format": "e4m3", "fp8-recipe": "mxfp8", "grad-reduce-in-bf16": ""},
+    "nvfp4-mixed": {"bf16": "", "fp4-format": "e2m1", "fp4-recipe": "nvfp4", "grad-reduce-in-bf16": ""},
+}  # fmt: skip
+MEGATRON_RECOMPUTE: dict[str, dict] = {
+    "none": {}, "attention": {"recompute-granularity": "selective"},
+    "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+}  # fmt: skip
+MEGATRON_ZERO: dict[int, dict] = {
+    0: {}, 1: {"use-distributed-optimizer": ""},
+    2: {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": "optim_grads", "use-distributed-optimizer": ""},
+    3: {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": "optim_grads_params",
+        "use-distributed-optimizer": ""},
+}  # fmt: skip
+
+
+def megatron_model(found: Estimate) -> dict:
+    """Arguments for the shape of a model."""
+    model, sequence = found.model, found.layout.sequence
+    if model.attention is not None or model.parallel or model.dense_layers:
+        raise UserError(f"its GPT has no attention or blocks like those of '{model.name}'; take another model")
+    words = {
+        "num-layers": model.layers, "hidden-size": model.width, "num-attention-heads": model.heads,
+        "kv-channels": model.query // model.heads, "ffn-hidden-size": model.hidden, "seq-length": sequence,
+        "max-position-embeddings": max(sequence, model.positions), "tokenizer-type": "NullTokenizer",
+        "vocab-size": model.vocabulary, "make-vocab-size-divisible-by": 1,
+    }  # fmt: skip
+    if model.kv_heads:
+        words |= {"group-query-attention": "", "num-query-groups": model.kv_heads}
+    words |= {"position-embedding-type": "learned_absolute" if model.positions else "rope"}
+    words |= {"swiglu": "", "normalization": "RMSNorm"} if model.mlp == "swiglu" else {}
+    words |= {} if model.tied else {"untie-embeddings-and-output-weights": ""}
+    words |= {"disable-bias-linear": ""} if model.bias == "none" else {}
+    if model.experts:
+        words |= {"num-experts": model.experts, "moe-router-topk": model.top_k, "moe-ffn-hidden-size":
+                  model.expert_width, "moe-grouped-gemm": "", "moe-token-dispatcher-type": "alltoall"}  # fmt: skip
+        if model.shared_experts:
+            words["moe-shared-expert-intermediate-size"] = model.shared_experts * model.expert_width
+    return words
+
+
+def megatron(found: Estimate) -> Emitted:
+    """Arguments of Megatron-LM's pretrain_gpt.py, with its own stand-in for data. Its ranks are numbered as the
+    planner's are: tensor, context, expert, data, pipeline from the innermost on."""
+    layout, cluster = found.layout, found.cluster
+    axes = sizes(layout)
+    stage = layout.zero_stage
+    if stage >= 2 and layout.pipeline > 1:
+        raise UserError(f"it has ZeRO-{stage} without a pipeline alone; take --zero-stage 0 or 1")
+    if layout.offload:
+        raise UserError("it has another way to offload than the planner counts; leave --offload out")
+    if layout.pipeline > 1 and layout.schedule not in ("1f1b", "interleaved"):
+        raise UserError(
+            f"it has no schedule '{layout.schedule}'; take 1f1b, with --stages-per-rank where it has several"
+        )
+    if layout.stages_per_rank > 1 and found.model.layers % layout.stages:
+        raise UserError(
+            f"it deals equally many layers to each stage; {layout.stages} do not divide {found.model.layers}"
+        )
+    if layout.pipeline > 1 and found.model.layers % layout.pipeline:
+        raise UserError(f"it deals equally many layers to each rank; {layout.pipeline} do not divide "
+                        f"{found.model.layers}")  # fmt: skip
+    words: dict = megatron_model(found) | {
+        "tensor-model-parallel-size": layout.tensor, "pipeline-model-parallel-size": layout.pipeline,
+        "context-parallel-size": layout.context, "expert-model-parallel-size": layout.expert_ranks,
+        "micro-batch-size": layout.micro_batch, "global-batch-size": layout.batch_size,
+    }  # fmt: skip
+    words |= {"expert-tensor-parallel-size": 1} if layout.whole_experts and layout.tensor > 1 else {}
+    words |= MEGATRON_ZERO[stage] | among(layout.precision, MEGATRON_PRECISION, "precision")
+    words |= among(layout.kept, MEGATRON_RECOMPUTE, "recomputation")
+    if layout.recompute_share < 1:
+        each = round(layout.recompute_share * found.model.layers / layout.stages)
+        words |= {"recompute-method": "block", "recompute-num-layers": each}
+    if layout.stages_per_rank > 1:
+        words["num-layers-per-virtual-pipeline-stage"] = found.model.layers // layout.stages
+    if stage and axes.get("data", 1) > 1:
+        words["num-distributed-optimizer-instances"] = axes["data"]
+    if layout.tensor > 1 and layout.sequence_parallel:
+        words["sequence-parallel"] = ""
+    if layout.overlap_gradients:
+        words |= {"overlap-grad-reduce": ""} | ({"overlap-param-gather": ""} if stage else {})
+    words |= {"tp-comm-overlap": ""} if layout.async_tensor else {}
+    words |= {"attention-backend": "flash" if layout.flash else "unfused"}
+    rate = 0.1 if layout.dropout else 0.0
+    words |= {"hidden-dropout": rate, "attention-dropout": rate, "clip-grad": 1.0, "lr": 3e-4, "train-iters": 100,
+              "mock-data": "", "use-mcore-models": "", "transformer-impl": "transformer_engine"}  # fmt: skip
+    start = torchrun_words(cluster).replace("_", "-")  # torchrun reads both
+    lines = [f"    --{name}{f' {value}' if value != '' else ''}" for name, value in words.items()]
+    text = f"#!/bin/bash\n# {predicted(found)}\n{start} pretrain_gpt.py \\\n" + " \\\n".join(lines) + "\n"
+    notes = ["megatron.sh starts in a checkout of NVIDIA/Megatron-LM; --mock-data is its stand-in for your tokens"]
+    return Emitted("bash megatron.sh", {"megatron.sh": text}, notes)
+
+
+def nanotron(found: Estimate) -> Emitted:
+    """A YAML for nanotron's run_train.py."""
+    model, layout, cluster = found.model, found.layout, found.cluster
+    axes = only(layout, "nanotron", "pipeline", "data", "shard", "context", "expert", "tensor")
+    if model.mlp != "swiglu" or model.bias != "none" or model.attention is not None or model.dense_layers:
+        raise UserError(
+            f"it has the shapes of Llama and Qwen2 alone, and '{model.name}' is another; take another model"
+        )
+    stage = layout.zero_stage
+    if stage > 1 or (stage and {"data", "shard"} <= set(axes)):
+        raise UserError("it has ZeRO-1 over all its copies; take --zero-stage 0 or 1, and one of data and shard")
+    if layout.offload or layout.schedule not in ("1f1b", "gpipe"):
+        what = "offload" if layout.offload else f"schedule '{layout.schedule}'"
+        raise UserError(f"it has no {what}; leave it out")
+    precision = among(layout.precision, {"float32": ("float32", True), "bf16-mixed": ("bfloat16", True),
+                                         "bf16": ("bfloat16", False)}, "precision")  # fmt: skip
+    shape: dict = {
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": model.width, "initializer_range":
+        0.02, "intermediate_size": model.hidden, "is_llama_config" if not model.experts else "is_qwen2_config": True,
+        "max_position_embeddings": layout.sequence, "num_attention_heads": model.heads, "num_hidden_layers":
+        model.layers, "num_key_value_heads": model.kv_heads or model.heads, "pad_token_id": None, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": model.tied, "use_cache": True,
+        "vocab_size": model.vocabulary,
+    }  # fmt: skip
+    if model.experts:
+        shape["moe_config"] = {
+            "num_experts": model.experts, "top_k": model.top_k, "moe_intermediate_size": model.expert_width,
+            "enable_shared_expert": bool(model.shared_experts), "token_dispatcher_type": "alltoall",
+        }  # fmt: skip
+    settings: dict = {
+        "checkpoints": {"checkpoint_interval": 1000, "checkpoints_path": "checkpoints",
+                        "checkpoints_path_is_shared_file_system": False, "resume_checkpoint_path": None,
+                        "save_initial_state": False},
+        "general": {"ignore_sanity_checks": True, "project": "planner", "run": model.name, "seed": 42},
+        "logging": {"iteration_step_info_interval": 1, "log_level": "info", "log_level_replica": "info"},
+        "model": {"ddp_bucket_cap_mb": 25, "dtype": precision[0], "init_method": {"std": 0.02},
+                  "make_vocab_size_divisible_by": 1, "model_config": shape},
+        "optimizer": {
+            "accumulate_grad_in_fp32": precision[1], "clip_grad": 1.0, "weight_decay": 0.01, "zero_stage": stage,
+            "learning_rate_scheduler": {"learning_rate": 0.0003, "lr_decay_steps": 90, "lr_decay_style": "cosine",
+                                        "lr_warmup_steps": 10, "lr_warmup_style": "linear", "min_decay_lr": 0.00003},
+            "optimizer_factory": {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-08, "name": "adamW",
+                                  "torch_adam_is_fused": True},
+        },
+        "parallelism": {
+            "context_parallel_size": layout.context, "dp": layout.readers, "expert_parallel_size":
+            layout.size("expert"), "pp": layout.pipeline, "pp_engine":
+            {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
+            "recompute_layer": among(layout.kept, {"none": False, "full": True}, "recomputation"), "tp": layout.tensor,
+            "tp_linear_async_communication": layout.sequence_parallel,
+            "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+        },
+        "tokenizer": {"tokenizer_name_or_path": "gpt2", "tokenizer_max_length": None, "tokenizer_revision": None},
+        "tokens": {"batch_accumulation_per_replica": layout.micro_batches, "micro_batch_size": layout.micro_batch,
+                   "sequence_length": layout.sequence, "train_steps": 100, "val_check_interval": -1},
+    }  # fmt: skip
+    stages = "data_stages:\n- name: all\n  start_training_step: 1\n  data:\n    dataset: null\n    seed: 42\n"
+    command = f"{torchrun_words(cluster)} run_train.py --config-file nanotron.yaml"
+    notes = ["it trains on random tokens (dataset: null); run_train.py is that of a checkout of huggingface/nanotron"]
+    return Emitted(command, {"nanotron.yaml": f"# {predicted(found)}\n{yaml(settings)}{stages}"}, notes)
+
+
 FORMATS: dict[str, Callable[[Estimate], Emitted]] = {
     "torchrun": torchrun, "slurm": slurm, "accelerate": accelerate, "deepspeed": deepspeed, "hf-trainer": hf_trainer,
-    "torchtitan": torchtitan,
+    "torchtitan": torchtitan, "megatron": megatron, "nanotron": nanotron,
 }  # fmt: skip
+# Of what a format's own framework holds and launches, where nobody names another with --framework.
+FRAMEWORK_OF = {"megatron": "megatron", "nanotron": "megatron"}

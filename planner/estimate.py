@@ -97,6 +97,7 @@ class Estimate:
             "recompute_share": layout.recompute_share,
             "precision": layout.precision,
             "offload": layout.offload,
+            "whole_experts": layout.whole_experts,
             "lora": layout.lora,
             "lora_on": layout.lora_on if layout.lora else None,
             "nf4": layout.nf4,

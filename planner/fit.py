@@ -8,6 +8,7 @@ from dataclasses import replace
 from planner import time
 from planner.constants import FITTED, PRIOR, Constants
 from planner.published import Run
+from planner.scope import SEEN
 
 # A constant goes no further than data sheets and published profiles allow.
 BOUNDS = {
@@ -16,8 +17,8 @@ BOUNDS = {
     "ring_alpha": (0.3, 3.0), "host": (2e-4, 2e-3), "host_moe": (3e-4, 6e-3), "dispatch": (1.0, 40.0),
     "fast_attention": (1.2, 2.2),
 }  # fmt: skip
-PULL = 0.01  # towards the prior: what the runs say nothing about stays there
-MOST = 16  # runs of a source that a fit looks at, evenly spread over its table
+PULL = 0.1  # towards the prior: what the runs say little about stays there (0.1 to 1 predict the other half alike)
+MOST = 10  # runs of a source that a fit looks at, evenly spread over its table
 SOFT = 0.05  # errors smaller than this count by their squares, larger ones by their sizes: outliers do not decide
 
 
@@ -31,8 +32,9 @@ def project(source: str) -> str:
 
 
 def fitted_on(run: Run) -> bool:
-    """Runs with adapters are predicted only: they check what has been fitted on trainings of all parameters."""
-    return bool(run.seconds) and not run.layout.lora
+    """Runs with adapters, and on GPUs of which there are few runs, are predicted only: they check what has been fitted
+    on trainings of all parameters."""
+    return bool(run.seconds) and not run.layout.lora and run.cluster.gpu.name in SEEN
 
 
 def halves(runs: Iterable[Run]) -> tuple[set[str], set[str]]:
@@ -61,24 +63,65 @@ def loss(runs: Iterable[Run], constants: Constants) -> float:
         if run.seconds:
             error = math.log(seconds(run, constants, quick=True) / run.seconds)
             by_project[project(run.source)].append(math.sqrt(error**2 + SOFT**2) - SOFT)
-    far = sum(math.log(max(getattr(constants, name), 0.01) / max(getattr(PRIOR, name), 0.01)) ** 2 for name in FITTED)
+    far = sum(math.log(getattr(constants, name) / getattr(PRIOR, name)) ** 2 for name in FITTED)
     means = [sum(errors) / len(errors) for errors in by_project.values()]
     return sum(means) / len(means) + PULL * far / len(FITTED)
 
 
-def fit(runs: list[Run], start: Constants = PRIOR, sweeps: int = 2) -> Constants:
-    """Constants that fit these runs best: one after the other is moved, in smaller and smaller steps."""
+def fit(runs: list[Run], start: Constants = PRIOR, rounds: int = 3) -> Constants:
+    """Constants that fit these runs best: the logarithms of all times are taken for linear in those of the constants,
+    round by round, which is a least-squares problem for each weighting of the errors."""
     best, least = start, loss(runs, start)
-    step = 0.2
-    for _ in range(sweeps):
-        for name in FITTED:
-            low, high = BOUNDS[name]
-            for sign in (1, -1):
-                while True:
-                    value = min(high, max(low, getattr(best, name) * math.exp(sign * step)))
-                    tried = replace(best, **{name: value})
-                    if value == getattr(best, name) or (now := loss(runs, tried)) >= least - 1e-5:
-                        break
-                    best, least = tried, now
-        step /= 2.3
+    for _ in range(rounds):
+        step = towards(runs, best)
+        for part in (1.0, 0.5, 0.25):
+            tried = replace(best, **{name: within(name, getattr(best, name) * math.exp(part * change))
+                                     for name, change in step.items()})  # fmt: skip
+            if (now := loss(runs, tried)) < least:
+                best, least = tried, now
+                break
+        else:
+            break
     return best
+
+
+def within(name: str, value: float) -> float:
+    low, high = BOUNDS[name]
+    return min(high, max(low, value))
+
+
+def towards(runs: list[Run], at: Constants, nudge: float = 0.1) -> dict[str, float]:
+    """By how much the logarithm of each constant should change: to where `loss` is least if each run's error is linear
+    in them. Those that reach a bound stay there, and the others are found anew."""
+    import numpy as np  # which a browser lacks, where nothing is fitted
+
+    def errors(constants):
+        return np.array([math.log(seconds(run, constants, quick=True) / run.seconds) for run in runs if run.seconds])
+
+    number: dict[str, int] = defaultdict(int)
+    for run in runs:
+        number[project(run.source)] += 1
+    weights = np.array([1 / number[project(run.source)] for run in runs]) / len(number)
+    here, slopes = errors(at), []
+    for name in FITTED:
+        moved = within(name, getattr(at, name) * math.exp(nudge))
+        if moved < getattr(at, name) * math.exp(nudge / 2):
+            moved = within(name, getattr(at, name) * math.exp(-nudge))
+        change = math.log(moved / getattr(at, name))
+        slopes.append((errors(replace(at, **{name: moved})) - here) / change)
+    slope = np.array(slopes).T
+    from_prior = np.array([math.log(getattr(at, name) / getattr(PRIOR, name)) for name in FITTED])
+    low, high = (np.array([math.log(BOUNDS[name][side] / getattr(at, name)) for name in FITTED]) for side in (0, 1))
+    pull, found = 2 * PULL / len(FITTED), np.zeros(len(FITTED))
+    for _ in range(30):
+        error = here + slope @ found
+        weight = weights / np.sqrt(error**2 + SOFT**2)
+        square = (slope * weight[:, None]).T @ slope + pull * np.eye(len(FITTED))
+        wanted = -(slope * weight[:, None]).T @ here - pull * from_prior
+        found, free = np.linalg.solve(square, wanted), np.ones(len(FITTED), bool)
+        while (beyond := free & ((found < low - 1e-9) | (found > high + 1e-9))).any():
+            free &= ~beyond
+            found = np.clip(found, low, high)
+            rest = wanted[free] - square[np.ix_(free, ~free)] @ found[~free]
+            found[free] = np.linalg.solve(square[np.ix_(free, free)], rest)
+    return dict(zip(FITTED, np.clip(found, low, high).tolist(), strict=True))

@@ -35,6 +35,8 @@ class Framework:
     constant:      bytes outside of the allocator: the CUDA context, NCCL's buffers, what libraries keep
     foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
     fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
+    fp8_overlaps:  where products have 8 bit or fewer, messages along "tensor" overlap with them
+    node_dispatch: a token goes to each node of its experts once, where an all-to-all sends it to each of them
     stops_early:   it recomputes by torch.utils.checkpoint, not reentrant, which ends where nothing more is needed
     fp8_gradients: bytes per value of the gradients that it keeps and sends where products have 8 bit, up to stage 2
     at_worst:      the recipe that is assumed for the worst case of its memory where nobody has named a framework
@@ -48,6 +50,8 @@ class Framework:
     constant: float = 0.0
     foreach: bool = False
     fused_attention: bool = False
+    fp8_overlaps: bool = False
+    node_dispatch: bool = False
     stops_early: bool = False
     fp8_gradients: int = 4
     at_worst: str = ""
@@ -72,13 +76,18 @@ FRAMEWORKS: dict[str, Framework] = {
         source="KempnerForge's memory, of which both are a quarter",
     ),
     "megatron": Framework(
-        fused_attention=True, constant=4 * GIB, fp8_gradients=2, at_worst="megatron-whole-logits",
+        fused_attention=True, constant=4 * GIB, fp8_gradients=2, fp8_overlaps=True, node_dispatch=True,
+        at_worst="megatron-whole-logits",
         source="Narayanan et al. 2021, Korthikanti et al. 2022, vTrain and NeMo for the time; for the constant "
         "nothing: between torchtitan's and Megatron-DeepSpeed's; 16-bit gradients beside 8-bit products are those of "
-        "NVIDIA's performance recipes (Megatron-Bridge, scripts/performance/configs: ddp.grad_reduce_in_fp32 = False)",
+        "NVIDIA's performance recipes (Megatron-Bridge, scripts/performance/configs: ddp.grad_reduce_in_fp32 = False), "
+        "and so are messages along 'tensor' that overlap, and DeepEP and HybridEP for tokens (at 067f987d, "
+        "src/megatron/bridge/recipes: tp_comm_overlap of llama and gpt, moe_flex_dispatcher_backend of qwen, gpt_oss "
+        "and deepseek)",
     ),
     "megatron-whole-logits": Framework(
-        fused_attention=True, constant=4 * GIB, fp8_gradients=2, whole_logits=3.5,
+        fused_attention=True, constant=4 * GIB, fp8_gradients=2, fp8_overlaps=True, node_dispatch=True,
+        whole_logits=3.5,
         source="as deepspeed-whole-logits",
     ),
     "internevo": Framework(

@@ -58,14 +58,25 @@ def product(m: float, k: float, n: float, gpu: GPU, precision: str, constants: C
     return 2 * m * k * n / rate(gpu, precision, constants) + moved + constants.kernel
 
 
+def unfused(model: Model, itemsize: int) -> float:
+    """Share of the rate of large products that those of attention reach which stores its scores. Tensor cores want
+    operands whose rows are multiples of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 4):
+    with other widths of a head the products are done without them, at a sixteenth of the rate (A100's data sheet: 19.5
+    of 312 TFLOP/s)."""
+    width = model.query // model.heads
+    return 0.6 if itemsize == 4 or width * itemsize % 16 == 0 else 1 / 16
+
+
 @lru_cache(maxsize=50_000)
 def work(
     model: Model, gpu: GPU, tokens: float, sequence: int, tensor: int, cut: bool, flash: bool, dropout: bool,
     fused: bool, precision: str, experts: int, context_factor: float, fast: float, moe: bool, constants: Constants,
     lora: int = 0, on: str = "all", nf4: bool = False,
+    whole: bool = False,
 ) -> Work:  # fmt: skip
-    """The work of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`. With
-    lora, that of a frozen layer beside adapters: no gradients of its weights, but of theirs."""
+    """The work of a layer with a dense MLP, or with a mixture of experts (moe) of which this rank has `experts`, which
+    are `whole` or cut along "tensor". With lora, that of a frozen layer beside adapters: no gradients of its weights,
+    but of theirs."""
     h, itemsize = model.width, PRECISIONS[precision][0]
 
     def timed(k, n, m=tokens, count=1):
@@ -79,8 +90,8 @@ def work(
     pairs = [timed(h, (model.query + 2 * model.key) / tensor * scale), timed(model.query / tensor * scale, h)]
     ups = model.matrices - 1
     if moe:
-        rows = tokens * model.top_k / experts
-        width = model.expert_width / tensor
+        rows = tokens * model.top_k / experts / (tensor if whole else 1)
+        width = model.expert_width / (1 if whole else tensor)
         pairs += [timed(h, ups * width, rows, experts), timed(width, h, rows, experts)]
         if shared := model.shared_experts * model.expert_width / tensor:
             pairs += [timed(h, ups * shared), timed(shared, h)]
@@ -93,7 +104,7 @@ def work(
         core = flops / 2 / (peak(gpu, precision) * gpu.attention * constants.attention * fast)
         backward_core = 2.5 * core
     else:
-        core = flops / (peak(gpu, precision) * gpu.achievable * constants.matmul * 0.6)
+        core = flops / (peak(gpu, precision) * gpu.achievable * constants.matmul * unfused(model, itemsize))
         backward_core = 2 * core
     gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
     kept = layer_bytes(h, model.query, model.key, mlp_width, gated, dropout, "none", tensor, cut, itemsize) * tokens
@@ -152,6 +163,7 @@ def of_layer(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Const
     factor = 1 + (constants.ring if layout.balanced else 1.0) * (1 - 1 / layout.context)
     return work(
         model, gpu, layout.tokens, layout.sequence, layout.tensor, layout.sequence_parallel, layout.flash,
-        layout.dropout, layout.fused, layout.precision, model.experts // layout.size("expert") if moe else 0, factor,
+        layout.dropout, layout.fused, layout.precision, model.experts // layout.expert_ranks if moe else 0, factor,
         attention_factor(gpu, layout, constants), moe, constants, layout.lora, layout.lora_on, layout.nf4,
+        layout.whole_experts,
     )  # fmt: skip

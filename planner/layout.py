@@ -66,6 +66,8 @@ class Layout:
                  they copy it
     lora:        rank of the adapters that are trained in place of the model (planner/adapters.py); 0: all is trained
     lora_on:     which linear layers of a block have an adapter, a name of planner/adapters.py's ON
+    whole_experts: ranks along "tensor" have different experts, each whole, where they otherwise cut each of them
+                 (Megatron-LM's --expert-tensor-parallel-size 1)
     nf4:         with them, the linear layers that are frozen are in 4 bits (QLoRA)
     """
 
@@ -90,6 +92,7 @@ class Layout:
     shard_context: bool = True
     attention: str = ""
     balanced: bool = True
+    whole_experts: bool = False
     framework: str = ""
     lora: int = 0
     lora_on: str = "all"
@@ -156,6 +159,11 @@ class Layout:
         return self.shards // self.size("expert") if self.zero_stage else 1
 
     @cached_property
+    def expert_ranks(self) -> int:
+        """Ranks among which experts are dealt out."""
+        return self.size("expert") * (self.tensor if self.whole_experts else 1)
+
+    @cached_property
     def copies(self) -> dict[str, int]:
         """Axes along which gradients are summed by an all-reduce, and their sizes; several that are one group count as
         "data"."""
@@ -177,6 +185,11 @@ class Layout:
         return frameworks.of(self).fp8_gradients if eight else PRECISIONS[self.precision][1]
 
     @cached_property
+    def overlaps_tensor(self) -> bool:
+        """Messages along "tensor" overlap with products."""
+        return self.async_tensor or (self.precision in LOW and frameworks.of(self).fp8_overlaps)
+
+    @cached_property
     def recipe(self) -> str:
         """The key in chapter 06's BYTES of what is trained. Adapters beside 16 bits are in float32, as peft's."""
         if self.lora and self.precision != "bf16":
@@ -194,6 +207,7 @@ class Layout:
         adapters = f", {'QLoRA' if self.nf4 else 'LoRA'} of rank {self.lora}" if self.lora else ""
         share = f" in {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
         adapters += f" on {self.lora_on}" if self.lora and self.lora_on != "all" else ""
+        adapters += ", whole experts" if self.whole_experts and self.tensor > 1 else ""
         return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}{share}{adapters}"
 
 
@@ -249,11 +263,24 @@ def computes(gpu: GPU, precision: str) -> None:
         raise UserError(f"--precision {precision}: {gpu.name} has no {bits} products; take {usual_precision(gpu)}")
 
 
-def cut_by_tensor(model: Model) -> dict[str, int]:
+def cut_by_tensor(model: Model, whole_experts: bool = False) -> dict[str, int]:
     """What ranks along "tensor" divide among them. Heads of keys and values are not copied, as in torchtitan, and in
     Megatron-LM before its core 0.16."""
     found = {"heads": model.heads, "kv-heads": model.kv_heads or model.heads, "mlp-width": model.hidden}
-    return found | ({"expert-width": model.expert_width} if model.experts else {})
+    return found | ({"expert-width": model.expert_width} if model.experts and not whole_experts else {})
+
+
+def check_experts(model: Model, layout: Layout) -> None:
+    if layout.size("expert") > 1 and not model.experts:
+        raise UserError(f"expert={layout.size('expert')}: model '{model.name}' has no experts; take data or shard")
+    if model.experts and model.experts % layout.expert_ranks:
+        along = f" x tensor={layout.tensor}" if layout.expert_ranks > layout.size("expert") else ""
+        raise UserError(f"expert={layout.size('expert')}{along} does not divide the model's {model.experts} experts")
+    if layout.whole_experts and not model.experts:
+        raise UserError(f"--whole-experts: model '{model.name}' has no experts; leave it out")
+    if layout.whole_experts and not layout.sequence_parallel:
+        raise UserError("--whole-experts: each rank along 'tensor' sends its own tokens to experts; leave "
+                        "--sequence-parallel no out")  # fmt: skip
 
 
 def check(model: Model, cluster: Cluster, layout: Layout) -> None:
@@ -262,7 +289,7 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     world = math.prod(size for _, size in layout.mesh)
     if world != cluster.gpus:
         raise UserError(f"--mesh {text} is {world} GPU(s), and --gpus is {cluster.gpus}; make them equal")
-    for what, number in cut_by_tensor(model).items():
+    for what, number in cut_by_tensor(model, layout.whole_experts).items():
         if number % layout.tensor:
             raise UserError(f"tensor={layout.tensor} does not divide --{what} {number}; take a divisor of it")
     adapters.require(model, layout.lora, layout.lora_on, layout.nf4)
@@ -272,10 +299,7 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
         )
     if layout.tensor > model.vocabulary:  # which is padded otherwise
         raise UserError(f"tensor={layout.tensor} is more than --vocabulary {model.vocabulary}; take fewer")
-    if layout.size("expert") > 1 and not model.experts:
-        raise UserError(f"expert={layout.size('expert')}: model '{model.name}' has no experts; take data or shard")
-    if model.experts and model.experts % layout.size("expert"):
-        raise UserError(f"expert={layout.size('expert')} does not divide the model's {model.experts} experts")
+    check_experts(model, layout)
     if layout.stages > model.layers:
         raise UserError(
             f"{layout.stages} stages (pipeline={layout.pipeline}, {layout.stages_per_rank} per rank) are more than "

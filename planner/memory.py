@@ -18,7 +18,8 @@ class Memory:
     """Bytes on the GPU that needs most. `parts` are those that are alive at its peak, which is in `phase`.
 
     needed: their sum; low, expected, high: what the allocator reserves for it, and what is outside of it (the
-    framework's constant)
+    framework's constant); worst: what is expected of the recipe that needs most, of those that the layout's framework may
+    be
     """
 
     parts: dict[str, float]
@@ -29,6 +30,7 @@ class Memory:
     expected: float
     high: float
     host: float = 0.0
+    worst: float = 0.0
 
 
 @lru_cache(maxsize=20_000)
@@ -146,9 +148,9 @@ def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     found = _estimate(model, layout, constants)
     at_worst = frameworks.of(layout).at_worst
     if layout.framework or not at_worst:
-        return found
-    worst = _estimate(model, replace(layout, framework=at_worst), constants)
-    return replace(found, high=max(found.high, worst.expected))
+        return replace(found, worst=found.expected)
+    worst = max(found.expected, _estimate(model, replace(layout, framework=at_worst), constants).expected)
+    return replace(found, high=max(found.high, worst), worst=worst)
 
 
 def _estimate(model: Model, layout: Layout, constants: Constants) -> Memory:

@@ -60,6 +60,16 @@ class Group:
         tree = inside + math.log2(self.nodes) * self.alpha_tree + 2 * payload / (self.tree * bandwidth)
         return min(ring, tree)
 
+    def dispatch(self, tokens: float, copies: int) -> float:
+        """How long it takes to send tokens (bytes of each rank) to so many experts each, which are dealt out over the
+        ranks, where each node gets a token once and hands it on over its links (Zhao et al. 2025, "DeepEP")."""
+        if self.nodes == 1:
+            return self.seconds("all_to_all", copies * tokens)
+        elsewhere = (self.nodes - 1) * (1 - (1 - 1 / self.nodes) ** copies)  # other nodes that have one of its experts
+        outside = elsewhere * tokens / (self.single or self.network)
+        inside = copies * tokens * (self.local - 1) / self.local / self.link
+        return (self.size - 1) * self.alpha_network + max(outside, inside)
+
 
 def group(cluster: Cluster, layout: Layout, constants: Constants, *axes: str) -> Group:
     """The group of a rank over these axes of the mesh, which lie one inside of the other."""
@@ -81,7 +91,8 @@ def outside(cluster: Cluster, layout: Layout, constants: Constants, axis: str) -
     stages that are borders of nodes; of an all-to-all, what is for ranks elsewhere."""
     if axis == "host":
         return 1, 0.0
-    together = {"shard": ("shard", *(("context",) if layout.shard_context else ()), "expert"),
+    together = {"expert": ("expert", "tensor") if layout.whole_experts else ("expert",),
+                "shard": ("shard", *(("context",) if layout.shard_context else ()), "expert"),
                 "data": ("data",) if layout.zero_stage else AXES[1:-1]}  # fmt: skip
     ranks = group(cluster, layout, constants, *together.get(axis, (axis,)))
     if ranks.nodes == 1:

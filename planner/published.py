@@ -130,7 +130,7 @@ def torchtitan() -> list[Run]:
 FLAGS: dict[str, tuple[str, Any]] = {
     "whole-stream": ("sequence_parallel", False), "scores-stored": ("flash", False), "dropout": ("dropout", True),
     "gradients-last": ("overlap_gradients", False), "unfused": ("fused", False), "nf4": ("nf4", True),
-    "offload": ("offload", True), "on-qkv": ("lora_on", "qkv"),
+    "offload": ("offload", True), "on-qkv": ("lora_on", "qkv"), "whole-experts": ("whole_experts", True),
 }  # fmt: skip
 
 

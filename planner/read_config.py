@@ -172,6 +172,37 @@ def words_of(text: str) -> dict[str, str]:
     return found
 
 
+def megatron_precision(table: dict) -> str:
+    """Its name here. 16-bit gradients beside 16-bit products are a precision of their own."""
+    if "fp4-format" in table:
+        return "nvfp4-mixed"
+    if "fp8-format" in table or "fp8-hybrid" in table:
+        return "mxfp8-mixed" if table.get("fp8-recipe") == "mxfp8" else "fp8-mixed"
+    if "bf16" in table:
+        return "bf16-mixed-16" if "grad-reduce-in-bf16" in table else "bf16-mixed"
+    return "fp16-mixed" if "fp16" in table else "float32"
+
+
+def whole_experts(table: dict, mesh: dict, one: Callable) -> bool:
+    """Whether ranks along "tensor" have different experts, which are among its expert ranks then. mesh: its sizes, of
+    which "expert" is made what the planner calls so."""
+    tensor, expert = mesh["tensor"] or 1, mesh["expert"] or 1
+    if tensor == 1 or one("expert-tensor-parallel-size", tensor) != 1 or "num-experts" not in table:
+        return False
+    if expert % tensor:
+        raise UserError(f"expert-model-parallel-size: {expert} is no multiple of tensor-model-parallel-size {tensor}; "
+                        "the planner counts experts that all tensor ranks share, or none")  # fmt: skip
+    mesh["expert"] = expert // tensor
+    return True
+
+
+def megatron_stage(table: dict) -> int:
+    if table.keys() & {"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp"}:
+        divided = {"no_shard": 0, "optim": 1, "optim_grads": 2}
+        return divided.get(str(table.get("data-parallel-sharding-strategy")), 3)
+    return 1 if "use-distributed-optimizer" in table else 0
+
+
 def megatron(table: dict) -> Config:
     """table: arguments without their dashes."""
 
@@ -190,6 +221,8 @@ def megatron(table: dict) -> Config:
         if experts:
             fields |= known(experts=experts, top_k=one("moe-router-topk", 2),
                             expert_width=one("moe-ffn-hidden-size", one("ffn-hidden-size", 4 * width)))  # fmt: skip
+            shared = one("moe-shared-expert-intermediate-size", 0)
+            fields |= {"shared_experts": -(-shared // fields["expert_width"])} if shared else {}
         rotary = table.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in table
         model = Model(
             "Megatron's", layers, width, heads, one("vocab-size", 51200), mlp="swiglu" if gated else "gelu",
@@ -199,8 +232,10 @@ def megatron(table: dict) -> Config:
         )  # fmt: skip
     names = {"tensor": "tensor-model", "pipeline": "pipeline-model", "context": "context", "expert": "expert-model"}
     mesh = {axis: one(f"{name}-parallel-size", 1) for axis, name in names.items()}
-    stage = 3 if table.keys() & {"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp"} else (
-        1 if "use-distributed-optimizer" in table else 0)  # fmt: skip
+    whole = whole_experts(table, mesh, one)
+    stage = megatron_stage(table)
+    if (copies := one("num-distributed-optimizer-instances", 1)) > 1:
+        mesh["data"] = copies
     granular = table.get("recompute-granularity", "full" if "recompute-activations" not in table else "selective")
     recompute = {"full": "full", "selective": "attention"}.get(granular, "none")
     if not table.keys() & {"recompute-granularity", "recompute-activations"}:
@@ -208,11 +243,12 @@ def megatron(table: dict) -> Config:
     layout = known(
         zero_stage=stage, recompute=recompute, micro_batch=one("micro-batch-size", 1),
         batch_size=one("global-batch-size"), sequence=one("seq-length"),
-        precision="fp8-mixed" if "fp8-format" in table or "fp8-hybrid" in table else
-        "bf16-mixed" if "bf16" in table else "fp16-mixed" if "fp16" in table else "float32",
+        precision=megatron_precision(table),
         sequence_parallel="sequence-parallel" in table,
         dropout=str(table.get("hidden-dropout", "0.1")) not in ("0", "0.0"),
-        flash=bool(table.keys() & {"use-flash-attn", "attention-backend", "transformer-impl"}),
+        flash=str(table.get("attention-backend")) not in ("unfused", "local")
+        and bool(table.keys() & {"use-flash-attn", "attention-backend", "transformer-impl"}),
+        async_tensor="tp-comm-overlap" in table, whole_experts=whole,
         overlap_gradients="overlap-grad-reduce" in table, framework="megatron",
     )  # fmt: skip
     if table.get("recompute-method") == "block" and recompute == "full":

@@ -15,7 +15,7 @@ from planner.constants import Constants
 from planner.estimate import estimate
 from planner.published import Run, runs
 
-MOST = 150  # runs of a source that are predicted, evenly spread over its table, unless all are asked for
+MOST = 60  # runs of a source that are predicted, evenly spread over its table, unless all are asked for
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def predict(run: Run, other: Constants, own: Constants) -> Line:
         found.seconds_low <= timed <= found.seconds_high if timed else None,
         found.memory.low <= run.gib * GIB <= found.memory.high if run.gib else None,
         found.memory.expected <= limit,
-        scope.recommended(found.memory.expected, found.memory.high, limit),
+        scope.recommended(found.memory.expected, found.memory.worst, limit),
         not scope.reasons(run.model, run.cluster, run.layout),
     )
 
@@ -253,12 +253,15 @@ def middle(pairs: list[tuple[str, float]], at: float) -> float:
 
 
 def intervals(found: list[Line], constants: Constants) -> Constants:
-    """Constants with intervals that hold 90% of what was measured: from the 5th to the 95th percentile of measured over
-    predicted, of sources that the fit had not seen, in scope, and with all that matters said."""
-    times = [(line.run.source, line.run.seconds / line.seconds) for line in found if line.run.seconds and line.in_scope]
-    sizes = [(line.run.source, line.run.gib / line.gib) for line in found if line.run.gib and not line.run.assumed]
+    """Constants with intervals that hold 90% of what was measured, of sources that the fit had not seen, each of which
+    has one voice: for the time a factor and its inverse, in scope, since nobody knows on which side of its prediction
+    the next source is; for the memory from the 5th to the 95th percentile."""
+    times = [(line.run.source, abs(math.log(line.run.seconds / line.seconds))) for line in found
+             if line.run.seconds and line.in_scope]  # fmt: skip
+    sizes = [(line.run.source, line.run.gib / line.gib) for line in found if line.run.gib and line.in_scope]
+    wide = math.exp(middle(times, 0.9))
     constants = replace(
-        constants, step_low=middle(times, 0.05), step_high=middle(times, 0.95), error=scores(found)["median"],
+        constants, step_low=1 / wide, step_high=wide, error=scores(found)["median"],
         source="fitted on all sources of planner/published",
     )  # fmt: skip
     if not sizes:
@@ -270,7 +273,7 @@ def intervals(found: list[Line], constants: Constants) -> Constants:
 
 
 def refit() -> tuple[Constants, list[tuple[set[str], Constants]]]:
-    """Constants fitted on all sources, and those of each half. Takes about ten minutes."""
+    """Constants fitted on all sources, and those of each half. Takes a minute or two."""
     timed = [run for run in runs() if fit.fitted_on(run)]
     halves = []
     for own in fit.halves(timed):

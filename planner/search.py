@@ -122,11 +122,11 @@ class Candidate:
     layout: Layout
     seconds: float
     expected: float
-    high: float
+    worst: float
 
     def recommended(self, limit: float) -> bool:
-        """With the default reserve, and if the allocator takes as much as it has in the worst of published runs."""
-        return scope.recommended(self.expected, self.high, limit)
+        """With the default reserve, whatever the framework's recipe is."""
+        return scope.recommended(self.expected, self.worst, limit)
 
 
 def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str, constants: Constants,
@@ -147,7 +147,7 @@ def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, p
         for layout in alike:
             needed = least if layout is alike[-1] else memory.estimate(model, layout, constants)
             seconds = time.estimate(model, cluster, layout, constants, quick=True).seconds
-            found.append(Candidate(layout, seconds, needed.expected, needed.high))
+            found.append(Candidate(layout, seconds, needed.expected, needed.worst))
             if found[-1].recommended(room):
                 break
     return found

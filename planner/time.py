@@ -121,10 +121,10 @@ def messages_in_layer(
     if layout.tensor > 1:
         along = group(cluster, layout, constants, "tensor")
         each = along.seconds("all_reduce", stream)
-        if layout.async_tensor:
+        if layout.overlaps_tensor:
             each -= constants.async_kept * min(each, dense.products / 2)
         # With the sum that PyTorch's checkpoints leave out (traffic.repeated_sums): so the constants have been fitted.
-        sums = 1 if model.parallel else 2
+        sums = traffic.sums(model, layout)
         found.append(("tensor", sums * each, sums * each * passes))
     if layout.context > 1:
         along = group(cluster, layout, constants, "context")
@@ -138,8 +138,12 @@ def messages_in_layer(
         # Tokens are copied into the order of the experts and back, which goes through the memory.
         dispatch = constants.dispatch * routed / (cluster.gpu.hbm * constants.memory_rate) * share
         found.append(("experts' order", dispatch, dispatch * passes))
-        if layout.size("expert") > 1:
-            each = group(cluster, layout, constants, "expert").seconds("all_to_all", routed)
+        if layout.expert_ranks > 1:
+            axes = ("expert", "tensor") if layout.whole_experts else ("expert",)
+            among = group(cluster, layout, constants, *axes)
+            each = among.seconds("all_to_all", routed)
+            if frameworks.of(layout).node_dispatch:
+                each = among.dispatch(routed / model.top_k, model.top_k)
             found.append(("expert", 2 * each * share, 2 * each * passes * share))
     return found
 

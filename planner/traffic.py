@@ -16,12 +16,21 @@ def forward_passes(layout: Layout) -> float:
     return 1.0 + layout.whole_again
 
 
+def sums(model: Model, layout: Layout) -> float:
+    """Sums along "tensor" of a layer's forward pass: after attention, and after what is cut of its MLP. Of whole
+    experts nothing is."""
+    if model.parallel:
+        return 1.0
+    whole = layout.whole_experts and not model.shared_experts
+    return 2.0 - (model.moe_layers / model.layers if whole else 0.0)
+
+
 def repeated_sums(model: Model, layout: Layout) -> float:
     """How many of a layer's sums along "tensor" recomputation does again, in all-reduces. Megatron-LM computes the
     whole layer again. PyTorch's checkpoints end with the last tensor that the backward pass needs, so before the second
     sum, of which nothing is kept; with sequence parallelism that is a reduce-scatter, half an all-reduce."""
     last = 0.5 if layout.sequence_parallel else 1.0
-    return (forward_passes(layout) - 1) * ((1 if model.parallel else 2) - last * frameworks.of(layout).stops_early)
+    return (forward_passes(layout) - 1) * (sums(model, layout) - last * frameworks.of(layout).stops_early)
 
 
 def routed(model: Model, layout: Layout) -> float:
@@ -41,14 +50,14 @@ def sent(model: Model, layout: Layout) -> dict[str, float]:
     # Two sums in the forward pass of a layer (one where its halves are parallel), as many in its backward pass, and
     # those done again; one each for the embedding's output and the gradient of the head's input; and for the loss
     # over a divided vocabulary three numbers per token.
-    sums = (2 if model.parallel else 4) + repeated_sums(model, layout)
-    found["tensor"] = wire_bytes("all_reduce", stream, t) * (sums * layers + 2 * m / p)
+    count = 2 * sums(model, layout) + repeated_sums(model, layout)
+    found["tensor"] = wire_bytes("all_reduce", stream, t) * (count * layers + 2 * m / p)
     found["tensor"] += wire_bytes("all_reduce", 3 * 4 * layout.tokens, t) * m / p
     # Keys and values go round the ring forward, again backward, and their gradients after them.
     kv = 2 * layout.tokens * model.key * itemsize / t * c
     found["context"] = wire_bytes("all_gather", kv, c) * (passes + 2) * layers
     share = model.moe_layers / model.layers
-    found["expert"] = wire_bytes("all_to_all", routed(model, layout) * model.top_k, layout.size("expert"))
+    found["expert"] = wire_bytes("all_to_all", routed(model, layout) * model.top_k, layout.expert_ranks)
     found["expert"] *= 2 * (passes + 1) * layers * share
     found["pipeline"] = 2 * m * (layout.stages - 1) / p * stream / (t if layout.sequence_parallel else 1)
     if model.tied and p > 1 and not layout.lora:  # the gradients of a weight that the first stage has and the last

@@ -32,6 +32,8 @@ REFUSED = [  # mesh, GPUs, fields of the layout, and what the message names
     ("tensor=4", 4, {"model": replace(SMALL, vocabulary=3)}, "tensor=4 --vocabulary 3"),
     ("tensor=4", 4, {"model": replace(MIXED, expert_width=6)}, "tensor=4 --expert-width 6"),
     ("expert=8", 8, {"model": MIXED}, "expert=8 4"),
+    ("expert=2 tensor=4", 8, {"model": MIXED, "whole_experts": True}, "expert=2 tensor=4 4"),
+    ("data=8", 8, {"whole_experts": True}, "--whole-experts"),
     ("pipeline=4", 4, {"stages_per_rank": 3}, "12 pipeline=4 3 10"),
     ("data=2", 2, {"batch_size": 0}, "--batch-size 1 0"),
     ("data=2", 2, {"micro_batch": 0}, "--micro-batch 1 0"),

@@ -5,10 +5,12 @@ given with it on the command line, and what it means, written down by hand.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import FULL
 
 from common.errors import UserError
 from planner import emit, explain_file, models, read_config
@@ -57,7 +59,15 @@ def test_a_public_file_is_read_as_it_is_meant(one, tmp_path):
     assert {name: getattr(layout, name) for name in says} == says
 
 
-BACK = {"torchtitan": "torchtitan.toml", "deepspeed": "deepspeed.json", "accelerate": "accelerate.yaml"}
+BACK = {"torchtitan": "torchtitan.toml", "deepspeed": "deepspeed.json", "accelerate": "accelerate.yaml",
+        "megatron": "megatron.sh", "nanotron": "nanotron.yaml"}  # fmt: skip
+# What of a layout both files say, and explain reads.
+SAME = ("mesh", "zero_stage", "micro_batches", "sequence", "kept", "recompute_share", "precision", "offload")
+
+
+def differences(layout, again) -> list[str]:
+    return [f"{what}: {getattr(layout, what)}, then {getattr(again, what)}" for what in SAME
+            if getattr(again, what) != getattr(layout, what)]  # fmt: skip
 
 
 def test_what_was_read_is_emitted_for_the_same_engine(tmp_path):
@@ -76,11 +86,40 @@ def test_what_was_read_is_emitted_for_the_same_engine(tmp_path):
         if one["engine"] == "accelerate":  # its script has these
             given = {name: getattr(layout, name) for name in ("batch_size", "micro_batch")}
         again = explain_file.layout_of(config, model, nodes, given)
-        for what in ("mesh", "zero_stage", "micro_batches", "kept", "precision", "offload", "fused", "fused_loss"):
-            if one["engine"] == "torchtitan" or "fused" not in what:
-                assert getattr(again, what) == getattr(layout, what), f"{what} of {one['source']}"
+        assert not differences(layout, again), one["source"]
+        if one["engine"] == "torchtitan":
+            assert (again.fused, again.fused_loss) == (layout.fused, layout.fused_loss), one["source"]
+        if config.model:
+            assert config.model.parameters == pytest.approx(model.parameters, rel=0.01), one["source"]
     # A model that torchtitan's flavours don't have; ZeRO-1, 8 bits and tensor parallelism by Accelerate's train.py.
     assert refused == ["llama4_17bx16e.toml", "deepspeed.yaml", "fp8.yaml", "tp_hsdp.yaml"]
+
+
+MODELS = ["gpt2", "gpt2-xl", "opt-1.3b", "pythia-1.4b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b", "mistral-7b",
+          "qwen2.5-14b", "mixtral-8x7b"]  # fmt: skip
+LIMITS = [24, 60, 170]  # GiB
+CASES = [(tool, model, limit) for tool in BACK for model in MODELS for limit in LIMITS]
+CHEAP = {("megatron", "mixtral-8x7b", 170), ("nanotron", "llama-3.2-1b", 24)}
+
+
+@pytest.mark.parametrize("tool, model, limit", [case for case in CASES if FULL or case in CHEAP])
+def test_what_is_planned_is_read_back_as_it_was(tool, model, limit, tmp_path, capsys):
+    """`emit` searches a layout, writes it, and `explain` reads the same one; or it says in a line why there is none."""
+    line = f"--model {model} --gpu b200 --gpus 8 --batch-size 64 --max-memory-gb {limit}"
+    try:
+        main(["emit", "--format", tool, *line.split(), "--out", str(tmp_path)])
+    except SystemExit:
+        said = capsys.readouterr().err
+        assert re.search("does not fit|can be expressed", said) and (tool, model, limit) not in CHEAP, said
+        return
+    nodes, config = cluster("b200", 8), read_config.read(str(tmp_path / BACK[tool]))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: "))
+    given = {} if tool != "accelerate" else {"batch_size": 64, "micro_batch": int(line.split("micro-batch ")[1][0])}
+    shape = models.find(model)
+    again = explain_file.layout_of(config, config.model or shape, nodes, given)
+    assert again.describe() in line
+    if config.model and not shape.positions:  # which are as many as the sequence has tokens
+        assert config.model.parameters == pytest.approx(shape.parameters, rel=0.001)
 
 
 def test_a_file_that_names_another_one_needs_it(tmp_path, capsys):

@@ -302,7 +302,10 @@ def recommended(args: argparse.Namespace) -> tuple[Estimate, list[str]]:
     try:
         emit(first, args.format)
     except UserError as error:
-        found = planned(args, 1, args.format)[0].estimate
+        try:
+            found = planned(args, 1, args.format)[0].estimate
+        except UserError:
+            raise UserError(f"{error} (which also refuses the other layouts that fit)") from None
         return found, [
             f"`plan` recommends {first.layout.describe()}, but {error}; this one takes "
             f"{found.seconds / first.seconds - 1:+.0%} time"

@@ -106,13 +106,14 @@ def draw(network: str):
 
 def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: str):
     """Models from below, numbers of GPUs from left to right; (model, GPUs) -> what `searched` has found. With ≈ the
-    best layout of another kind takes at most 5% longer. A row without "mfu" shows none."""
+    best layout of another kind takes longer by no more than the planner is off. A row without "mfu" shows none."""
+    error = load().error
     names, numbers = (list(dict.fromkeys(key[place] for key in rows)) for place in (0, 1))
     fig, ax = plt.subplots(figsize=(9.2, 1.7 + 0.44 * len(names)))
     for (model, gpus), row in rows.items():
         x, y = numbers.index(gpus), names.index(model)
         ax.add_patch(Rectangle((x, y), 1, 1, fc=LAYOUT_KINDS[row["kind"]], ec="white", lw=2))
-        close = "≈ " if row.get("later") and float(row["later"]) <= 0.05 else ""
+        close = "≈ " if row.get("later") and float(row["later"]) <= error else ""
         layout = row.get("layout") or ("" if row["kind"] == "does not fit" else "whole")
         text = f"{layout}\n{close}" + (f"{float(row['mfu']):.0%}" if row.get("mfu") else "")
         text = text.strip()
@@ -124,7 +125,7 @@ def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: s
     ax.tick_params(length=0)
     squares = [Rectangle((0, 0), 1, 1, color=colour) for colour in LAYOUT_KINDS.values()]
     handles = (*squares, plt.Line2D([], [], color="black", marker="$≈$", ls="", ms=10))
-    labels = [*LAYOUT_KINDS, "another kind within 5%"]
+    labels = [*LAYOUT_KINDS, f"another kind within {error:.0%}, the planner's error"]
     fig.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10)
     return fig
 

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from planner import time
 from planner.constants import FITTED, PRIOR, Constants
@@ -75,14 +76,19 @@ def fit(runs: list[Run], start: Constants = PRIOR, rounds: int = 3) -> Constants
     for _ in range(rounds):
         step = towards(runs, best)
         for part in (1.0, 0.5, 0.25):
-            tried = replace(best, **{name: within(name, getattr(best, name) * math.exp(part * change))
-                                     for name, change in step.items()})  # fmt: skip
+            tried = changed(best, {name: part * change for name, change in step.items()})
             if (now := loss(runs, tried)) < least:
                 best, least = tried, now
                 break
         else:
             break
     return best
+
+
+def changed(constants: Constants, by: dict[str, float]) -> Constants:
+    """The constants, with the logarithms of some changed by these, within their bounds."""
+    values: dict[str, Any] = {name: within(name, getattr(constants, name) * math.exp(x)) for name, x in by.items()}
+    return replace(constants, **values)
 
 
 def within(name: str, value: float) -> float:
@@ -104,11 +110,11 @@ def towards(runs: list[Run], at: Constants, nudge: float = 0.1) -> dict[str, flo
     weights = np.array([1 / number[project(run.source)] for run in runs]) / len(number)
     here, slopes = errors(at), []
     for name in FITTED:
-        moved = within(name, getattr(at, name) * math.exp(nudge))
-        if moved < getattr(at, name) * math.exp(nudge / 2):
-            moved = within(name, getattr(at, name) * math.exp(-nudge))
-        change = math.log(moved / getattr(at, name))
-        slopes.append((errors(replace(at, **{name: moved})) - here) / change)
+        moved = changed(at, {name: nudge})
+        if getattr(moved, name) < getattr(at, name) * math.exp(nudge / 2):  # at its bound
+            moved = changed(at, {name: -nudge})
+        change = math.log(getattr(moved, name) / getattr(at, name))
+        slopes.append((errors(moved) - here) / change)
     slope = np.array(slopes).T
     from_prior = np.array([math.log(getattr(at, name) / getattr(PRIOR, name)) for name in FITTED])
     low, high = (np.array([math.log(BOUNDS[name][side] / getattr(at, name)) for name in FITTED]) for side in (0, 1))

@@ -18,8 +18,7 @@ class Memory:
     """Bytes on the GPU that needs most. `parts` are those that are alive at its peak, which is in `phase`.
 
     needed: their sum; low, expected, high: what the allocator reserves for it, and what is outside of it (the
-    framework's constant); worst: what is expected of the recipe that needs most, of those that the layout's framework may
-    be
+    framework's constant); worst: what is expected with the recipe that needs most, of those that the framework may have
     """
 
     parts: dict[str, float]

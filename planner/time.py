@@ -94,6 +94,19 @@ def launching(model: Model, gpu: GPU, layout: Layout, moe: bool, constants: Cons
     return share * (constants.host + (constants.host_moe if moe else 0.0))
 
 
+NORM = 8  # by which a layer's time on the host and on the device are put together; infinite: the larger of both
+
+
+def waiting(host: float, device: float) -> float:
+    """Seconds that a GPU waits for its host in a layer, whose kernels take `host` to launch and `device` to run.
+
+    Were kernels alike, the slower of both would decide. They are not, and each message waits for the slowest rank. So
+    where both take about as long, a layer takes a little longer than either; and of layouts that wait for their hosts
+    alike, the one with less work is the faster one.
+    """
+    return (host**NORM + device**NORM) ** (1 / NORM) - device
+
+
 def of_layers(model: Model, gpu: GPU, layout: Layout, constants: Constants) -> tuple[Layer, Work]:
     """What a layer takes without messages; and the work of a dense one."""
     dense = of_layer(model, gpu, layout, False, constants)
@@ -158,8 +171,8 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     m, p = layout.micro_batches, layout.pipeline
     stream = layout.tokens * model.width * itemsize
     # The GPU waits for the host where the kernels of a layer take less time than to start them.
-    waits_forward = max(0.0, one.host_forward - one.forward - inside_forward)
-    waits_backward = max(0.0, one.host_backward - one.backward - one.repeated - inside_backward)
+    waits_forward = waiting(one.host_forward, one.forward + inside_forward)
+    waits_backward = waiting(one.host_backward, one.backward + one.repeated + inside_backward)
 
     # --- the head, which the last stage has
     products = "bf16" if layout.precision != "float32" else "float32"

@@ -65,7 +65,9 @@ def test_work():
         ("data=1", {"recompute": "every-second"}, 4 * (79 + 13) + 6),
         ("data=1", {"recompute": "selective"}, 4 * (79 + 2) + 6),
         ("shard=2", {"recompute": "selective"} | THIRD, 4 * (79 + 12) + 6),
-        ("data=1", {"flash": False}, 4 * (72 + 3 * 4 / 0.6) + 6),  # 60% of the rate, and no half is left out
+        # 60% of the rate, and no half is left out; without tensor cores where a head is 100 wide, as here
+        ("data=1", {"flash": False, "model": replace(GPT, heads=125)}, 4 * (72 + 3 * 4 / 0.6) + 6),
+        ("data=1", {"flash": False}, 4 * (72 + 3 * 4 * 16) + 6),
         ("data=1", {"precision": "float32"}, 2 * (4 * 79 + 6)),  # TF32 has half of the rate
         ("data=1", {"precision": "float32", "flash": False}, 2 * (4 * (72 + 3 * 4 / 0.6) + 6)),
         ("tensor=2", {}, 4 * 79 / 2 + 3),
@@ -212,11 +214,13 @@ def test_the_optimizer():
 
 
 def test_the_host_that_launches_kernels_sets_a_floor():
-    """A layer takes 26 ms forward and 53 backward; a host that needs 30 and twice that adds what is missing."""
+    """A layer takes 26 ms forward and 53 backward; a host that needs 30 and twice that adds what is missing, and some
+    more, since both take about as long. One that needs a tenth adds nothing."""
     slow = replace(BARE, host=30e-3, host_backward=2.0)
     ours = step("data=1", constants=slow).parts["work"] - step("data=1", constants=BARE).parts["work"]
-    assert 1000 * ours == pytest.approx(4 * (30 - 26 + 60 - 53)), "ms of four layers"
-    assert step("data=1", constants=replace(slow, host=20e-3)) == step("data=1", constants=BARE), "hidden"
+    assert 44 < 1000 * ours < 1.35 * 44, "ms of four layers, of which each lacks 4 and 7"
+    hidden = step("data=1", constants=replace(slow, host=3e-3))
+    assert hidden.seconds == pytest.approx(step("data=1", constants=BARE).seconds, rel=1e-6)
 
 
 def test_waiting_is_the_bubble():

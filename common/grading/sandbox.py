@@ -459,10 +459,13 @@ def _missing(part: bytearray) -> int:
 
 
 def waited_for_a_core(pid: int) -> float:
-    """Seconds that a process was ready to compute and another had the core; 0 where the system doesn't say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+    """Seconds that the threads of a process were ready to compute and others had the core, added up; 0 where the system
+    doesn't say."""
+    found = 0.0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found += int(thread.read_text().split()[1]) / 1e9
+    return found
 
 
 def worked(process: psutil.Process) -> float:

@@ -2,11 +2,12 @@
 
     pip install -r requirements-nets.txt    the type checker
     python -m tools.nets                    writes docs/nets.csv, a row for each mistake, and the page; 20 minutes
-    python -m tools.nets --rows ddp         only rows of chapters and classes with this in their names
+    python -m tools.nets --rows ddp         only rows of chapters and classes with this in their names: also "museum",
+                                            "catalogue", "faulty", "standalone", "dropout", "sought"
     python -m tools.nets --page             what docs/nets.md says of docs/nets.csv, and docs/nets.png; in seconds
 
-A cell says what has caught the mistake, or nothing; "-" where a net cannot look (`docs/nets.md` says why). The rows of
-kind "right" are what the mistakes were planted in: what a net says there is a false alarm.
+A cell says what has caught the mistake, and where first, or nothing; "-" where a net cannot look (`docs/nets.md` says
+why). The rows of kind "right" are what the mistakes were planted in: what a net says there is a false alarm.
 
     types        spmd_types, on one process, before a rank starts (`tools/nets_types.py`)
     proof        equality with one process (common/lab/equality.py), or the chapter's own check
@@ -20,6 +21,7 @@ The seconds are processor time of all ranks, of one run each: a scale, no measur
 
 import argparse
 import importlib
+import itertools
 import math
 import re
 import sys
@@ -27,7 +29,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ from tools import nets_page
 CHAPTERS = ("intro", "data_parallel", "ddp", "model_parallel", "pipeline", "fsdp")
 # Seconds that the guard waits for a rank: briefly where a rank is known not to come, and else as long as a busy machine
 # may take, since no row is to be decided by the clock.
-PATIENCE, BRIEFLY = 120.0, 4.0
+PATIENCE, BRIEFLY, HANGS = 120.0, 15.0, 40.0
 RECORDED = ("copies", "norms")  # what not every incident has
 
 
@@ -69,21 +71,75 @@ class Watched:
 
     numbers: Any = None
     mismatch: str = ""
-    calls: Counter | None = None
+    order: list = field(default_factory=list)  # the calls
+    marks: list[int] = field(default_factory=list)  # how many calls there were before the first step, and after each
+    copies: list = field(default_factory=list)  # what this rank held after each step, in each case
     seconds: float = 0.0
+
+    @property
+    def of_steps(self) -> list[Counter]:
+        """The calls before the first step, in each step, and after the last: in no order, as threads make them."""
+        ends = [0, *self.marks, len(self.order)]
+        return [Counter(self.order[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def watched(run: Callable, patience: float = PATIENCE) -> Watched:
     """Called on a rank: `run()` under the guards."""
+    return watched_by_step(lambda _: run(), patience)
+
+
+def watched_by_step(run: Callable, patience: float = PATIENCE) -> Watched:
+    """The same of `run(after_step)`, which calls `after_step(strategy)`."""
     begin, found, ledger = time.process_time(), Watched(), Ledger()
+
+    def after_step(strategy):
+        found.marks.append(len(ledger.entries))
+        if strategy is not None:
+            found.copies.append(equality.own_elements(strategy))
+
     try:
-        with CheckCollectives(patience), ledger:
-            found.numbers = run()
+        with ledger, CheckCollectives(patience):  # the guard first: it looks for the line of the caller
+            found.numbers = run(after_step)
     except CollectiveMismatch as mismatch:
-        found.mismatch = str(mismatch).splitlines()[0]
-    found.calls = Counter((entry.operation, entry.payload, entry.ranks) for entry in ledger.entries)
+        found.mismatch = the_collective(str(mismatch))
+    found.order = [(entry.operation, entry.payload, entry.ranks) for entry in ledger.entries]
     found.seconds = time.process_time() - begin
     return found
+
+
+def the_collective(text: str) -> str:
+    """What a refusal of the guard says of the place: "collective 3"; "" where there is none in a text."""
+    found = re.search(r"((?:collective|message) \d+) (?:of|from) [^\n]*?: r(?:ank|anks) ", text)
+    return found[1] if found else ""
+
+
+def first_call(found: list[list], right: list[list]) -> str:
+    """Which is the first call, on any rank, that is not the right program's."""
+    for number, calls in enumerate(itertools.zip_longest(*found, *right), start=1):
+        if calls[: len(found)] != calls[len(found) :]:
+            return f"call {number}"
+    return ""
+
+
+def stepping(cls, after_step: Callable):
+    """The class with `after_step(strategy)` before its first step and behind each."""
+
+    class Stepping(cls):
+        def step(self, batches):
+            if not self.__dict__.get("has_stepped"):
+                self.has_stepped = True
+                after_step(None)
+            result = super().step(batches)
+            after_step(self)
+            return result
+
+    Stepping.__name__ = cls.__name__
+    return Stepping
+
+
+def under_guards(cls, case: Case, patience: float = PATIENCE) -> Watched:
+    """On a rank: a strategy trains a case."""
+    return watched_by_step(lambda after_step: equality.on_ranks(stepping(cls, after_step), [case]), patience)
 
 
 def norms_alarm(norms: list[list[float]]) -> str:
@@ -98,14 +154,23 @@ def norms_alarm(norms: list[list[float]]) -> str:
     return ""
 
 
-def copies_alarm(ranks: list[equality.Outcome]) -> str:
-    """Fingerprints of what several ranks hold of the same elements."""
-    seen: dict[tuple, torch.Tensor] = {}
-    for outcome in ranks:
-        for name, where, values in outcome.own:
-            first = seen.setdefault((name, str(where)), values)
-            if first.shape != values.shape or not torch.equal(first, values):
-                return f"{name} differs"
+def copies_alarm(ranks: list[Watched]) -> str:
+    """Fingerprints of what several ranks hold of the same elements, after each step."""
+    for step, of_ranks in enumerate(zip(*(rank.copies for rank in ranks), strict=True), start=1):
+        seen: dict[tuple, torch.Tensor] = {}
+        for own in of_ranks:
+            for name, where, values in own:
+                first = seen.setdefault((name, str(where)), values)
+                if first.shape != values.shape or not torch.equal(first, values):
+                    return f"step {step}: {name} differs"
+    return ""
+
+
+def ledger_alarm(ranks: list[Watched], right: list[Watched]) -> str:
+    """In which step some rank's calls are not the right program's."""
+    for step, calls in enumerate(itertools.zip_longest(*(rank.of_steps for rank in [*ranks, *right]))):
+        if calls[: len(ranks)] != calls[len(ranks) :]:
+            return "before step 1" if step == 0 else "at the end" if step > len(right[0].marks) - 1 else f"step {step}"
     return ""
 
 
@@ -126,7 +191,7 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
     cases, together = cases_for(ranks), [mistake for mistake in planted if mistake[0] not in hanging]
 
     def on_rank():
-        return [[watched(lambda: equality.on_ranks(cls, [c])) for c in cases] for _, _, cls in together]  # noqa: B023
+        return [[under_guards(cls, case) for case in cases] for _, _, cls in together]
 
     try:
         launched = launch(on_rank, ranks, timeout=600.0)
@@ -134,7 +199,7 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
     except RankFailed:
         found = {}
     expected = found.get(f"{right.__name__} on {ranks}") or launch(
-        lambda: [watched(lambda: equality.on_ranks(right, [c])) for c in cases],  # noqa: B023
+        lambda: [under_guards(right, case) for case in cases],
         ranks,
         timeout=120.0,
     )
@@ -146,7 +211,7 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
         for place, case in enumerate(cases):
             if not row.proof:
                 of_ranks = [rank[place] for rank in found[name]] if name in found else guarded(cls, case, ranks, row)
-                judge_case(row, cls, right, ranks, case, of_ranks, [rank[place].calls for rank in expected])
+                judge_case(row, cls, right, ranks, case, of_ranks, [rank[place] for rank in expected])
         if not row.proof and [*right.preset] == ["data"] and right.tasks != ("text",):  # BatchNorm
             try:
                 equality.agree(cls, ranks, name)
@@ -158,9 +223,9 @@ def strategy_rows(chapter: str, right, ranks: int, planted: list[Planted], hangi
 def guarded(cls, case: Case, ranks: int, row: Row) -> list[Watched] | None:
     """A launch of its own; None where ranks fail without having come to an end."""
     try:
-        return launch(lambda: watched(lambda: equality.on_ranks(cls, [case]), BRIEFLY), ranks, timeout=8.0)
+        return launch(lambda: under_guards(cls, case, BRIEFLY), ranks, timeout=HANGS)
     except RankFailed as failure:
-        row.collectives = "calls differ" if "CollectiveMismatch" in str(failure) else ""
+        row.collectives = the_collective(str(failure))
         return None
 
 
@@ -168,17 +233,17 @@ def judge_case(row: Row, cls, right, ranks: int, case: Case, found: list[Watched
     if found is not None:
         row.run_seconds += sum(one.seconds for one in found)
     if found is None or any(one.mismatch for one in found):
-        row.collectives = row.collectives or ("calls differ" if found else "")
+        row.collectives = row.collectives or next((one.mismatch for one in found or [] if one.mismatch), "")
         try:  # the guard's verdict is not the proof's: again without it
-            outcomes = launch(lambda: equality.on_ranks(cls, [case]), ranks, timeout=6.0)
+            outcomes = launch(lambda: equality.on_ranks(cls, [case]), ranks, timeout=HANGS)
         except RankFailed as failure:
             row.proof = "hangs" if "wait" in str(failure) or "imed out" in str(failure) else "a rank fails"
             return
     else:
         outcomes = [one.numbers for one in found]
-        if ranks > 1 and [one.calls for one in found] != expected:  # of the whole run
-            row.ledger = "calls differ"
-        row.copies = row.copies or copies_alarm([outcome[0] for outcome in outcomes])
+        if ranks > 1:
+            row.ledger = row.ledger or ledger_alarm(found, expected)
+            row.copies = row.copies or copies_alarm(found)
         row.norms = row.norms or norms_alarm([outcome[0].grad_norms for outcome in outcomes])
     try:
         equality.judge(right, outcomes, None, [case], row.mistake)
@@ -215,7 +280,7 @@ def all_reduce_row(name: str, kind: str, algorithm, right, ranks: int) -> Row:
             check_all_reduce.prove(one, cost, ranks, timeout=6.0)
         except check_all_reduce.Refused as refused:
             if net == "collectives":
-                row.collectives = "calls differ" if "CollectiveMismatch" in str(refused) else ""
+                row.collectives = the_collective(str(refused))
             elif refused.check in ("messages", "bytes", "pattern"):
                 row.ledger = refused.check
             else:
@@ -225,25 +290,27 @@ def all_reduce_row(name: str, kind: str, algorithm, right, ranks: int) -> Row:
 
 def incident_rows(incident) -> Iterator[Row]:
     from course.fsdp import museum
+    from tools import nets_incidents
 
     programs = {"right": incident.fixed, "incident": incident.broken}
     found: dict[str, list[Watched] | None] = {}
     one = museum.of_one_process(incident.fixed)
     for kind, program in programs.items():
         row = Row("museum", incident.name, kind)
+        row.types, row.types_seconds = nets_incidents.check(incident, program)
         try:
             patience = BRIEFLY if hasattr(program, "WAIT") else PATIENCE
             found[kind] = launch(lambda: watched(program.on_rank, patience), program.RANKS, timeout=300.0)  # noqa: B023
             seen = [watch.numbers for watch in found[kind] or []]
             row.run_seconds = sum(watch.seconds for watch in found[kind] or [])
             if any(watch.mismatch for watch in found[kind] or []):
-                row.collectives = "calls differ"
+                row.collectives = next(watch.mismatch for watch in found[kind] or [] if watch.mismatch)
                 seen = museum.seen(program)
-            elif found["right"] and [w.calls for w in found[kind] or []] != [w.calls for w in found["right"]]:
-                row.ledger = "calls differ"
+            elif found["right"]:
+                row.ledger = first_call(*([watch.order for watch in found[which] or []] for which in (kind, "right")))
         except RankFailed as failure:
             found.setdefault(kind, None)
-            row.collectives = row.collectives or ("calls differ" if "CollectiveMismatch" in str(failure) else "")
+            row.collectives = row.collectives or the_collective(str(failure))
             row.proof = "hangs" if kind == "incident" else "a rank fails"
             right = [watch.numbers for watch in found["right"] or []]
             row.copies, row.norms = ("" if all(getattr(one, what) for one in right) else "-" for what in RECORDED)
@@ -263,14 +330,18 @@ def incident_rows(incident) -> Iterator[Row]:
 
 def all_rows(wanted: str = "") -> Iterator[Row]:
     """All rows, of chapters and groups whose names contain `wanted`."""
+    from tools import nets_programs, nets_sought
+
     for chapter in CHAPTERS:
         bugs = importlib.import_module(f"course.{chapter}.classroom.bugs").BUGS
         groups: dict[tuple, list[str]] = {}
         for name, bug in bugs.items():
             groups.setdefault((bug.file, bug.target, bug.ranks), []).append(name)
         for (file, target, ranks), names in groups.items():
-            if wanted not in f"{chapter} {target}" or file == "standalone.py":  # programs: their own tests run them
+            if wanted not in f"{chapter} {target}" or file == "standalone.py":
                 continue
+            if target == "Executor":  # planted in a pipeline that is right but for it
+                file, target = "by_hand.py", "PipelineByHand"
             right = getattr(importlib.import_module(f"course.{chapter}.{file.removesuffix('.py')}"), target)
             planted: list[Planted] = [(f"{target} on {ranks}", "right", right)]
             planted += [(name, "planted", bugs.plant(name)) for name in names]
@@ -278,11 +349,23 @@ def all_rows(wanted: str = "") -> Iterator[Row]:
                 yield from (all_reduce_row(name, kind, one, right, ranks) for name, kind, one in planted)
             elif isinstance(right, types.FunctionType):
                 yield from (loading_row(chapter, name, kind, one, ranks) for name, kind, one in planted)
-            elif target != "Executor":  # no strategy: its own tests run it
+            else:
                 hanging = {
                     n for n in names if bugs[n].refused_by == "timeout" or bugs[n].refused_by.startswith("error")
                 }
                 yield from strategy_rows(chapter, right, ranks, planted, hanging)
+        if wanted in f"{chapter} faulty":
+            yield from nets_programs.faulty_rows(chapter)
+    from course.ddp.classroom.bugs import BUGS
+
+    for name, rows in {
+        "ddp standalone": lambda: nets_programs.copied_program_rows(BUGS),
+        "pipeline dropout": nets_programs.dropout_rows,
+        "catalogue": nets_programs.catalogue_rows,
+        "sought": nets_sought.sought_rows,
+    }.items():
+        if wanted in name:
+            yield from rows()
     from course.fsdp.museum import incidents
 
     for name, incident in incidents().items():
@@ -292,12 +375,12 @@ def all_rows(wanted: str = "") -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default="", help="only rows of chapters and classes with this in their names")
+    parser.add_argument("--rows", nargs="+", default=[""], help="only rows of chapters and classes with these in names")
     parser.add_argument("--page", action="store_true", help="the page alone, of the rows that are there")
     options = parser.parse_args()
     sys.argv = sys.argv[:1]  # chapters' programs read the command line when they are imported
     if not options.page:
-        for row in all_rows(options.rows):
+        for row in itertools.chain.from_iterable(map(all_rows, options.rows)):
             nets_page.put(as_text(row))
             print(", ".join(map(str, vars(row).values())), flush=True)
     nets_page.write()

@@ -1,6 +1,7 @@
 """What docs/nets.md says of docs/nets.csv: counts, and a picture. Called by tools/nets.py; needs no type checker."""
 
 import csv
+import fcntl
 import importlib.util
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ NETS = {
     "norms": "norms",
 }
 KEY = ("chapter", "mistake", "kind")
+KINDS = (("planted", "incident"), ("right",), ("sought",))
 GUARDS = ("collectives", "ledger", "copies", "norms")
 SEEN_BY_ALL = ("hangs", "timeout", "a rank fails", "error")  # what the proof says where no numbers come
 BEGIN, END = "<!-- nets: python -m tools.nets --page -->", "<!-- end of nets -->"
@@ -35,6 +37,12 @@ def read(file: Path = FILE) -> list[dict[str, str]]:
 def put(row: dict[str, str], file: Path = FILE) -> None:
     """Put a row in the place of the one with its name, or at the end. Where there is no type checker, what it said
     before stays."""
+    with Path(__file__).open() as lock:  # several commands may run beside each other
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _put(row, file)
+
+
+def _put(row: dict[str, str], file: Path) -> None:
     rows = read(file) if file.exists() else []
     place = next((n for n, old in enumerate(rows) if all(old[key] == row[key] for key in KEY)), len(rows))
     if place < len(rows) and importlib.util.find_spec("spmd_types") is None:
@@ -53,7 +61,7 @@ def caught(row: dict[str, str], *nets: str) -> bool:
 
 def summary(rows: list[dict[str, str]]) -> str:
     """Markdown: by chapter, how many mistakes each net catches of those that it can look at; false alarms below."""
-    mistakes, right = ([r for r in rows if (r["kind"] == "right") == is_right] for is_right in (False, True))
+    mistakes, right, sought = ([r for r in rows if r["kind"] in kinds] for kinds in KINDS)
     lines = [f"| | {' | '.join(NETS.values())} | any guard | any net | of |", "| --- |" + " ---: |" * (len(NETS) + 3)]
     for chapter in [*dict.fromkeys(row["chapter"] for row in mistakes), "all"]:
         here = [row for row in mistakes if chapter in (row["chapter"], "all")]
@@ -79,6 +87,13 @@ def summary(rows: list[dict[str, str]]) -> str:
         f"{(alone[0] - alone[1]) / len(mistakes):.0%}.",
         "",
     ]
+    slip = [row["mistake"] for row in sought if not caught(row, *NETS)]
+    lines += [
+        f"Of {len(sought)} more, which we sought because we thought that they slip through, {len(slip)} do: "
+        f"{', '.join(slip) or 'none'}.",
+        "",
+    ]
+    lines += [f"Where they speak first: {early(mistakes)}.", ""]
     seconds = [float(r["types_seconds"]) for r in rows if r["types"] != "-"]
     runs = [float(r["run_seconds"]) for r in rows if float(r["run_seconds"])]
     lines.append(
@@ -88,32 +103,53 @@ def summary(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+COLUMNS = 4  # of the picture
+EMPTY, CAUGHT, CANNOT, NOTHING = range(4)  # let through, caught, the net cannot look, no cell
+
+
+def early(mistakes: list[dict[str, str]]) -> str:
+    """In how many of its findings each of the nets that look at steps has found it by the end of the first step."""
+    found = []
+    for net in ("proof", "ledger", "copies", "norms"):
+        told = [step for row in mistakes for step in re.findall(r"(?:step (\d+)|before step (1))", row[net])[:1]]
+        first = sum("1" in step for step in told)
+        found.append(f"{NETS[net]} by the end of step 1 in {first} of {len(told)}")
+    calls = [int(n) for row in mistakes for n in re.findall(r"collective (\d+)", row["collectives"])] or [0]
+    return "; ".join([*found, f"{NETS['collectives']} at collective {min(calls)} to {max(calls)}"])
+
+
 def draw(rows: list[dict[str, str]]) -> None:
-    chapters = [*dict.fromkeys(row["chapter"] for row in rows)]
-    mistakes = sorted((r for r in rows if r["kind"] != "right"), key=lambda row: chapters.index(row["chapter"]))
-    grid = [[2 if row[net] == "-" else int(caught(row, net)) for row in mistakes] for net in NETS]
-    fig, ax = plt.subplots(figsize=(10.5, 3.2))
-    ax.imshow(
-        grid, aspect="auto", cmap=ListedColormap(["white", BLUE, "#e3e3e3"]), vmin=0, vmax=2, interpolation="nearest"
-    )
-    ax.set_yticks(range(len(NETS)), NETS.values())
-    ends = [n for n in range(1, len(mistakes)) if mistakes[n]["chapter"] != mistakes[n - 1]["chapter"]]
-    for end in ends:
-        ax.axvline(end - 0.5, color="black", lw=1)
-    begins = [0, *ends]
-    middles = [(a + b - 1) / 2 for a, b in zip(begins, [*ends, len(mistakes)], strict=True)]
-    ax.set_xticks(middles, [mistakes[begin]["chapter"].replace("_", "\n") for begin in begins], fontsize=10)
-    for place, net in enumerate(NETS):
-        ax.text(len(mistakes), place, f" {sum(caught(r, net) for r in mistakes)}", va="center")
-    ax.tick_params(length=0)
-    ax.set_title(
-        f"{len(mistakes)} mistakes, a column each, in the order of nets.csv. "
-        "Blue: caught. White: let through. Grey: the net cannot look",
-        fontsize=11,
-    )
-    for line in range(1, len(NETS)):
-        ax.axhline(line - 0.5, color="#bbbbbb", lw=0.8)
-    PICTURE.write_bytes(png(fig, dpi=110))
+    """Each mistake with its name and a cell for each net, chapter by chapter, in columns that a page is wide enough
+    for."""
+    lines: list[tuple[str, list[int]]] = []
+    for chapter in dict.fromkeys(row["chapter"] for row in rows if row["kind"] in KINDS[0]):
+        lines.append((chapter.replace("_", " "), []))
+        for row in rows:
+            if row["chapter"] == chapter and row["kind"] in KINDS[0]:
+                lines.append((row["mistake"], [CANNOT if row[net] == "-" else int(caught(row, net)) for net in NETS]))
+    height = -(-len(lines) // COLUMNS)
+    fig, axes = plt.subplots(1, COLUMNS, figsize=(8.6, 0.9 + 0.138 * height), layout="none")
+    for place, ax in enumerate(axes):
+        mine = lines[place * height : (place + 1) * height]
+        grid = [cells or [NOTHING] * len(NETS) for _, cells in mine]
+        grid += [[NOTHING] * len(NETS)] * (height - len(mine))
+        colours = ListedColormap(["white", BLUE, "#d9d9d9", "white"])
+        ax.pcolormesh(grid, cmap=colours, vmin=EMPTY, vmax=NOTHING, edgecolors="#bbbbbb", lw=0.4)
+        ax.invert_yaxis()
+        for line, (name, cells) in enumerate(mine):
+            ax.text(-0.25, line + 0.5, name, ha="right", va="center", fontsize=7, weight="normal" if cells else "bold")
+            if not cells:
+                ax.fill_between([0, len(NETS)], line, line + 1, color="white", zorder=2)
+        ax.fill_between([-0.05, len(NETS) + 0.05], len(mine), height + 0.1, color="white", zorder=2)
+        ax.xaxis.tick_top()
+        names = [name.removeprefix("check-") for name in NETS.values()]
+        ax.set_xticks([n + 0.5 for n in range(len(NETS))], names, rotation=90, fontsize=7)
+        ax.set_yticks([])
+        ax.tick_params(length=0, pad=1)
+        ax.spines[:].set_visible(False)
+    fig.suptitle("Blue: the net catches it. White: it lets it through. Grey: it cannot look", fontsize=9, y=0.995)
+    fig.subplots_adjust(left=0.155, right=0.995, top=1 - 0.75 / fig.get_figheight(), bottom=0.005, wspace=2.25)
+    PICTURE.write_bytes(png(fig, dpi=130))
 
 
 def page(rows: list[dict[str, str]]) -> str:

@@ -2,9 +2,10 @@
 
 import importlib
 
-from common.lab.bugs import Bugs
+from course.ddp.catalogue import mistakes
 from course.fsdp.museum import incidents
 from tools import nets, nets_page
+from tools.nets_sought import SOUGHT
 
 COMMAND = "python -m tools.nets --rows NAME writes it"
 
@@ -16,10 +17,11 @@ def test_the_page_says_what_the_rows_say():
 def test_every_mistake_has_a_row():
     there = {(row["chapter"], row["mistake"]) for row in nets_page.read()}
     for chapter in nets.CHAPTERS:
-        bugs: Bugs = importlib.import_module(f"course.{chapter}.classroom.bugs").BUGS
-        elsewhere = {name for name, bug in bugs.items() if bug.file in ("standalone.py", "executor.py")}
-        assert {(chapter, name) for name in bugs.keys() - elsewhere} <= there, COMMAND
-    assert {("museum", name) for name in incidents()} <= there, COMMAND
+        bugs = importlib.import_module(f"course.{chapter}.classroom.bugs")
+        planted = [*bugs.BUGS, *getattr(bugs, "DROPOUT_BUGS", ()), "faulty.py"]
+        assert {(chapter, name) for name in planted} <= there, COMMAND
+    others = {"museum": incidents(), "catalogue": mistakes(), "sought": SOUGHT}
+    assert {(group, name) for group, names in others.items() for name in names} <= there, COMMAND
 
 
 def test_rows_are_what_the_nets_say():

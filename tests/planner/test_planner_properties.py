@@ -21,7 +21,8 @@ def layouts(draw):
     mesh = {axis: draw(SIZES) for axis in ("data", "shard", "tensor")}
     mesh["pipeline"] = draw(st.sampled_from([1, 2, 3, 4]))
     ranks = mesh["pipeline"] * mesh["data"] * mesh["shard"] * mesh["tensor"]
-    machine = hardware.cluster("a100-80gb", ranks, min(ranks, draw(st.sampled_from([1, 4, 8]))))
+    nodes = [size for size in (1, 4, 8) if ranks <= size or ranks % size == 0]  # whole nodes
+    machine = hardware.cluster("a100-80gb", ranks, min(ranks, draw(st.sampled_from(nodes))))
     readers = mesh["data"] * mesh["shard"]
     fields = {"batch_size": 8 * readers, "sequence": 512, "zero_stage": draw(st.integers(0, 3)),
               "recompute": draw(st.sampled_from(["none", "selective", "full"]))}  # fmt: skip

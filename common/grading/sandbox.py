@@ -40,7 +40,7 @@ MARK = "COURSE_SUBMISSION"  # environment variable that a submission's processes
 TEMPORARY = Path(tempfile.gettempdir()).resolve()  # in the sandbox it is empty, but for the submission
 INSIDE = TEMPORARY / "submission"
 MOST_PROCESSES = 64
-BUSY = 6  # times the limit by the clock, on a busy machine
+BUSY_FACTOR = 6  # times the limit by the clock, on a busy machine
 MOST_ANSWER = 2**25  # bytes of one answer of one rank
 STARTING, LEEWAY = 240.0, 5.0  # seconds: for Python and PyTorch to start, on a busy machine; beyond a rank's own limit
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/etc/ld.so.cache",
@@ -185,7 +185,7 @@ def limits() -> str:
 class Allowance:
     """The time of a submission: seconds by the clock, without those in which a process waited for a core, since the
     machine may have other work. So that it cannot keep its own processes waiting for ever, the processor time of
-    all of them has the same limit, and the clock has one of BUSY times as much."""
+    all of them has the same limit, and the clock has one of BUSY_FACTOR times as much."""
 
     def __init__(self, limit: float, now: float):
         self.limit, self.begun, self.before, self.late = limit, now, now, 0.0
@@ -197,7 +197,7 @@ class Allowance:
         self.late += min(now - self.before, more)
         self.before, self.waited = now, waited
         passed = now - self.begun
-        return passed - self.late > self.limit or passed > BUSY * self.limit or sum(worked) > self.limit
+        return passed - self.late > self.limit or passed > BUSY_FACTOR * self.limit or sum(worked) > self.limit
 
 
 class Runner:

@@ -98,10 +98,13 @@ def adopt(config, kind: str) -> None:
     found: dict[str, object] = {}
     if told.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         found["precision"] = told["ACCELERATE_MIXED_PRECISION"]
-    elif launched and config.precision != "fp32":  # `no` stands there as well where nobody has said anything
+    elif launched and config.precision != "fp32":
+        # The launcher hands over `no` for a file that is silent as well, and says so itself: which of the two it was,
+        # nobody can tell from here. Training in bf16 beside a file that says `no` would be the worse mistake.
         raise UserError(
             f"accelerate launch: mixed_precision is 'no' in its file, or not in it, and --precision is "
-            f"{config.precision}; write mixed_precision: {config.precision} into the file"
+            f"{config.precision}; say accelerate launch --mixed_precision {config.precision}, or write "
+            f"mixed_precision: {config.precision} into the file"
         )
     if int(told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)) > 1:
         found["accumulation_steps"] = int(told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])

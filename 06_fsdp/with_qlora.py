@@ -15,6 +15,7 @@ made from the configuration, with random weights: nothing is downloaded.
 
 import argparse
 import contextlib
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from bitsandbytes.nn import Linear4bit, Params4bit
 from bitsandbytes.optim import PagedAdamW8bit
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -79,7 +81,7 @@ def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu"
             raise UserError(f"--base {base}: no model that transformers can load: there is no config.json in it")
         try:
             model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"--base {base}: no model that transformers can load: {first_line(error)}") from error
         model = model.to(device)
     else:
@@ -120,8 +122,10 @@ def load_adapter(model: Any, adapter: str) -> Any:
     if not Path(adapter, "adapter_config.json").exists():
         raise UserError(f"--adapter {adapter}: there is no adapter_config.json in it")
     try:
-        return PeftModel.from_pretrained(model, adapter)
-    except (RuntimeError, ValueError) as error:  # names or shapes that this base does not have
+        with warnings.catch_warnings():  # peft goes on with new adapters in the place of those that it did not find
+            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+            return PeftModel.from_pretrained(model, adapter)
+    except (RuntimeError, ValueError, UserWarning) as error:  # names or shapes that this base does not have
         raise UserError(f"--adapter {adapter}: these are adapters of another base: {first_line(error)}") from error
 
 

@@ -307,7 +307,7 @@ def add(parser: Parser, title: str, items, about: str | None = None) -> None:
             choices = item.metadata["choices"] or None
             about += f" (default: {item.default})" if item.default != "" else ""
             bare = item.metadata["bare"]
-            metavar = "STEP|FOLDER" if bare else item.type.__name__.upper().replace("STR", "WORD")
+            metavar = item.metadata["takes"] or item.type.__name__.upper().replace("STR", "WORD")
             if choices and len(", ".join(choices)) > 40:
                 about = f"{', '.join(choices)}: {about}"
             elif choices:

@@ -67,7 +67,10 @@ class Config:
     keep_best: bool = option(False, "also keep the checkpoint with the lowest loss of --validate-every")
     async_checkpoint: bool = option(False, "write checkpoints while training goes on, from a copy in host memory")
     resume: str = option(
-        "", "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any", bare=LATEST
+        "",
+        "go on from a checkpoint of --run-dir (default: the newest, of the newest run), or from any",
+        bare=LATEST,
+        takes="STEP|FOLDER",
     )
     validate_every: int = option(
         0, "steps between losses on text that is not trained on, and one at the end; 0: none", at_least=0
@@ -85,7 +88,10 @@ class Config:
     precision: str = option("fp32", "of the forward pass", PRECISIONS)
     tf32: bool = option(False, "on GPUs, round what float32 products multiply to TF32")
     compile: str = option(
-        "", "compile each block by torch.compile's backend of this name; bare: inductor", bare="inductor"
+        "",
+        "compile each block by torch.compile's backend of this name; bare: inductor",
+        bare="inductor",
+        takes="BACKEND",
     )
     seed: int = option(0, "of the initial weights and of the order of the data", identity=True, at_least=0)
     optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)

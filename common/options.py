@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 LATEST = "latest"  # what --resume means without a value
 
 
-def option(default, help: str, choices: tuple = (), identity: bool = False, at_least=None, bare: str = ""):
+def option(
+    default, help: str, choices: tuple = (), identity: bool = False, at_least=None, bare: str = "", takes: str = ""
+):
     """A dataclass field that is an option: `batch_size: int = option(32, "examples")` is --batch-size on the command
     line and batch-size in a YAML file.
 
@@ -13,8 +15,9 @@ def option(default, help: str, choices: tuple = (), identity: bool = False, at_l
     identity: it defines the numbers of a run, so a resumed run has to keep it
     at_least: the smallest number that is allowed
     bare:     what it means where it is given without a value, as --resume may be
+    takes:    what stands for its value in --help (default: the type)
     """
-    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least, "bare": bare}
+    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least, "bare": bare, "takes": takes}
     return field(default=default, metadata=about)
 
 

@@ -68,5 +68,14 @@ def named(what: str) -> Callable:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of somebody else's in one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """An error of somebody else's in one line, with its cause's where it has one, since libraries often say only there
+    what was wrong."""
+    cause = error.__cause__
+    return words_of(error) + (f" ({words_of(cause)})" if cause else "")
+
+
+def words_of(error: BaseException) -> str:
+    """The name of an error and its first line; and the second one where the first ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return type(error).__name__ + (f": {text[:300]}" if text else "")

@@ -26,7 +26,14 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 FOLDER = Path("your-llama")  # base model, tokenizer, data
 CONTEXT = 64  # tokens of an example
@@ -53,12 +60,13 @@ def base():
 
 def model():
     """The base. Its files are mapped, not read: a weight is there once somebody cuts their part out of it."""
-    config, tokenizer = LlamaConfig.from_pretrained(base()), AutoTokenizer.from_pretrained(FOLDER)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, and the model knows {config.vocab_size}")
+    config, tokenizer = AutoConfig.from_pretrained(base()), AutoTokenizer.from_pretrained(FOLDER)
+    known = getattr(config, "vocab_size", len(tokenizer))  # what is no language model is refused below
+    if len(tokenizer) > known:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, and the model knows {known}")
     if torch.get_default_device().type == "meta":  # a rank that gets rank 0's weights: shapes alone
-        return Llama(LlamaForCausalLM(config))
-    return Llama(LlamaForCausalLM.from_pretrained(FOLDER))
+        return Llama(AutoModelForCausalLM.from_config(config))
+    return Llama(AutoModelForCausalLM.from_pretrained(FOLDER))
 
 
 # --- the data ---
@@ -69,9 +77,9 @@ def windows(streaming=False):
         file = str(FOLDER / f"{name}.jsonl")
         how = {"split": "train", "streaming": streaming, "cache_dir": str(FOLDER / "cache")}
         rows = load_dataset("json", data_files=file, **how)
-        columns = rows.column_names or list(next(iter(rows)))
+        columns = rows.column_names or list(next(iter(rows), {}))
         if "text" not in columns:
-            raise ValueError(f"{file} has no column 'text': it has {', '.join(columns)}")
+            raise ValueError(f"{file} has no column 'text': it has {', '.join(columns) or 'no rows'}")
 
         def pack(documents):
             tokens = [token for ids in tokenizer(documents["text"])["input_ids"] for token in ids]
@@ -157,7 +165,7 @@ def save(weights, folder):
     trained.load_state_dict(load_file(weights))
     trained.llama.save_pretrained(folder)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
-    again = Llama(LlamaForCausalLM.from_pretrained(folder)).eval()
+    again = Llama(AutoModelForCausalLM.from_pretrained(folder)).eval()
     held_out = data()[1]
     inputs, targets = (torch.stack(part) for part in zip(*(held_out[n] for n in range(len(held_out))), strict=True))
     with torch.no_grad():

@@ -103,7 +103,7 @@ def train(folder: str) -> list[dict]:
 
 
 def main() -> int:
-    rows, losses = [], {}
+    rows, losses, before = [], {}, os.getloadavg()[0]  # of others: this program's own ranks are not there yet
     with tempfile.TemporaryDirectory() as folder:
         size = Jpegs(folder).make()
         for ranks in RANKS:
@@ -133,7 +133,7 @@ def main() -> int:
         print(
             f"# by `python -m tools.bench_loading`: {PICTURES} JPEG files of {size:,} bytes on average, in the page "
             f"cache; {ROUNDS} rounds of {STEPS} steps of {BATCH} examples; {os.cpu_count()} cores, load average "
-            f"{os.getloadavg()[0]:.1f}; losses differ by {furthest:.0e}",
+            f"{before:.1f} before it began; losses differ by {furthest:.0e}",
             file=file,
         )
         writer = csv.DictWriter(file, rows[0])

@@ -6,6 +6,7 @@ Needs requirements-engines.txt; without it the file is not collected (tests/conf
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from helpers import SMALL, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
+from torch import nn
 
 from common import ROOT, engine_files, own, runs
 from common.data import Plan, micro_batches, shard
@@ -437,13 +440,20 @@ def test_what_is_not_made_for_each_other_gets_one_line(llama, tmp_path, monkeypa
         make_task(configure(**settings))
     llama.make()
     task = make_task(configure(**settings))
+    transformers.ViTConfig().save_pretrained("your-llama")
+    with refused("model() failed", "ViTConfig"):  # and not a Llama of billions of parameters with random weights
+        task.make_model()
     small = llama.LlamaConfig(**llama.CONFIG.to_dict() | {"vocab_size": 100})
     small.save_pretrained("your-llama")
     with refused("model() failed", "the tokenizer has", "the model knows 100"):
         task.make_model()
-    (tmp_path / "your-llama" / "train.jsonl").write_text('{"words": "a"}\n')
-    with refused("data() failed", "no column 'text'", "words"):
-        make_task(configure(**settings))
+    for rows, *said in (
+        ('{"words": "a"}', "no column 'text'", "words"),
+        ("no JSON", "JSON parse error"),  # by the error's cause alone
+    ):
+        (tmp_path / "your-llama" / "train.jsonl").write_text(rows + "\n")
+        with refused("data() failed", *said):
+            make_task(configure(**settings))
 
 
 def held(config) -> int:
@@ -561,8 +571,19 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
     other = SMALL_LORA | {"model": SMALL_LORA["model"] | {"hidden_size": 32}}
     adapters, unknown = str(tmp_path / "adapters"), SMALL_LORA["lora"] | {"target_modules": ["no_such_layer"]}
     with_qlora.make_model(other).save_pretrained(adapters)
+    from peft import LoraConfig, get_peft_model
+
+    foreign = str(tmp_path / "foreign")  # fits by its shapes, and none of its names is there
+    get_peft_model(nn.ModuleDict({"q_proj": nn.Linear(64, 64)}), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        foreign
+    )
+    cut = tmp_path / "cut"
+    shutil.copytree(base, cut)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:3000])
     cases = [
         (lambda: with_qlora.make_base(SMALL_LORA, str(tmp_path)), "--base .*: no model"),
+        (lambda: with_qlora.make_base(SMALL_LORA, str(cut)), "--base .*cut: no model"),
+        (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), foreign), "adapters of another base"),
         (lambda: with_qlora.make_base(SMALL_LORA, str(tmp_path / "none")), "--base .*none: no model"),
         (lambda: with_qlora.make_model(SMALL_LORA | {"lora": unknown}), "lora: .*no_such_layer"),
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), adapters), "adapters of another base"),

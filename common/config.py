@@ -247,6 +247,11 @@ def check_combinations(config: Config) -> None:
         raise UserError(f"--data-dir is where fashion-mnist or cifar10 lie{where}")
     if config.download and config.dataset == "digits":
         raise UserError("--download is for fashion-mnist and cifar10, and --dataset is digits; leave it out")
+    if config.async_checkpoint and not config.checkpoint_every:
+        raise UserError(
+            "--async-checkpoint writes while training goes on, and with --checkpoint-every 0 only the end is written; "
+            "leave one of them out"
+        )
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
 

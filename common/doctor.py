@@ -349,9 +349,16 @@ def anonymous(text):
     return text
 
 
+class Parser(argparse.ArgumentParser):
+    """As common.errors has it, which a broken installation may not be able to import."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message} (--help lists the options)\n")
+
+
 def main(arguments=None):
     """Print a line per check; return how many have something to fix."""
-    parser = argparse.ArgumentParser("python -m common.doctor", description="Is this machine ready for the course?")
+    parser = Parser("python -m common.doctor", description="Is this machine ready for the course?")
     parser.add_argument("--report", action="store_true", help="also write doctor-report.txt, without names and paths")
     parser.add_argument("--symptom", metavar="WORDS", help="check nothing; say where the course explains this")
     options = parser.parse_args(arguments)

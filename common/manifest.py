@@ -100,21 +100,33 @@ def read(folder: Path) -> stored.Manifest:
 
 def damage(folder: Path, rank: int = 0, size: int = 1) -> str:
     """What is wrong with a checkpoint; "" where nothing is. Of `size` ranks, each looks at some of the files."""
+    if wrong := damage_at_sight(folder):
+        return wrong
+    for name, (_, expected) in sorted(read(folder).files.items())[rank::size]:
+        try:
+            if checksum(folder / name) != expected:
+                return f"{folder / name} is damaged: its checksum is not that of the manifest"
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def damage_at_sight(folder: Path) -> str:
+    """What the manifest and the sizes of a checkpoint's files show to be wrong with it, in milliseconds; "" where that
+    is nothing."""
     try:
         files = read(folder).files
     except UserError as error:
         return str(error)
-    for name, (length, expected) in sorted(files.items())[rank::size]:
+    for name, (length, _) in sorted(files.items()):
         path = folder / name
         try:
-            if path.lstat().st_size != length:
-                return f"{path} has {path.lstat().st_size:,} bytes and not {length:,}"
-            if checksum(path) != expected:
-                return f"{path} is damaged: its checksum is not that of the manifest"
+            with stored.opened(path) as file:
+                there = os.fstat(file.fileno()).st_size
         except UserError as error:
             return str(error)
-        except OSError as error:
-            return f"{path}: {error.strerror}"
+        if there != length:
+            return f"{path} has {there:,} bytes and not {length:,}"
     return ""
 
 

@@ -230,6 +230,7 @@ def saved_settings(values: dict) -> dict:
         if (Path(resume) / "config.json").exists() and not (Path(resume) / manifest.MANIFEST).exists():
             raise UserError(f"--resume {resume} is a run, not a checkpoint; write --resume --run-dir {resume}")
         about = manifest.read(Path(resume)).about
+        refuse_damaged([Path(resume)])
         if "settings" not in about:
             raise UserError(f"--resume: {resume} is no checkpoint of a run of this course")
         return about["settings"] | {"run_dir": values.get("run_dir") or str(Path(resume).parent)}
@@ -249,9 +250,23 @@ def saved_settings(values: dict) -> dict:
         there = ", ".join(str(manifest.step_of(path)) for path in found)
         raise UserError(f"--resume {resume}: {folder} has no checkpoint of that step; it has {there}")
     facts = stored.facts_of(folder)
+    refuse_damaged([named(resume, folder)] if resume != LATEST else found[::-1])
     if (folder / "metrics.jsonl").exists():
-        stored.read(folder / "metrics.jsonl")  # refused before PyTorch is imported, if it is no file
+        stored.records_of(folder)
     return facts.config | {"run_dir": str(folder)}
+
+
+def refuse_damaged(candidates: list[Path]) -> None:
+    """Raise UserError where all checkpoints that a run may go on from are seen to be damaged, the best first, before
+    PyTorch is imported. Contents are compared with their checksums later, by all ranks together."""
+    wrong = []
+    for folder in candidates:
+        found = manifest.damage_at_sight(folder)
+        if not found:
+            return
+        wrong.append(found)
+    advice = "--resume alone takes the newest checkpoint that is whole" if len(wrong) == 1 else "no other is whole"
+    raise UserError(f"--resume: {wrong[0]}; {advice}")
 
 
 def this_launch() -> str:

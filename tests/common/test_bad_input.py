@@ -89,6 +89,7 @@ SCRIPTS = """
 --dataset cifar10 => --dataset cifar10 --task images
 --data-dir mytext => --data-dir --text
 --task images --download => --download --dataset digits
+--async-checkpoint --checkpoint-every 0 => --async-checkpoint --checkpoint-every
 --stride 3 => --stride --help
 --batch-sise 3 => --batch-sise --batch-size
 --confg x.yaml => --confg --config
@@ -196,6 +197,7 @@ def test_of_the_checker(line, words, monkeypatch):
 PROGRAMS = [
     ("distributed_training.py --accumulation-steps 5", "--batch-size 32 5 30"),
     ("common/check.py 07_nowhere", "07_nowhere 01_intro"),
+    ("common/doctor.py --nosuch", "--nosuch --help"),
 ]
 
 

@@ -38,6 +38,7 @@ def begun(tmp_path, monkeypatch):
         folder = Path(name)
         config = configure(run_dir=folder, **settings)
         (folder / "checkpoint-000001").mkdir()
+        (folder / "checkpoint-000001" / manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))
         write_facts(folder, config.settings(), strategy=config.strategy)
         return folder
 

@@ -127,7 +127,9 @@ def test_what_cannot_be_resumed(tmp_path, monkeypatch):
         Path(folder).mkdir(parents=True)
     write_facts(Path("begun"), {"steps": 3})
     mine = {"settings": {"lr": 7}}
-    monkeypatch.setattr(manifest, "read", lambda folder: SimpleNamespace(about=mine if folder.name == "mine" else {}))
+    about = {"mine": mine}
+    read = lambda folder: SimpleNamespace(about=about.get(folder.name, {}), files={})  # noqa: E731
+    monkeypatch.setattr(manifest, "read", read)
     for resume, folder, told in (
         (LATEST, "", "runs/ --run-dir"),
         (LATEST, "begun", "begun"),

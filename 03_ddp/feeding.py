@@ -5,19 +5,20 @@ torchrun --standalone --nproc_per_node=2 feeding.py
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-BATCH_SIZE, EPOCHS = 4, 2  # the batch of all ranks together
+BATCH_SIZE, EPOCHS = 8, 2  # the batch of all ranks together
 
 
 class Numbers(Dataset):
     """Stands for images or texts: example i is the number i."""
 
     def __len__(self):
-        return 13
+        return 26
 
     def __getitem__(self, index):
         return torch.tensor(index)
@@ -25,6 +26,8 @@ class Numbers(Dataset):
 
 def main(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH_SIZE % world_size:
+        sys.exit(f"a batch of {BATCH_SIZE} cannot be divided among {world_size} ranks: change BATCH_SIZE")
     data = Numbers()
     sampler = DistributedSampler(data, seed=0, drop_last=True)  # which examples are this rank's
     loader = DataLoader(

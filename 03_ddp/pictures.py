@@ -61,6 +61,33 @@ def print_shares() -> None:
         print(f" {1e3 * region:23.1f} ms")
 
 
+def draw_shares(dealt: dict, size: int):
+    """title -> the examples of each rank, out of `size`, as cards: a panel for each title, a row for each rank. Cards
+    that repeat an example are orange; under the panel stands what nobody has."""
+    fig, axes = plt.subplots(1, len(dealt), figsize=(9.5, 2.9), sharey=True)
+    longest = max(len(share) for shares in dealt.values() for share in shares)
+    for ax, (title, shares) in zip(axes, dealt.items(), strict=True):
+        seen: set[int] = set()
+        for turn in range(longest):  # the order in which they are dealt out
+            for rank, share in enumerate(shares):
+                if turn < len(share):
+                    repeated = share[turn] in seen
+                    seen.add(share[turn])
+                    colour = plotting.ORANGE if repeated else plotting.SKY
+                    ax.add_patch(Rectangle((turn + 0.06, rank + 0.08), 0.88, 0.84, fc=colour, lw=0))
+                    ax.text(turn + 0.5, rank + 0.5, share[turn], ha="center", va="center", fontsize=13)
+        unread = sorted({*range(size)} - seen)
+        twice = sum(map(len, shares)) - len(seen)
+        note = f"{twice} come twice" if twice else f"left out: {', '.join(map(str, unread))}"
+        ax.set_title(title, fontsize=13, family="monospace" if "=" in title else None)
+        ax.set(xlim=(0, longest), ylim=(len(shares), 0), xticks=[])
+        ax.set_xlabel(note, fontsize=13)
+        ax.set_yticks([rank + 0.5 for rank in range(len(shares))], [f"rank {r}" for r in range(len(shares))], size=12)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    return fig
+
+
 def draw_late(panels: dict):
     """title -> for each rank (start, end of its work, end of the all-reduce) of each step, in seconds: a panel for
     each title, on one time axis."""

@@ -25,11 +25,13 @@ CHECKPOINT = "checkpoint-ddp.pt"  # all ranks load it: on several nodes, put it 
 
 def train(model, optimizer, device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH_SIZE % world_size:
+        sys.exit(f"a batch of {BATCH_SIZE} cannot be divided among {world_size} ranks: change BATCH_SIZE")
     digits = load_digits()  # 1,797 images of 8 x 8 pixels that come with scikit-learn
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
     data = TensorDataset(images[:1500], labels[:1500])
     # Rank r takes entries r, r + world_size, ... of a permutation. So the k-th batches of all ranks are together the
-    # k-th batch of one process, if world_size divides BATCH_SIZE and the incomplete last batch is dropped.
+    # k-th batch of one process, as long as the incomplete last batch is dropped.
     sampler = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, BATCH_SIZE // world_size, sampler=sampler, drop_last=True)
     # No sampler for testing: it would give all ranks equally many images, by counting some of them twice.
@@ -40,7 +42,7 @@ def train(model, optimizer, device):
     found = torch.tensor(int(os.path.exists(CHECKPOINT)), device=device)
     dist.broadcast(found, src=0)  # rank 0 decides for all; a rank that has no such file then fails, and says so
     if found:
-        state = torch.load(CHECKPOINT, map_location=device)  # without it, all ranks would load onto rank 0's GPU
+        state = torch.load(CHECKPOINT, map_location=device)  # without it, onto the GPU number 0 that rank 0 saved from
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["epochs"]

@@ -249,7 +249,7 @@ def test_ranks(tmp_path):
         shutil.copy(program, copy)
         jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate(sizes[chapter], start=1)]
     feeding, speed, _ = OTHERS
-    jobs += [[2, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
+    jobs += [[8, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
     run(jobs, tmp_path, orderly=4 if FULL else 0)
     check_feeding(*outputs(tmp_path / "feeding"))
     check_speed(*outputs(tmp_path / "speed"))
@@ -292,17 +292,17 @@ def check_what_is_sent(folder: Path) -> None:
     assert sum(sent("06_fsdp", "reduce_scatter")) == 4 * steps * (3 * block + 64 * 10 + 10)
 
 
-def check_feeding(text: str, silent: str) -> None:
-    """13 examples in a permutation from seed + epoch; two ranks take turns, and each reads three batches of two."""
+def check_feeding(text: str, *silent: str) -> None:
+    """26 examples in a permutation from seed + epoch; eight ranks take turns, and each reads three batches of one."""
     lines = []
     for epoch in range(2):
-        order = torch.randperm(13, generator=torch.Generator().manual_seed(epoch)).tolist()
-        shares = order[0:12:2], order[1:12:2]
+        order = torch.randperm(26, generator=torch.Generator().manual_seed(epoch)).tolist()
+        shares = [order[rank:24:8] for rank in range(8)]
         for step in range(3):
-            read = " ".join(f"rank {rank} {own[2 * step : 2 * step + 2]}" for rank, own in enumerate(shares))
+            read = " ".join(f"rank {rank} {own[step : step + 1]}" for rank, own in enumerate(shares))
             lines.append(f"epoch {epoch}, step {step}: {read}")
     assert text.splitlines() == lines, "feeding.py: which examples each rank reads in two epochs, on rank 0"
-    assert silent == "", "feeding.py: one rank prints what all have read"
+    assert not any(silent), "feeding.py: one rank prints what all have read"
 
 
 def check_speed(text: str, silent: str) -> None:

@@ -46,9 +46,9 @@ def flat_parameters(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def train_alone(make_optimizer, steps, max_norm=float("inf")):
-    """Train in one process. Returns the losses and all parameters in one vector."""
-    model, losses = make_model(), []
+def train_alone(make_optimizer, steps, max_norm=float("inf"), **options):
+    """Train in one process, with options of the model. Returns the losses and all parameters in one vector."""
+    model, losses = make_model(**options), []
     optimizer = make_optimizer(model.parameters())
     for _ in range(steps):
         optimizer.zero_grad()
@@ -61,9 +61,9 @@ def train_alone(make_optimizer, steps, max_norm=float("inf")):
 
 
 def train_on_ranks(version, make_optimizer, max_norm):
-    """Three steps of a class that takes (model, make_optimizer, max_norm) and has `step` and `flats`; all parameters,
-    put together from the shards."""
-    trained, weights = version(make_model(), make_optimizer, max_norm), {}
+    """Three steps of a class of 01_zero.ipynb, which takes (model, make_optimizer, max_norm) and has `step` and
+    `flats`; all parameters, put together from the shards."""
+    trained, weights = version(make_model(tied=False), make_optimizer, max_norm), {}
     for _ in range(3):
         trained.step(my_part(2))
     for flat in trained.flats:
@@ -76,8 +76,8 @@ def train_on_ranks(version, make_optimizer, max_norm):
 def compare(version, worlds=(4, 3), allowed=1e-3):
     """Print how far a class's parameters are from those of one process, over the largest change in training: by SGD,
     by AdamW, and clipped; on so many ranks. Raises AssertionError where that is more than `allowed`."""
-    start = train_alone(sgd, 0)[1]
-    expected = {case: train_alone(how, 3, norm)[1] for case, (how, norm) in OPTIMIZERS.items()}
+    start = train_alone(sgd, 0, tied=False)[1]
+    expected = {case: train_alone(how, 3, norm, tied=False)[1] for case, (how, norm) in OPTIMIZERS.items()}
     for nproc in worlds:
         results = launch(lambda: [train_on_ranks(version, *case) for case in OPTIMIZERS.values()], nproc)
         for number, (case, weights) in enumerate(expected.items()):
@@ -100,28 +100,37 @@ def two_halves():
     return gradient.tolist(), [mine.item() if place == rank else None for place in range(ranks)], whole.tolist()
 
 
-def over_a_step(name, sequences=4, recompute="none"):
-    """Memory over a step of one of the chapter's stages by hand, on this rank, with so many short sequences a rank:
-    what `memory.over_a_step` gives."""
-    kind = load(name, "by-hand")
-    options = None if recompute == "none" else kind.Options(recompute=recompute)
-    strategy = kind(make_model(4, 128), adamw, Setup(make_mesh(kind.preset), options))
-    own = TOKENS[sequences * dist.get_rank() :][:sequences]
-    batches = [(own[:, :-1], own[:, 1:])]
-    strategy.step(batches)  # AdamW has its moments from now on
-    return memory.over_a_step(strategy, batches)
+def strategy_of(version, layers, width=64, precision="fp32"):
+    """A strategy of this chapter by hand, by its name, or a class of 01_zero.ipynb; the same model, optimizer and call:
+    (strategy, step), where `step` takes a list of micro-batches of tokens. Neither's embedding shares its weight."""
+    model = make_model(layers, width, tied=False)
+    if not isinstance(version, str):
+        strategy = version(model, adamw)
+        return strategy, strategy.step
+    kind = load(version, "by-hand")
+    strategy = kind(model, adamw, Setup(make_mesh(kind.preset), precision=precision))
+    return strategy, lambda parts: strategy.step([(tokens[:, :-1], tokens[:, 1:]) for tokens in parts])
 
 
-def kept_and_sent(name, precision):
+def over_a_step(version, sequences=4):
+    """Memory over a step of what `strategy_of` gives, on this rank, with so many short sequences a rank: what
+    `memory.over_a_step` gives."""
+    strategy, step = strategy_of(version, 4, 128)
+    batches = [TOKENS[sequences * dist.get_rank() :][:sequences]]
+    step(batches)  # AdamW has its moments from now on
+    return memory.over_a_step(strategy, partial(step, batches))
+
+
+def kept_and_sent(version, precision="fp32"):
     """Bytes that this rank keeps between steps, and that it sends in a step of 1 and of 4 micro-batches, for each
-    parameter of one of the chapter's stages by hand."""
-    kind, part = load(name, "by-hand"), [tokens[:1] for tokens in my_part(4)]  # a sequence: bytes are those of weights
+    parameter of what `strategy_of` gives."""
+    parts = [tokens[:1] for tokens in my_part(4)]  # a sequence: the bytes are those of weights
     known = memory.live()
-    strategy = kind(make_model(6), adamw, Setup(make_mesh(kind.preset), precision=precision))
-    count, found = sum(parameter.numel() for parameter in make_model(6).parameters()), []
+    strategy, step = strategy_of(version, 6, precision=precision)
+    count, found = sum(p.numel() for p in make_model(6, tied=False).parameters()), []
     for micro_batches in (1, 4):
         with Ledger() as ledger:
-            strategy.step([(tokens[:, :-1], tokens[:, 1:]) for tokens in part[:micro_batches]])
+            step(parts[:micro_batches])
         found.append(sum(entry.sent for entry in ledger.entries if entry.payload > 100) / count)  # not losses and norms
     return sum(memory.held(strategy, known).values()) / count, *found
 
@@ -156,19 +165,21 @@ def counted(model):
     return ledger, max(counts) / sum(p.numel() for p in model.parameters())
 
 
-def print_kept_and_sent(titles):
-    """For each of `titles` (strategy -> title) on two ranks, in float32 and in bf16: what is kept and sent, counted and
-    by the formulas of 01_zero.ipynb, section 6."""
-    print("bytes per parameter, 2 ranks   kept (formula)   sent, 1 micro-batch (formula)   4 micro-batches (formula)")
-    for precision, g in (("fp32", 4), ("bf16", 2)):
-        rows = launch(lambda: [kept_and_sent(name, precision) for name in titles], 2)[0]  # noqa: B023
-        for (name, title), row in zip(titles.items(), rows, strict=True):
-            recipe = "float32" if g == 4 or name == "ddp" else "mixed, float32 gradients"
-            sent = {
-                "ddp": (8, 8), "zero1": (4 + g, 4 + g), "zero2": (4 + g, 4 * 4 + g),
-                "fsdp": (4 + 2 * g, 4 * (4 + 2 * g)),
-            }[name]  # fmt: skip
-            expected = sum(formula(name, 1, 2, recipe).values()), sent[0] / 2, sent[1] / 2
-            kept, one, four = (f"{found:5.2f} ({what:4.1f})" for found, what in zip(row, expected, strict=True))
-            print(f"{precision}, {title:14} {kept:>25} {one:>23} {four:>27}")
-            assert all(0.9 < found / what < 1.02 for found, what in zip(row, expected, strict=True)), name
+def print_kept_and_sent(versions, precision="fp32"):
+    """For each of `versions` (title -> (name of a strategy, what `strategy_of` takes)) on two ranks: what is kept and
+    sent, counted and by the formulas of 01_zero.ipynb, section 6. Raises AssertionError where the two part."""
+    rows = launch(lambda: [kept_and_sent(version, precision) for _, version in versions.values()], 2)[0]
+    print(
+        f"bytes per parameter, {precision}  kept (formula)   sent, 1 micro-batch (formula)   4 micro-batches (formula)"
+    )
+    for (title, (name, _)), row in zip(versions.items(), rows, strict=True):
+        g = 4 if precision == "fp32" else 2
+        recipe = "float32" if g == 4 or name == "ddp" else "mixed, float32 gradients"
+        sent = {
+            "ddp": (8, 8), "zero1": (4 + g, 4 + g), "zero2": (4 + g, 4 * 4 + g),
+            "fsdp": (4 + 2 * g, 4 * (4 + 2 * g)),
+        }[name]  # fmt: skip
+        expected = sum(formula(name, 1, 2, recipe).values()), sent[0] / 2, sent[1] / 2
+        kept, one, four = (f"{found:5.2f} ({what:4.1f})" for found, what in zip(row, expected, strict=True))
+        print(f"{title:24} {kept:>18} {one:>23} {four:>27}")
+        assert all(0.9 < found / what < 1.02 for found, what in zip(row, expected, strict=True)), title

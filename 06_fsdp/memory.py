@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,11 @@ def kinds(strategy) -> dict[int, str]:
     found = {
         "optimizer": [*optimized, *(value for state in optimizer.state.values() for value in state.values())],
         "gradients": [*(p.grad for p in trained), *(flat.gradient for flat in flats)],
-        "parameters": [*strategy.model.parameters(), *(flat.part for flat in flats), *strategy.model.buffers()],
+        "parameters": [
+            *strategy.model.parameters(),
+            *(getattr(flat, "part", flat.shard) for flat in flats),
+            *strategy.model.buffers(),
+        ],
     }  # where one memory is of two kinds, the later counts: in float32 what is optimized is the parameter
     memory = [(kind, storage(t)) for kind, tensors in found.items() for t in tensors if isinstance(t, torch.Tensor)]
     return {place.data_ptr(): kind for kind, place in memory if place.nbytes()}
@@ -144,9 +149,9 @@ class MemoryTimeline(TorchDispatchMode):
         return max(sum(line.values()) for line in self.bytes)
 
 
-def over_a_step(strategy, micro_batches) -> tuple[list[dict[str, int]], int, int]:
-    """What `MemoryTimeline.bytes` gives of one step, and the numbers of the operators at which its first backward pass
-    and its optimizer's step begin."""
+def over_a_step(strategy, step: Callable[[], object]) -> tuple[list[dict[str, int]], int, int]:
+    """What `MemoryTimeline.bytes` gives while `step` runs, one step of the strategy, and the numbers of the operators
+    at which its first backward pass and its optimizer's step begin."""
     begins: dict[str, int] = {}
     with MemoryTimeline(strategy) as timeline:
 
@@ -157,7 +162,7 @@ def over_a_step(strategy, micro_batches) -> tuple[list[dict[str, int]], int, int
             strategy.model.register_forward_hook(lambda *_: note("backward")),
             strategy.optimizer.register_step_pre_hook(lambda *_: note("step")),
         ]
-        strategy.step(micro_batches)
+        step()
     for hook in hooks:
         hook.remove()
     return timeline.bytes, begins["backward"], begins["step"]

@@ -124,7 +124,7 @@ COLOURS_OF_KINDS = {
     "buffers": plotting.PURPLE,
     "activations": plotting.SKY,
 }
-PASSES = {"forward": 1.0, "backward": 2.0, "optimizer": 0.8}  # how wide each is drawn
+PASSES = {"forward": 1.0, "backward": 2.0, "optimizer": 1.1}  # how wide each is drawn
 
 
 def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):
@@ -147,7 +147,8 @@ def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):
         highest = max(range(len(lines)), key=below.__getitem__)
         ax.annotate(f"{below[highest]:.1f}", (times[highest], below[highest]), (4, 2), textcoords="offset points",
                     weight="bold")  # fmt: skip
-        ax.annotate(f"{below[-1]:.1f}", (left, below[-1]), (-3, 3), textcoords="offset points", ha="right")
+        ax.annotate(f"{below[-1]:.1f}", (left, below[-1]), (-3, -3), textcoords="offset points", ha="right", va="top",
+                    color="white", weight="bold")  # fmt: skip
         ax.set(xlim=(0, left), ylim=(0, top), xticks=[], title=title)
     axes[0].set_ylabel("memory of a rank (MiB)")
     handles, _ = axes[0].get_legend_handles_labels()
@@ -155,7 +156,7 @@ def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):
         "parameters",
         "optimizer state",
         "gradients",
-        "messages, and what they have gathered",
+        "whole for a moment, for messages",
         "activations and temporaries",
     ]
     fig.legend(handles, names, loc="outside upper center", ncols=5, fontsize=11, columnspacing=1.2)
@@ -179,7 +180,7 @@ def watch(trained) -> list[tuple[str, int]]:
 
     def noted_prepare(place, following):
         prepare(place, following)
-        events.append(("forward" if following > place else "backward", number[trained.units[place]]))
+        events.append(("forward" if following > place else "backward", number[trained.flats[place]]))
 
     def noted_finish():
         sent = trained.under_way
@@ -223,7 +224,7 @@ def step_by_step(events: list[tuple[str, int]], names: list[str], ranks: int) ->
             words = [f"{what.capitalize()} pass of {names[unit]}."]
             if what == "step":
                 words = ["The optimizer steps the shards."]
-                words += [f"Still whole, and given back right afterwards: {names[kept]}." for kept in sorted(gathered)]
+                words += [f"Still whole, and freed right afterwards: {names[kept]}." for kept in sorted(gathered)]
             words += [f"Meanwhile {names[other]} is gathered." for other in sorted(flying)]
             words += [f"The gradients of {names[other]} are reduce-scattered." for other in sorted(sent)]
             found.append(
@@ -233,13 +234,14 @@ def step_by_step(events: list[tuple[str, int]], names: list[str], ranks: int) ->
 
 
 def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
-    fig, ax = plt.subplots(figsize=(9, 3.0))
+    fig, ax = plt.subplots(figsize=(9, 3.7))
     what, current = computes
     for unit, name in enumerate(names):
         left = 1.25 * unit
         rows = (
             (0, plotting.BLUE, unit in gathered, "gathering" if unit in flying else "", True),
             (1.25, plotting.ORANGE, unit in gradient, "reducing" if unit in sent else "", unit in shards),
+            (2.5, plotting.GREEN, False, "", True),
         )
         for top, colour, whole, travels, shard in rows:
             ax.add_patch(Rectangle((left, top), 1, 1, fc="white", ec="#999999", lw=1, ls=":"))
@@ -255,10 +257,10 @@ def _frame(names, ranks, computes, gathered, flying, gradient, sent, shards):
         active = what != "step" and unit == current
         ax.text(left + 0.5, -0.12, name, ha="center", va="bottom", size=12, weight="bold" if active else "normal")
         if active:
-            ax.text(left + 0.5, 2.4, what, ha="center", va="top", size=12, weight="bold")
-            ax.add_patch(Rectangle((left - 0.06, -0.06), 1.12, 2.37, fc="none", ec="black", lw=2))
-    ax.set(xlim=(-0.15, 1.25 * len(names)), ylim=(2.75, -0.5), xticks=[])
-    ax.set_yticks([0.5, 1.75], ["parameters", "gradients"])
+            ax.text(left + 0.5, 3.65, what, ha="center", va="top", size=12, weight="bold")
+            ax.add_patch(Rectangle((left - 0.06, -0.06), 1.12, 3.62, fc="none", ec="black", lw=2))
+    ax.set(xlim=(-0.15, 1.25 * len(names)), ylim=(4.0, -0.5), xticks=[])
+    ax.set_yticks([0.5, 1.75, 3.0], ["parameters", "gradients", "optimizer"])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig

@@ -167,20 +167,20 @@ def times_by_size(sizes: Sequence[int], steps: dict[int, Sequence[float]]) -> pl
 def bubbles_by_message(
     delays: Sequence[float], bubbles: dict[str, Sequence[float]], marks: dict[str, float]
 ) -> plt.Figure:
-    """The bubble of several schedules by the time of a message.
+    """The bubble of several schedules by the time of a message; GPipe's, to compare with, is dashed.
 
     delays:  times of a message, in forward passes of a rank
     bubbles: schedule -> its bubble for each of them, in percent
-    marks:   words -> where to draw a dashed line with them
+    marks:   words -> where to draw a dotted line with them
     """
     fig, ax = plt.subplots(figsize=(8.5, 4.2))
     top = max(max(line) for line in bubbles.values())
     heights = _apart([line[-1] for line in bubbles.values()], 0.075 * top)
     for (name, line), height, colour in zip(bubbles.items(), heights, PALETTE, strict=False):
-        ax.plot(delays, line, color=colour)
+        ax.plot(delays, line, color=colour, ls="--" if name == "gpipe" else "-")
         ax.text(1.02 * delays[-1], height, name, va="center", color=colour, size=12)
     for words, delay in marks.items():
-        ax.axvline(delay, color="#666666", ls="--", lw=1.5)
+        ax.axvline(delay, color="#666666", ls=":", lw=1.5)
         ax.text(delay + 0.01, 1.19 * top, words, va="top", size=11, color="#666666")
     ax.set(xlabel="time of a message (forward pass of a rank = 1)", xlim=(0, delays[-1]), ylim=(0, 1.2 * top))
     ax.set_ylabel("bubble (% of the time)")

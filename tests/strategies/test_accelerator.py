@@ -349,7 +349,7 @@ def offloaded(old: bool) -> tuple[set[str], set[str]]:
 
 
 def test_cpu_offload_and_its_translation_keep_on_the_host_what_layers_use_on_the_device(elsewhere):
-    """The classes refuse the CPU, and distributed_training.ipynb has them in its table of old names."""
+    """The classes refuse the CPU, and the look-up page of chapter 06 has them in its table of old names."""
     assert elsewhere(offloaded, True) == elsewhere(offloaded, False) == ({"cpu"}, {"gpu"})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import configure, refused, write_facts
 
+from common import manifest
 from common.command_line import own_names
 from common.command_line import parse as parse_table
 from common.config import shared
@@ -25,6 +26,7 @@ def begun(name: str, **settings) -> Path:
     """A run that may be resumed, and has not trained."""
     config = configure(run_dir=name, **settings)
     Path(name, "checkpoint-000001").mkdir()
+    Path(name, "checkpoint-000001", manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))
     write_facts(Path(name), config.settings())
     return Path(name)
 

@@ -6,6 +6,9 @@ from html import escape
 from common.errors import UserError
 from course.pipeline import game, schedules
 
+LAB = "../05_pipeline/02_schedule_lab.html"  # where schedules are drawn beside each other
+EXPLAINED = {"gpipe": "glossary.html#gpipe", "1f1b": "glossary.html#1f1b", "interleaved": "glossary.html#interleaving",
+             "zb-h1": "glossary.html#zero-bubble", "zbv": "glossary.html#zero-bubble"}  # fmt: skip
 BEFORE_PAR = 1.4  # the board is so much longer than par, until a schedule is longer
 
 
@@ -43,8 +46,8 @@ def reply(text: str) -> str:
 
 
 def stored() -> str:
-    """The page as it is first seen: the first level, one move in."""
-    level, lists = position({"lists": ["0F0"]})
+    """The page as it is first seen: the first level, in which nothing is placed yet."""
+    level, lists = position({})
     return f'<div class="answer">{html(level, game.judge(level, lists))}</div>'
 
 
@@ -105,7 +108,7 @@ def verdict(level: game.Level, found: dict) -> str:
     """What is said of the position, and of a whole schedule how to run it."""
     if found["wrong"]:
         return f'<p class="wrong" role="alert">Illegal: {escape(found["wrong"])}.</p>'
-    called = " or ".join(found["names"])
+    called = " or ".join(map(linked, found["names"]))
     if not found["whole"]:
         begun = f" So far it may become {called}." if called else ""
         return f"<p>Par is {level.par}: no schedule of this level is shorter.{begun}</p>"
@@ -119,8 +122,14 @@ def verdict(level: game.Level, found: dict) -> str:
         f"time and store at most {', '.join(map(str, found['stored']))} activations.{gathers}{name}</p>"
         f"<p>Run it on {level.ranks} real ranks, which are compared with one process, in "
         '<a href="../README.html#begin">the course\'s folder</a>:</p>'
-        f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>{following(level)}"
+        f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>"
+        f'<p><button type="button" data-copy>Copy the command</button></p>{following(level)}'
     )
+
+
+def linked(name: str) -> str:
+    """A schedule's name, with a link to what it means."""
+    return f'<a href="{EXPLAINED.get(name, LAB)}">{escape(name)}</a>'
 
 
 def following(level: game.Level) -> str:

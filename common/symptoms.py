@@ -2,8 +2,9 @@
 
 What is searched is what a reader can open: rows of the tables of docs/, what people have asked in public (threads.yaml
 and the museum of incidents), the programs of the catalogue of mistakes, and the sections of all pages. No program of
-these is imported or run. Places are compared with the words by TF-IDF over pieces of
-words, so that "hangs" finds "hang", and a message finds its row although numbers in it differ.
+these is imported or run. Places are compared with the words by TF-IDF over words
+without their endings, so that "hangs" finds "hang". The site's search does the same (docs/site/symptoms.js), with the
+words, endings and weights of this file.
 """
 
 import ast
@@ -11,15 +12,19 @@ import functools
 import json
 import math
 import re
+import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import yaml
 
 from common import ROOT
 
 GUIDES = ("troubleshooting", "cluster", "your-own")  # in which people look for what has gone wrong
 NOTHING = "nothing here has these words; try those of the message, or what you see first"
-LEAST = 0.08  # likeness below which a place has hardly more than small words in common with the question
+SHORT = 16.0  # a place's weights are at least so long: of a place of few words, one in common is not yet an answer
+LINE = 200  # letters of the line that says what it is
 
 
 @dataclass(frozen=True)
@@ -29,19 +34,30 @@ class Place:
     where: file and section
     what:  the symptom there, or the section's heading
     text:  what stands there
+    why:   the cause, or what to do, in a line
     known: how much more a row that is made of a symptom counts than a section that has many words
     """
 
     where: str
     what: str
     text: str
+    why: str
     known: float = 1.0
 
 
 def plain(text: str) -> str:
-    """Markdown without links' targets, tags, and marks of code and emphasis."""
+    """Markdown without links' targets, tags, and marks of code and emphasis. Names_of_code stay whole."""
     text = re.sub(r"<[^>]+>", " ", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
-    return re.sub(r"\s+", " ", re.sub(r"[`*_$]+", " ", text)).strip()
+    return re.sub(r"\s+", " ", re.sub(r"[`*$]+|(?<![\w])_+(?=\w)|(?<=\w)_+(?!\w)", "", text)).strip()
+
+
+def line_of(text: str) -> str:
+    """The beginning of a text, up to the end of a sentence or of a word; no table, and nobody's threads."""
+    text = plain(re.sub(r"^\W*(Asked in public.*|\|.*)$", "", text, flags=re.MULTILINE))
+    if len(text) <= LINE:
+        return text
+    end = max(text.rfind(mark, 0, LINE) for mark in (". ", "? "))
+    return text[: end + 1] if end > LINE // 3 else text[:LINE].rpartition(" ")[0] + " ..."
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
@@ -68,9 +84,10 @@ def guides() -> Iterator[Place]:
             for cells in found:
                 linked = re.findall(r"\(\.\./([^)#]+\.ipynb)", " ".join(cells[1:]))
                 where = ", ".join([f"docs/{name}.md, {heading}", *linked])
-                yield Place(where, plain(cells[0]), plain(" ".join([cells[0], *cells])), known=1.3)
+                why = line_of("; ".join(filter(None, cells[1:])))
+                yield Place(where, plain(cells[0]), plain(" ".join([cells[0], *cells])), why, known=1.3)
             if not found:
-                yield Place(f"docs/{name}.md, {heading}", heading, plain(f"{heading} {body}"))
+                yield Place(f"docs/{name}.md, {heading}", heading, plain(f"{heading} {body}"), line_of(body))
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ class Asked:
     anchor:  the section's name in links
     heading: the section's heading
     threads: addresses at which it was asked
+    cause:   of the museum's incidents
     """
 
     asked: str
@@ -93,6 +111,7 @@ class Asked:
     anchor: str
     heading: str
     threads: tuple[str, ...]
+    cause: str = ""
 
 
 def section_of(page: str, anchor: str) -> str:
@@ -119,26 +138,31 @@ def incident_sections() -> dict[str, tuple[str, str]]:
     return found
 
 
+def said(told: str, name: str) -> str:
+    """What a program's docstring says after `name:`, on this line and on those below that are indented."""
+    found = re.search(rf"^{name}: +(.*(?:\n +.*)*)", told, re.MULTILINE)
+    return found[1] if found else ""
+
+
 @functools.cache
 def asked() -> list[Asked]:
     """All that is known to have been asked in public: of threads.yaml, and the museum's incidents."""
-    import yaml  # not at the top: the site's search runs this file without it
-
     sections, rows = incident_sections(), yaml.safe_load((ROOT / "common" / "threads.yaml").read_text())
-    told: dict[str, tuple[str, tuple[str, ...]]] = {}  # title and threads of each incident
+    told: dict[str, tuple[str, tuple[str, ...], str]] = {}  # title, threads and cause of each incident
     for path in sorted(ROOT.glob("*/incidents/*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        reported = re.search(r"^thread: +(.*(?:\n +.*)*)", text, re.MULTILINE)
-        told[path.stem] = text.partition("\n")[0].rstrip("."), tuple(reported[1].split()) if reported else ()
+        title, threads = text.partition("\n")[0].rstrip("."), tuple(said(text, "thread").split())
+        told[path.stem] = title, threads, said(text, "cause")
     named = {row.get("incident") for row in rows}
     found = []
     for row in [*rows, *({"asked": told[name][0], "incident": name} for name in told if name not in named)]:
-        title, threads = told.get(row.get("incident"), ("", ()))
+        title, threads, cause = told.get(row.get("incident"), ("", (), ""))
         page, anchor = sections[row["incident"]] if "incident" in row else row["answer"].split("#")
         heading = section_of(page, anchor).partition("\n")[0].lstrip("# ")
         words = f"{title} {row.get('words', '')}"
         called = tuple(row.get("called", ()))
-        found.append(Asked(row["asked"], words, called, page, anchor, heading, (*threads, *row.get("threads", ()))))
+        threads = (*threads, *row.get("threads", ()))
+        found.append(Asked(row["asked"], words, called, page, anchor, heading, threads, cause))
     return found
 
 
@@ -159,6 +183,7 @@ def questions() -> Iterator[Place]:
             where,
             plain(one.asked),
             plain(f"{one.asked} {one.asked} {one.words} {' '.join(one.called)} {threads}"),
+            line_of(one.cause or section_of(one.page, one.anchor).partition("\n")[2]),
             known=1.3,
         )
 
@@ -169,7 +194,7 @@ def mistakes() -> Iterator[Place]:
         told = ast.get_docstring(ast.parse(path.read_text())) or ""
         title = plain(told.partition("\n")[0])
         where = f"{catalogue}, {path.stem}; {path.relative_to(ROOT)}"
-        yield Place(where, title, plain(told), known=1.3)
+        yield Place(where, title, plain(told), line_of(said(told, "fix")), known=1.3)
 
 
 def pages() -> Iterator[Place]:
@@ -178,7 +203,7 @@ def pages() -> Iterator[Place]:
         text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         for heading, body in sections(text):
             if not re.search("References|Summary|Exercises", heading):
-                yield Place(f"{path.relative_to(ROOT)}, {heading}", heading, plain(f"{heading} {body}"))
+                yield Place(f"{path.relative_to(ROOT)}, {heading}", heading, plain(f"{heading} {body}"), line_of(body))
 
 
 SMALL_WORDS = """
@@ -186,7 +211,29 @@ SMALL_WORDS = """
     is it its me my no not of on or our out so that the their them then there these they this to up us use was
     we were what when where which while who why will with you your
 """
-SMALL = frozenset(SMALL_WORDS.split())  # they say nothing of a symptom
+SMALL = frozenset([*SMALL_WORDS.split(), *string.ascii_lowercase])  # they say nothing of a symptom
+
+# The first that fits is cut off, where three letters stay. A stemmer that knows more is another one in each language.
+ENDINGS = [
+    "ations",
+    "ation",
+    "ated",
+    "ating",
+    "ates",
+    "ate",
+    "ions",
+    "ion",
+    "ings",
+    "ing",
+    "ied",
+    "ies",
+    "ed",
+    "es",
+    "s",
+    "e",
+    "y",
+]
+DOUBLED = "bdgmnprt"  # stopping: stop
 
 
 # What people write and what pages say. Only what is asked gets these words, so a page's own count as they are.
@@ -195,7 +242,9 @@ ALSO = {
     "ep": "expert parallelism", "lr": "learning rate", "moe": "mixture of experts", "oom": "out of memory",
     "pp": "pipeline parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism",
     "acc": "accuracy", "eval": "evaluation test", "evaluation": "test", "validation": "test",
-    "deadlock": "hangs", "freezes": "hangs", "frozen": "hangs", "stalls": "hangs", "stuck": "hangs", "stucks": "hangs",
+    **dict.fromkeys(("deadlock", "forever", "freeze", "freezes", "frozen", "sits", "stalls", "stops", "stuck", "stucks",
+                     "wait", "waiting", "waits"), "hangs"),
+    "fp16": "float16 16 bits", "float16": "fp16", "dataloader": "data loading", "val": "evaluation", "port": "address",
     "inconsistent": "differs", "different": "differs", "mismatch": "differs", "wrong": "differs",
     "multinode": "two nodes", "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
     "resume": "restart", "resuming": "restart", "timeout": "hangs", "throughput": "slow speed",
@@ -203,60 +252,28 @@ ALSO = {
 }  # fmt: skip
 
 
-# How many of something there were differs from report to report. Threads' numbers are longer, or come after a #.
-COUNTS = re.compile(r"(?<![\w#/.-])\d{1,4}(?:[.,]\d+)*[%x]?(?![\w#])")
-REPORT = 10  # words that make a report; in fewer, as in a message, numbers may be what one knows it by
+def stem(word: str) -> str:
+    """A word without its ending: stops, stopped and stopping are the same."""
+    end = next((end for end in ENDINGS if word.endswith(end) and len(word) >= len(end) + 3), "")
+    word = word.removesuffix(end)
+    return word[:-1] if len(word) > 3 and word[-1] == word[-2] and word[-1] in DOUBLED else word
 
 
-def in_our_words(words: str) -> str:
-    """A question with what our pages call the same things; a report without the numbers of its run."""
-    also = [ALSO[word] for word in dict.fromkeys(re.findall(r"\w+", words.lower())) if word in ALSO]
-    words = plain(words)
-    without = COUNTS.sub(" ", words)
-    return " ".join([without if len([*words_of(without)]) >= REPORT else words, *also])
+def terms_of(text: str) -> Iterator[str]:
+    """The words of a text, and of its names_of_code, without their endings."""
+    yield from (stem(word) for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in SMALL)
 
 
-def words_of(text: str) -> Iterator[str]:
-    yield from (word for word in re.findall(r"\w\w+", text.lower()) if word not in SMALL)
+@functools.cache
+def also() -> dict[str, list[str]]:
+    """What people write -> the terms of what pages say."""
+    return {word: [*terms_of(text)] for word, text in ALSO.items()}
 
 
-def pieces_of(text: str) -> Iterator[str]:
-    """All runs of three to five letters within a word, whose ends count as letters."""
-    for word in text.lower().split():
-        padded = f" {word} "
-        for size in range(3, 6):
-            yield from (padded[place : place + size] for place in range(max(1, len(padded) - size + 1)))
-            if len(padded) <= size:
-                break
-
-
-class Likeness:
-    """Texts as vectors of what `cut` makes of them, weighed by TF-IDF: ln((1 + n) / (1 + how many have it)) + 1 times
-    1 + ln(how often it is there), in length 1 (scikit-learn's TfidfVectorizer with sublinear_tf). It is written out
-    here because it runs in a browser too, on the site."""
-
-    def __init__(self, cut: Callable[[str], Iterable[str]], texts: list[str]):
-        self.cut = cut
-        counts = [Counter(cut(text)) for text in texts]
-        seen = Counter(term for count in counts for term in count)
-        self.rare = {term: math.log((1 + len(texts)) / (1 + number)) + 1 for term, number in seen.items()}
-        self.places: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for place, count in enumerate(counts):
-            for term, weight in self.weighed(count).items():
-                self.places[term].append((place, weight))
-
-    def weighed(self, count: Counter[str]) -> dict[str, float]:
-        found = {term: (1 + math.log(often)) * self.rare[term] for term, often in count.items() if term in self.rare}
-        length = math.sqrt(sum(weight * weight for weight in found.values())) or 1.0
-        return {term: weight / length for term, weight in found.items()}
-
-    def of(self, words: str) -> Counter[int]:
-        """Place of a text -> its likeness to the words, from 0 to 1, where they have anything in common."""
-        found: Counter[int] = Counter()
-        for term, weight in self.weighed(Counter(self.cut(words))).items():
-            for place, other in self.places[term]:
-                found[place] += weight * other  # type: ignore[assignment]  # a Counter of floats
-        return found
+def asked_terms(words: str) -> list[str]:
+    """The terms of a question, each once, with those of what our pages call the same things."""
+    names = re.findall(r"[a-z0-9_]+", words.lower())
+    return [*dict.fromkeys([*terms_of(words), *(term for name in names for term in also().get(name, ()))])]
 
 
 @functools.cache
@@ -264,33 +281,36 @@ def all_places() -> list[Place]:
     return [*guides(), *questions(), *mistakes(), *pages()]
 
 
-class Finder:
-    """Places, by their likeness in words and in pieces of words."""
-
-    def __init__(self, places: list[Place]):
-        self.places = places
-        self.tables = [Likeness(cut, [place.text for place in places]) for cut in (pieces_of, words_of)]
-
-    def find(self, words: str, most: int = 3) -> list[Place]:
-        """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
-        found: Counter[int] = Counter()
-        for table in self.tables:
-            found.update(table.of(in_our_words(words)))
-        score = {place: like / len(self.tables) * self.places[place].known for place, like in found.items()}
-        best: dict[str, Place] = {}  # of a question and the section that answers it, the better one
-        for place in sorted(score, key=lambda place: -score[place]):
-            if score[place] > LEAST:
-                best.setdefault(self.places[place].where, self.places[place])
-        return [*best.values()][:most]
-
-
 @functools.cache
-def finder() -> Finder:
-    return Finder(all_places())
+def weights() -> dict[str, list[tuple[int, int]]]:
+    """Term -> (number of a place, weight of the term there), for all places that have it.
+
+    A term weighs 1 + ln(how often it is there), times its rarity ln((1 + places) / (1 + places that have it)) + 1, as
+    scikit-learn's TfidfVectorizer has it. A place's weights have length 1 (less where it is SHORT), times its `known`.
+    Rarity counts once more, for the question. In thousandths, so that sums are the same everywhere.
+    """
+    counts = [Counter(terms_of(place.text)) for place in all_places()]
+    seen = Counter(term for count in counts for term in count)
+    rare = {term: math.log((1 + len(counts)) / (1 + number)) + 1 for term, number in seen.items()}
+    found = defaultdict(list)
+    for number, (place, count) in enumerate(zip(all_places(), counts, strict=True)):
+        own = {term: (1 + math.log(often)) * rare[term] for term, often in count.items()}
+        length = max(SHORT, math.sqrt(sum(weight * weight for weight in own.values())))
+        for term, weight in own.items():
+            found[term].append((number, round(1000 * weight / length * rare[term] * place.known)))
+    return dict(found)
 
 
 def find(words: str, most: int = 3) -> list[Place]:
-    return finder().find(words, most)
+    """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
+    score: Counter[int] = Counter()
+    for term in asked_terms(words):
+        for place, weight in weights().get(term, ()):
+            score[place] += weight
+    best: dict[str, Place] = {}  # of a question and the section that answers it, the better one
+    for place in sorted(score, key=lambda place: (-score[place], place)):
+        best.setdefault(all_places()[place].where, all_places()[place])
+    return [*best.values()][:most]
 
 
 def answer(words: str) -> str:
@@ -298,4 +318,6 @@ def answer(words: str) -> str:
     found = find(words)
     if not found:
         return NOTHING
-    return "\n".join(f"{number}. {place.what}\n   {place.where}" for number, place in enumerate(found, start=1))
+    return "\n".join(
+        f"{number}. {place.what}\n   {place.why}\n   {place.where}" for number, place in enumerate(found, start=1)
+    )

@@ -39,7 +39,7 @@ class Estimate:
     @property
     def warnings(self) -> list[str]:
         """What a reader should know before believing the numbers."""
-        found = [f"out of scope, hardly any published run covers it: {reason}" for reason in self.out_of_scope]
+        found = [f"out of scope, since hardly any published run is like it: {reason}" for reason in self.out_of_scope]
         share = self.memory.expected / self.cluster.gpu.memory
         if scope.RESERVED < share <= 1:
             found.append(
@@ -62,6 +62,12 @@ class Estimate:
     def mfu(self) -> float:
         """Share of the 16-bit peak, in 8 bit as well."""
         return self.flops_per_gpu / self.cluster.gpu.peak
+
+    @property
+    def trusted(self) -> bool:
+        """In scope, and with the reserve of memory that is recommended."""
+        limit = self.cluster.gpu.memory
+        return not self.out_of_scope and scope.recommended(self.memory.expected, self.memory.worst, limit)
 
     @property
     def fits(self) -> str:
@@ -110,6 +116,7 @@ class Estimate:
             "step_seconds_low": self.seconds_low,
             "step_seconds_high": self.seconds_high,
             "out_of_scope": list(self.out_of_scope),
+            "trusted": self.trusted,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.cluster.gpus,
             "model_tflops_per_gpu": self.flops_per_gpu / 1e12,

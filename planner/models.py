@@ -25,6 +25,10 @@ class Model:
     experts, top_k, expert_width, shared_experts, dense_layers: of a mixture; a token goes to top_k of the experts and
                   to all shared ones, each of expert_width; the first dense_layers layers have an MLP of mlp_width
     parallel:     attention and MLP take the same input, and one sum along "tensor" is of both (GPT-NeoX, PaLM)
+    context:      tokens of the longest sequence that its config.json allows (max_position_embeddings, n_positions), or
+                  of the sequences in its paper where it has none (GPT-3, Megatron), of Llama 3 and 3.1 those of 3.1; 0
+                  where that is not known. Pythia, Llama 2 and later, Mistral, Mixtral and Qwen were compared with
+                  litgpt/config.py (Lightning-AI/litgpt, commit 26857050), the others with copies of their config.json
     attention:    parameters of a layer's attention where they are not those of plain multi-head attention
     """
 
@@ -47,6 +51,7 @@ class Model:
     dense_layers: int = 0
     attention: int | None = None
     parallel: bool = False
+    context: int = 0
     source: str = "given"
 
     def __post_init__(self):

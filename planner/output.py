@@ -43,19 +43,27 @@ def one_layout(found: Estimate) -> str:
     return "\n".join([*out, *(f"note: {note}" for note in found.as_dict()["notes"])])
 
 
+WITH_CARE = "with care: out of scope, or with less memory to spare than is recommended"  # above what isn't trusted
+
+
 def table(chosen: list) -> str:
-    """The layouts of a plan, a line for each, and under it the nearest one that lost."""
+    """The layouts of a plan, a line for each, and under it the nearest one that lost. What can't be trusted as the
+    others comes last, below a line that says so."""
     head = f"{'':3}{'step':>9} {'tokens/s':>12} {'MFU':>6} {'bubble':>7} {'memory':>10} {'fits':>5}  layout"
     out = [heading(chosen[0].estimate), "", head]
+    trusted = sum(choice.estimate.trusted for choice in chosen)
     for number, choice in enumerate(chosen, 1):
         one = choice.estimate
+        if number == trusted + 1:
+            out += ["", WITH_CARE]
         out += [
             f"{number:2} {seconds(one.seconds):>9} {one.tokens_per_second:12,.0f} {one.mfu:6.1%} "
             f"{one.step.bubble:7.1%} {one.memory.expected / GIB:6.1f} GiB {one.fits:>5}  {one.layout.describe()}",
             f"   {'':9} bound by {one.binding}; nearest other: {choice.loser}",
             *([f"   {'':9} {choice.why}"] if choice.why else []),
+            *(f"   {'':9} {warning}" for warning in one.warnings),
         ]
     best = chosen[0].estimate
     out.append("")
     out += [f"1 sends {size / 1e9:,.2f} GB per GPU and step along {axis}" for axis, size in best.step.links.items()]
-    return "\n".join([*out, *(f"note: {note}" for note in best.as_dict()["notes"])])
+    return "\n".join([*out, *(f"note: {note}" for note in best.layout.notes)])

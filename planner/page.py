@@ -17,25 +17,30 @@ from planner.estimate import Estimate
 from planner.fit import project
 from planner.layout import usual_precision
 from planner.models import Model
-from planner.output import seconds
+from planner.output import WITH_CARE, seconds
 from planner.read_config import hugging_face
 from planner.search import Choice, plan
 
-FIRST = {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "16", "batch_size": "64", "sequence": "8192"}
+FIRST = {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "16", "batch_size": "64", "sequence": ""}
+USUAL = 8192  # tokens of a sequence where none are given, if the model takes so many
 MOST_GPUS = 4096  # a search over more takes a browser minutes
 COLOURS = ("parameters", "activations", "gradients", "optimizer", "gathered", "logits and loss", "unsharded gradients")
 DRAWN = ("parameters", "gradients", "optimizer", "gathered", "unsharded gradients", "activations", "logits and loss")
 TIMES = {"work": ("computation", 0), "messages in layers": ("waiting for messages in layers", 1),
          "messages of state": ("waiting for gradients or parameters", 5), "bubble": ("bubble", 7),
          "optimizer": ("optimizer", 3)}  # fmt: skip # part of a step -> what it is called here, and its colour
+WORDS = {"ZeRO-1, 2, 3": "zero", "shard": "shard", "micro-batch": "micro-batch", "recompute": "recomputation",
+         "MFU": "model-flops-utilization", "tensor": "tensor-parallelism", "pipeline": "pipeline-parallelism",
+         "context": "context-parallelism", "activations": "activation", "optimizer": "optimizer-state",
+         "kept by the allocator": "caching-allocator", "bubble": "bubble"}  # fmt: skip # word here -> the glossary's
 ALIKE = 12  # published runs of which the usual error is taken; three are shown
 
 
 # --- the question -----------------------------------------------------------------------------------------------------
 
 
-def number(asked: dict[str, str], name: str, least: int = 1, most: int = 2**40) -> int:
-    text = str(asked.get(name) or FIRST[name]).strip()
+def number(asked: dict[str, str], name: str, least: int = 1, most: int = 2**40, usual: int = 0) -> int:
+    text = str(asked.get(name) or FIRST[name] or usual).strip()
     if not text.isdecimal() or not least <= int(text) <= most:
         raise UserError(f"{name.replace('_', ' ')}: expected a whole number from {least} to {most:,}, not '{text}'")
     return int(text)
@@ -54,18 +59,20 @@ def price(asked: dict[str, str], name: str) -> float | None:
 
 
 def model_of(asked: dict[str, str]) -> Model:
-    """The model of a config.json that was dropped, of a shape in the address, or of that name. Raises UserError."""
+    """The model of a config.json that was dropped, whose name is `file`; of a shape in the address; or of that name.
+    Raises UserError."""
     if asked.get("config"):
+        file = asked.get("file") or "config.json"
         try:
             table = json.loads(asked["config"])
         except ValueError as error:
-            raise UserError(f"config.json: not JSON ({error})") from None
+            raise UserError(f"{file}: not JSON ({error})") from None
         if not isinstance(table, dict):
-            raise UserError("config.json: expected names and values")
+            raise UserError(f"{file}: expected names and values, as a model's config.json has them")
         try:
             return hugging_face(table).model or models.find(FIRST["model"])
         except UserError as error:
-            raise UserError(f"config.json: {error}") from None
+            raise UserError(f"{file}: {error}") from None
     if asked.get("shape"):
         try:
             return Model(**checked(json.loads(asked["shape"])))
@@ -113,11 +120,14 @@ def answer(asked: dict[str, str]) -> dict[str, Any]:
         asked.get("gpu") or FIRST["gpu"], number(asked, "gpus", most=MOST_GPUS), network=asked.get("network") or None
     )
     of_hour, of_kwh = price(asked, "price"), price(asked, "electricity")
-    chosen = plan(model, cluster, number(asked, "batch_size"), number(asked, "sequence"), usual_precision(cluster.gpu))
+    batch, sequence = number(asked, "batch_size"), number(asked, "sequence", usual=min(model.context or USUAL, USUAL))
+    chosen = plan(model, cluster, batch, sequence, usual_precision(cluster.gpu))
+    longer = f", more than the {model.context:,} of its configuration" if 0 < model.context < sequence else ""
     return {
         "state": state_of(asked, model),
         "heading": f"{model.name}: {model.parameters / 1e9:,.2f} billion parameters on {cluster.gpus} x "
-        f"{cluster.gpu.name} over {cluster.name}, {usual_precision(cluster.gpu)}",
+        f"{cluster.gpu.name} over {cluster.name}, {usual_precision(cluster.gpu)}; {batch:,} sequences of "
+        f"{sequence:,} tokens a step{longer}",
         "layouts": [of_layout(choice, of_hour, of_kwh) for choice in chosen],
         "alike": published(chosen[0].estimate),
     }
@@ -176,8 +186,18 @@ def html(found: dict[str, Any]) -> str:
     shown = found["layouts"]
     most = max(max(one["memory_gib_high"], one["memory_limit_gib"]) for one in shown)
     longest = max(one["step_seconds_high"] for one in shown)
-    items = "".join(f"<li>{of_one(one, most, longest)}</li>" for one in shown)
-    return f'<p class="heading">{escape(found["heading"])}</p><ol class="layouts">{items}</ol>{near(found["alike"])}'
+    kinds = ["<li>" if one["trusted"] else '<li class="doubtful">' for one in shown]
+    items = [f"{kind}{of_one(one, most, longest)}</li>" for kind, one in zip(kinds, shown, strict=True)]
+    trusted = sum(one["trusted"] for one in shown)
+    lists = f'<ol class="layouts">{"".join(items[:trusted])}</ol>' if trusted else ""
+    if trusted < len(shown):
+        lists += f'<p class="care">{escape(WITH_CARE.capitalize())}</p>'
+        lists += f'<ol class="layouts" start="{trusted + 1}">{"".join(items[trusted:])}</ol>'
+    words = ", ".join(f'<a href="glossary.html#{anchor}">{word}</a>' for word, anchor in WORDS.items())
+    return (
+        f'<p class="heading">{escape(found["heading"])}</p><p class="note">Words: {words}.</p>'
+        f"{lists}{near(found['alike'])}"
+    )
 
 
 def stacked(parts: list[tuple[str, float, str]], whole: float) -> str:
@@ -282,13 +302,13 @@ def form() -> str:
         + choose("gpu", "Kind of GPU", [name for name, gpu in hardware.GPUS.items() if not gpu.processor])
         + choose("network", "Network between nodes", hardware.NETWORKS, empty="its usual one")
         + fill("batch_size", "Sequences per step")
-        + fill("sequence", "Tokens of a sequence")
+        + fill("sequence", "Tokens of a sequence", "model's")
         + fill("price", "Dollars per GPU-hour", "table's")
         + fill("electricity", "Dollars per kWh", "none")
-        + "</form>"
+        + '<button disabled>Plan</button><p class="state" role="status"></p></form>'
     )
 
 
 def stored() -> str:
     """The page's form and the answer to it, as the site stores them."""
-    return f'{form()}<div class="answer" aria-live="polite">{html(answer({}))}</div>'
+    return f'{form()}<div class="answer">{html(answer({}))}</div>'

@@ -84,16 +84,16 @@ def hugging_face(table: dict) -> Config:
     kind = str(table.get("model_type", "")).lower()
     width, heads = one("hidden_size", "n_embd", "d_model"), one("num_attention_heads", "n_head", "n_heads")
     layers, vocabulary = one("num_hidden_layers", "n_layer", "n_layers"), one("vocab_size")
-    for name, value in (("hidden_size", width), ("num_attention_heads", heads), ("num_hidden_layers", layers),
-                        ("vocab_size", vocabulary)):  # fmt: skip
-        if value is None:
-            raise UserError(f"{name}: is missing")
+    needed = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise UserError(f"{', '.join(missing)} missing; needed is the config.json that lies beside a model's weights")
     gelu = kind in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_bigcode", "bert", "falcon", "phi", "starcoder2")
     experts = one("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", otherwise=0)
     fields = known(
         kv_heads=one("num_key_value_heads", "kv_n_heads"), head_width=one("head_dim"),
         mlp_width=one("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
         positions=one("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt", "bert") else None,
+        context=one("n_positions", "max_position_embeddings", "max_seq_len"),
     )  # fmt: skip
     if experts:
         shared = one("n_shared_experts", otherwise=1 if table.get("enable_shared_expert") else None)

@@ -25,9 +25,10 @@ def reasons(model: Model, cluster: Cluster, layout: Layout) -> list[str]:
         f"GPU {cluster.gpu.name}": cluster.gpu.name not in SEEN,
         "tensor parallelism across nodes": layout.tensor > cluster.gpus_per_node,
         "several nodes over less than 5 GB/s per GPU": cluster.nodes > 1 and between < 5e9,
-        "more than 16,384 GPUs": cluster.gpus > 16384,
+        f"{cluster.gpus:,} GPUs (published runs have at most 16,384)": cluster.gpus > 16384,
         "offload": layout.offload,
-        "ZeRO-2 with fewer than 8,192 GPUs": layout.zero_stage == 2 and cluster.gpus < 8192,
+        f"ZeRO-2 on {cluster.gpus:,} GPUs (its published runs have 8,192 and 16,384)": layout.zero_stage == 2
+        and cluster.gpus < 8192,
         "adapters, on whose runs nothing was fitted": bool(layout.lora),
         f"schedule {layout.schedule}": layout.pipeline > 1 and layout.schedule not in ("1f1b", "interleaved"),
         "sequences of more than 1,048,576 tokens": layout.sequence > 2**20,

@@ -165,9 +165,10 @@ def plan(
     max_memory_gib: float | None = None, count: int = 5, constants: Constants | None = None,
     accept: Callable[[Estimate], bool] = lambda _: True, framework: str = FRAMEWORK, adapted: dict | None = None,
 ) -> list[Choice]:  # fmt: skip
-    """First the simplest of the layouts that the planner cannot tell from the fastest one that fits, since they are
-    closer to it than its own error; then the fastest. Raises UserError where none fits, with the least memory that
-    would do.
+    """What can be trusted comes first: layouts in scope that leave the reserve of memory. Of these, first the simplest
+    that the planner cannot tell from the fastest, since they are closer to it than its own error; then the fastest. If
+    a layout out of scope is predicted to be faster still, it has the last place. Raises UserError where none fits, with
+    the least memory that would do.
 
     max_memory_gib: of a GPU, if not all of what it has
     adapted:        `lora`, `lora_on` and `nf4`, as in Layout
@@ -201,11 +202,20 @@ def plan(
             "shorter sequence"
         )
     fitting.sort(key=by_time)
-    roomy = [one for one in fitting if one.recommended(room)]
-    chosen = preferred(model, cluster, roomy, found, count, constants, accept)
-    if len(chosen) < count:  # then what leaves less than the reserve; each says so
-        full = [one for one in fitting if not one.recommended(room)]
-        chosen += preferred(model, cluster, full, found, count - len(chosen), constants, accept)
+
+    def inside(layout: Layout) -> bool:
+        return not scope.reasons(model, cluster, layout)
+
+    groups = [
+        [one for one in fitting if one.recommended(room) is roomy and inside(one.layout) is trusted]
+        for roomy in (True, False)
+        for trusted in (True, False)
+    ]
+    kept = int(count > 1 and bool(groups[0] and groups[1]) and by_time(groups[1][0]) < by_time(groups[0][0]))
+    chosen: list[Choice] = []
+    for number, group in enumerate(groups):
+        most = count - len(chosen) - (kept if number == 0 else 0)
+        chosen += preferred(model, cluster, group, found, most, constants, accept, inside) if most else []
     if not chosen:
         raise UserError(f"none of the {len(fitting)} layouts that fit can be expressed; name one with --mesh")
     return chosen
@@ -217,8 +227,9 @@ def by_time(one: "Estimate | Candidate") -> float:
     return float(f"{one.seconds:.9g}")
 
 
-def preferred(model, cluster, fitting, found, count, constants, accept) -> list[Choice]:
-    """The choices of a plan among the layouts that fit, which are sorted by their time."""
+def preferred(model, cluster, fitting, found, count, constants, accept, inside) -> list[Choice]:
+    """The choices of a plan among some of the layouts that fit, which are sorted by their time. inside: whether a
+    layout is in scope."""
     room = cluster.gpu.memory
     best: list[Estimate] = []
     simple: dict = {}  # by simplicity, the fastest
@@ -245,14 +256,14 @@ def preferred(model, cluster, fitting, found, count, constants, accept) -> list[
             f"{first.seconds / fastest.seconds - 1:+.1%} to {fastest.layout.describe()}"
         )
     chosen = [first, *(one for one in best if one is not first)][:count]
-    return [Choice(one, loser(one, found, room), why if one is first else "") for one in chosen]
+    return [Choice(one, loser(one, found, room, inside), why if one is first else "") for one in chosen]
 
 
 FIELDS = {"mesh": "mesh", "zero_stage": "ZeRO stage", "micro_batch": "micro-batch", "recompute": "recomputation",
           "stages_per_rank": "stages per rank"}  # fmt: skip
 
 
-def loser(chosen: Estimate, found: list[Candidate], room: float) -> str:
+def loser(chosen: Estimate, found: list[Candidate], room: float, inside: Callable[[Layout], bool]) -> str:
     """The fastest layout that differs in one choice: what it changes, and why it is not better."""
     near = []
     for one in found:
@@ -268,4 +279,7 @@ def loser(chosen: Estimate, found: list[Candidate], room: float) -> str:
     if one.expected > room:
         faster_by = f", {1 - one.seconds / chosen.seconds:.0%} faster" if one.seconds < chosen.seconds else ""
         return f"{what}{faster_by}: needs {one.expected / GIB:.1f} GiB"
-    return f"{what}: {one.seconds / chosen.seconds - 1:+.0%} time"
+    but = ""
+    if one.seconds < chosen.seconds:
+        but = ", but nearly full" if not one.recommended(room) else "" if inside(one.layout) else ", but out of scope"
+    return f"{what}: {one.seconds / chosen.seconds - 1:+.0%} time{but}"

@@ -118,6 +118,8 @@ def opened(browser, address: str, name: str, kind: str, **settings) -> tuple[Any
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
     page.goto(f"{address}/{name}", wait_until="load")
+    if kind == "symptoms":  # without Python
+        return page, errors
     if kind == "sliders":  # wait until somebody wants them; a question may stand before them
         page.eval_on_selector_all("form.predict .skip", "buttons => buttons.forEach(one => one.click())")
         page.focus(MOVED)
@@ -220,12 +222,22 @@ def same_text(ours: str, theirs: str) -> bool:
 
 
 def by_keyboard_symptoms(page) -> list[str]:
-    """What the doctor answers stands first, and each place is a link that leads somewhere."""
-    page.wait_for_selector(".live .answer li", timeout=60_000)
-    found = page.eval_on_selector_all(".live .answer li a", "links => links.map(one => [one.textContent, one.href])")
-    ours = [place.what[:160] for place in symptoms.find(SYMPTOM)]
-    faults = [] if [text for text, _ in found][: len(ours)] == ours else [f"the doctor finds {ours}, not {found}"]
-    return faults + [f"{link} leads nowhere" for _, link in found if page.request.get(link).status != 200]
+    """What the doctor answers stands first, each place is a link that leads somewhere, and the page finds what we find
+    for questions of words that are drawn from everything that is searched."""
+    found = page.eval_on_selector_all(".symptoms li a", "links => links.map(one => [one.textContent, one.href])")
+    ours = [place.what[:160] for place in symptoms.find(SYMPTOM, len(found))]
+    faults = [] if found and [text for text, _ in found] == ours else [f"the doctor finds {ours}, not {found}"]
+    faults += [f"{link} leads nowhere" for _, link in found if page.request.get(link).status != 200]
+    draw, known = random.Random(0), sorted({*symptoms.ALSO, *" ".join(p.text for p in symptoms.all_places()).split()})
+    ends = ["", "", "", *symptoms.ENDINGS, "'s", "ping", "ı"]  # of words that no page has
+    asked = [
+        " ".join(word + draw.choice(ends) for word in draw.sample(known, draw.randrange(1, 12))) for _ in range(2000)
+    ]
+    theirs = page.evaluate("asked => asked.map(words => findSymptom(words, 6).map(one => one.where))", asked)
+    differ = [words for words, places in zip(asked, theirs, strict=True)
+              if places != [place.where for place in symptoms.find(words, 6)]]  # fmt: skip
+    print(f"search: {len(asked)} random questions; {len(differ)} are answered otherwise than by the doctor")
+    return faults + [f"the doctor finds other places for {words!r}" for words in differ[:3]]
 
 
 KEYBOARD: dict[str, Callable[[Any], list[str]]] = {
@@ -250,7 +262,7 @@ def live_page(browser, address: str, name: str, kind: str, inputs: int, seed: in
     )
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     found = [f"{wide} pixels wider than a phone"] if wide > 0 else []
-    if page.evaluate(LOADED) == "live":
+    if kind == "symptoms" or page.evaluate(LOADED) == "live":
         found += KEYBOARD[kind](page)
     if kind == "planner":
         found += same_answers(page, inputs, seed)
@@ -268,14 +280,15 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0, only: str = "") -
     from playwright.sync_api import sync_playwright
 
     found = []
-    pages = [path for path in pages_of(folder) if only in str(path) and "data-live=" in path.read_text()]
+    marks = re.compile(r'data-live="(\w+)"|<section class="(symptoms)"')
+    marked = {path: marks.search(path.read_text()) for path in pages_of(folder) if only in str(path)}
+    kinds = {path: mark[1] or mark[2] for path, mark in marked.items() if mark}
     with served(folder) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        for path in pages:
+        for path, kind in kinds.items():
             name = str(path.relative_to(folder))
             print(f"{name}: {weight(folder, path) / 1e3:.0f} kB beside the runtime", flush=True)
             found += [f"{name}: more than {AT_MOST:,} bytes"] if weight(folder, path) > AT_MOST else []
-            kind = re.findall(r'data-live="(\w+)"', path.read_text())[0]
             try:
                 faults = live_page(browser, address, name, kind, inputs, seed)
             except PlaywrightError as error:  # such as a time limit: the other pages are looked at all the same
@@ -284,7 +297,7 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0, only: str = "") -
             print(*faults, f"{name}: {len(faults)} faults", sep="\n", flush=True)
             found += faults
         browser.close()
-    return found if pages else ["no page of the site is live"]
+    return found if kinds else ["no page of the site is live"]
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,6 @@ Pyodide comes from npm, in one pinned version whose checksum is compared, and is
 with the files of ours that LIVE imports, found by importing them without any package, and the tables that they read.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -15,6 +14,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from html import unescape
+from itertools import chain
 from pathlib import Path
 
 from common import ROOT, symptoms
@@ -26,7 +27,7 @@ SHA512 = (
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-LIVE = ("planner.page", "course.pipeline.game_page", "page_sliders", "page_symptoms")  # whose reply(text) pages call
+LIVE = ("planner.page", "course.pipeline.game_page", "page_sliders")  # whose reply(text) pages call
 DATA = ("common/*.csv", "planner/*.csv", "planner/constants.json", "planner/published/*.csv", "05_pipeline/levels.json")
 FIND = """
 for name in {live!r}: __import__(name)
@@ -76,23 +77,35 @@ def zipped(target: Path) -> int:
     return target.stat().st_size
 
 
-def symptoms_zip(site: Path) -> int:
-    """Write the places that explain symptoms, each with its address, beside the search page. Returns the size."""
+def symptom_table(site: Path) -> int:
+    """Write what the search for symptoms adds up, and the places with title and address. Returns the size."""
     from docutils.nodes import make_id  # comes with Sphinx
 
-    ids = {page: set(re.findall(r'id="([^"]+)"', page.read_text())) for page in site.rglob("*.html")}
-    rows = []
+    pages = {page: page.read_text() for page in site.rglob("*.html") if "_static" not in page.parts}
+    ids = {page: set(re.findall(r'id="([^"]+)"', text)) for page, text in pages.items()}
+    places = []
     for place in symptoms.all_places():
         page, heading = place.where.split(", ", 1)
         target = site / Path(page).with_suffix(".html")
         anchors = (make_id(heading.split(", ")[0]), make_id(heading.split(";")[0]), make_id(place.what))
         anchor = next((one for one in anchors if one and one in ids[target]), "")
-        address = f"{target.relative_to(site)}#{anchor}" if anchor else str(target.relative_to(site))
-        rows.append([*dataclasses.astuple(place), address])
-    target = site / "_static" / "symptoms.zip"
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        entry = zipfile.ZipInfo("symptoms.json", date_time=(1980, 1, 1, 0, 0, 0))
-        archive.writestr(entry, json.dumps(rows), zipfile.ZIP_DEFLATED, 9)
+        address = str(target.relative_to(site)) + f"#{anchor}" * bool(anchor)
+        found = re.search(r"<title>(.*?)(?: &#8212;.*?)?</title>", pages[target], re.DOTALL)
+        title = unescape(found[1]) if found else page
+        section = heading.split(", ")[0].split(";")[0]
+        title += f": {section}" if section != place.what and not section.isidentifier() else ""
+        places.append({"where": place.where, "what": place.what[:160], "why": place.why, "title": title,
+                       "address": address})  # fmt: skip
+    table = {
+        "small": sorted(symptoms.SMALL),
+        "endings": symptoms.ENDINGS,
+        "doubled": symptoms.DOUBLED,
+        "also": symptoms.also(),
+        "weights": {term: [*chain(*column)] for term, column in symptoms.weights().items()},
+        "places": places,
+    }
+    target = site / "_static" / "symptom_table.js"
+    target.write_text(f"window.SYMPTOMS = {json.dumps(table, separators=(',', ':'))};\n")
     return target.stat().st_size
 
 
@@ -106,7 +119,7 @@ def main(argv: list[str]) -> None:
             assert content is not None  # the checksum says that it is there
             (runtime / name).write_bytes(content.read())
     weight = sum(path.stat().st_size for path in runtime.iterdir())
-    size, places = zipped(static / "course.zip"), symptoms_zip(Path(argv[0]))
+    size, places = zipped(static / "course.zip"), symptom_table(Path(argv[0]))
     print(f"live pages: Pyodide {VERSION}, {weight / 1e6:.1f} MB; the course's modules, tables {size / 1e3:.0f} kB; "
           f"symptoms, {places / 1e3:.0f} kB")  # fmt: skip
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the modules of live pages
+from common import symptoms  # noqa: E402
 from common.questions import Question, questions  # noqa: E402
 from tools import site_cells  # noqa: E402
 
@@ -41,6 +42,7 @@ include_patterns = [
     "0*/*.ipynb",
 ]
 nb_execution_mode = "off"
+nb_merge_streams = True  # what a cell prints is one box, however often it flushed
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_allow_space = myst_dmath_allow_digits = False
 html_math_renderer = "mathml"
@@ -49,7 +51,7 @@ myst_heading_anchors = 4
 html_theme = "sphinx_book_theme"
 html_title = project
 html_favicon = "icon.svg"
-html_static_path = ["style.css", "live.js", "predict.js", "worker.js"]
+html_static_path = ["style.css", "live.js", "predict.js", "symptoms.js", "worker.js"]
 html_css_files = ["style.css"]
 html_js_files = ["live.js", "predict.js"]
 LIVE = {
@@ -161,7 +163,8 @@ def live(text: str) -> str:
 
     def place(mark):
         stored = import_module(LIVE[mark[1]]).stored()
-        return f'<div class="live" data-live="{mark[1]}"><p class="state" role="status"></p>{stored}</div>'
+        state = "" if 'class="state"' in stored else '<p class="state" role="status"></p>'  # or where it is seen
+        return f'<div class="live" data-live="{mark[1]}">{state}{stored}</div>'
 
     return re.sub(r"<!-- live: (\w+) -->.*?<!-- end live -->", place, text, flags=re.DOTALL)
 
@@ -171,8 +174,15 @@ def markup(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
-def asked(question: Question) -> str:
-    """A question as HTML. It is hidden where no script runs, and so hides nothing itself."""
+# What a page's own text says where it asks for a guess. The site's question is the sheet on which one is locked in.
+GUESS = re.compile(r"\*\*(write|predict|decide|sketch|choose|before)|before you (look|read)|write down", re.IGNORECASE)
+
+
+def asked(question: Question, guessed: bool) -> str:
+    """A question as HTML. It is hidden where no script runs, and so hides nothing itself. guessed: whether the text
+    above it has asked already."""
+    told = html.escape(json.dumps([text for text in question.found if len(text) > 3]))
+    first = "Lock in your guess on this" if guessed else "Before you look"
     if question.choices is None:
         low, high = question.interval
         judged = f'data-low="{low:.9g}" data-high="{high:.9g}"'
@@ -185,8 +195,9 @@ def asked(question: Question) -> str:
             for choice in map(question.filled, question.choices)
         )
     return (
-        f'<form class="predict" data-predict="{question.name}" {judged} hidden><fieldset><legend>Before you look: '
-        f"{markup(question.ask)}</legend>{fields}</fieldset><button>Lock it in</button> "
+        f'<form class="predict" id="predict-{question.number}" data-predict="{question.name}" {judged} '
+        f'data-told="{told}" hidden><fieldset><legend>{first}: {markup(question.ask)}</legend>'
+        f"{fields}</fieldset><button>Lock it in</button> "
         '<button type="button" class="skip">Show it without</button><p class="verdict" role="status" tabindex="-1"></p>'
         f"<template><span>{markup(question.filled(question.because))}</span></template></form>"
     )
@@ -204,8 +215,10 @@ def with_questions(cells: list[dict], page: str) -> list[dict]:
     """A page's cells with each question before the cell that answers it, and the score at the end."""
     own = questions().get(page, [])
     found = []
-    for cell in cells:
-        found += [as_cell(asked(one)) for one in own if one.cell == cell["id"]]
+    for number, cell in enumerate(cells):
+        above = "".join(cells[number - 1]["source"]) if number and cells[number - 1]["cell_type"] == "markdown" else ""
+        guessed = bool(GUESS.search(above))
+        found += [as_cell(asked(one, guessed)) for one in own if one.cell == cell["id"]]
         found.append(cell)
     return [*found, as_cell(SCORE)] if own else found
 
@@ -293,9 +306,12 @@ def landing() -> str:
     return re.sub(r"@(\w+)@", lambda mark: filled[mark[1]], (ROOT / "docs/site/landing.html").read_text())
 
 
+# Synchronous scripts after it: what they find is there before the page is first seen, so nothing moves afterwards.
 SYMPTOMS = (
-    '<section class="live" data-live="symptoms" data-also="symptoms.zip"><h2>Places that explain a symptom</h2>'
-    '<p class="state" role="status"></p><div class="answer" aria-live="polite"></div></section>'
+    f'<section class="symptoms" data-nothing="{html.escape(symptoms.NOTHING.capitalize())}." hidden>'
+    '<h2>Places that explain a symptom</h2><div class="found"></div><h2>Pages that have all of these words</h2>'
+    "</section>"
+    '<script src="_static/symptom_table.js"></script><script src="_static/symptoms.js"></script>'
 )
 
 

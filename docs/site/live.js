@@ -1,10 +1,8 @@
 // Joins a page with the course's Python in a worker. It asks, and shows what is answered; it computes nothing.
 const here = document.currentScript.src;
 
-function start(also) {
-  const address = new URL("./worker.js", here);
-  for (const name of also) address.searchParams.append("also", name);  // what only some pages need
-  const worker = new Worker(address, { type: "module" });
+function start() {
+  const worker = new Worker(new URL("./worker.js", here), { type: "module" });
   const waiting = new Map();
   let count = 0, isReady, broke;
   const ready = new Promise((resolve, reject) => { isReady = resolve; broke = reject; });
@@ -28,28 +26,35 @@ function planner(place, course) {
   const ask = async (state) => {
     place.setAttribute("aria-busy", "true");
     said.textContent = "Searching ...";
+    said.classList.remove("wrong");
     const found = JSON.parse(await course.call("planner.page", JSON.stringify(state)));
     place.removeAttribute("aria-busy");
-    said.textContent = found.error || "Live: change a field.";
+    said.textContent = found.error || "The answer is below.";
     said.classList.toggle("wrong", Boolean(found.error));
     shown.innerHTML = found.html || "";
-    if (!found.state) return;
-    for (const field of form.elements) if (field.type !== "file") field.value = found.state[field.name] || "";
-    history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
+    if (found.state) history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
+    return found.state;
   };
+  const fill = (state, names) => { for (const name of names) form.elements[name].value = state[name] || ""; };
   const fields = () => Object.fromEntries([...new FormData(form)].filter(([, value]) => typeof value === "string" && value));
-  const read = async (file) => file && ask({ ...fields(), config: await file.text() });
+  const read = async (file) => {
+    const state = file && await ask({ ...fields(), config: await file.text(), file: file.name });
+    if (state) fill(state, ["model", "shape"]);
+  };
   form.addEventListener("submit", (event) => { event.preventDefault(); ask(fields()); });
-  form.addEventListener("change", ({ target }) => {
-    if (target.type === "file") return read(target.files[0]);
-    if (target.name === "model") form.elements.shape.value = "";
-    return ask(fields());
+  form.addEventListener("input", ({ target }) => {  // nothing is asked before the question is whole
+    if (target.type === "file") return;
+    if (target.name === "model") form.elements.shape.value = form.elements.config.value = "";
+    said.textContent = "Changed: press Plan.";
+    said.classList.remove("wrong");
   });
+  form.elements.config.addEventListener("change", ({ target }) => read(target.files[0]));
   document.addEventListener("dragover", (event) => event.preventDefault());  // beside the form, too: else it is opened
   document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); });
+  form.querySelector("button").disabled = false;
   const asked = Object.fromEntries(new URLSearchParams(location.search));
-  if (Object.keys(asked).length) return ask(asked);
-  said.textContent = "Live: change a field.";
+  if (Object.keys(asked).length) return ask(asked).then((state) => fill(state || asked, [...form.elements].map((one) => one.name).filter((name) => name && name !== "config")));
+  said.textContent = "Live: change what you like, then press Plan.";
 }
 
 function game(place, course) {
@@ -66,7 +71,12 @@ function game(place, course) {
     const buttons = [...shown.querySelectorAll("button[data-name]:not(:disabled)")];
     (buttons.find((one) => one.dataset.name === name) || buttons.find((one) => one.className === "lit"))?.focus();
   };
-  place.addEventListener("click", ({ target }) => target.dataset.ask && ask(JSON.parse(target.dataset.ask), target.dataset.name));
+  place.addEventListener("click", async ({ target }) => {
+    if (target.dataset.ask) return ask(JSON.parse(target.dataset.ask), target.dataset.name);
+    if (target.dataset.copy === undefined) return;
+    await navigator.clipboard.writeText(shown.querySelector("pre").textContent);
+    target.textContent = "Copied";
+  });
   place.addEventListener("submit", (event) => {
     event.preventDefault();
     ask({ level: event.target.dataset.level, lists: new FormData(event.target).getAll("list") });
@@ -104,16 +114,7 @@ function sliders(place, course) {
   return form.dataset.moved ? ask() : undefined;
 }
 
-// Beside the search for words: the search for what one sees, by the likeness that the doctor uses.
-async function symptoms(place, course) {
-  const words = new URLSearchParams(location.search).get("q");
-  if (!words) return (place.querySelector(".state").textContent = "Ask above in your words, or in those of a message.");
-  const found = JSON.parse(await course.call("page_symptoms", JSON.stringify({ q: words })));
-  place.querySelector(".answer").innerHTML = found.html;
-  place.querySelector(".state").textContent = "";
-}
-
-const kinds = { planner, game, sliders, symptoms };
+const kinds = { planner, game, sliders };
 
 document.addEventListener("DOMContentLoaded", async () => {
   const places = [...document.querySelectorAll("[data-live]")];
@@ -125,7 +126,7 @@ document.addEventListener("DOMContentLoaded", async () => {
       place.querySelector("form").addEventListener("input", ({ currentTarget }) => { currentTarget.dataset.moved = "yes"; moved(); });
     }
   });
-  const course = (window.course = start(places.map((place) => place.dataset.also).filter(Boolean)));
+  const course = (window.course = start());
   for (const place of places) place.querySelector(".state").textContent = "Python is being loaded ...";
   try {
     await course.ready;

@@ -6,16 +6,31 @@
   const keep = (all) => { try { localStorage.setItem(KEY, JSON.stringify(all)); } catch { /* a private window: for this page only */ } };
   let all = stored();
 
-  // What a question hides: the output of the next cell, and what follows it up to the next question or section.
+  // What a question hides: the output of the next cell, and what follows it up to the next question or section. So it
+  // does with each later cell whose output has all that the answer was found in.
   function hidden(form) {
-    const found = [];
-    let cell = false;
-    for (let one = form.nextElementSibling; one && one.tagName !== "SECTION"; one = one.nextElementSibling) {
-      if (one.matches(".predict")) { if (cell) break; continue; }
-      if (!cell && one.matches(".cell")) { cell = true; found.push(...one.querySelectorAll(".cell_output")); }
-      else if (cell) found.push(one);
+    const found = [], place = form.closest(".bd-article") || document;
+    const told = JSON.parse(form.dataset.told), cells = [...place.querySelectorAll(".cell")];
+    const later = cells.filter((cell) => form.compareDocumentPosition(cell) & Node.DOCUMENT_POSITION_FOLLOWING);
+    const tells = (cell) => told.length && told.every((text) => [...cell.querySelectorAll(".cell_output")].some((one) => one.textContent.includes(text)));
+    for (const [number, cell] of later.entries()) {
+      if (number && !tells(cell)) continue;
+      found.push(...cell.querySelectorAll(".cell_output"));
+      for (let one = cell.nextElementSibling; one && one.tagName !== "SECTION" && !one.matches(".predict"); one = one.nextElementSibling) found.push(one);
     }
-    return found;
+    return [...new Set(found)].filter((one) => !one.matches(".predict-waits, .predict-score"));
+  }
+
+  // In the place of an output that is hidden far from its question.
+  function wait(form, output) {
+    const cell = output.closest(".cell");
+    if (!output.matches(".cell_output") || cell.previousElementSibling?.matches(".predict") || cell.querySelector(".predict-waits")) return;
+    const note = document.createElement("p"), link = document.createElement("a");
+    note.className = "predict-waits";
+    link.href = `#${form.id}`;
+    link.textContent = "a question above";
+    note.append("What comes out here is shown when you have answered ", link, ".");
+    cell.append(note);
   }
 
   function start() {
@@ -33,14 +48,17 @@
     function open(form) {
       for (const [one, questions] of waiting) {
         questions.delete(form);
-        if (!questions.size) { one.hidden = false; waiting.delete(one); }
+        if (questions.size) continue;
+        one.hidden = false;
+        one.closest(".cell")?.querySelector(".predict-waits")?.remove();
+        waiting.delete(one);
       }
     }
     function close(form, said) {
       form.classList.add("closed");
       for (const field of form.querySelectorAll("input, button")) field.disabled = true;
       const verdict = form.querySelector(".verdict");
-      if (said) verdict.innerHTML = said;
+      verdict.innerHTML = said || "";
       verdict.append(form.querySelector("template").content.cloneNode(true));
       open(form);
     }
@@ -59,19 +77,24 @@
       }
       for (const one of hidden(form)) {
         one.hidden = true;
+        wait(form, one);
         waiting.set(one, (waiting.get(one) || new Set()).add(form));
       }
       form.addEventListener("submit", (event) => {
         event.preventDefault();
         const given = new FormData(form).get("given"), { low, high, right } = form.dataset;
         const number = Number(String(given).replaceAll(",", "").replace("−", "-"));
-        if (!given || (low !== undefined && Number.isNaN(number))) return;
+        const verdict = form.querySelector(".verdict");
+        if (!given || (low !== undefined && Number.isNaN(number))) {
+          verdict.textContent = low === undefined ? "Pick an answer first, or have it shown without one." : "Type a number first, or have it shown without one.";
+          return form.querySelector("input").focus();
+        }
         const isRight = low === undefined ? given === right : Number(low) <= number && number <= Number(high);
         all = { ...stored(), [form.dataset.predict]: { given, right: isRight, at: new Date().toISOString() } };
         keep(all);
         close(form, words(all[form.dataset.predict]));
         count();
-        form.querySelector(".verdict").focus();
+        verdict.focus();
       });
       form.querySelector(".skip").addEventListener("click", () => { close(form); form.querySelector(".verdict").focus(); });
     }

@@ -2,12 +2,11 @@
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const ready = (async () => {
-  const [python, ...zips] = await Promise.all([
+  const [python, zip] = await Promise.all([
     loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
-    ...["course.zip", ...new URL(import.meta.url).searchParams.getAll("also")].map(
-      (name) => fetch(new URL(`./${name}`, import.meta.url)).then((found) => found.arrayBuffer())),
+    fetch(new URL("./course.zip", import.meta.url)).then((found) => found.arrayBuffer()),
   ]);
-  for (const zip of zips) python.unpackArchive(zip, "zip", { extractDir: "/course" });
+  python.unpackArchive(zip, "zip", { extractDir: "/course" });
   python.runPython("import sys; sys.path.insert(0, '/course')");
   postMessage({ ready: true });
   return python;

@@ -53,6 +53,16 @@ def test_a_file_that_needs_more_gpus_stays_while_one_asks_on():
     assert page.model_of(refused["state"]).layers == 126
 
 
+def test_a_model_comes_with_the_length_of_its_sequences():
+    def tokens(**asked):
+        return page.answer(SMALL | {"gpus": "8", "gpu": "h100-80gb", "batch_size": "64"} | asked)["heading"]
+
+    assert "4,096 tokens" in tokens(model="llama-2-7b", sequence="")
+    assert "8,192 tokens" in tokens(model="llama-2-7b", sequence="8192") and "4,096" in tokens(
+        model="llama-2-7b", sequence="8192"
+    )
+
+
 def test_money_follows_the_prices():
     dear, cheap = (page.answer(SMALL | {"price": price, "electricity": "0.5"})["layouts"][0] for price in ("3", "1"))
     assert dear["dollars"] == pytest.approx(3 * cheap["dollars"])
@@ -69,9 +79,13 @@ def test_money_follows_the_prices():
         ({"gpus": "99999999"}, "gpus: .*4,096"),
         ({"price": "a lot"}, "price: .*'a lot'"),
         ({"price": "-1"}, "price: .*'-1'"),
-        ({"config": "{"}, "config.json"),
+        ({"config": "{", "file": "mine.json"}, "mine.json"),
         ({"config": "[]"}, "config.json"),
         ({"config": '{"hidden_size": "wide"}'}, "config.json: hidden_size"),
+        (
+            {"config": '{"vocab_size": 9}', "file": "a.json"},
+            "a.json: hidden_size, num_attention_heads, num_hidden_layers",
+        ),
         ({"shape": '{"layers": "4"}'}, "shape: "),
         ({"shape": '{"layers": 4, "other": 1}'}, "shape: "),
         ({"gpu": "h1000"}, "h1000"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,7 +75,7 @@ def test_recomputation_and_stages_move_what_they_should(capsys):
 def test_the_layout_outside_of_what_was_checked_is_named(capsys):
     line = "estimate --model mixtral-8x7b --gpu b200 --gpus 8 --mesh expert=8 --zero-stage 0 --batch-size 64"
     out = say(capsys, line + " --sequence 4096")
-    assert "out of scope, hardly any published run covers it: mixtures of experts" in out
+    assert re.search("out of scope.*: mixtures of experts", out)
     assert "out of scope" not in say(capsys, EXACT.replace(" --json", ""))
 
 
@@ -86,7 +87,7 @@ def test_plan_prints_layouts_the_best_first(capsys):
     assert "llama-7b: 6.74 billion parameters; 8 x h100-80gb" in out and "nearest other: " in out
     assert "Rajbhandari et al. 2020" in out and "needed; x" in out
     found = json.loads(say(capsys, PLAN + " --json"))
-    others = [one["step_seconds"] for one in found[1:]]
+    others = [one["step_seconds"] for one in found[1:] if one["trusted"]]
     assert others == sorted(others) and (found[0]["preferred"] or found[0]["step_seconds"] <= others[0])
     assert all(one.keys() >= KEYS | {"nearest_alternative"} for one in found)
     assert all(math.prod(one["mesh"].values()) == 8 for one in found)

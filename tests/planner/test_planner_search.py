@@ -110,6 +110,15 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
         assert {one.estimate.layout.offload for one in chosen} == {offload}, name
 
 
+def test_what_can_be_trusted_comes_first_and_what_may_be_faster_last():
+    chosen = [one.estimate for one in search.plan(models.find("llama-2-7b"), cluster("h100-80gb", 8), 64, 4096)]
+    fastest = min(chosen, key=lambda one: one.seconds)
+    assert [one.trusted for one in chosen] == [True] * 4 + [False] and fastest is chosen[-1] and fastest.out_of_scope
+    # a kind of GPU without published runs: nothing can be trusted, and the order is that of their times
+    chosen = [one.estimate for one in search.plan(models.find("gpt2-xl"), cluster("a100-40gb", 8), 64, 1024)]
+    assert not any(one.trusted for one in chosen) and len(chosen) == 5
+
+
 def test_the_order_of_the_search_changes_no_plan(monkeypatch):
     """More layouts fit than are estimated in full: those are the fastest ones, wherever they stand."""
     model, gpus, found = models.find("gpt2-xl"), cluster("a100-80gb", 8), search.candidates
@@ -137,7 +146,7 @@ def test_the_nearest_loser_is_faster_or_the_fastest_that_fits():
 
     def told(*others):
         found = [Candidate(replace(base, **fields), seconds, gib * GIB, gib * GIB) for fields, seconds, gib in others]
-        return search.loser(chosen, found, 80 * GIB)
+        return search.loser(chosen, found, 80 * GIB, lambda _: True)
 
     mesh = {"mesh": (("shard", 8),), "zero_stage": 3}
     large, slow, slower = ({"micro_batch": 8}, 8.0, 90), ({"micro_batch": 1}, 11.0, 70), ({"micro_batch": 4}, 12.0, 80)

@@ -132,7 +132,7 @@ class Reducer:
         late = set().union(*self.missing)
         if late and not self.find_unused:
             require_gradients(self.model, without={self.parameters[index] for index in late})
-        # reached by a micro-batch, and not set to None since by zero_grad() of the model or the optimizer
+        # Some micro-batch of this step has reached it, and no other zero_grad() than ours has made it None since.
         used = [index in self.reached and p.grad is not None for index, p in enumerate(self.parameters)]
         for index in late:
             if not used[index]:
@@ -142,16 +142,20 @@ class Reducer:
         for work in self.works:
             work.wait()
         if self.find_unused:
-            device = self.flat[0].device
-            anywhere = torch.tensor(used, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            anywhere = anywhere.to(device, non_blocking=True)
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)
-            # To read the answer is to wait for the GPU, and who has used all parameters knows it.
-            for index, somewhere in enumerate(used if all(used) else anywhere.tolist()):
+            for index, somewhere in enumerate(self.used_on_any_rank(used)):
                 if not somewhere:  # no rank has a gradient: None, then nothing is updated
                     self.parameters[index].grad = None
         broadcast_together([*self.model.buffers()], self.group)
         self.begin()
+
+    def used_on_any_rank(self, used):
+        """For each parameter, whether some rank has used it. Collective."""
+        device = self.flat[0].device
+        anywhere = torch.tensor(used, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        anywhere = anywhere.to(device, non_blocking=True)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)
+        # A rank that has used everything needn't read the answer, which would make it wait for the GPU.
+        return used if all(used) else anywhere.tolist()
 
     @contextmanager
     def no_sync(self):

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.lab.launch import launch
 from course.ddp.by_hand import Reducer
@@ -54,11 +55,25 @@ def without_b_on_rank_1():
     return flatten(layer.weight.grad for layer in layers.values())
 
 
-def with_batch_norm():
+def normalizing_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def with_batch_norm():
+    model = normalizing_model()
     train(model)
     return model[1].running_mean
+
+
+def with_batch_norm_and_pytorch():
+    ddp = DistributedDataParallel(normalizing_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_on_my_part(ddp, step).backward()
+        optimizer.step()
+    return ddp.module[1].running_mean
 
 
 CASES = (seeded_by_rank, two_backward_passes, without_b_on_rank_1, with_batch_norm)
@@ -75,3 +90,5 @@ def compare():
         apart, off = ((result - ours).abs().max() for result in (others, expected))
         means = "; gradients {:g}, {:g}, {:g} (right: 1, 5, 100)".format(*ours.tolist()) if number == 3 else ""
         print(f"{number}. ranks 0 and 1 differ by {apart:.0e} (right: 0), rank 0 and one process by {off:.0e}{means}")
+    first, second = launch(with_batch_norm_and_pytorch, nproc=2)
+    print(f"4. with DistributedDataParallel, ranks 0 and 1 differ by {(first - second).abs().max():.0e}")

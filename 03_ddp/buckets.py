@@ -87,7 +87,7 @@ def draw_layout(names: list[str], sizes: list[int], buckets: list[list[int]]):
             text = f"{names[index]}\n{sizes[index]:,} B"
             ax.text(x + 0.46, y + 0.45, text, ha="center", va="center", size=10, bbox=box)
     for y, text in ((-0.15, "the forward pass uses the parameters in this order"),
-                    (3.3, "the backward pass completes the buckets in this order")):  # fmt: skip
+                    (3.3, "the buckets are sent in this order")):  # fmt: skip
         arrow = {"arrowstyle": "-|>", "color": "black", "lw": 1.8}
         ax.annotate("", (total * 0.98, y), (total * 0.02, y), arrowprops=arrow)
         ax.text(total / 2, y + (0.3 if y > 0 else -0.3), text, ha="center", va="center", size=12)

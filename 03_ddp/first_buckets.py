@@ -31,7 +31,7 @@ class Buckets:
     cap:   a bucket is full when it holds this many bytes
     """
 
-    def __init__(self, model, cap=1):
+    def __init__(self, model, cap=1):  # in bytes; with 1, each parameter has a bucket of its own
         self.buckets = [[]]
         for parameter in reversed(list(model.parameters())):
             if self.buckets[-1] and sum(p.nbytes for p in self.buckets[-1]) >= cap:
@@ -52,7 +52,8 @@ class Buckets:
 
     def ready(self, parameter):
         """Autograd calls this when the parameter's gradient is complete."""
-        next(missing for missing in self.missing if parameter in missing).remove(parameter)
+        its_bucket = next(missing for missing in self.missing if parameter in missing)
+        its_bucket.remove(parameter)
         self.send_complete()
 
     def send_complete(self):

@@ -30,7 +30,7 @@ def cluster(nvlink: float, pcie: float, adapter: float, nodes: int = 2, gpus: in
             _box(ax, left + gpu - 0.41, 3.6, 0.82, 0.8, SKY, f"GPU\n{gpu}", 11)
             _box(ax, left + gpu - 0.41, 1.7, 0.82, 0.7, ORANGE, "NIC", 11)
         _box(ax, left - 0.4, 5.3, gpus - 0.2, 0.75, "#FFFFFF", "NVSwitch", 13)
-    _box(ax, -0.5, -0.2, nodes * wide - 1, 0.8, "#FFFFFF", "network switches (InfiniBand or Ethernet)", 13)
+    _box(ax, -0.5, -0.2, nodes * wide - 1, 0.8, "#FFFFFF", "network switches", 13)
     right = nodes * wide - 0.75
     for y, kind, rate in ((4.85, "NVLink", nvlink), (3.0, "PCIe", pcie), (1.1, "network", adapter)):
         ax.text(right, y, f"{kind}\n{rate:g} GB/s each", color=LINKS[kind], va="center", size=13)
@@ -45,47 +45,25 @@ def _box(ax, x: float, y: float, width: float, height: float, colour: str, text:
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, color=BLACK, zorder=3)
 
 
-def line(sizes, quartiles: dict[str, list], fitted: dict[str, tuple[float, float]], title: str) -> Figure:
-    """Measured times, medians with quartiles, and the fitted lines, on logarithmic axes.
+def missed(ratios: dict[int, dict[int, float]]) -> Figure:
+    """How many times as long as its fitted line says an all-reduce takes, by its bytes: a curve for each cluster.
 
-    quartiles: name -> (lower quartile, median, upper quartile) for each size, in seconds
-    fitted:    name -> (alpha, beta)
+    ratios: nodes -> bytes -> measured time / time of the line
     """
-    fig, ax = plt.subplots(figsize=(8.6, 4.2))
-    for (name, rows), colour in zip(quartiles.items(), (ORANGE, BLUE), strict=True):
-        low, middle, high = ([1e6 * row[place] for row in rows] for place in range(3))
-        spread = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
-        ax.errorbar(sizes, middle, spread, fmt="o", color=colour, capsize=4, lw=1.5)
-        alpha, beta = fitted[name]
-        dense = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 100) for step in range(101)]
-        times = [1e6 * (alpha + beta * size) for size in dense]
-        ax.plot(dense, times, color=colour, alpha=0.7)
-        ax.text(1.3 * dense[-1], times[-1], name, color=colour, va="center")
-    ax.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time (µs)", xlim=(sizes[0] / 2, sizes[-1] * 12))
-    ax.set_xticks([10, 1e3, 1e5, 1e7], ["10 B", "1 kB", "100 kB", "10 MB"])
-    ax.set_title(title, fontsize=12)
-    return fig
-
-
-def all_reduces(measured: dict[int, dict[int, float]], fitted: dict[int, tuple[float, float]]) -> Figure:
-    """Measured all-reduces by the number of nodes, and the lines fitted to them, on logarithmic axes.
-
-    measured: nodes -> bytes -> seconds; fitted: nodes -> (alpha, beta)
-    """
-    fig, ax = plt.subplots(figsize=(8.6, 4.4))
-    ax.axvspan(2 * MiB, 128 * MiB, color="#EEEEEE", zorder=0)
-    ax.text(16 * MiB, 11, "where buckets\nare", ha="center", va="bottom", size=11, color="#666666")
-    for (nodes, times), colour in zip(measured.items(), (BLUE, GREEN, ORANGE, VERMILION), strict=False):
-        sizes = list(times)
-        ax.plot(sizes, [1e6 * times[n] for n in sizes], "o", ms=5, color=colour)
-        alpha, beta = fitted[nodes]
-        ax.plot(sizes, [1e6 * (alpha + beta * n) for n in sizes], color=colour, lw=1.5)
+    fig, ax = plt.subplots(figsize=(8.6, 3.8))
+    ax.axhline(1, color=BLACK, lw=1)
+    ax.axvline(25 * MiB, color="#777777", lw=1.2, ls=":")
+    ax.text(18 * MiB, 0.62, "DDP's buckets: 25 MiB", ha="right", va="center", size=12, color="#555555")
+    for (nodes, row), colour in zip(ratios.items(), (BLUE, GREEN, ORANGE), strict=False):
+        ax.plot(list(row), list(row.values()), "o-", ms=4, lw=1.5, color=colour)
+        top = max(row, key=lambda n: row[n])
         name = f"{nodes} nodes" if nodes > 1 else "1 node"
-        between = nodes not in (min(measured), max(measured))  # the lines above and below leave no room above it
-        place: dict[str, Any] = {"va": "top"} if between else {"va": "bottom"}
-        ax.text(sizes[0] * 1.2, (0.75e6 if between else 1.25e6) * alpha, name, color=colour, **place)
-    ax.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time of an all-reduce (µs)")
+        beside = {min(ratios): (0.7, 0.0, "right"), max(ratios): (1.4, 0.0, "left")}  # the other has its name above it
+        along, above, side = beside.get(nodes, (1.0, 0.09, "center"))
+        ax.text(along * top, row[top] + above, name, color=colour, ha=side, va="center", size=13)
+    ax.set(xscale="log", xlabel="bytes", ylabel="measured / predicted", ylim=(0.5, 2.15))
     ax.set_xticks([10, 1e3, 1e5, 1e7, 1e9], ["10 B", "1 kB", "100 kB", "10 MB", "1 GB"])
+    ax.set_yticks([0.5, 1, 1.5, 2])
     return fig
 
 

@@ -78,7 +78,7 @@ FOREIGN = set(re.findall(r"[\w.]+", """
     PYTORCH_CUDA_ALLOC_CONF offload_param use_multi_rank_bucket_allreduce gather_for_metrics
     stage3_param_persistence_threshold offload_optimizer zero_hpz_partition_size fsdp_version fsdp_reshard_after_forward
     stage3_gather_16bit_weights_on_model_save fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
-    terminationGracePeriodSeconds ncclTopoTuneModel treeCorrectionFactor TUNING ofi nvlstree device reduce_scatter
+    terminationGracePeriodSeconds ncclTopoTuneModel TUNING ofi nvlstree device reduce_scatter
     graph_breaks SLURM_PROCID init_method TORCHELASTIC_RUN_ID
     Cause observed clients client trying connect listen Unable recvValueWithTimeout Watchdog trace_ etc by_hand_
 """))  # fmt: skip

@@ -33,11 +33,6 @@ def all_reduce():
     return lab.draw(size=networks.MiB, nodes=2, alpha_in=3, alpha_out=6, link_out=12.5)
 
 
-def quartiles():
-    rows, lines = [(2e-6, 3e-6, 7e-6), (4e-6, 5e-6, 6e-6)], (1e-6, 1e-9)
-    return networks.line([10, 1000], {"a": rows, "b": rows}, {"a": lines, "b": lines}, "a title")
-
-
 def plans():
     """Two layouts on a GPU of 80 GiB: 1 to 6, and 20 to 25 GiB; a step of 10 s."""
     sizes = {name: [1 + place, 20 + place] for place, name in enumerate(calculator.GROUPS)}
@@ -85,7 +80,7 @@ PICTURES = {
     "pipeline": lambda: plotting.pipeline({"a pipeline": Timeline()}, unit="ms"),
     "pipeline, one followed": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False, follow=0),
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
-    "line": quartiles,
+    "missed by a line": lambda: networks.missed({1: {10: 0.5, 1000: 1.5}, 4: {10: 1.0, 1000: 2.0}}),
     "all-reduce": all_reduce,
     "layout of buckets": lambda: buckets.draw_layout(["c", "b", "a"], [400, 8, 1000], [[0, 1], [2]]),
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),

@@ -326,6 +326,18 @@ def backward_half(events: list[tuple[str, int, float, float]]) -> list[tuple[str
     return sorted((event for event in events if event[2] >= turn), key=lambda event: event[2])
 
 
+def peak_of_last_step(rows: list[dict]) -> int:
+    """The most bytes that the optimizer had at once in the last step of the recording, which is where its moments
+    exist already. rows: of the recording trace_memory_fsdp2_debug_3steps."""
+    gathers = [number for number, row in enumerate(rows) if row["stream"] == "gather"]
+    alive, most = {}, 0
+    for row in rows[gathers[-1] :]:
+        if row["what"] == "optimizer":
+            alive[row["block"]] = row["bytes"] * (row["action"] == "alloc")
+            most = max(most, sum(alive.values()))
+    return most
+
+
 def draw_snapshot(events: list[tuple[str, int, float, float]]):
     """Events of `backward_half` in three rows, each with the number of its unit; grey is the time of unit 7."""
     rows = {"message of a gather": GATHER, "whole parameters": BACKWARD, "whole gradients": REDUCE}

@@ -88,7 +88,7 @@ _every = np.full((4, 4), ALL)
 # The parts of a model (layers down, width across) and of a batch (examples down, tokens across) that 4 ranks hold.
 WAYS = {
     "data": (_every, _rows, "gradients"),
-    "sharded data (ZeRO, FSDP)": (_columns, _rows, "parameters and gradients"),
+    "sharded data (ZeRO-3, FSDP)": (_columns, _rows, "parameters and gradients"),
     "tensor": (_columns, _every, "activations, in each layer"),
     "pipeline": (_rows, None, "activations, between layers"),
     "context (sequence)": (_every, _columns, "keys and values; gradients"),
@@ -137,13 +137,3 @@ def _inputs_and_targets(ax, left: float) -> None:
         ax.text(x + 0.3, y + 0.34, "0", ha="center", va="center", size=9, color="white", weight="bold")
         ax.text(x + 0.72, y + 0.7, "3", ha="center", va="center", size=9, weight="bold")
     ax.text(left + 2, 4.15, "batch: inputs on rank 0,\ntargets on rank 3", ha="center", va="top", size=11)
-
-
-def held() -> dict[str, tuple[float, str]]:
-    """For each way: the share of the model that rank 0 holds, and what part of the batch it does."""
-    shares = {}
-    for way, (of_model, of_batch, _) in WAYS.items():
-        model = float(np.isin(of_model, (ALL, 0)).mean())
-        batch = "all inputs" if of_batch is None else f"{np.isin(of_batch, (ALL, 0)).mean():.0%}"
-        shares[way] = (model, batch)
-    return shares

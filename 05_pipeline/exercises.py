@@ -28,17 +28,6 @@ import torch.distributed as dist  # noqa: F401  for your answers
 # --- from idle devices to 1F1B -------------------------------------------------------------------
 
 
-def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
-    """Return the smallest number of micro-batches with which the bubble is at most `percent` of the makespan.
-
-    The schedule is GPipe or 1F1B for one stage per rank, and interleaved 1F1B for more; all stages take equally long.
-    With interleaving the number need not be a multiple of `ranks` here. It may be less than `ranks`, but not 0.
-
-    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
-    """
-    raise NotImplementedError
-
-
 def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[str]]:
     """Return 1F1B for a slow network, with F and B, stage r on rank r: a message takes one unit, as long as F or B.
 
@@ -106,6 +95,17 @@ def repaired_step(
 
 
 # --- the schedule lab ----------------------------------------------------------------------------
+
+
+def microbatches_for(ranks: int, stages_per_rank: int, percent: int) -> int:
+    """Return the smallest number of micro-batches with which the bubble is at most `percent` of the makespan.
+
+    The schedule is GPipe or 1F1B for one stage per rank, and interleaved 1F1B for more; all stages take equally long.
+    With interleaving the number need not be a multiple of `ranks` here. It may be less than `ranks`, but not 0.
+
+    Difficulty ●○○○○   Importance ●●●●●   up to 10 minutes   1 point
+    """
+    raise NotImplementedError
 
 
 def peak_megabytes(actions: list[str], megabytes: dict[int, int]) -> int:

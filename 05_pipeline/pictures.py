@@ -25,21 +25,23 @@ class Step(NamedTuple):
     caption: str
 
 
-def steps(timeline: simulator.Timeline, unit: str = "units") -> list[Step]:
+def steps(timeline: simulator.Timeline, unit: str = "units", until: float | None = None) -> list[Step]:
     """A picture for each moment at which some rank begins an action.
 
     It shows what has been done so far; what each rank does now, or which message it waits for; and of which
-    micro-batches it stores the activations. An arrow is a message whose receiver begins to use it now.
+    micro-batches it stores the activations. An arrow is a message whose receiver begins to use it now. The axis ends
+    at `until`, or with the timeline.
     """
     events = [event for own in timeline.ranks for event in own]
     ended = {event.action: event.end for event in events}
     rank_of = {event.action.stage: rank for rank, own in enumerate(timeline.ranks) for event in own}
     moments = sorted({event.start for event in events})
-    return [_step(timeline, now, ended, rank_of, unit) for now in moments]
+    end = float(timeline.makespan) if until is None else until
+    return [_step(timeline, now, ended, rank_of, unit, end) for now in moments if now < end]
 
 
-def _step(timeline, now, ended, rank_of, unit):
-    end, ranks = float(timeline.makespan), len(timeline.ranks)
+def _step(timeline, now, ended, rank_of, unit, end):
+    ranks = len(timeline.ranks)
     events = [event for own in timeline.ranks for event in own]
     fig = plt.figure(figsize=(9.5, 0.62 * ranks + 0.6), layout="none")  # a fixed layout: frames are many
     ax = fig.add_axes((0.07, 0.6 / (0.62 * ranks + 0.6), 0.92, 1 - 0.62 / (0.62 * ranks + 0.6)))
@@ -287,13 +289,13 @@ def two_graphs() -> plt.Figure:
     ):
         box(x, 2.2, text, forward if text != "layers" else "#777777")
     for x, text in (
-        (2.1, "their .grad"),
+        (2.1, "layers' .grad"),
         (4.1, "gradient"),
         (7.7, ".grad"),
-        (9.7, "their .grad"),
+        (9.7, "layers' .grad"),
         (11.7, "backward()"),
     ):
-        box(x, 0.3, text, backward if text != "their .grad" else "#777777")
+        box(x, 0.3, text, backward if text != "layers' .grad" else "#777777")
     for begin, tip in ((0.85, 1.35), (2.85, 3.35), (8.45, 8.95), (10.45, 10.95)):
         arrow(begin, tip, 2.2, forward)
     for begin, tip in ((3.35, 2.85), (8.95, 8.45), (10.95, 10.45)):
@@ -363,8 +365,8 @@ def print_recorded_step() -> None:
 def deadlock_and_remedy() -> list[tuple[bytes, str]]:
     """1F1B on two ranks with two micro-batches, step by step, as PNGs, each with what happens in words.
 
-    First with sends and receives that block, each where an action needs it, until both ranks wait; then with messages
-    in a common order, which are started without waiting.
+    First with sends and receives that block, each where an action needs it, until both ranks wait; then, in larger
+    strides, with messages in a common order, which are started without waiting.
     """
     blocking = [
         parse("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"),
@@ -373,7 +375,8 @@ def deadlock_and_remedy() -> list[tuple[bytes, str]]:
     ordered = simulator.with_messages(build("1f1b", 2, 2))
     frames = []
     for schedule, blocks in ((blocking, True), (ordered, False)):
-        for moment in moments(schedule, blocks):
+        found = moments(schedule, blocks)
+        for moment in found if blocks else found[1::3]:
             words = f"rank 0: {moment.words[0]}; rank 1: {moment.words[1]}"
             how = "messages that block" if blocks else "messages in a common order, not waited for"
             frames.append((png(meeting(schedule, moment), dpi=100), f"With {how}: {words}"))

@@ -123,6 +123,9 @@ def test_fsdp_gathers_every_layer_twice_but_the_last():
     layer = 106_956_800  # numbers of one layer on each of 8 ranks
     counts = {row["collective"]: row["count"] for row in rows if row["in_elements"] in (layer, 8 * layer)}
     assert counts["allgather_base"] == 2 * (80 + 79) and counts["reduce_scatter_base"] == 2 * 80
+    for row in rows[:2]:  # a ring's bandwidth is what its bytes and its time say
+        moved = 2 * row["in_elements"] * 7 / (row["mean_us"] / 1e6)
+        assert row["busbw_GiBps"] * 2**30 == pytest.approx(moved, rel=1e-3)
 
 
 def test_an_absent_rank_is_seen_by_what_it_enqueued():

@@ -62,6 +62,8 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
     def make():
         task = make_task(config)
         made = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
+        (group,) = made.full_state()["optimizer"]["param_groups"]
+        assert group["params"] == [name for name, _ in made.model.named_parameters()], "while there is no state yet"
         made.step(task.micro_batches(0, made))
         return made
 

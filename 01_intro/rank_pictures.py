@@ -4,7 +4,7 @@ A cell is painted in the colours of the ranks whose data is in it, as in `common
 operation has changed are lit: they have a thick frame on yellow ground, and all others are pale.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import cos, pi, sin, tan
 from typing import Any
 
@@ -16,10 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from common.lab.launch import launch
-from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits
+from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits, show
 from course.intro import by_hand
 
 LINK_GREY = "#B8B8B8"
+FROM_0, TO_0 = [(0, rank) for rank in range(1, 4)], [(rank, 0) for rank in range(1, 4)]
+ALL = [(source, target) for source in range(4) for target in range(4) if source != target]
 Message = tuple[int, int, list]  # from rank, to rank, the numbers in it
 
 
@@ -43,7 +45,12 @@ def cell(ax, x: float, y: float, value, inch: float, lit: bool, scrap: bool = Fa
 
 
 def moved(
-    title: str, before: list, after: list, arrows: list[tuple[int, int]], scrap=(), ranks_per_host: int = 0
+    title: str,
+    before: Sequence[list],
+    after: Sequence[list],
+    arrows: list[tuple[int, int]],
+    scrap: Sequence[int] = (),
+    ranks_per_host: int = 0,
 ) -> Figure:
     """One operation: what each rank holds before and after, and an arrow for each pair (from rank, to rank).
 
@@ -80,6 +87,20 @@ def moved(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return fig
+
+
+def draw(
+    name: str, fn: Callable[[], tuple[list, list]], arrows: list[tuple[int, int]], scrap: Sequence[int] = ()
+) -> None:
+    """In a notebook: run `fn` on four ranks, print what each held before and holds after it, and show the picture.
+
+    fn: called on every rank; returns the two; arrows: of ranks whose data goes where; scrap: as in `moved`
+    """
+    before, after = zip(*launch(fn, nproc=4), strict=True)
+    lines = [f"rank {rank}: {before[rank]} -> {after[rank]}" for rank in range(4)]
+    print("\n".join(lines))
+    picture = moved(name, before, after, arrows, scrap)
+    show(picture, alt=f"{name}: arrows from rank to rank {arrows}, and what they hold. {'; '.join(lines)}")
 
 
 def watch(algorithm: Callable, size: int = 4) -> list[tuple[list, list, list[Message]]]:
@@ -202,7 +223,7 @@ def ring_and_tree(step: int) -> Figure:
 
 def rings_and_trees() -> Iterator[tuple[Figure, str, str]]:
     """Frames (picture, words, caption) of `ring_and_tree`, until the ring has told all ranks."""
-    for step in (0, 1, 2, 3, 4, 7):
+    for step in (0, 1, 2, 3, 7):
         have = min(step + 1, 8), min(2**step, 8)
         words = (
             f"Eight ranks in a ring and in a tree, steps taken: {step}; ranks with the tensor: {have[0]} and {have[1]}"

@@ -214,25 +214,8 @@ SMALL_WORDS = """
 SMALL = frozenset([*SMALL_WORDS.split(), *string.ascii_lowercase])  # they say nothing of a symptom
 
 # The first that fits is cut off, where three letters stay. A stemmer that knows more is another one in each language.
-ENDINGS = [
-    "ations",
-    "ation",
-    "ated",
-    "ating",
-    "ates",
-    "ate",
-    "ions",
-    "ion",
-    "ings",
-    "ing",
-    "ied",
-    "ies",
-    "ed",
-    "es",
-    "s",
-    "e",
-    "y",
-]
+ENDINGS = ["ations", "ation", "ated", "ating", "ates", "ate", "ions", "ion", "ings", "ing", "ied", "ies", "ed", "es",
+           "s", "e", "y"]  # fmt: skip
 DOUBLED = "bdgmnprt"  # stopping: stop
 
 

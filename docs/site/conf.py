@@ -12,11 +12,10 @@ import os
 import re
 import struct
 import sys
+import textwrap
 import zlib
 from importlib import import_module
 from pathlib import Path
-
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the modules of live pages
@@ -287,8 +286,10 @@ def trail() -> list[tuple[str, str, str, int]]:
 
 
 def landing() -> str:
-    """The site's first page: what it is, ways in, and the trail as a map, of what README says."""
-    stops, picture = trail(), re.search(r"!\[(.*?)\]\((docs/pictures/\S+?\.gif)\)", README)
+    """The site's first page: what it is, ways in, and the trail as a map, of what README and the first page say."""
+    stops = trail()
+    first = json.loads((ROOT / f"{stops[0][2]}.ipynb").read_text())["cells"]  # which trains two processes by hand
+    code = re.search(r'BY_HAND = """\\\n(.*?)"""', "\n".join("".join(cell["source"]) for cell in first), re.DOTALL)
     chapters = {chapter: [] for chapter, *_ in stops}
     for chapter, title, page, minutes in stops:
         text = f"{html.escape(title)} <span>{minutes}&nbsp;min</span>"
@@ -299,8 +300,7 @@ def landing() -> str:
     about = " ".join(README.split("\n\n")[1].split())  # README's first paragraph
     filled = {
         "about": html.escape(about),
-        "title": html.escape(project), "alt": html.escape(picture[1]), "picture": f"_images/{Path(picture[2]).name}",
-        "still": f"_images/{Path(picture[2]).stem}.png",
+        "title": html.escape(project), "code": html.escape(textwrap.dedent(code[1]).rstrip()),
         "first": f"{stops[0][2]}.html", "hours": f"{sum(spent.values()) / 60:.0f}", "map": "".join(drawn),
     }  # fmt: skip
     return re.sub(r"@(\w+)@", lambda mark: filled[mark[1]], (ROOT / "docs/site/landing.html").read_text())
@@ -315,12 +315,28 @@ SYMPTOMS = (
 )
 
 
+CHAPTER = re.compile(
+    r'<p aria-level="2" class="caption" role="heading">(.*?)</p>\n(<ul class="(current )?nav bd-sidenav">.*?\n</ul>)',
+    re.DOTALL,
+)
+
+
+def folded(text: str) -> str:
+    """A page whose navigation shows the links of the page's own chapter, and of the others the names: there are sixty,
+    and who reads with the keyboard goes through what is shown. The course's name leads to the site's first page."""
+    text = re.sub(r'(<a class="navbar-brand logo" href="[./]*)(?:README.html|#)"', r'\1index.html"', text)
+    return CHAPTER.sub(
+        lambda mark: f"<details{' open' * bool(mark[3])}><summary>{mark[1]}</summary>{mark[2]}</details>", text
+    )
+
+
 def write_index(app, error):
     """The first page; and on the page of the search, what the doctor would answer above what has the words."""
     if error is None:
+        for path in Path(app.outdir).rglob("*.html"):
+            if "bd-docs-nav" in (text := path.read_text()):
+                path.write_text(folded(text))
         Path(app.outdir, "index.html").write_text(landing())
-        with Image.open(ROOT / "docs/pictures/schedules.gif") as moving:
-            moving.save(Path(app.outdir, "_images/schedules.png"))  # its first frame, which is the whole
         page = Path(app.outdir, "search.html")
         text = page.read_text()
         if text.count('<div id="search-results"') != 1:

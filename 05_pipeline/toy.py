@@ -48,3 +48,10 @@ def compare(what: str, ranks: Sequence[dict[str, torch.Tensor]]) -> None:
     off = max((found[name] - gradient).abs().max() for name, gradient in expected.items()) / largest
     lengths = [torch.cat([some[name].flatten() for name in expected]).norm() for some in (found, expected)]
     print(f"{what}: {lengths[0] / lengths[1]:.4f} times the right length; largest relative difference {off:.1e}")
+
+
+def receive_buffers(stage) -> tuple[int, int]:
+    """Bytes in which a `torch.distributed.pipelining.PipelineStage` receives: activations, and gradients."""
+    both = stage.args_recv_info, stage.grad_recv_info  # for each micro-batch, where it is received
+    sizes = [[i.buffer.nbytes for infos in each.values() for i in infos if i.buffer is not None] for each in both]
+    return sum(sizes[0]), sum(sizes[1])

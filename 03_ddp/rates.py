@@ -13,7 +13,7 @@ IMAGES, LABELS = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tens
 TRAINED, EPOCHS = 1536, 6  # images of 1,797; the other 261 are the test
 SGD = partial(torch.optim.SGD, momentum=0.9)
 BASE = {"SGD": (SGD, 0.02), "AdamW": (torch.optim.AdamW, 0.002)}  # good rates for a batch of 16
-FACTORS = {"1/4": 0.25, "1": 1, "√8": 8**0.5, "8": 8, "64": 64}  # of those rates
+FACTORS = {"1/4": 0.25, "1": 1, "√8": 8**0.5, "8": 8, "24": 24, "64": 64}  # of those rates
 BATCHES = (16, 128, 768)
 
 
@@ -65,19 +65,28 @@ def medians(losses):
 
 
 def draw(losses):
-    """The median over the rate, one curve for each batch, with a band from the best seed to the worst."""
-    fig, axes = plotting.plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    """The median over the rate, one curve for each batch, with a band from the best seed to the worst and a ring around
+    the lowest median."""
+    fig, axes = plotting.plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     for ax, (name, (_, rate)) in zip(axes, BASE.items(), strict=True):
         rates = [factor * rate for factor in FACTORS.values()]
         for batch, colour in zip(BATCHES, plotting.PALETTE, strict=False):
             found = losses[name, batch]
-            ax.plot(rates, medians(found), "o-", color=colour, label=f"batch {batch}")
+            middle = medians(found)
+            best = int(middle.argmin())
+            ax.plot(rates, middle, "o-", color=colour)
             ax.fill_between(rates, found[:, 0], found[:, -1], color=colour, alpha=0.2, lw=0)
-        for times in ("1", "√8", "8"):
+            ax.plot(rates[best], middle[best], "o", ms=15, mfc="none", mec=colour, mew=2.5)
+            ax.text(rates[best], middle[best] - 0.17, f"{middle[best]:.2f}", color=colour, ha="center", va="top")
+            if batch == 128:  # beside its slope, where the others have their beginnings
+                place, height = 1.2 * (rates[0] * rates[1]) ** 0.5, middle[:2].mean()
+            else:
+                place, height = rates[0], middle[0] + 0.08
+            ax.text(place, height, f"batch {batch}", color=colour, va="bottom")
+        for times, text in (("1", "old rate"), ("√8", "× √8"), ("8", "× 8")):
             ax.axvline(FACTORS[times] * rate, color="grey", lw=0.8, ls=":")
-            ax.text(FACTORS[times] * rate, 2.52, f"× {times}", ha="center", va="bottom", color="grey")
-        ax.set(xscale="log", xlabel="learning rate", ylim=(0.2, 2.5))
-        ax.set_title(name, pad=18)
+            ax.text(FACTORS[times] * rate, 2.78, text, ha="center", va="bottom", color="grey")
+        ax.set(xscale="log", xlabel="learning rate", ylim=(0, 2.75))
+        ax.set_title(name, pad=22)
     axes[0].set_ylabel("test loss after six epochs")
-    axes[1].legend()
     return fig

@@ -16,6 +16,10 @@ def draw(cost: float, mtbf: float, restart: float) -> Figure:
     found = [best * 10 ** (exponent / 40) for exponent in range(-48, 49)]
     found = [one for one in found if one + cost < 30 * mtbf]
     fig, ax = plt.subplots(figsize=(8.5, 4.4))
+    at_best = lost(best, cost, mtbf, restart)
+    near = [one for one in found if lost(one, cost, mtbf, restart) < at_best + 0.02]
+    ax.axvspan(near[0], near[-1], color=BLUE, alpha=0.1, lw=0)
+    ax.text(best, 58, "within 2 points of the best", color=BLUE, ha="center", va="top", size=11)
     ax.plot(found, [100 * lost(one, cost, mtbf, restart) for one in found], color=BLUE)
     writing = [100 * cost / one / time_per_work(one, cost, mtbf, restart) for one in found]
     again = [100 * lost(one, cost, mtbf, restart) - share for one, share in zip(found, writing, strict=True)]
@@ -26,10 +30,10 @@ def draw(cost: float, mtbf: float, restart: float) -> Figure:
     ax.xaxis.set_major_formatter("{x:g}")
     ax.text(found[10], writing[10] - 4, "writing ", color=GREEN, va="top", ha="right")
     ax.text(found[62], again[62] - 4, "done again, and restarts", color=VERMILION, va="top", ha="left")
-    ax.plot([best], [100 * lost(best, cost, mtbf, restart)], "o", color=BLUE)
+    ax.plot([best], [100 * at_best], "o", color=BLUE)
     ax.annotate(
-        f"best: every {best:.1f} min,\n{100 * lost(best, cost, mtbf, restart):.1f}% lost",
-        (best, 100 * lost(best, cost, mtbf, restart)), xytext=(best, 44), ha="center", color=BLUE,
+        f"best: every {best:.1f} min,\n{100 * at_best:.1f}% lost",
+        (best, 100 * at_best), xytext=(best, 40), ha="center", color=BLUE,
         arrowprops={"arrowstyle": "->", "color": BLUE},
     )  # fmt: skip
     return fig

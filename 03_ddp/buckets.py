@@ -132,7 +132,9 @@ def draw_overlap(bucket_mb, backward_ms, alpha_ms, bandwidth_gb):
     stop = max(backward_ms + tail, backward_ms) * 1.02
     left.plot([backward_ms] * 2, [-0.4, 2.0], color="black", lw=1.2, ls=":")
     left.text(0.5 * backward_ms, -0.12, "last block  →  first block", ha="center", va="bottom", size=11)
-    left.set_yticks([0.4, 1.5], ["backward", f"{len(sent)} all-reduces"])
+    sizes = sorted({round(bucket.nbytes / MEBIBYTE) for bucket in sent})
+    held = f"of {sizes[0]} MiB" if len(sizes) == 1 else f"of {sizes[0]} to {sizes[-1]} MiB"
+    left.set_yticks([0.4, 1.5], ["backward", f"{len(sent)} all-reduces\n{held}"])
     left.set(ylim=(2.6, -0.75), xlim=(0, stop), xlabel="time (ms)")
     left.text(0.99 * stop, 2.3, f"exposed: {tail:.0f} ms", ha="right", va="center", color=plotting.VERMILION, size=14)
     left.set_title(f"bucket cap {bucket_mb:,} MiB", loc="left", fontsize=13)

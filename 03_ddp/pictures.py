@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from common.lab import plotting, recordings
+from course.ddp.buckets import EXPOSED
 
 RECORDED = {"V100, naive": "trace_naive_ddp_2xv100", "A100, DDP": "trace_ddp_resnet50_2xa100"}
 STEP = "ProfilerStep#5"  # of the A100's recording, which has three steps
@@ -12,14 +13,31 @@ ALL_REDUCE = {"all_reduce": "all-reduce", "allreduce": "all-reduce"}  # as each 
 
 def draw_race(steps: dict):
     """number of GPUs -> (seconds of the forward pass, of the backward pass, the buckets as `buckets.simulate` has sent
-    them): what is computed and what is sent, on one time axis."""
-    colours = {"forward pass": plotting.SKY, "backward pass": plotting.BLUE, "all-reduce": plotting.ORANGE}
-    bars = []
-    for ranks, (forward, backward, sent) in steps.items():
-        computes, sends = f"{ranks} GPUs compute", f"{ranks} GPUs send"
-        bars += [(computes, "forward pass", 0, forward), (computes, "backward pass", forward, forward + backward)]
-        bars += [(sends, "all-reduce", forward + bucket.start, forward + bucket.end) for bucket in sent]
-    return plotting.timeline(bars, colours=colours)
+    them): what is computed and what is sent, on one time axis. What is exposed is hatched."""
+    fig, ax = plt.subplots(figsize=(9.5, 1.15 * len(steps) + 0.8))
+    longest = max(1e3 * max(forward + backward, forward + sent[-1].end) for forward, backward, sent in steps.values())
+    for place, (forward, backward, sent) in enumerate(steps.values()):
+        computes, sends = (2.6 * place, 0.95), (2.6 * place + 1, 0.95)
+        stop = 1e3 * (forward + backward)
+        for name, start, end, colour in (("forward pass", 0, 1e3 * forward, plotting.SKY),
+                                         ("backward pass", 1e3 * forward, stop, plotting.BLUE)):  # fmt: skip
+            ax.broken_barh([(start, end - start)], computes, fc=colour, ec="white", lw=0.6)
+            if place == 0:
+                ink = "white" if colour == plotting.BLUE else "black"
+                ax.text((start + end) / 2, 0.48, name, ha="center", va="center", size=13, color=ink)
+        for bucket in sent:
+            start, end = (1e3 * (forward + moment) for moment in (bucket.start, bucket.end))
+            hidden = max(0.0, min(end, stop) - start)
+            ax.broken_barh([(start, hidden)], sends, fc=plotting.ORANGE, ec="white", lw=0.6)
+            if end > stop:
+                ax.broken_barh([(start + hidden, end - start - hidden)], sends, **(EXPOSED | {"lw": 0.6}))
+        end, total = 1e3 * (forward + sent[-1].end), 1e3 * sum(bucket.end - bucket.start for bucket in sent)
+        note = f"{total:.0f} ms of all-reduces,\n{max(0.0, end - stop):.0f} exposed"
+        ax.text(max(end, stop) + longest / 75, 2.6 * place + 1.47, note, va="center", size=12, color=plotting.VERMILION)
+    ax.set_yticks([2.6 * place + 0.97 for place in range(len(steps))], [f"{ranks} GPUs" for ranks in steps])
+    ax.set(ylim=(2.6 * len(steps) - 0.5, -0.2), xlim=(0, 1.31 * longest), xlabel="time (ms)")
+    ax.tick_params(axis="y", length=0)
+    return fig
 
 
 def recorded_steps(join_us: float = 0.0) -> dict:
@@ -37,13 +55,32 @@ def recorded_steps(join_us: float = 0.0) -> dict:
 
 
 def draw_recorded_steps():
-    """What each GPU computes and reduces. Gaps below 0.2 ms are closed, since thousands of kernels can't be seen."""
-    colours, bars = {"compute": plotting.BLUE, "all-reduce": plotting.ORANGE}, []
-    for name, events in recorded_steps(join_us=200).items():
-        first = min(start for _, _, start, _ in events)
-        bars += [(f"{name}: {what}", what, start - first, end - first)
-                 for _, what, start, end in events if what in colours]  # fmt: skip
-    return plotting.timeline(bars, colours=colours)
+    """What each GPU computes and reduces, each on a time axis of its own, and what the A100's host does. Gaps below
+    0.2 ms are closed, since thousands of kernels can't be seen."""
+    fig, axes = plt.subplots(len(RECORDED), 1, figsize=(9.5, 4.6), height_ratios=[2, 3])
+    for ax, (name, events) in zip(axes, recorded_steps(join_us=200).items(), strict=True):
+        origin = min(start for _, _, start, _ in events)
+        if name == "A100, DDP":
+            rows = recordings.read(RECORDED[name])
+            origin, stop = (moment / 1e6 for moment in recordings.stretch(rows, STEP))
+            for host in ("forward", "backward", "optimizer"):
+                begun, ended = next(span for row in rows for span in [recordings.stretch([row], row["name"])]
+                                    if row["name"] == host and origin <= span[0] / 1e6 < stop)  # fmt: skip
+                left, right = (1e3 * (moment / 1e6 - origin) for moment in (begun, ended))
+                ax.broken_barh([(left, right - left)], (-1.05, 0.7), fc="#DDDDDD", ec="white", lw=1.5)
+                outside = host == "optimizer"  # too short for its name
+                place, side = (right + 2, "left") if outside else ((left + right) / 2, "center")
+                ax.text(place, -0.7, host, ha=side, va="center", size=12)
+        for place, (what, colour) in enumerate((("compute", plotting.BLUE), ("all-reduce", plotting.ORANGE))):
+            spans = [(1e3 * (start - origin), 1e3 * (end - start)) for _, kind, start, end in events if kind == what]
+            ax.broken_barh(spans, (place, 0.85), fc=colour, lw=0)
+        host = name == "A100, DDP"
+        ax.set_yticks([-0.7] * host + [0.42, 1.42], ["host"] * host + ["GPU computes", "all-reduces"])
+        ax.tick_params(axis="y", length=0)
+        ax.set(ylim=(1.95, -1.15 if host else -0.1), xlim=(0, 250 if host else 375))
+        ax.set_title(name, loc="left", fontsize=13)
+    axes[-1].set_xlabel("time (ms)")
+    return fig
 
 
 def print_shares() -> None:
@@ -59,6 +96,15 @@ def print_shares() -> None:
         for seconds in (totals["compute"][1], whole - recordings.length(spans), whole):
             print(f"{1e3 * seconds:9.1f} ms", end="")
         print(f" {1e3 * region:23.1f} ms")
+    rows = recordings.read(RECORDED["A100, DDP"])
+    begun, ended = recordings.stretch(rows, STEP)
+    steps = [recordings.stretch(rows, str(row["name"])) for row in rows if str(row["name"]).startswith("ProfilerStep")]
+    took = [recordings.totals(recordings.events(rows, between=step))["allreduce"][1] for step in steps]
+    print("A100: the all-reduces of three steps take   ", ", ".join(f"{1e3 * seconds:5.1f}" for seconds in took), "ms")
+    for what, name in (("A100: the host calls the all-reduces at", "nccl:all_reduce"),
+                       ("      their kernels begin at", "ncclKernel_AllReduce_RING_LL_Sum_float")):  # fmt: skip
+        starts = [recordings.stretch([row], name)[0] for row in rows if str(row["name"]).startswith(name)]
+        print(f"{what:41}" + ", ".join(f"{(at - begun) / 1e3:6.2f}" for at in starts if begun <= at < ended), "ms")
 
 
 def draw_shares(dealt: dict, size: int):

@@ -115,7 +115,7 @@ def bytes_held(device: int, devices: int, parameters: int, outputs: int, activat
 
 
 def bytes_copied(devices: int, trainable: int, frozen: int, inputs: int, outputs: int) -> int:
-    """Return how many bytes one training step copies from device to device, all devices together.
+    """Return how many bytes one training step of by_hand.py copies from device to device, all devices together.
 
     All four sizes are in bytes: of the parameters that are trained, of those that are frozen (which are copied, too,
     and get no gradient), of the whole batch of inputs, which lies on device 0, and of its outputs, which are gathered

@@ -130,7 +130,8 @@ def step_of(
     make_model:   its outputs for tokens [batch, context] are logits, or the losses of the examples
     keep_outputs: whether a name of the training loop still refers to the outputs in the backward pass
     """
-    return launch(_step, 1, (make_model, count, batch, context, keep_outputs))[0]
+    # One process sends nothing, so the timeout is a safety net: a busy machine may need minutes.
+    return launch(_step, 1, (make_model, count, batch, context, keep_outputs), timeout=600)[0]
 
 
 def _step(make_model, count, batch, context, keep_outputs) -> Bytes:

@@ -56,9 +56,9 @@ def draw_move(move: str):
         for device in range(1, len(slices))
     ]
     sent = {
-        "scatter": slices[1:],
+        "scatter": [f"inputs {part}" for part in slices[1:]],
         "replicate": ["all parameters"] * len(others),
-        "gather": outputs[1:],
+        "gather": [f"outputs {part}" for part in outputs[1:]],
         "backward begins": ["outputs' gradient"] * len(others),
         "add up": ["all gradients"] * len(others),
     }
@@ -128,14 +128,12 @@ def recorded_forward() -> list[dict[str, Any]]:
 
 def draw_recorded(rows: list[dict[str, Any]], begin: float, end: float):
     """Which operations the host started, and which the GPU computed, between two moments (microseconds)."""
-    starts = [  # from the start of one operation to that of the next the host is at work on the next
-        row | {"start_us": row["launch_us"], "duration_us": after["launch_us"] - row["launch_us"]}
-        for row, after in zip(rows, rows[1:], strict=False)
-    ]
-    lanes = {"host starts": (starts, plotting.ORANGE), "GPU computes": (rows, plotting.BLUE)}
-    events = [
-        (lane, lane, *event[2:])
-        for lane, (bars, _) in lanes.items()
-        for event in recordings.events(bars, between=(begin, end))
-    ]
-    return plotting.timeline(events, colours={lane: colour for lane, (_, colour) in lanes.items()})
+    kernels = [event[2:] for event in recordings.events(rows, between=(begin, end))]
+    fig, ax = plt.subplots(figsize=(10, 2.4))
+    starts = [(row["launch_us"] - begin) / 1000 for row in rows if begin <= row["launch_us"] < end]
+    ax.vlines(starts, 1.15, 1.85, color=plotting.ORANGE, lw=1)
+    bars = [(1000 * start - begin / 1000, 1000 * (stop - start)) for start, stop in kernels]
+    ax.broken_barh(bars, (0.15, 0.7), color=plotting.BLUE, lw=0)
+    ax.set_yticks([1.5, 0.5], ["host starts one", "GPU computes"])
+    ax.set(xlim=(0, (end - begin) / 1000), ylim=(0, 2), xlabel="time (ms)")
+    return fig

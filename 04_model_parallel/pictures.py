@@ -139,66 +139,65 @@ def _patch(corner, width, height, name) -> Rectangle:
     return Rectangle(corner, across * width, down * height, fc=colour, ec="black", lw=0.8, hatch=hatch)
 
 
-PARTS = (("norm", 0.6, 1), ("attention", 2.0, 2), ("norm", 0.6, 1), ("MLP", 4.0, 4))  # name, width, columns
-CROSSING = {  # how two ranks divide a model -> what crosses between them
-    "data": "gradients, once per step",
-    "layers": "activations, where the colour changes",
-    "tensor": "sums of activations, in each layer",
-    "tensor and sequence": "the same, in two halves",
-    "context": "keys and values, in each layer",
-    "experts": "tokens, to the experts and back",
-}
-NOBODY = -1
-
-
 def draw_ways():
-    """Six ways to divide one model of two layers over two ranks: tokens downwards, parameters to the right, and in each
-    cell the rank that computes with these parameters for these tokens."""
-    fig, axes = plt.subplots(2, 3, figsize=(11, 6.2))
-    colours = {0: plotting.BLUE, 1: plotting.ORANGE, None: "#9A9A9A", NOBODY: "white"}
-    for ax, (way, crosses) in zip(axes.flat, CROSSING.items(), strict=True):
-        x = 0.0
+    """Two ways to divide one model of two layers over two ranks: tokens downwards, parameters to the right, and each
+    cell in the colour of the rank that computes with these parameters for these tokens."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.3))
+    ways = {
+        "data parallelism": "sent: gradients, once per step",
+        "layers": "sent: activations, where the colour changes",
+    }
+    for ax, (way, sent) in zip(axes, ways.items(), strict=True):
         for layer in range(2):
-            begin = x
-            for part, width, columns in PARTS:
-                for column in range(columns):
-                    for token in range(8):
-                        rank = rank_that_computes(way, token, layer, part, column)
-                        corner, size = (x + column * width / columns, token), (width / columns, 1)
-                        ax.add_patch(Rectangle(corner, *size, fc=colours[rank], ec="white", lw=0.8))
-                if width > 1:
-                    ax.text(x + width / 2, 8.15, part, ha="center", va="top", size=9)
-                x += width
-            ax.add_patch(Rectangle((begin, 0), x - begin, 8, fill=False, ec="black", lw=1))
-            ax.text((begin + x) / 2, -0.2, f"layer {layer}", ha="center", va="bottom", size=9.5)
-            x += 0.35
-        ax.set(xlim=(-0.1, x), ylim=(9.6, -1.2))
-        tokens = "two sequences" if way in ("data", "experts") else "one sequence"
-        ax.set_ylabel(f"tokens of\n{tokens}", fontsize=9.5)
-        ax.set_xlabel(crosses, fontsize=11, color=plotting.VERMILION)
+            left = 4.2 * layer
+            for column in range(8):
+                for token in range(8):
+                    rank = layer if way == "layers" else token // 4
+                    place, size = (left + column / 2, token), (0.5, 1)
+                    ax.add_patch(Rectangle(place, *size, fc=plotting.PALETTE[rank], ec="white", lw=0.8))
+            ax.add_patch(Rectangle((left, 0), 4, 8, fill=False, ec="black", lw=1))
+            ax.text(left + 2, -0.25, f"parameters of layer {layer}", ha="center", va="bottom", size=11)
+            for rank in (layer,) if way == "layers" else (0, 1):
+                height = 4 if way == "layers" else 2 + 4 * rank
+                ground = {"fc": plotting.PALETTE[rank], "ec": "none", "pad": 2}
+                ink = "white" if rank == 0 else "black"
+                ax.text(left + 2, height, f"rank {rank}", ha="center", va="center", size=13, color=ink, bbox=ground)
+        ax.set(xlim=(-0.1, 8.3), ylim=(8.3, -1.2), ylabel="tokens", xticks=[], yticks=[])
+        ax.set_xlabel(sent, fontsize=12, color=plotting.VERMILION)
         ax.set_title(way, fontsize=13, weight="bold")
-        ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-    handles = [Rectangle((0, 0), 1, 1, fc=colours[rank], ec="black", lw=0.5) for rank in (0, 1, None, NOBODY)]
-    names = ["rank 0 computes", "rank 1 computes", "both compute the same", "nobody: another expert was chosen"]
-    fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10.5)
     return fig
 
 
-def rank_that_computes(way: str, token: int, layer: int, part: str, column: int) -> int | None:
-    """Find which of two ranks computes with a column of a layer's part for a token of eight. None: both compute the
-    same; NOBODY: the token has chosen another expert."""
-    half_of_tokens, half_of_columns = token // 4, column // {"norm": 1, "attention": 1, "MLP": 2}[part]
-    if way == "layers":
-        return layer
-    if way == "tensor":
-        return None if part == "norm" else half_of_columns
-    if way == "tensor and sequence":
-        return half_of_tokens if part == "norm" else half_of_columns
-    if way == "experts" and part == "MLP":  # four experts, of which each token has chosen one
-        chosen = ((0, 2, 3, 1, 2, 0, 3, 1), (3, 1, 0, 2, 1, 3, 0, 0))[layer][token]
-        return half_of_columns if column == chosen else NOBODY
-    return half_of_tokens
+def draw_boundary():
+    """What crosses between two ranks' autograd graphs: numbers there, their gradient back, and no graph."""
+    fig, ax = plt.subplots(figsize=(10, 3.3))
+    for rank, (left, inside) in enumerate(((0.0, ("images", "part", "y")), (6.4, ("x", "part", "loss")))):
+        colour = plotting.PALETTE[rank]
+        ax.add_patch(Rectangle((left, 0), 4.4, 3, fc=colour, alpha=0.12, ec="none"))
+        ax.text(left + 2.2, 3.1, f"rank {rank}: a graph of its own", ha="center", va="bottom", size=13, color="black")
+        for place, name in enumerate(inside):
+            x = left + 0.6 + 1.6 * place
+            box = {"boxstyle": "round,pad=0.35", "fc": "white", "ec": colour, "lw": 2}
+            ax.text(x, 1.5, name, ha="center", va="center", size=13, bbox=box, zorder=3)
+            arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+            if place:
+                ax.annotate("", (x - 0.45, 1.75), (x - 1.1, 1.75), arrowprops=arrow)
+            if place and inside[place - 1] != "images":  # which need no gradient
+                ax.annotate("", (x - 1.1, 1.25), (x - 0.45, 1.25), arrowprops=arrow | {"ls": "--"})
+        ax.text(left + 3.0, 1.85, "forward", ha="center", va="bottom", size=10.5)
+        ax.text(left + 3.0, 1.15, "backward", ha="center", va="top", size=10.5)
+    arrow = {"arrowstyle": "-|>", "color": plotting.VERMILION, "lw": 2.5, "shrinkA": 0, "shrinkB": 0}
+    word = {"ha": "center", "size": 12, "color": plotting.VERMILION}
+    for height, ends in ((1.9, (4.3, 6.5)), (1.1, (6.5, 4.3))):
+        ax.annotate("", (ends[1], height), (ends[0], height), arrowprops=arrow)
+    ax.text(5.4, 2.0, "numbers of y", va="bottom", **word)
+    ax.text(5.4, 1.0, "x.grad", va="top", **word)
+    ax.text(3.8, 0.55, "y.backward(gradient)", ha="right", va="center", size=12, family="monospace")
+    ax.text(7.0, 0.55, "x.requires_grad_()", ha="left", va="center", size=12, family="monospace")
+    ax.set(xlim=(-0.1, 10.9), ylim=(-0.1, 3.6))
+    ax.axis("off")
+    return fig
 
 
 def draw_split_mlp():

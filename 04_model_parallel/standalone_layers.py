@@ -23,7 +23,7 @@ def train(device):
     digits = load_digits()  # 1,797 images of 8 x 8 pixels that come with scikit-learn
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
 
-    torch.manual_seed(0)  # every rank makes the same model, and keeps its part
+    torch.manual_seed(0)  # every rank makes the same four blocks, and keeps its share of them
     blocks = [nn.Sequential(nn.Linear(width, WIDTH), nn.ReLU()) for width in (64, WIDTH, WIDTH)]
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 10))
     if last >= len(model):

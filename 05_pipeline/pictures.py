@@ -339,6 +339,43 @@ def two_axes() -> plt.Figure:
     return fig
 
 
+def whole_stages(orders: dict[str, Sequence[simulator.Action]]) -> plt.Figure:
+    """When each stage of a rank is whole under fully_shard, as PyTorch's runtime decides it: in colour while it is,
+    dark where it computes.
+
+    orders: title -> what the rank computes, in its order; a backward pass takes two units, all others one
+    """
+    # Here, since in a browser the chapter's other pictures are drawn without PyTorch.
+    from torch.distributed.pipelining.schedules import _Action, _add_unshard_reshard
+
+    fig, axes = plt.subplots(len(orders), 1, figsize=(9.5, 1.9 * len(orders) + 0.5), sharex=True)
+    for ax, (title, actions) in zip(axes, orders.items(), strict=True):
+        stages = sorted({action.stage for action in actions})
+        row = {stage: place for place, stage in enumerate(stages)}
+        begun, gathers, now = {}, 0, 0
+        for step in _add_unshard_reshard([_Action.from_str(str(action)) for action in actions], max_active_stages=3):
+            kind, at = step.computation_type.name, row[step.stage_index]
+            if kind == "UNSHARD":
+                begun[at], gathers = now, gathers + 1
+            elif kind == "RESHARD":
+                ax.add_patch(Rectangle((begun[at], at), now - begun.pop(at), HEIGHT, fc=SKY, lw=0))
+            else:
+                length = 1 if kind == "FORWARD" else 2
+                ax.add_patch(Rectangle((now, at), length, HEIGHT, fc=BLUE if length == 1 else VERMILION, zorder=3))
+                now += length
+        for at in row.values():
+            ax.add_patch(Rectangle((0, at), now, HEIGHT, fc=IDLE, lw=0, zorder=0))
+        ax.set(title=f"{title}: {gathers} gathers of a stage, {gathers / len(stages):g} of each")
+        ax.set(xlim=(0, now), ylim=(len(stages) - 0.3, -0.05), xticks=[])
+        ax.set_yticks([at + HEIGHT / 2 for at in row.values()], [f"stage {stage}" for stage in stages])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    names = {"forward": BLUE, "backward": VERMILION, "whole": SKY, "in shards": IDLE}
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
+    fig.legend(handles, names, loc="outside lower center", ncols=4)
+    return fig
+
+
 def print_recorded_step() -> None:
     """What a profiler has counted in one step of Llama 3 8B on four A100s, one pipeline: means over the four ranks."""
     rows = recordings.read("trace_summary_torchtitan_parallelism_a100")

@@ -92,6 +92,7 @@ PICTURES = {
     "two graphs": pipeline_pictures.two_graphs,
     "two axes": pipeline_pictures.two_axes,
     "two ranks that wait": two_that_wait,
+    "whole stages": lambda: pipeline_pictures.whole_stages({"one": parse("0F0 0B0"), "two": parse("0F0 2F0 2B0 0B0")}),
     "bubbles by message": lambda: pipeline_pictures.bubbles_by_message(
         [0, 1], {"low": [9, 20], "lower": [9, 19.5], "high": [30, 50]}, {"a network": 0.1}
     ),

@@ -189,6 +189,9 @@ class Axes:
     def axvline(self, x, *, color, lw, ls):
         self.drawn.append(Upright(x, color, lw, {":": "2 3", "--": "6 4"}.get(ls, "")))
 
+    def axvspan(self, low, high, *, color, alpha, lw):
+        self.drawn.append(Band(low, high, color, alpha))
+
     def text(self, x, y, words, *, ha="left", va="baseline", size=FONT, color="#000000", weight="normal",
              transform=None, bbox=None, zorder=0, clip_on=True):  # fmt: skip
         self.beside = self.beside or not clip_on
@@ -319,6 +322,21 @@ class Upright:
         x = at(self.x, None)[0]
         return (f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="4000" stroke="{self.color}" stroke-width="{self.width}" '
                 f'stroke-dasharray="{self.dashes}"/>')  # fmt: skip
+
+
+class Band:
+    """What lies between two places, from the lower edge to the upper one."""
+
+    def __init__(self, low, high, color, alpha):
+        self.low, self.high, self.color, self.alpha = low, high, color, alpha
+
+    def limits(self):
+        return [self.low, self.high], []
+
+    def svg(self, at):
+        left, right = at(self.low, None)[0], at(self.high, None)[0]
+        return (f'<rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="4000" fill="{self.color}" '
+                f'opacity="{self.alpha}"/>')  # fmt: skip
 
 
 def rows_of(handles, width):

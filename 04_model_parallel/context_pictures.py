@@ -84,15 +84,17 @@ def draw_backward(turn, held, parts):
             texts.append((f"gradients {held[rank]}: from {ranks}", RANK_COLOURS[held[rank]], PALE))
         _station(ax, rank, texts, wide=1.55)
     _arrows(ax, 1.55)
-    what = "gradients" if turn == size - 1 else "keys, values" if turn == 0 else "keys, values\nand gradients"
-    ax.text(0, 0, f"sent on:\n{what}", ha="center", va="center")
+    when = "gradients sent on\nafter this turn"
+    if turn < size - 1:
+        when = "keys, values sent on\nduring this turn" + ",\ngradients after it" * (turn > 0)
+    ax.text(0, 0, when, ha="center", va="center")
     ax.set_xlim(-3.4, 3.4)
     return fig
 
 
 def draw_deals(orders):
     """For each title the blocks that a causal mask leaves of 8 x 8 chunks, in the colour of the rank that computes them
-    where `orders[title](rank, 4)` gives a rank its two chunks."""
+    where `orders[title](rank, 4)` gives a rank its two chunks; and how many it computes, a triangle being half."""
     fig, axes = plt.subplots(1, len(orders), figsize=(8.6, 4.3))
     for ax, (title, order) in zip(axes, orders.items(), strict=True):
         for rank in range(4):
@@ -100,6 +102,8 @@ def draw_deals(orders):
                 for key in range(query + 1):
                     _cell(ax, query, key, RANK_COLOURS[rank], 1.0, triangle=key == query)
                 ax.text(-0.2, query + 0.5, f"rank {rank}", ha="right", va="center", size=11, color=RANK_COLOURS[rank])
+            blocks = sum(query + 0.5 for query in order(rank, 4))
+            ax.text(7.5, rank + 0.5, f"{blocks:g} blocks", ha="right", va="center", color=RANK_COLOURS[rank])
         ax.set(xlim=(0, 8), ylim=(8, 0), xticks=[], yticks=[], title=title, xlabel="keys", aspect="equal")
         ax.spines[:].set_visible(False)
     axes[0].set_ylabel("queries", labelpad=48)

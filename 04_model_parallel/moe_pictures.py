@@ -82,7 +82,8 @@ def shares(counts):
 
 
 def draw_recorded_exchange(rows):
-    """The first 10 ms of the recording of DLRM on eight V100s, a line for each rank: what it computes and sends."""
+    """The first 10 ms of the recording of DLRM on eight V100s, a line for each rank: what it computes and sends. Ranks
+    stand in the order in which they begin the first all-to-all."""
 
     def what(row):
         return "compute" if row["kind"] == "compute" else "all-to-all" if row["label"] else "all-reduce"
@@ -90,7 +91,9 @@ def draw_recorded_exchange(rows):
     early = [row for row in rows if row["start_us"] < 10_000]
     step = recordings.events(early, kind=what, lane=lambda row: f"rank {row['rank']}")
     colours = {"compute": plotting.BLUE, "all-to-all": plotting.ORANGE, "all-reduce": plotting.VERMILION}
-    fig = plotting.timeline(sorted(step, key=lambda event: event[0]), colours=colours)
+    begins = {lane: start for lane, name, start, _ in reversed(step) if name == "all-to-all"}  # of the first
+    fig = plotting.timeline(sorted(step, key=lambda event: begins[event[0]]), colours=colours)
     fig.axes[0].set_xlim(0, 10)
-    fig.axes[0].annotate("rank 7 comes here", (9.687, 7), (7.2, 7), arrowprops={"arrowstyle": "->"}, va="center")
+    look = {"arrowprops": {"arrowstyle": "->"}, "ha": "right", "va": "center"}
+    fig.axes[0].annotate("rank 7 comes here", (9.687, 7), (8.8, 7), **look)
     return fig

@@ -326,30 +326,31 @@ class Span:
     end: float
 
 
-def overlaps(product: float, reduced: float, chunks: int) -> dict[str, list[Span]]:
-    """Four timelines of a column-split layer, for `draw_spans`: its backward pass, the all-reduce exposed or beside
-    the weight's gradient; its forward pass with the all-gather exposed and in chunks round a ring.
+def overlaps(product: float, message: float, chunks: int) -> dict[str, list[Span]]:
+    """Four timelines of a column-split layer with sequence parallelism, for `draw_spans`: its backward pass, the
+    reduce-scatter exposed or beside the weight's gradient; its forward pass with the all-gather exposed and in chunks
+    round a ring. The gathered input is kept for the weight's gradient.
 
-    product: milliseconds of one product; reduced: of an all-reduce, of which an all-gather is half
+    product: milliseconds of one product; message: of a reduce-scatter, and of an all-gather
     """
-    part, hop = product / chunks, reduced / 2 / (chunks - 1)
+    part, hop = product / chunks, message / (chunks - 1)
     begin = [0.0]  # of the product with each chunk: when the one before it is done and its own tokens are there
     for number in range(1, chunks):
         begin.append(max(begin[-1] + part, number * hop))
     return {
         "backward, nothing overlapped": [
             Span("compute", "gradient of x", 0, product),
-            Span("network", "all-reduce", product, product + reduced),
-            Span("compute", "of the weight", product + reduced, 2 * product + reduced),
+            Span("network", "reduce-scatter", product, product + message),
+            Span("compute", "of the weight", product + message, 2 * product + message),
         ],
         "backward, the weight's gradient meanwhile": [
             Span("compute", "gradient of x", 0, product),
-            Span("network", "all-reduce", product, product + reduced),
+            Span("network", "reduce-scatter", product, product + message),
             Span("compute", "of the weight", product, 2 * product),
         ],
         "forward, nothing overlapped": [
-            Span("network", "all-gather", 0, reduced / 2),
-            Span("compute", "product", reduced / 2, reduced / 2 + product),
+            Span("network", "all-gather", 0, message),
+            Span("compute", "product", message, message + product),
         ],
         f"forward, in {chunks} chunks": [
             *(Span("compute", str(number), start, start + part) for number, start in enumerate(begin)),

@@ -269,7 +269,7 @@ BUGS = Bugs(
             wrong="pass",
             inside="sum_gradients",
             refused_by="grad_norm",
-            why="All ranks read the same batch, so who thinks of averaging? Each has the gradient of its own tokens' "
+            why="All ranks read the same batch, so who thinks of summing? Each has the gradient of its own tokens' "
             "loss alone, and the copies of the model drift apart.",
         ),
         "mean_on_each_rank": context(

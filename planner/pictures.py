@@ -52,7 +52,8 @@ def draw_exposed(curves: dict[tuple[str, int], dict[int, float]], turns: dict[st
 
 
 def draw_scores(lines: list[Line]):
-    """Predicted over measured for each published run, a row for each project; orange: not in the stated interval."""
+    """Predicted over measured for each published run, a row for each project; orange: not in the stated interval;
+    grey: out of the planner's scope, where the interval is wider."""
     fig, axes = plt.subplots(1, 2, figsize=(9.5, 4.4), width_ratios=[7, 4], sharex=True, sharey=True)
     projects = list(dict.fromkeys(project(line.run.source) for line in lines))
     for ax, what, inside in zip(axes, ("time_error", "memory_error"), ("inside", "memory_inside"), strict=True):
@@ -60,7 +61,8 @@ def draw_scores(lines: list[Line]):
             own = [line for line in lines if project(line.run.source) == name and getattr(line, what) is not None]
             errors = [1 + getattr(line, what) for line in own]
             places = [row + 0.6 * (k + 0.5) / len(errors) - 0.3 for k in range(len(errors))]
-            colours = [plotting.BLUE if getattr(line, inside) else plotting.ORANGE for line in own]
+            colours = ["#AAAAAA" if not line.in_scope else plotting.BLUE if getattr(line, inside) else plotting.ORANGE
+                       for line in own]  # fmt: skip
             ax.scatter(errors, places, c=colours, s=14)
         ax.axvline(1, color="black", lw=1)
         ax.set(title="time of a step" if what == "time_error" else "memory", xlim=(0.3, 1.7))

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from common.lab.launch import launch
-from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits, show
+from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILION, YELLOW, digits
 from course.intro import by_hand
 
 LINK_GREY = "#B8B8B8"
@@ -89,18 +89,18 @@ def moved(
     return fig
 
 
-def draw(
+def run(
     name: str, fn: Callable[[], tuple[list, list]], arrows: list[tuple[int, int]], scrap: Sequence[int] = ()
-) -> None:
-    """In a notebook: run `fn` on four ranks, print what each held before and holds after it, and show the picture.
+) -> tuple[Figure, str]:
+    """Run `fn` on four ranks, print what each held before and holds after it; return the picture and its words.
 
     fn: called on every rank; returns the two; arrows: of ranks whose data goes where; scrap: as in `moved`
     """
     before, after = zip(*launch(fn, nproc=4), strict=True)
     lines = [f"rank {rank}: {before[rank]} -> {after[rank]}" for rank in range(4)]
     print("\n".join(lines))
-    picture = moved(name, before, after, arrows, scrap)
-    show(picture, alt=f"{name}: arrows from rank to rank {arrows}, and what they hold. {'; '.join(lines)}")
+    words = f"{name}: arrows from rank to rank {arrows}, and what they hold. {'; '.join(lines)}"
+    return moved(name, before, after, arrows, scrap), words
 
 
 def watch(algorithm: Callable, size: int = 4) -> list[tuple[list, list, list[Message]]]:

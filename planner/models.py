@@ -28,7 +28,8 @@ class Model:
     context:      tokens of the longest sequence that its config.json allows (max_position_embeddings, n_positions), or
                   of the sequences in its paper where it has none (GPT-3, Megatron), of Llama 3 and 3.1 those of 3.1; 0
                   where that is not known. Pythia, Llama 2 and later, Mistral, Mixtral and Qwen were compared with
-                  litgpt/config.py (Lightning-AI/litgpt, commit 26857050), the others with copies of their config.json
+                  litgpt/config.py (Lightning-AI/litgpt, commit 26857050); LLaMA 7B, OPT, Qwen 3, DeepSeek-V3, Llama 3.1
+                  405B and T5 base with copies of their config.json; other sizes, GPT-2 and BERT were not compared
     attention:    parameters of a layer's attention where they are not those of plain multi-head attention
     """
 

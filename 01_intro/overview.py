@@ -82,9 +82,9 @@ def ranks_on_nodes(nodes: int, per_node: int) -> Figure:
 
 # --- who holds what -------------------------------------------------------------------------------------------
 
-ALL = -1
+EVERYWHERE = -1
 _rows, _columns = np.indices((4, 4))
-_every = np.full((4, 4), ALL)
+_every = np.full((4, 4), EVERYWHERE)
 # The parts of a model (layers down, width across) and of a batch (examples down, tokens across) that 4 ranks hold.
 WAYS = {
     "data": (_every, _rows, "gradients"),
@@ -92,7 +92,7 @@ WAYS = {
     "tensor": (_columns, _every, "activations, in each layer"),
     "pipeline": (_rows, None, "activations, between layers"),
     "context (sequence)": (_every, _columns, "keys and values; gradients"),
-    "expert": (np.where(_rows % 2 == 1, _columns, ALL), _rows, "tokens, to their experts; gradients"),
+    "expert": (np.where(_rows % 2 == 1, _columns, EVERYWHERE), _rows, "tokens, to their experts; gradients"),
 }
 
 
@@ -119,7 +119,7 @@ def ways_to_divide() -> Figure:
 
 def _grid(ax, left: float, owners: np.ndarray, below: str, hatch: str | None = None) -> None:
     for (row, column), owner in np.ndenumerate(owners):
-        colour, label = ("#d9d9d9", "") if owner == ALL else (PALETTE[owner], str(owner))
+        colour, label = ("#d9d9d9", "") if owner == EVERYWHERE else (PALETTE[owner], str(owner))
         ax.add_patch(Rectangle((left + column, row), 1, 1, facecolor=colour, edgecolor="white", hatch=hatch))
         ground = {"boxstyle": "round,pad=0.1", "fc": colour, "ec": "none"} if hatch else None
         text = ax.text(left + column + 0.5, row + 0.52, label, ha="center", va="center", size=12, bbox=ground)

@@ -49,9 +49,9 @@ def replicate(model: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
     weights stay tied.
     """
     replicas = []
-    for place, device in enumerate(devices):
+    for number, device in enumerate(devices):
         tensors = [*model.parameters(), *model.buffers()]
-        memo = {id(tensor): tensor.to(device, copy=True) if place else tensor for tensor in tensors}
+        memo = {id(tensor): tensor.to(device, copy=True) if number else tensor for tensor in tensors}
         replicas.append(copy.deepcopy(model, memo))  # copies all but what is in the memo
     return replicas
 

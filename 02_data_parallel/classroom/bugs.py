@@ -18,8 +18,8 @@ BUGS = Bugs(
     {
         "first_replica_only": bug(
             inside="replicate",
-            right="tensor.to(device, copy=True) if place",
-            wrong="tensor.detach().to(device, copy=True) if place",
+            right="tensor.to(device, copy=True) if number",
+            wrong="tensor.detach().to(device, copy=True) if number",
             refused_by="grad_norm",
             why="The copies are cut off from the parameters that they were copied from. Only the first replica's "
             "gradient comes back: all devices compute, and one of them counts.",

@@ -431,13 +431,6 @@ UNDIVIDED = {
 
 EXERCISES = [
     exercise(
-        microbatches_for,
-        points=1,
-        dots=1,
-        hint="Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
-        draw=draw_microbatches_for,
-    ),
-    exercise(
         one_forward_one_backward,
         points=2,
         dots=2,
@@ -472,6 +465,13 @@ EXERCISES = [
         dots=3,
         hint="What do the gradients of a weight need that those of a bias, or of an input, do not? Where is it kept "
         "between forward and backward, and what else is written there?",
+    ),
+    exercise(
+        microbatches_for,
+        points=1,
+        dots=1,
+        hint="Solve (p-1) / (v m + p-1) <= percent / 100 for m, with whole numbers only: -(-a // b) rounds up.",
+        draw=draw_microbatches_for,
     ),
     exercise(
         peak_megabytes,

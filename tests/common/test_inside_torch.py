@@ -66,6 +66,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", None),
     "PythonCallbackWork": (BINDINGS + "PythonCallbackWork", None),
     "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", None),
+    "_Action": ("torch.distributed.pipelining.schedules:_Action.from_str", "action_string"),
     "_DummyBackendModule": (REGISTRATION + "_DummyBackendModule", ""),
     "_StorageInfo": (
         "torch.distributed.checkpoint.filesystem:_StorageInfo", "relative_path offset length transform_descriptors"
@@ -73,6 +74,9 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_StageBackwardMeta": (PIPELINING + "_StageBackwardMeta", "backward_metas"),
     "_StageForwardMeta": (PIPELINING + "_StageForwardMeta", "forward_metas"),
     "FSDPParamGroup": ("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.__init__", None),
+    "_add_unshard_reshard": (
+        "torch.distributed.pipelining.schedules:_add_unshard_reshard", "compute_actions max_active_stages"
+    ),
     "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug:_clear_sharding_prop_cache", ""),
     "_for_each_rank_run_func": (LOCAL + "_for_each_rank_run_func", "func ranks args kwargs alias"),
     "_gen_transform_infos": ("torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear", None),

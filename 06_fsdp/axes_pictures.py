@@ -142,7 +142,7 @@ def step_frames() -> list[tuple[Figure, str]]:
         ("pipeline", pairs("pipeline", second), [], "pipeline: send gradients of activations",
          "They go back to the first stage, again along the pipeline axis."),
         (None, [], first, "backward: the first stage computes",
-         "The first stage's input is data and needs no gradient, so this backward pass sends nothing along tensor."),
+         "Before this matrix is only data, no norm or embedding, so this backward pass sends nothing along tensor."),
         ("data", pairs("data", [*first, *second]), [], "data: all-reduce of gradients, once a step",
          "After the last micro-batch, the two replicas add up their gradients: each rank with the one that has the "
          "same part of the same weights."),

@@ -39,8 +39,9 @@ class Case:
         return f"{self.strategy} {self.implementation}, rank {self.rank} of {self.size}"
 
 
-# In make test what is by hand, and of PyTorch's what the others are made of; in make test-all everything.
-WEEKLY = {(name, "pytorch") for name in ("ddp", "tensor", "pipeline", "pipeline+ddp", "zero1", "hsdp", "mesh")}
+# In make test what is by hand, and of PyTorch's what is no process group's; in make test-all everything.
+DAILY = {("single", "pytorch"), ("model", "pytorch"), ("fsdp", "pytorch")}
+WEEKLY = {(name, "pytorch") for name, entry in STRATEGIES.items() if "pytorch" in entry.implementations} - DAILY
 KINDS = [
     (strategy, kind)
     for strategy, make_entry in STRATEGIES.items()
@@ -51,12 +52,12 @@ FIRST, LAST = (4, 0), (8, 7)  # rank 0 of 4; and of 8 that with a pipeline's las
 
 
 def places(strategy: str, implementation: str) -> tuple[tuple[int, int], ...]:
-    """Where a strategy is examined: by hand in a pipeline, and with FULL=1, in both places, else in one of them, which
-    its name alone decides (not its line in the table, which moves): neither may be that of a few."""
+    """Where a strategy is examined: with FULL=1 in both places, else in one of them, which its name alone decides (not
+    its line in the table, which moves): neither may be that of a few."""
     pipeline = strategy.startswith("pipeline") or strategy == "mesh"
     if (strategy, implementation) in ONE_PROCESS and not FULL:
         return (FIRST,)  # there is no other rank, and eight devices show nothing that four do not
-    if FULL or (pipeline and implementation == "by-hand"):
+    if FULL:
         return FIRST, LAST
     return (LAST,) if pipeline or crc32(f"{strategy} {implementation}".encode()) % 2 else (FIRST,)
 

@@ -71,7 +71,7 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
 
 
 # Their state lies on the ranks, and is validated, as that of another: with FULL=1 they are looked at, too.
-ALIKE = {"sequence": "tensor", "ulysses": "context", "zero2": "fsdp"}
+ALIKE = {"sequence": "tensor", "ulysses": "context", "zero2": "fsdp", "hsdp pytorch": "tensor+fsdp"}
 
 
 def every_strategy() -> list[tuple[int, str, str, str]]:
@@ -80,7 +80,7 @@ def every_strategy() -> list[tuple[int, str, str, str]]:
     table = [
         (2 if 2 in sizes[who] else 4, *who, "--microbatches 4" if who == ("pipeline+ddp", "pytorch") else "")
         for who in sizes
-        if who[0] != "mesh" and max(sizes[who]) > 1 and (FULL or who[0] not in ALIKE)
+        if who[0] != "mesh" and max(sizes[who]) > 1 and (FULL or not {who[0], " ".join(who)} & ALIKE.keys())
     ]
     return [
         *sorted(table),

@@ -255,6 +255,7 @@ def global_mean(values):
     assert len(started) >= 2 and all_gone(started)
 
 
+@pytest.mark.weekly  # up to three times Python and PyTorch; in the sandbox: test_class.py's test_limits
 def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: "a test")
     pids = tmp_path / "pids"

@@ -87,9 +87,10 @@ def a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost):
     assert numbers(tmp_path / "run") == pytest.approx(numbers(undisturbed), rel=3e-5)
 
 
-WAYS = [a_node_is_lost_and_the_other_goes_on_alone, *[a_rank_of_another_node_is_killed_and_both_go_on] * FULL]
+WAYS = [a_node_is_lost_and_the_other_goes_on_alone, a_rank_of_another_node_is_killed_and_both_go_on]
 
 
+@pytest.mark.weekly  # four programs; one torchrun whose rank is killed: test_loading.py
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_two_torchruns(way, tmp_path, undisturbed, lost):
     way(tmp_path, undisturbed, lost)

@@ -4,7 +4,7 @@ more ranks than this machine likes go through --dry-run."""
 import re
 
 import pytest
-from helpers import configure, metrics, train
+from helpers import FULL, configure, metrics, train
 
 from common import ROOT
 from common.lab.launch import launch
@@ -32,6 +32,8 @@ def test_there_are_some():
 def test_each_trains_or_is_computed_where_it_is_large(name, tmp_path):
     size = ranks_of(name)
     whole = settings(name, dry_run=True)
+    if not FULL and size > 2 and name != "gpu-one-node":
+        return  # its settings go together; of those on many ranks one is computed, with FULL=1 all
     if size > 4 or whole.device == "cuda":
         (seen,) = dry_run.forecast(settings(name, dry_run=True, **SMALL), [size - 1]).values()
         assert seen.numbers and seen.sent and list(seen.place.values()) == [n - 1 for n in whole.axes.values()]

@@ -57,8 +57,8 @@ def with_dropout(lines: list[str], folder: Path) -> None:
             2,
             [
                 *(f"--strategy ddp --loading {name} --accumulation-steps 3" for name in WAYS),
-                *(f"--strategy {name}" for name in ("fsdp --async-checkpoint", "fsdp --by-hand")),
-                *(f"--strategy {name}" for name in ("ddp --by-hand", "zero1") if FULL),
+                "--strategy fsdp --by-hand --async-checkpoint",
+                *(f"--strategy {name}" for name in ("fsdp --async-checkpoint", "ddp --by-hand", "zero1") if FULL),
             ],
         ),
         (4, ["--strategy pipeline+ddp --microbatches 3"]),
@@ -98,14 +98,14 @@ def steps_taken(lines: list[str], folder: Path) -> list[int]:
 
 def test_only_ddp_begins_again_with_a_step_of_its_own(tmp_path):
     """The step after which it arranges its buckets anew; it is overwritten by what is loaded."""
-    lines = [f"--strategy {name}" for name in ("ddp", "ddp --by-hand", "fsdp")]
-    assert launch(steps_taken, 2, (lines, tmp_path), timeout=180) == [[2, 1, 1]] * 2
+    lines = [f"--strategy {name}" for name in ("ddp", "ddp --by-hand", *["fsdp"] * FULL)]
+    assert launch(steps_taken, 2, (lines, tmp_path), timeout=180) == [[2, *[1] * (len(lines) - 1)]] * 2
 
 
 def test_a_run_goes_on_with_other_strategies_on_other_numbers_of_ranks(tmp_path):
     """As one process would have trained without a stop, to rounding. The mean loss of a step on SMALL is near 5.5."""
-    chain, folder = [(2, "--strategy fsdp"), (4, "--strategy ddp"), (1, "--strategy single")], tmp_path / "chain"
-    chain.append((4, "--by-hand --mesh data=2,tensor=2"))
+    chain, folder = [(2, "--strategy fsdp --by-hand"), (4, "--strategy ddp")], tmp_path / "chain"
+    chain += [(1, "--strategy single"), (4, "--by-hand --mesh data=2,tensor=2")]
     line = "--optimizer sgd --lr 0.3 --warmup-steps 0 --checkpoint-every 0"
     launch(train, 1, ([configure(f"{line} --strategy single", **SMALL, steps=8, run_dir=tmp_path / "whole")],))
     for number, (size, strategy) in enumerate(chain, start=1):

@@ -79,7 +79,7 @@ def test_every_schedule_by_hand_equals_one_process(nproc):
     prove_all(trained, nproc)
 
 
-@pytest.mark.parametrize("nproc", [2, 4] if FULL else [4])
+@pytest.mark.parametrize("nproc", [2, 4] if FULL else [2])
 def test_every_schedule_of_pytorch_equals_one_process(nproc):
     trained = [
         ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)[:1])
@@ -169,7 +169,7 @@ def test_replicas_of_every_schedule_equal_one_process():
         if strategy_class is hybrid.PipelineDDP:
             names = ["1f1b"]
         if strategy_class is hybrid.PipelineFSDP:
-            names = [name for name in names if name not in ("zbv", "dualpipev")]
+            names = [name for name in names if name not in ("zbv", "dualpipev")][:: 1 if FULL else 2]
         trained = [({"schedule": name}, cases(2, 2)[:1]) for name in names]
         if strategy_class is hybrid.PipelineDDP:  # which refuses a stage in which nothing is trained
             trained.append(({}, FROZEN[:1]))

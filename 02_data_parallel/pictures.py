@@ -19,7 +19,7 @@ MOVES = {  # what was done, and what is to be seen
     "scatter": "Scatter: each other device gets a slice of the inputs.",
     "replicate": "Replicate: each other device gets a copy of all parameters. Replica 0 is the model itself.",
     "apply": "Apply: each replica computes in a thread of its own, and keeps activations. Nothing is sent.",
-    "gather": "Gather: all outputs go to device 0, where the loss adds as many logarithms.",
+    "gather": "Gather: all outputs go to device 0, where the loss adds tensors of their size.",
     "backward begins": "Backward begins: two more tensors of that size, and each device gets its slice of one.",
     "backward": "Backward through the replicas: activations become gradients. Nothing is sent.",
     "add up": "Add up: the gradients of all copies go to device 0; then the replicas are thrown away.",

@@ -45,7 +45,7 @@ def train(device):
         order.manual_seed(epoch)
         total = 0.0
         for batch, targets in loader:
-            outputs = replicas(batch.to(device))  # scatters the batch, and gathers the outputs on the first GPU
+            outputs = replicas(batch)  # scatters the batch from the CPU, and gathers the outputs on the first GPU
             loss = nn.functional.cross_entropy(outputs, targets.to(device))
             optimizer.zero_grad()
             loss.backward()

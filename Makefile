@@ -16,6 +16,8 @@ NOTEBOOKS := distributed_training.ipynb $(sort $(wildcard 0*/*.ipynb))
 
 # Ranks share the cores: one thread each. And what a recipe or a notebook starts comes from the environment.
 export OMP_NUM_THREADS := 1
+# What hundreds of programs and workers import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(BIN):$(PATH)
 
 .PHONY: train test test-all lint test-python test-notebooks test-engines coverage facts lab notebooks doctor check soak \
@@ -38,7 +40,7 @@ lint: $(INSTALLED)
 
 # Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)
-	python -m pytest -n 3 --dist loadgroup tests
+	python -m pytest -p no:nbval -n 3 --dist loadgroup tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
 # pytest would take the tests instead. conftest.py has measured numbers masked before outputs are compared.
@@ -49,7 +51,7 @@ test-notebooks: $(INSTALLED)
 # Which lines the tests run, in ranks and programs that they start as well.
 coverage: $(INSTALLED)
 	coverage erase
-	coverage run -m pytest -n 3 --dist loadgroup tests
+	coverage run -m pytest -p no:nbval -n 3 --dist loadgroup tests
 	coverage combine -q
 	coverage report
 

@@ -9,7 +9,6 @@ import html
 import itertools
 import re
 
-import nbformat
 from links import dead_links
 
 from tools.facts import reading_minutes
@@ -58,6 +57,8 @@ def output_texts(cell):
 
 
 def is_valid(notebook, path):
+    import nbformat
+
     try:
         nbformat.validate(notebook)
     except nbformat.ValidationError as error:

@@ -6,8 +6,9 @@ tests/pages/test_notebooks.py applies the rule.
 import itertools
 import re
 
-import nbformat
 from notebook_rules import code, markdown, name, output_texts
+
+from tools.facts import read
 
 NUMBER = re.compile(r"(?<![\w.,^_/#:-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w^]|[.,]\d|:\d)")
 # "section 3.1", "torch 2.13", "chapters 03 and 04": places and versions, not quantities.
@@ -30,7 +31,7 @@ def numbers_of_the_prose_are_computed_or_cited(notebook, path):
         known = numbers_in([*near, *outputs(notebook)])
         for other in re.findall(r"\]\(([^)#:]+\.ipynb)", sentence):
             if (path.parent / other).exists():
-                there = nbformat.read(path.parent / other, as_version=4)
+                there = read(path.parent / other)
                 known |= numbers_in([*(cell.source for cell in code(there)), *outputs(there)])
         if not is_among(known, word, percent):
             yield f"{name(cell)} says {word}, which no cell prints, and which is not cited: {sentence[:150]}"

@@ -18,8 +18,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from common import ROOT, check, cluster_check, questions, symptoms
 from common.axes import AXES
 from common.config import Config, shared
@@ -76,10 +74,17 @@ def reading_minutes(notebook) -> float:
     return words(prose) / 150 + sum(line.strip() != "" for line in lines) / 8
 
 
+def read(path: Path) -> Any:
+    """The notebook at this path."""
+    import nbformat  # two seconds of a processor, for the grammars of JSON schemas: not for those who read no page
+
+    return nbformat.read(path, as_version=4)
+
+
 @functools.cache
 def minutes(path: str) -> float:
     """The minutes of a page that is read from beginning to end; a page to look things up in promises none."""
-    notebook = nbformat.read(ROOT / path, 4)
+    notebook = read(ROOT / path)
     return reading_minutes(notebook) if MINUTES.search(notebook.cells[0].source) else 0.0
 
 
@@ -124,7 +129,7 @@ def listed_pages(old: str, paths: list[str], timed: bool) -> list[list[str]]:
     """A line for each page: chapter, link, the words that somebody wrote on it, and minutes where it has some."""
     lines = []
     for path in paths:
-        heading = nbformat.read(ROOT / path, 4).cells[0].source.partition("\n")[0].removeprefix("# ")
+        heading = read(ROOT / path).cells[0].source.partition("\n")[0].removeprefix("# ")
         about = written(old, "what it is about", "page", f"]({path})")
         lines.append([path[:2], f"[{heading}]({path})", about, *([str(to_fives(minutes(path)))] if timed else [])])
     return lines

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from common import ROOT, check
 from common.grading.engine import Exercise
@@ -57,6 +56,8 @@ def test_one_more_exercise_is_counted(monkeypatch):
 
 
 def test_a_minute_is_150_words_or_8_lines_of_code():
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
     prose = "word " * 300 + "[link](of/no/words.md) `x`\n\n```\n" + "x = 1\n\n" * 16 + "```\n"
     cells = [new_markdown_cell(prose), new_code_cell("\n\n".join(["y = 2"] * 8))]
     assert facts.reading_minutes(new_notebook(cells=cells)) == pytest.approx(302 / 150 + 16 / 8 + 8 / 8)

@@ -9,16 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import notebook_rules
 import pytest
 from links import dead_links
-from nbformat.v4 import new_code_cell, new_notebook, new_output
-from nbval.plugin import get_sanitize_patterns
 from notebook_rules import code
 from number_rules import numbers_of_the_prose_are_computed_or_cited
 
-from tools.facts import EVERY_NOTEBOOK, NOTEBOOKS
+from tools.facts import EVERY_NOTEBOOK, NOTEBOOKS, read
 
 RULES = [*notebook_rules.RULES, numbers_of_the_prose_are_computed_or_cited]
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +32,7 @@ def test_the_notebooks_of_each_chapter_are_numbered_without_a_gap():
 
 @functools.cache
 def notebook_at(path):
-    return nbformat.read(ROOT / path, as_version=4)
+    return read(ROOT / path)
 
 
 @pytest.mark.parametrize("path", EVERY_NOTEBOOK)
@@ -83,6 +80,8 @@ def test_make_runs_every_code_cell():
     ],
 )
 def test_only_marked_measurements_are_masked(stored, new, equal):
+    from nbval.plugin import get_sanitize_patterns
+
     def masked(text):
         for pattern, replacement in get_sanitize_patterns(SANITIZE.read_text()):
             text = re.sub(pattern, replacement, text)
@@ -92,13 +91,16 @@ def test_only_marked_measurements_are_masked(stored, new, equal):
 
 
 def test_a_changed_output_fails_and_takes_the_rest_of_its_notebook_along(tmp_path):
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
+
     prints = {"took ~1.5 ms": "took ~27 ms\n", "~1.5 ms shorter": "~1.5 ms longer\n", "3": "3\n", "4": "4\n"}
     cells = [new_code_cell(f"print({text!r})", execution_count=count) for count, text in enumerate(prints, start=1)]
     for cell, stored in zip(cells, prints.values(), strict=True):
         cell.outputs = [new_output("stream", name="stdout", text=stored)]
     nbformat.write(new_notebook(cells=cells), tmp_path / "changed.ipynb")
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-p", "conftest", "-v", "-rs"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FULL": "1"}  # a kernel of its own: it imports no PyTorch
     printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     assert re.findall(r"Cell \d ([A-Z]+)", printed)[:4] == ["PASSED", "FAILED", "SKIPPED", "SKIPPED"], printed
     assert {*re.findall(r"Cell \d failed before", printed)} == {"Cell 1 failed before"}, "the first that failed"

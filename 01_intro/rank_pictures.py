@@ -305,10 +305,26 @@ def paired(calls: list[list[str]], pairs: int, notes: list[str]) -> Figure:
             ink = "white" if place < pairs and PALETTE[rank] == BLUE else BLACK
             ax.text(3.4 * rank + 1, place + 0.5, name, ha="center", va="center", size=12, color=ink)
     for place in range(pairs):
-        right = all(place < len(names) for names in calls) and calls[0][place] == calls[1][place]
+        both = all(place < len(names) for names in calls)
+        right = both and calls[0][place] == calls[1][place]
         colour, line = (GREEN, "-") if right else (VERMILION, "--")
-        ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=line, lw=4)
+        if both:
+            ax.plot([2.05, 3.35], [place + 0.5] * 2, color=colour, ls=line, lw=4)
         ax.text(5.6, place + 0.5, notes[place], va="center", size=12, color=colour)
     ax.set(xlim=(-0.1, 10.5), ylim=(max(map(len, calls)) + 0.1, -0.7))
     ax.set_axis_off()
     return fig
+
+
+def a_step_skipped(first: str, second: str) -> Iterator[tuple[Figure, str, str]]:
+    """Frames (picture, words, caption) of three steps, of which rank 1 skips the second. first, second: the sums."""
+    calls = [["step 1", "step 2", "step 3"], ["step 1", "step 3"]]
+    captions = [
+        "No call has been made. Rank 1 will skip step 2.",
+        "The first calls of both ranks meet, as they should.",
+        "The second calls meet. They belong to different steps, and the sum is wrong on both ranks.",
+        "Rank 0 waits for a third call, which never comes. Only now something is noticed.",
+    ]
+    for count, caption in enumerate(captions):
+        picture = paired(calls, count, [first, second, "nobody is left: rank 0 waits"])
+        yield picture, f"Calls of two ranks. {caption}", caption

@@ -70,7 +70,8 @@ def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None 
 
 
 # Their state lies on the ranks, and is validated, as that of another: with FULL=1 they are looked at, too.
-ALIKE = {"sequence": "tensor", "ulysses": "context", "zero2": "fsdp", "hsdp pytorch": "tensor+fsdp"}
+ALIKE = {"sequence": "tensor", "ulysses": "context", "zero2": "fsdp", "hsdp pytorch": "tensor+fsdp",
+         "pipeline+ddp pytorch": "pipeline"}  # fmt: skip
 
 
 def every_strategy() -> list[tuple[int, str, str, str]]:

@@ -8,6 +8,7 @@ from tools.soak_faults import Fault, endure, soak
 LINE = "--strategy ddp"
 
 
+@pytest.mark.weekly  # as is what it is for; a rank that is killed: test_loading.py, at a certain moment: test_damage.py
 def test_runs_end_as_if_nothing_had_happened():
     hits, wrong = soak(3, seed=3, runs=[LINE])
     assert not wrong, wrong

@@ -4,6 +4,7 @@ import re
 import sys
 
 import psutil
+import pytest
 from command_rules import default_of
 from helpers import configure
 
@@ -52,6 +53,7 @@ def test_a_run_without_a_folder_is_in_one_of_its_own():
     assert soak.soak("two", 2, lambda run_dir, number: [sys.executable, "-c", here, run_dir], None) == 0
 
 
+@pytest.mark.weekly
 def test_a_fork_is_watched_as_well(tmp_path):
     fork = soak.script("--strategy single", 1, str(tmp_path / "run"), fork=True)
     assert soak.attempt(fork, soak.ROOT) == "" and (tmp_path / "run" / "metrics.jsonl").exists()
@@ -59,6 +61,7 @@ def test_a_fork_is_watched_as_well(tmp_path):
     assert wrong.startswith("exit code 1") and "--steps" in wrong
 
 
+@pytest.mark.weekly
 def test_every_row_can_be_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     started = set()

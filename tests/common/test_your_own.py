@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 from forks import Fork, torchrun
+from helpers import FULL
 
 from common import ROOT
 from common.lab.launch import launch
@@ -23,7 +24,8 @@ def test_all_ways_train_as_one_process_does(tmp_path):
     process = Fork(PROGRAM, cwd=tmp_path)
     alone = losses(process.communicate(timeout=300)[0])
     assert alone[0] > 1 and alone[1] < 0.4
-    for how, ranks in (("ddp", 2), ("fsdp", 2), ("pipeline", 2), ("pipeline", 3)):
+    ways = [("fsdp", 2), ("pipeline", 3), *[("ddp", 2), ("pipeline", 2)] * FULL]  # each on two ranks: below
+    for how, ranks in ways:
         line = ("--standalone", f"--nproc_per_node={ranks}", PROGRAM, how)
         process = torchrun(*line, cwd=tmp_path)
         said, errors = process.communicate(timeout=300)

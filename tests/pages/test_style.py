@@ -4,8 +4,10 @@ import ast
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers import FULL
 
 from common.lab.bugs import Bug, Bugs
 
@@ -79,3 +81,16 @@ def test_a_bug_whose_text_is_gone_is_an_error(tmp_path):
     for target, right in (("f", "return 3"), ("h", "return 1")):
         with pytest.raises(ValueError, match=f"by_hand.py.*{right}.*{target}"):
             planted(target, right)
+
+
+def test_tests_for_which_something_is_made_once_run_on_one_worker(request):
+    """And others wherever there is room: by pytest_xdist_make_scheduler of tests/conftest.py."""
+    options = SimpleNamespace(getvalue={"dist": "loadgroup", "tx": ["2*popen"]}.get)
+    scheduler = request.config.hook.pytest_xdist_make_scheduler(config=options, log=None)
+    made_once, others = "tests/strategies/test_from_meta.py", "tests/strategies/test_options.py"
+    places = [{scheduler._split_scope(f"{file}::{name}") for name in "ab"} for file in (made_once, others)]
+    assert [*map(len, places)] == [1, 2]
+
+
+def test_what_is_weekly_is_no_part_of_make_test(request):
+    assert FULL or not [item for item in request.session.items if item.get_closest_marker("weekly")]

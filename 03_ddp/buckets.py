@@ -1,4 +1,4 @@
-"""Pictures of buckets: what lies in them, and a simulator with sliders of what is exposed.
+"""Buckets: a simulator with sliders of what is exposed.
 
 The simulator is the alpha-beta model of chapter 01 beside a backward pass that runs at a constant pace. It leaves out
 that communication slows computation down (NCCL's kernels occupy SMs, gloo's threads occupy cores).
@@ -9,7 +9,6 @@ from typing import Any
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
 from common.constants import MEBIBYTE
 from common.lab import plotting
@@ -59,49 +58,6 @@ def simulate(gradients, bucket_bytes, backward, alpha, bandwidth, ranks) -> list
 def exposed(sent: list[Sent], backward: float) -> float:
     """Seconds from the end of the backward pass until the last all-reduce has ended."""
     return max(0.0, sent[-1].end - backward)
-
-
-def draw_layout(names: list[str], sizes: list[int], buckets: list[list[int]]):
-    """Parameters in the order of the model, and the buckets that hold their gradients, in the same colours.
-
-    names:   of the parameters, in the order in which buckets take them (the last parameter first)
-    sizes:   of their gradients, in bytes
-    buckets: indices of `names`
-    """
-    fig, ax = plt.subplots(figsize=(9.5, 3.0))
-    count = len(names)
-    total = count + 0.6 * (len(buckets) - 1)
-    colour = {index: plotting.PALETTE[number] for number, bucket in enumerate(buckets) for index in bucket}
-    corners = {index: [((count - 1 - index + 0.5) * total / count - 0.46, 0.1)] for index in colour}
-    place = 0.0
-    for number, bucket in enumerate(buckets):
-        ax.text(place + len(bucket) / 2, 2.95, f"bucket {number}", ha="center", va="center")
-        for index in bucket:
-            corners[index].append((place + 0.04, 1.75))
-            place += 1
-        place += 0.6
-    for index, places in corners.items():
-        for x, y in places:
-            ax.add_patch(Rectangle((x, y), 0.92, 0.9, fc=colour[index], ec="black", lw=0.8))
-            box = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"}
-            text = f"{names[index]}\n{sizes[index]:,} B"
-            ax.text(x + 0.46, y + 0.45, text, ha="center", va="center", size=10, bbox=box)
-    for y, text in ((-0.15, "the forward pass uses the parameters in this order"),
-                    (3.3, "the buckets are sent in this order")):  # fmt: skip
-        arrow = {"arrowstyle": "-|>", "color": "black", "lw": 1.8}
-        ax.annotate("", (total * 0.98, y), (total * 0.02, y), arrowprops=arrow)
-        ax.text(total / 2, y + (0.3 if y > 0 else -0.3), text, ha="center", va="center", size=12)
-    ax.set(xlim=(-0.1, total + 0.1), ylim=(-0.65, 3.85))
-    ax.axis("off")
-    return fig
-
-
-def draw_buckets(model, buckets: list[list]):
-    """The model's parameters, and the lists of them that are its buckets: each parameter is in one bucket."""
-    parameters = list(model.named_parameters())[::-1]
-    places = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
-    layout = [[places[id(parameter)] for parameter in bucket] for bucket in buckets]
-    return draw_layout([name for name, _ in parameters], [parameter.nbytes for _, parameter in parameters], layout)
 
 
 SIZES = [16, 25, 50, 100, 200, 400, 800, 1200]  # MiB; below 16, no weight is cut, so the buckets stay as they are

@@ -11,6 +11,17 @@ STEP = "ProfilerStep#5"  # of the A100's recording, which has three steps
 ALL_REDUCE = {"all_reduce": "all-reduce", "allreduce": "all-reduce"}  # as each of the two names it
 
 
+def draw_passes(runs: dict):
+    """name -> what a rank does when, as (what, begin, end) in milliseconds: one row for computing, one for sending."""
+    bars = [
+        (f"{name}: {what.partition(',')[0]}", what, begin / 1e3, end / 1e3)
+        for name, run in runs.items()
+        for what, begin, end in run
+    ]
+    colours = {"computes": plotting.BLUE, "sends, hidden": plotting.ORANGE, "sends, exposed": plotting.VERMILION}
+    return plotting.timeline(bars, colours=colours)
+
+
 def draw_race(steps: dict):
     """number of GPUs -> (seconds of the forward pass, of the backward pass, the buckets as `buckets.simulate` has sent
     them): what is computed and what is sent, on one time axis. What is exposed is hatched."""

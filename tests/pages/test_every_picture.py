@@ -82,7 +82,6 @@ PICTURES = {
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
     "missed by a line": lambda: networks.missed({1: {10: 0.5, 1000: 1.5}, 4: {10: 1.0, 1000: 2.0}}),
     "all-reduce": all_reduce,
-    "layout of buckets": lambda: buckets.draw_layout(["c", "b", "a"], [400, 8, 1000], [[0, 1], [2]]),
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
     "plans": plans,
     "memory of a step": memory_of_a_step,

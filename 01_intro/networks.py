@@ -1,16 +1,14 @@
-"""Pictures of networks: the links of a cluster, and sliders for what an all-reduce takes by different algorithms."""
+"""Pictures of networks: the links of a cluster, what a line misses, and rings over nodes."""
 
 from typing import Any
 
-import ipywidgets as widgets
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
-from common.lab.sliders import Sliders
+from common.lab.plotting import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION
 
-KiB, MiB, GiB = 2**10, 2**20, 2**30
+MiB = 2**20
 LINKS = {"NVLink": BLUE, "PCIe": GREEN, "network": VERMILION}
 
 
@@ -65,64 +63,6 @@ def missed(ratios: dict[int, dict[int, float]]) -> Figure:
     ax.set_xticks([10, 1e3, 1e5, 1e7, 1e9], ["10 B", "1 kB", "100 kB", "10 MB", "1 GB"])
     ax.set_yticks([0.5, 1, 1.5, 2])
     return fig
-
-
-NETWORK_COLOURS = {"ring": BLUE, "tree": GREEN, "hierarchical": PURPLE}
-
-
-class AllReduceLab(Sliders):
-    """Sliders for a cluster and the size of a tensor, and the time of an all-reduce by each algorithm.
-
-    algorithms: name -> function (bytes, cluster) -> seconds
-    cluster:    function (nodes, alpha_in, alpha_out, link_out) -> what the algorithms take; microseconds and GB/s
-    """
-
-    def __init__(self, algorithms: dict, cluster):
-        self.algorithms, self.cluster = algorithms, cluster
-        sizes = [4 * KiB * 4**power for power in range(11)]
-        controls = {
-            "size": ("tensor", [(_bytes(size), size) for size in sizes], 64 * MiB),
-            "nodes": ("nodes", [2**power for power in range(11)], 128),
-            "alpha_in": ("α in node, µs", [0.5, 0.9, 2, 3, 5, 10], 0.9),
-            "alpha_out": ("α between, µs", [2, 3, 6, 10, 20, 32, 50, 100], 32),
-            "link_out": ("GB/s per GPU", [0.125, 0.3125, 1.5625, 3.125, 6.25, 12.5, 25, 50, 100], 50),
-        }
-        super().__init__({name: self.slider(*control) for name, control in controls.items()})
-
-    @staticmethod
-    def slider(what, options, value):
-        return widgets.SelectionSlider(options=options, value=value, description=what, continuous_update=False)
-
-    def draw(self, size, nodes, alpha_in, alpha_out, link_out) -> Figure:
-        cluster = self.cluster(nodes, alpha_in, alpha_out, link_out)
-        sizes = [4 * KiB * 2 ** (power / 2) for power in range(41)]
-        fig, ax = plt.subplots(figsize=(9.2, 4.4))
-        took = {name: 1e3 * seconds(size, cluster) for name, seconds in self.algorithms.items()}
-        for name, seconds in self.algorithms.items():
-            ax.plot(sizes, [1e3 * seconds(n, cluster) for n in sizes], color=NETWORK_COLOURS[name])
-            ax.plot([size], [took[name]], "o", color=NETWORK_COLOURS[name])
-        ax.set(xscale="log", yscale="log", xlim=(sizes[0], sizes[-1] * 200), ylabel="ms", xlabel="bytes of the tensor")
-        lines = [
-            (f"{name}: {took[name]:.3g} ms", NETWORK_COLOURS[name])
-            for name in sorted(took, key=lambda name: took[name])
-        ]
-        for place, (text, colour) in enumerate([*lines, (f"{_bytes(size)}:", BLACK)]):
-            ax.text(0.73, 0.25 + 0.1 * place, text, color=colour, transform=ax.transAxes, va="center")
-        ax.axvline(size, color="#777777", lw=1.2, ls=":")
-        marks = [4 * KiB, 256 * KiB, 16 * MiB, GiB]
-        ax.set_xticks(marks, [_bytes(mark) for mark in marks])
-        ax.minorticks_off()
-        word = "node" if nodes == 1 else "nodes"
-        title = f"all-reduce on {nodes} {word} of 8 GPUs, {link_out:g} GB/s between nodes for each GPU"
-        ax.set_title(title, fontsize=13)
-        return fig
-
-
-def _bytes(size: float) -> str:
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size:g} B"
 
 
 def rings(orders: list[list[int]], per_node: int) -> Figure:

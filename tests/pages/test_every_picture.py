@@ -26,13 +26,6 @@ class Timeline:
         return [[(0, 2), (4, 1), (5, 0)], [(1, 1), (3, 0)]][rank]
 
 
-def all_reduce():
-    """8 and 2 ms for each node; nothing for bytes."""
-    algorithms = {"ring": lambda n, nodes: 8e-3 * nodes, "tree": lambda n, nodes: 2e-3 * nodes}
-    lab = networks.AllReduceLab(algorithms, lambda nodes, *_: nodes)
-    return lab.draw(size=networks.MiB, nodes=2, alpha_in=3, alpha_out=6, link_out=12.5)
-
-
 def plans():
     """Two layouts on a GPU of 80 GiB: 1 to 6, and 20 to 25 GiB; a step of 10 s."""
     sizes = {name: [1 + place, 20 + place] for place, name in enumerate(calculator.GROUPS)}
@@ -81,7 +74,6 @@ PICTURES = {
     "pipeline, one followed": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False, follow=0),
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
     "missed by a line": lambda: networks.missed({1: {10: 0.5, 1000: 1.5}, 4: {10: 1.0, 1000: 2.0}}),
-    "all-reduce": all_reduce,
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
     "plans": plans,
     "memory of a step": memory_of_a_step,
@@ -196,7 +188,6 @@ def test_the_areas_of_a_steps_memory_lie_on_each_other():
 
 
 LABS = [
-    lambda: networks.AllReduceLab({"ring": lambda n, _: 1.0}, lambda *asked: None),
     buckets.BucketLab,
     calculator.Calculator,
 ]

@@ -97,9 +97,8 @@ ENDS_FROZEN = equality.Case(tied_frozen, equality.sgd, 1, 100.0, steps=2)
 
 def test_frozen_layers_accumulation_and_recomputation():
     """Nobody wants the gradient that comes to a frozen stage; and whoever sends it must find somebody who takes it."""
-    trained = [
-        ({"schedule": name, "recompute": again}, FROZEN) for name in ("1f1b", "zb-h1") for again in ("none", "full")
-    ]
+    ways = [("1f1b", "none"), ("zb-h1", "full"), *[("1f1b", "full"), ("zb-h1", "none")] * FULL]
+    trained = [({"schedule": name, "recompute": again}, FROZEN) for name, again in ways]
     prove_all(trained, 4 if FULL else 2)
     prove_all(
         [
@@ -114,7 +113,7 @@ def test_frozen_layers_accumulation_and_recomputation():
 def test_what_pytorch_traces_equals_one_process():
     from course.pipeline.traced import TracedPipeline as traced
 
-    trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("1f1b", "interleaved")]
+    trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("interleaved", *["1f1b"] * FULL)]
     prove_all([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
 
 

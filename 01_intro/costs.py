@@ -1,8 +1,10 @@
 """What a message costs: the alpha-beta model, t(n) = alpha + n / bandwidth, and collectives in rings by it."""
 
 import csv
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 from common.lab.wire_bytes import wire_bytes
 
@@ -44,3 +46,38 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     n, t = np.array(sizes, dtype=float), np.array(times, dtype=float)
     (alpha, beta), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(n)), rcond=None)
     return float(alpha), float(beta)
+
+
+def durations(call: Callable, *arguments, repeats: int = 15) -> list[float]:
+    """On a rank: seconds of each of `repeats` calls, which the ranks begin at about one time, after a barrier."""
+    import torch.distributed as dist
+
+    for _ in range(3):
+        call(*arguments)  # warm up
+    found = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        call(*arguments)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def there_and_back(sizes: Sequence[int]) -> list[float]:
+    """On each of two ranks: half the median seconds for a message of each size, in bytes, and one of that size back."""
+    import torch
+    import torch.distributed as dist
+
+    def exchange(tensor):
+        for turn in range(2):
+            if dist.get_rank() == turn:
+                dist.send(tensor, 1 - turn)
+            else:
+                dist.recv(tensor, turn)
+
+    tensors = [torch.zeros(size // 4) for size in sizes]
+    found: list[list[float]] = [[] for _ in sizes]
+    for _ in range(11):  # rounds through all sizes, so that a busy moment does not fall on one of them
+        for times, tensor in zip(found, tensors, strict=True):
+            times += [seconds / 2 for seconds in durations(exchange, tensor, repeats=3)]
+    return [median(times) for times in found]

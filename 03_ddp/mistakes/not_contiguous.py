@@ -1,7 +1,7 @@
 """A tensor that is not contiguous
 
 says: rank 0: input tensor has to be contiguous
-see:  The sender is told, and the receiver waits. (On NCCL nobody is told: the memory is sent as it lies.)
+see:  The sender is told, and the receiver waits. (With NCCL, PyTorch warns once and sends the memory as it lies.)
 find: The message and its line.
 fix:  Call contiguous() first, and copy back afterwards where the original should change.
 then: rank 1: received [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]

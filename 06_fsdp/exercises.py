@@ -147,9 +147,9 @@ def gathered_peak(units: list[int], ahead: int, reshard: bool) -> int:
     `units[u]` is the size, in bytes, of unit u's parameters; its gradients have the same size. The forward pass
     computes unit 0, 1, 2, ..., the backward pass goes the other way. While unit u computes, it is gathered, and so are
     the next `ahead` units in the direction of the pass, as far as there are. In the backward pass the gradients of the
-    unit that computes are whole too; they are cut before the next unit computes. With `reshard`, a unit is freed as
-    soon as it has computed, in both passes. Without, it is freed only in the backward pass. Shards do not count.
-    Calculate only.
+    unit that computes are whole too; here they are cut before the next unit computes (fully_shard: while it does).
+    With `reshard`, a unit is freed as soon as it has computed, in both passes. Without, it is freed only in the
+    backward pass. Shards do not count. Calculate only.
 
     Difficulty ●●●○○   Importance ●●●●●   up to 25 minutes   3 points
     """

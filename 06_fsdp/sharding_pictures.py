@@ -351,7 +351,7 @@ def draw_snapshot(events: list[tuple[str, int, float, float]]):
             ax.axvspan(start, end, color="#DDDDDD", zorder=0)
             ax.text((start + end) / 2, -0.55, "unit 7 computes", ha="center", va="bottom")
     ax.set(yticks=range(3), xticks=[], xlabel="what the allocator was asked for in the backward pass, in its order")
-    ax.set_yticklabels([f"{what}: {line}" for what, line in zip(("gather", "compute", "reduce"), rows, strict=True)])
+    ax.set_yticklabels(rows)
     ax.set_ylim(2.5, -1.1)
     return fig
 
@@ -414,22 +414,51 @@ def draw_out_of_memory(lines: list[dict[str, int]], limit: float, holes: float):
     return fig
 
 
-def draw_waiting(rows: list[dict], collective: str):
-    """For each rank the seconds in one kind of collective: the transfer, which is from the moment at which the last
-    rank has come, and waiting for it. rows: of the recording trace_fsdp_llama70b_8xmi300x."""
+# The collectives of the recording trace_fsdp_llama70b_8xmi300x, and how the page calls them.
+RECORDED = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"}
+
+
+def waiting(rows: list[dict], collective: str) -> tuple[list[float], float]:
+    """The milliseconds of each rank in one kind of collective, and those of the transfer, which is from the moment at
+    which the last rank has come. rows: of the recording trace_fsdp_llama70b_8xmi300x."""
     found = [row for row in rows if row["collective"] == collective]
-    transfer = sum(row["total_ms"] for row in found if row["scope"] == "all ranks") / 1e3
     ranks = sorted({row["rank"] for row in found if row["scope"] == "rank"})
-    totals = [sum(row["total_ms"] for row in found if row["rank"] == rank) / 1e3 for rank in ranks]
-    fig, ax = plt.subplots(figsize=(9, 3.2))
-    ax.barh(ranks, transfer, color=GATHER, label="the transfer")
-    bars = ax.barh(ranks, [total - transfer for total in totals], left=transfer, fc="white", ec="#999999",
-                   hatch="////", label="waiting for the last rank")  # fmt: skip
-    ax.bar_label(bars, [f"{total:.1f} s" for total in totals], padding=4, size=11)
-    ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    ax.set(ylim=(max(ranks) + 0.6, -0.6), xlabel="seconds of two steps in this collective")
-    fig.legend(loc="outside upper center", ncols=2)
+    totals = [sum(row["total_ms"] for row in found if row["rank"] == rank) for rank in ranks]
+    return totals, sum(row["total_ms"] for row in found if row["scope"] == "all ranks")
+
+
+def draw_waiting(rows: list[dict]):
+    """For each rank the seconds in each kind of collective: the transfer, and waiting for the last rank. rows: of the
+    recording trace_fsdp_llama70b_8xmi300x."""
+    fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.3), sharex=True, sharey=True)
+    for ax, (collective, name), colour in zip(axes, RECORDED.items(), (GATHER, REDUCE), strict=True):
+        totals, transfer = waiting(rows, collective)
+        ax.barh(range(len(totals)), transfer / 1e3, color=colour)
+        bars = ax.barh(range(len(totals)), [(total - transfer) / 1e3 for total in totals], left=transfer / 1e3,
+                       fc="white", ec="#999999", hatch="////")  # fmt: skip
+        ax.bar_label(bars, [f"{total / 1e3:.1f} s" for total in totals], padding=4, size=11)
+        ax.set(title=f"{name}s", xlabel="seconds of two steps")
+    axes[0].set_yticks(range(len(totals)), [f"rank {rank}" for rank in range(len(totals))])
+    axes[0].set(ylim=(len(totals) - 0.4, -0.6), xlim=(0, 13.8))
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (GATHER, REDUCE)]
+    handles.append(Rectangle((0, 0), 1, 1, fc="white", ec="#999999", hatch="////"))
+    names = ["the transfer of all-gathers", "of reduce-scatters", "waiting for the last rank"]
+    fig.legend(handles, names, loc="outside upper center", ncols=3)
     return fig
+
+
+def print_waiting(rows: list[dict]) -> None:
+    """What `draw_waiting` shows, in numbers: how often, how long, and the share that is waiting."""
+    for collective, name in RECORDED.items():
+        totals, transfer = waiting(rows, collective)
+        alone = next(row for row in rows if row["collective"] == collective and row["scope"] == "all ranks")
+        share, bus = 1 - transfer * len(totals) / sum(totals), alone["busbw_GiBps"] * 2**30 / 1e9
+        print(f"{name:14} of a layer: {alone['count']} times, {alone['mean_us'] / 1e3:5.2f} ms each; ", end="")
+        print(f"bus bandwidth {bus:.0f} GB/s; {share:.0%} of all ranks' time is waiting")
+        own = f"rank 0 {totals[0] / 1e3:.1f} s, rank 4 {totals[4] / 1e3:.1f} s"
+        print(f"     {own}, the transfer alone {transfer / 1e3:.1f} s")
+    rank_0 = sum(row["total_ms"] for row in rows if row["rank"] == 0 and row["scope"] == "rank")
+    print(f"rank 0 in collectives: {rank_0 / 1e3:.1f} s")
 
 
 class StreamLab(Sliders):
@@ -441,7 +470,7 @@ class StreamLab(Sliders):
             "tokens": self.choice("tokens per GPU", [1024, 2048, 4096, 8192, 16384, 32768], 4096),
             "bandwidth": self.choice("GB/s of the ring", [12.5, 25, 50, 100, 200, 300, 450], 300),
             "ahead": self.choice("units ahead", [0, 1, 2, 3], 1),
-            "larger": self.choice("larger blocks", [1, 2, 4, 8], 1),
+            "larger": self.choice("larger blocks", [1, 2, 4, 8], 4),
         }
         super().__init__(controls)
 

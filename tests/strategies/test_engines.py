@@ -18,7 +18,7 @@ import transformers
 from helpers import SMALL, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
 from torch import nn
 
-from common import ROOT, engine_files, own, runs
+from common import ROOT, engine_files, manifest, own, runs
 from common.data import Plan, micro_batches, shard
 from common.errors import UserError
 from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
@@ -225,7 +225,9 @@ def test_deepspeed_reads_the_json(tmp_path):
 def test_what_cannot_work_gets_one_line(line, text, tmp_path):
     if "--resume" in line:  # of a run that has a checkpoint
         strategy, implementation = line.split()[1], line.split()[3]
-        (tmp_path / "run" / "checkpoint-000002").mkdir(parents=True)
+        folder = tmp_path / "run" / "checkpoint-000002"
+        folder.mkdir(parents=True)
+        (folder / manifest.MANIFEST).write_text(manifest.seal({"step": 2}, {}))
         config = {"strategy": strategy, "implementation": implementation}
         write_facts(tmp_path / "run", config, world_size=2)
     with pytest.raises(UserError, match=text) as error:

@@ -63,14 +63,12 @@ def draw_tokens(before, after, titles):
 
 def draw_loads(runs):
     """Heat maps of the experts' shares over the steps, on one scale. runs: title -> shares [steps, experts]"""
-    fig, axes = plt.subplots(2, (len(runs) + 1) // 2, figsize=(9.8, 4.6), sharex=True, sharey=True)
-    for ax, (title, shares) in zip(axes.flat, runs.items(), strict=False):
+    fig, axes = plt.subplots(1, len(runs), figsize=(9.8, 2.8), sharey=True)
+    for ax, (title, shares) in zip(axes, runs.items(), strict=True):
         image = ax.imshow(100 * shares.T, aspect="auto", cmap="cividis_r", vmin=0, vmax=50, interpolation="nearest")
         ax.set_title(title, fontsize=12)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("expert")
-    for ax in axes[-1]:
         ax.set_xlabel("step")
+    axes[0].set_ylabel("expert")
     fig.colorbar(image, ax=axes, label="share of the choices (%)")
     return fig
 

@@ -23,8 +23,11 @@ from common import ROOT
 
 GUIDES = ("troubleshooting", "cluster", "your-own")  # in which people look for what has gone wrong
 NOTHING = "nothing here has these words; try those of the message, or what you see first"
+NEAREST = "nothing fits well; the nearest:"
+FEW = 2  # terms of a question of which one is enough
 SHORT = 16.0  # a place's weights are at least so long: of a place of few words, one in common is not yet an answer
 LINE = 200  # letters of the line that says what it is
+ALONE = 4  # words of a row that say something without the section in which it stands
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Place:
     """Where a symptom is explained.
 
     where: file and section
-    what:  the symptom there, or the section's heading
+    what:  the symptom there, or the section's heading, with its page's title in front
     text:  what stands there
     why:   the cause, or what to do, in a line
     known: how much more a row that is made of a symptom counts than a section that has many words
@@ -76,18 +79,27 @@ def rows(body: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
 
 
+def placed(title: str, heading: str) -> str:
+    """A heading that says where it stands: behind the title of its page, or of its section."""
+    return heading if heading == title else f"{title} › {heading}"
+
+
 def guides() -> Iterator[Place]:
     for name in GUIDES:
         path = ROOT / "docs" / f"{name}.md"
-        for heading, body in sections(path.read_text()) if path.exists() else ():
+        parts = [*sections(path.read_text())] if path.exists() else []
+        for heading, body in parts:
             found = [cells for cells in rows(body) if len(cells) > 1 and "](#" not in cells[1]]  # not contents
             for cells in found:
                 linked = re.findall(r"\(\.\./([^)#]+\.ipynb)", " ".join(cells[1:]))
                 where = ", ".join([f"docs/{name}.md, {heading}", *linked])
                 why = line_of("; ".join(filter(None, cells[1:])))
-                yield Place(where, plain(cells[0]), plain(" ".join([cells[0], *cells])), why, known=1.3)
+                row = plain(cells[0])
+                what = placed(heading, row) if len(row.split()) < ALONE else row
+                yield Place(where, what, plain(" ".join([cells[0], *cells])), why, known=1.3)
             if not found:
-                yield Place(f"docs/{name}.md, {heading}", heading, plain(f"{heading} {body}"), line_of(body))
+                what = placed(parts[0][0], heading)
+                yield Place(f"docs/{name}.md, {heading}", what, plain(f"{heading} {body}"), line_of(body))
 
 
 @dataclass(frozen=True)
@@ -201,13 +213,15 @@ def pages() -> Iterator[Place]:
     for path in sorted(ROOT.glob("[0-9][0-9]_*/*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        for heading, body in sections(text):
+        parts = [*sections(text)]
+        for heading, body in parts:
             if not re.search("References|Summary|Exercises", heading):
-                yield Place(f"{path.relative_to(ROOT)}, {heading}", heading, plain(f"{heading} {body}"), line_of(body))
+                where, what = f"{path.relative_to(ROOT)}, {heading}", placed(parts[0][0], heading)
+                yield Place(where, what, plain(f"{heading} {body}"), line_of(body))
 
 
 SMALL_WORDS = """
-    an and any are as at be been but by can did do does for from get gets go goes had has have how if in into
+    already an and any are as at be been but by can did do does for from get gets go goes had has have how if in into
     is it its me my no not of on or our out so that the their them then there these they this to up us use was
     we were what when where which while who why will with you your
 """
@@ -229,7 +243,8 @@ ALSO = {
                      "wait", "waiting", "waits"), "hangs"),
     "fp16": "float16 16 bits", "float16": "fp16", "dataloader": "data loading", "val": "evaluation", "port": "address",
     "inconsistent": "differs", "different": "differs", "mismatch": "differs", "wrong": "differs",
-    "multinode": "two nodes", "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
+    "smaller": "small", "larger": "large", "bigger": "large", "allreduce": "all reduce", "multinode": "two nodes",
+    "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
     "resume": "restart", "resuming": "restart", "timeout": "hangs", "throughput": "slow speed",
     "uneven": "different number of batches", "duplicated": "duplicates", "clipping": "norm", "scheduler": "rate",
 }  # fmt: skip
@@ -284,23 +299,36 @@ def weights() -> dict[str, list[tuple[int, int]]]:
     return dict(found)
 
 
-def find(words: str, most: int = 3) -> list[Place]:
-    """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
-    score: Counter[int] = Counter()
+def scores(words: str) -> dict[int, tuple[int, int]]:
+    """Number of each place that has anything in common with the words -> its score, and how many terms they share."""
+    found: dict[int, tuple[int, int]] = {}
     for term in asked_terms(words):
         for place, weight in weights().get(term, ()):
-            score[place] += weight
-    best: dict[str, Place] = {}  # of a question and the section that answers it, the better one
-    for place in sorted(score, key=lambda place: (-score[place], place)):
-        best.setdefault(all_places()[place].where, all_places()[place])
+            score, shared = found.get(place, (0, 0))
+            found[place] = score + weight, shared + 1
+    return found
+
+
+def fits(words: str) -> bool:
+    """Whether the best place shares more than one term of several with the words. If not, it is a guess."""
+    found = scores(words)
+    return not found or max(found.values())[1] > 1 or len(asked_terms(words)) <= FEW
+
+
+def find(words: str, most: int = 3) -> list[Place]:
+    """The places, best first, that have most in common with a symptom in somebody's words, or with a message."""
+    found, best = scores(words), dict[str, Place]()
+    for number in sorted(found, key=lambda number: (-found[number][0], number)):
+        place = all_places()[number]
+        # of a question and the section that answers it, the better one; but each row of a table
+        best.setdefault(place.where + place.what * place.where.startswith("docs/"), place)
     return [*best.values()][:most]
 
 
 def answer(words: str) -> str:
-    """The places as lines for a terminal; a line that says so where nothing is found."""
+    """The places as lines for a terminal; a line that says so where nothing is found, or nothing that fits."""
     found = find(words)
     if not found:
         return NOTHING
-    return "\n".join(
-        f"{number}. {place.what}\n   {place.why}\n   {place.where}" for number, place in enumerate(found, start=1)
-    )
+    lines = [f"{number}. {place.what}\n   {place.why}\n   {place.where}" for number, place in enumerate(found, start=1)]
+    return "\n".join([*([] if fits(words) else [NEAREST]), *lines])

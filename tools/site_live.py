@@ -236,6 +236,8 @@ def by_keyboard_symptoms(page) -> list[str]:
     theirs = page.evaluate("asked => asked.map(words => findSymptom(words, 6).map(one => one.where))", asked)
     differ = [words for words, places in zip(asked, theirs, strict=True)
               if places != [place.where for place in symptoms.find(words, 6)]]  # fmt: skip
+    fit = page.evaluate("asked => asked.map(symptomFits)", asked)
+    differ += [words for words, does in zip(asked, fit, strict=True) if does != symptoms.fits(words)]
     print(f"search: {len(asked)} random questions; {len(differ)} are answered otherwise than by the doctor")
     return faults + [f"the doctor finds other places for {words!r}" for words in differ[:3]]
 

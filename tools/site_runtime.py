@@ -87,19 +87,20 @@ def symptom_table(site: Path) -> int:
     for place in symptoms.all_places():
         page, heading = place.where.split(", ", 1)
         target = site / Path(page).with_suffix(".html")
-        anchors = (make_id(heading.split(", ")[0]), make_id(heading.split(";")[0]), make_id(place.what))
-        anchor = next((one for one in anchors if one and one in ids[target]), "")
+        names = (heading.split(", ")[0], heading.split(";")[0], place.what.rpartition(" › ")[2])
+        anchor = next((one for one in map(make_id, names) if one and one in ids[target]), "")
         address = str(target.relative_to(site)) + f"#{anchor}" * bool(anchor)
         found = re.search(r"<title>(.*?)(?: &#8212;.*?)?</title>", pages[target], re.DOTALL)
         title = unescape(found[1]) if found else page
         section = heading.split(", ")[0].split(";")[0]
-        title += f": {section}" if section != place.what and not section.isidentifier() else ""
+        title += f": {section}" if not place.what.endswith(section) and not section.isidentifier() else ""
         places.append({"where": place.where, "what": place.what[:160], "why": place.why, "title": title,
                        "address": address})  # fmt: skip
     table = {
         "small": sorted(symptoms.SMALL),
         "endings": symptoms.ENDINGS,
         "doubled": symptoms.DOUBLED,
+        "few": symptoms.FEW,
         "also": symptoms.also(),
         "weights": {term: [*chain(*column)] for term, column in symptoms.weights().items()},
         "places": places,

@@ -1,4 +1,4 @@
-"""Training through .module
+"""Training through model.module, and the weights drift apart
 
 says: rank 0: gradient [1.0, 1.0], expected [2.0, 2.0] | rank 1: gradient [3.0, 3.0], expected [2.0, 2.0]
 see:  No message: DDP prepares its averaging in its own forward pass, which is not called.

@@ -4,8 +4,8 @@ says: some rank: Timed out waiting 3000ms for
 see:  Training runs well, and stops at the first checkpoint. Rank 0 gathers the shards of the others, who do not send
       them.
 find: The stack of rank 0 ends in an all-gather below the line that makes the state dict.
-fix:  Make the state dict on all ranks, and let rank 0 alone write it; or let all ranks write pieces with
-      torch.distributed.checkpoint.
+fix:  Let all ranks write pieces with torch.distributed.checkpoint; or make the state dict on all ranks (with
+      cpu_offload=True where a GPU cannot hold the whole model), and let rank 0 alone write it.
 then: rank 0: saving 2 tensors
 """
 

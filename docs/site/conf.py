@@ -308,7 +308,8 @@ def landing() -> str:
 
 # Synchronous scripts after it: what they find is there before the page is first seen, so nothing moves afterwards.
 SYMPTOMS = (
-    f'<section class="symptoms" data-nothing="{html.escape(symptoms.NOTHING.capitalize())}." hidden>'
+    f'<section class="symptoms" data-nothing="{html.escape(symptoms.NOTHING.capitalize())}."'
+    f' data-nearest="{html.escape(symptoms.NEAREST.capitalize())}" hidden>'
     '<h2>Places that explain a symptom</h2><div class="found"></div><h2>Pages that have all of these words</h2>'
     "</section>"
     '<script src="_static/symptom_table.js"></script><script src="_static/symptoms.js"></script>'

@@ -34,11 +34,21 @@ def test_a_message_of_one_mistake_leads_to_it(mistake, message):
         ("training was killed and the loss is higher after it resumed", "06_checkpoints_and_failures"),
         ("test accuracy depends on how many GPUs I use", "03_feeding"),
         ("find_unused_parameters", "09_ddp_in_practice"),
+        ("each rank's gradient is a fourth of that of one process", "Wrong numbers"),
+        ("out of memory in torch.save at the end, not while it trains", "Out of memory"),
+        ("rank 0 tokenizes, and the others abort after ten minutes", "Hangs and timeouts"),
+        ("a ResNet with two images per GPU loses accuracy", "05_training_well"),
+        ("SIGBUS in the container as soon as num_workers > 0", "Out of memory"),
         ("with 1 node of 8 GPUs samples_per_second is 30 for each GPU, with 2 or 3 nodes it is 10", "02_fully_shard"),
     ],
 )
 def test_a_symptom_in_other_words_leads_to_its_place(words, where):
     assert where in places(words)
+
+
+def test_a_guess_is_called_one():
+    assert symptoms.answer("my cat walked over the keyboard").startswith(symptoms.NEAREST)
+    assert symptoms.fits("EADDRINUSE") and symptoms.fits("it hangs at the first checkpoint")
 
 
 def test_words_that_are_nowhere_are_answered_in_one_line(capsys):

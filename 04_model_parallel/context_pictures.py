@@ -166,27 +166,6 @@ def draw_exchange(before, after):
     return fig
 
 
-def draw_curves(curves, xlabel, ylabel):
-    """Lines over the number of ranks, with their names at their ends.
-
-    curves: name -> (ranks, values, colour, line style)
-    """
-    fig, ax = plt.subplots(figsize=(9.2, 4.2))
-    longest = max(ranks[-1] for ranks, *_ in curves.values())
-    for name, (ranks, values, colour, style) in curves.items():
-        ax.plot(ranks, values, style, color=colour)
-        if ranks[-1] == longest:
-            ax.text(1.03 * ranks[-1], values[-1], name, va="center", color=colour, size=11)
-        else:  # below its end, where curves that go on are not in the way
-            ax.text(ranks[-1], values[-1] - 0.35, name, ha="right", va="center", color=colour, size=11)
-    ax.set_xscale("log", base=2)
-    ticks = [2**power for power in range(1, longest.bit_length())]
-    ax.set_xticks(ticks, ticks)
-    ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(1.9, 2.6 * longest))
-    ax.set_ylim(0, None)
-    return fig
-
-
 def attention_times(tokens, ranks, share, rate, bandwidth, width=4096):
     """Seconds of one causal attention layer's forward pass on a rank: name -> (computing, waiting for messages).
 

@@ -237,6 +237,7 @@ DOUBLED = "bdgmnprt"  # stopping: stop
 ALSO = {
     "bn": "BatchNorm buffers", "ckpt": "checkpoint", "cp": "context parallelism", "dp": "data parallelism",
     "ep": "expert parallelism", "lr": "learning rate", "moe": "mixture of experts", "oom": "out of memory",
+    "amp": "fp16 scaler", "card": "GPU", "cards": "GPUs ranks", "grad": "gradient", "grads": "gradients",
     "pp": "pipeline parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism",
     "acc": "accuracy", "eval": "evaluation test", "evaluation": "test", "validation": "test",
     **dict.fromkeys(("deadlock", "forever", "freeze", "freezes", "frozen", "sits", "stalls", "stops", "stuck", "stucks",

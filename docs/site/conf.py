@@ -289,7 +289,7 @@ def landing() -> str:
     """The site's first page: what it is, ways in, and the trail as a map, of what README and the first page say."""
     stops = trail()
     first = json.loads((ROOT / f"{stops[0][2]}.ipynb").read_text())["cells"]  # which trains two processes by hand
-    code = re.search(r'BY_HAND = """\\\n(.*?)"""', "\n".join("".join(cell["source"]) for cell in first), re.DOTALL)
+    code = re.search(r"(def averaged\(.*?)\n\n", "\n".join("".join(cell["source"]) for cell in first), re.DOTALL)
     chapters = {chapter: [] for chapter, *_ in stops}
     for chapter, title, page, minutes in stops:
         text = f"{html.escape(title)} <span>{minutes}&nbsp;min</span>"

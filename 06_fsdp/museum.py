@@ -1,6 +1,6 @@
 """The museum of incidents: reads the programs in incidents/, runs each with its mistake and without, and shows them.
 
-A program of incidents/ stands for a mistake that has cost somebody days, made small enough for a few ranks. Its
+A program of incidents/ stands for a mistake that somebody has reported, made small enough for a few ranks. Its
 docstring is a title, and
 
     thread:   the addresses at which it was reported, or was told
@@ -15,7 +15,8 @@ place in the fixed program. So there are two modules of each file, `broken` and 
     on_rank(): what each rank runs; returns what it saw, a `Seen`
     alone():   the same of one process that shares nothing with the ranks
     effect(ranks, one): the number of which the reports speak, such as a ratio, from what `on_rank` has seen on each
-               rank, and `alone`; or `effect(*_)`, which starts ranks of its own
+               rank, and `alone`; or `effect(*_)`, which starts ranks of its own. The first sentence of its docstring
+               is what `verdict` calls the number
     REPORTED:  the least and the greatest value of `effect()` of the broken program that have the reported shape
     EXPECTED:  what it is where nothing is wrong
 
@@ -24,6 +25,7 @@ and besides, the measurements that the page offers. Page, test and the nets' mat
 
 import ast
 import functools
+import inspect
 import linecache
 import math
 import re
@@ -227,19 +229,22 @@ def show_beside(looked: Look, name: str, steps: Iterable[int], rank: int = 0, ri
 
 
 def verdict(name: str, looked: Look | None = None) -> None:
-    """Print whether broken and fixed program equal one process, and their effect beside what was published.
+    """Print the effect by its name, broken and fixed, whether each equals one process, and what was published.
 
     Raises AssertionError where the broken program's effect has not the reported shape, or the fixed one's has.
     """
     incident = incidents()[name]
+    numbers, words = [], []
     for what, program in (("broken", incident.broken), ("fixed", incident.fixed)):
         ranks = getattr(looked, what) if looked else []
         one = looked.one if looked else Seen()
         by_name = compared(ranks, one) if looked else differences(program)
         effect, (least, most) = program.effect(ranks, one), program.REPORTED
         assert (least <= effect <= most) == (what == "broken"), (what, effect)
-        print(f"{what + ':':8} {effect:6.4g}   {in_words(by_name)}")
-    print(f"reported: {incident.reported}")
+        numbers.append(f"{effect:.4g} {what}")
+        words.append(f"{what + ':':9} {in_words(by_name)}")
+    called, _, _ = (inspect.getdoc(incident.broken.effect) or "").replace("\n", " ").partition(". ")
+    print(f"{called.rstrip('.')}: {', '.join(numbers)}", *words, f"reported: {incident.reported}", sep="\n")
 
 
 def show_cause(name: str) -> None:

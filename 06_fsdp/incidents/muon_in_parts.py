@@ -88,5 +88,5 @@ def apart(ranks, one, what):
 
 
 def effect(ranks, one):
-    """The same of the update that a random 256 x 256 gradient gives."""
+    """The relative difference of the update that a random 256 x 256 gradient gives, of both parts together."""
     return apart(ranks, one, "kernel")

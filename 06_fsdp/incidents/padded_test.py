@@ -6,8 +6,8 @@ reported: 21 images on two GPUs are counted as 22
 net:      the number of examples that were counted, beside the number that there are
 cause:    DistributedSampler gives all ranks equally many examples, since in training a rank with one more would wait in
           vain. Where they don't divide, it repeats the first ones. In a test each repeated one counts twice.
-          Without repeats ranks have unequally many batches, so the forward pass must not communicate: under
-          `fully_shard` they would hang. There, pad as before and leave the repeated ones out of the sums.
+          The fix below repeats none, so ranks may have unequally many batches, and would hang where the forward pass
+          communicates, as under `fully_shard`. There, pad as before and leave the repeated ones out of the sums.
 """
 
 import torch

@@ -4,8 +4,7 @@ thread:   https://github.com/jingyaogong/minimind/pull/854 https://github.com/k2
 reported: `backward` sends nothing, each rank steps by purely local gradients, and rank 0's weights alone are saved
 net:      replicas that are compared, after one step; bytes that are sent, counted per step
 cause:    The loss is computed by `model.module`, past the wrapper. DDP makes itself ready for a backward pass in its
-          own `forward`. Without that its hooks are called, and send nothing. (In C++: `Reducer::prepare_for_backward`,
-          by which alone the hooks are armed.)
+          own `forward`, for one each time. Without that its hooks are called, and send nothing.
 """
 
 import torch

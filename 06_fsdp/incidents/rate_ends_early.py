@@ -6,7 +6,8 @@ reported: of 10,000 planned steps on 4 GPUs, the rate is at its end after 2,500
 net:      the rate of the last planned step, printed before the run; equality with one process
 cause:    A schedule that Accelerate has prepared moves on by `num_processes` at each step of the optimizer, because
           with `split_batches=False`, its default, each step reads so many batches of the loader. This schedule was
-          planned in steps of the optimizer. So multiply the plan by `num_processes`, or don't prepare the schedule.
+          planned in steps of the optimizer. So multiply the plan by `num_processes`. (Or
+          don't prepare the schedule; under accumulation you then leave out its other steps yourself.)
 """
 
 import torch

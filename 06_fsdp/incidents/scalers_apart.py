@@ -4,7 +4,8 @@ thread:   https://github.com/pytorch/pytorch/issues/136009
 reported: scaling factors differ between processes, and then unscaled gradients do
 net:      replicas that are compared; the loss scale, logged by every rank
 cause:    The scale is halved where an overflow is seen, and it was looked for in the rank's own gradients, before they
-          were summed. In that step rank 0 skips, and rank 1 steps by half the gradient, which alone parts the replicas.
+          were summed. In that step rank 0 skips and sends zeros, and rank 1 steps by half the gradient, which alone
+          parts the replicas.
           From then on the ranks send gradients of different scales, and each divides the sum by its own.
           All ranks have to decide alike: on the summed gradients, or on a flag that is reduced.
 """

@@ -91,7 +91,7 @@ class Zero3WithDeepSpeed(Strategy):
 
     def __init__(self, model, make_optimizer, setup):
         super().__init__(setup)
-        # Stages 1 and 2 broadcast rank 0's weights; stage 3 cuts what each rank has.
+        # Rank 0's weights to all, as DeepSpeed does for each stage unless a model was made under zero.Init.
         broadcast_module(model, axis(self.mesh, "shard").group, self.device)
         self.model = model
         self.names = {}  # parameter -> its names: what is tied has several

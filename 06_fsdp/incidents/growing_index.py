@@ -1,4 +1,4 @@
-"""Throughput drops again and again, the more steps are planned the deeper; a short run of the same code has none.
+"""Throughput drops again and again, the more steps are planned the deeper and the more often.
 
 thread: https://huggingface.co/spaces/HuggingFaceTB/smol-training-playbook
 net:    bytes of the loader, at two numbers of planned steps; the mean speed beside the median

@@ -1,4 +1,4 @@
-"""The loss jumps at every restart of a pipeline, and falls back in a few steps.
+"""The loss of a pipeline jumps at a restart, and falls back in a few steps.
 
 thread: https://github.com/bigscience-workshop/bigscience/blob/9e64edec/train/tr11-176B-ml/chronicles-prequel.md
 net:    replicas that are compared, after one step; equality with one process, in the first step

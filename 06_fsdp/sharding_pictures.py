@@ -415,7 +415,7 @@ def draw_out_of_memory(lines: list[dict[str, int]], limit: float, holes: float):
 
 
 # The collectives of the recording trace_fsdp_llama70b_8xmi300x, and how the page calls them.
-RECORDED = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"}
+NCCL_NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"}
 
 
 def waiting(rows: list[dict], collective: str) -> tuple[list[float], float]:
@@ -431,7 +431,7 @@ def draw_waiting(rows: list[dict]):
     """For each rank the seconds in each kind of collective: the transfer, and waiting for the last rank. rows: of the
     recording trace_fsdp_llama70b_8xmi300x."""
     fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.3), sharex=True, sharey=True)
-    for ax, (collective, name), colour in zip(axes, RECORDED.items(), (GATHER, REDUCE), strict=True):
+    for ax, (collective, name), colour in zip(axes, NCCL_NAMES.items(), (GATHER, REDUCE), strict=True):
         totals, transfer = waiting(rows, collective)
         ax.barh(range(len(totals)), transfer / 1e3, color=colour)
         bars = ax.barh(range(len(totals)), [(total - transfer) / 1e3 for total in totals], left=transfer / 1e3,
@@ -449,7 +449,7 @@ def draw_waiting(rows: list[dict]):
 
 def print_waiting(rows: list[dict]) -> None:
     """What `draw_waiting` shows, in numbers: how often, how long, and the share that is waiting."""
-    for collective, name in RECORDED.items():
+    for collective, name in NCCL_NAMES.items():
         totals, transfer = waiting(rows, collective)
         alone = next(row for row in rows if row["collective"] == collective and row["scope"] == "all ranks")
         share, bus = 1 - transfer * len(totals) / sum(totals), alone["busbw_GiBps"] * 2**30 / 1e9

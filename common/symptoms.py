@@ -24,7 +24,7 @@ from common import ROOT
 GUIDES = ("troubleshooting", "cluster", "your-own")  # in which people look for what has gone wrong
 NOTHING = "nothing here has these words; try those of the message, or what you see first"
 NEAREST = "nothing fits well; the nearest:"
-FEW = 2  # terms of a question of which one is enough
+TERSE = 2  # terms of a question of which one is enough
 SHORT = 16.0  # a place's weights are at least so long: of a place of few words, one in common is not yet an answer
 LINE = 200  # letters of the line that says what it is
 ALONE = 4  # words of a row that say something without the section in which it stands
@@ -313,7 +313,7 @@ def scores(words: str) -> dict[int, tuple[int, int]]:
 def fits(words: str) -> bool:
     """Whether the best place shares more than one term of several with the words. If not, it is a guess."""
     found = scores(words)
-    return not found or max(found.values())[1] > 1 or len(asked_terms(words)) <= FEW
+    return not found or max(found.values())[1] > 1 or len(asked_terms(words)) <= TERSE
 
 
 def find(words: str, most: int = 3) -> list[Place]:

@@ -100,7 +100,7 @@ def symptom_table(site: Path) -> int:
         "small": sorted(symptoms.SMALL),
         "endings": symptoms.ENDINGS,
         "doubled": symptoms.DOUBLED,
-        "few": symptoms.FEW,
+        "few": symptoms.TERSE,
         "also": symptoms.also(),
         "weights": {term: [*chain(*column)] for term, column in symptoms.weights().items()},
         "places": places,

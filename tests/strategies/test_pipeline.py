@@ -79,7 +79,7 @@ def test_every_schedule_by_hand_equals_one_process(nproc):
     prove_all(trained, nproc)
 
 
-@pytest.mark.parametrize("nproc", [2, 4] if FULL else [2])
+@pytest.mark.parametrize("nproc", [2, 4] if FULL else [4])
 def test_every_schedule_of_pytorch_equals_one_process(nproc):
     trained = [
         ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)[:1])

@@ -109,10 +109,14 @@ FRAMEWORKS: dict[str, Framework] = {
 
 
 def name_of(layout: Named) -> str:
-    """The framework of a layout: fully_shard's for stage 3, DeepSpeed's where gradients have 16 bits beside a float32
-    copy of the parameters, else Megatron-LM's."""
-    usual = {"bf16-mixed-16": "deepspeed"}.get(layout.precision, "megatron")
-    return layout.framework or ("torch" if layout.zero_stage == 3 else usual)
+    """The framework of a layout: DeepSpeed's where gradients have 16 bits beside a float32 copy of the parameters,
+    under stage 3 as well (what fully_shard divides is float32, and so are its gradients); else fully_shard's
+    for stage 3, and Megatron-LM's for the others."""
+    if layout.framework:
+        return layout.framework
+    if layout.precision == "bf16-mixed-16":
+        return "deepspeed"
+    return "torch" if layout.zero_stage == 3 else "megatron"
 
 
 def of(layout: Named) -> Framework:

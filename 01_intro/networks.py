@@ -60,7 +60,8 @@ def missed(ratios: dict[int, dict[int, float]]) -> Figure:
         along, above, side = beside.get(nodes, (1.0, 0.09, "center"))
         ax.text(along * top, row[top] + above, name, color=colour, ha=side, va="center", size=13)
     ax.set(xscale="log", xlabel="bytes", ylabel="measured / predicted", ylim=(0.5, 2.15))
-    ax.set_xticks([10, 1e3, 1e5, 1e7, 1e9], ["10 B", "1 kB", "100 kB", "10 MB", "1 GB"])
+    ax.set_xticks([8, 2**10, MiB, 2**30], ["8 B", "1 KiB", "1 MiB", "1 GiB"])
+    ax.minorticks_off()
     ax.set_yticks([0.5, 1, 1.5, 2])
     return fig
 

@@ -222,7 +222,8 @@ def promises_its_time(notebook, path):
     """`make facts` writes how many minutes; over 40 is two pages, or has parts that belong into the library."""
     if is_of_the_library(notebook):
         return
-    if not re.search(r"^\*\*Time:\*\* \d+ minutes\. \*\*You need:\*\* ", notebook.cells[0].source, re.MULTILINE):
+    line = r"^\*\*Time:\*\* \d+ minutes(?: to read, [^.]+)?\. \*\*You need:\*\* "
+    if not re.search(line, notebook.cells[0].source, re.MULTILINE):
         yield 'the first cell has no line "**Time:** N minutes. **You need:** ..."; `make facts` writes the number'
     if reading_minutes(notebook) > MOST_MINUTES:
         yield f"reading it takes {reading_minutes(notebook):.0f} minutes; over {MOST_MINUTES} is two pages"

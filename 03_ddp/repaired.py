@@ -76,7 +76,12 @@ def with_batch_norm_and_pytorch():
     return ddp.module[1].running_mean
 
 
-CASES = (seeded_by_rank, two_backward_passes, without_b_on_rank_1, with_batch_norm)
+CASES = {
+    seeded_by_rank: "weights",
+    two_backward_passes: "gradients",
+    without_b_on_rank_1: "gradients",
+    with_batch_norm: "running means",
+}  # what each returns
 
 
 def compare():
@@ -86,9 +91,12 @@ def compare():
         return [case() for case in CASES]
 
     (alone,), (first, second) = launch(all_cases, nproc=1), launch(all_cases, nproc=2)
-    for number, (expected, ours, others) in enumerate(zip(alone, first, second, strict=True), start=1):
+    results = zip(CASES.values(), alone, first, second, strict=True)
+    for number, (what, expected, ours, others) in enumerate(results, start=1):
         apart, off = ((result - ours).abs().max() for result in (others, expected))
         means = "; gradients {:g}, {:g}, {:g} (right: 1, 5, 100)".format(*ours.tolist()) if number == 3 else ""
-        print(f"{number}. ranks 0 and 1 differ by {apart:.0e} (right: 0), rank 0 and one process by {off:.0e}{means}")
+        print(f"{number}. {what} of ranks 0 and 1 differ by {apart:.0e} (right: 0);", end=" ")
+        print(f"rank 0 and one process: largest difference {off:.0e}{means}")
     first, second = launch(with_batch_norm_and_pytorch, nproc=2)
-    print(f"4. with DistributedDataParallel, ranks 0 and 1 differ by {(first - second).abs().max():.0e}")
+    apart = (first - second).abs().max()
+    print(f"4. with DistributedDataParallel, running means of ranks 0 and 1 differ by {apart:.0e}")

@@ -229,22 +229,36 @@ def renumbered(lists: Schedule) -> Schedule:
     return [[action._replace(microbatch=order.index(action.microbatch)) for action in own] for own in lists]
 
 
-def names(game: Level, lists: Schedule) -> list[str]:
-    """The named schedules that begin like this one, or are this one where it is whole."""
-    if not any(lists):
-        return []
-    ours, found = renumbered(lists), []
+def allowed(game: Level, lists: Schedule) -> bool:
+    """Whether a whole schedule keeps to the level: its kinds of actions, what a rank may store, and its gathers."""
+    if any(action.kind not in game.kinds for own in lists for action in own):
+        return False
+    often = game.gathers is not None and max(map(gathered, lists)) > game.gathers
+    return not often and (game.most is None or max(simulator.simulate(lists, TIMES).peaks) <= game.most)
+
+
+@cache
+def named(game: Level) -> dict[str, Schedule]:
+    """The schedules with a name that keep to the level."""
+    found = {}
     for name in schedules.SCHEDULES:
         try:
-            known = schedules.build(name, game.ranks, game.microbatches, game.stages)
+            lists = schedules.build(name, game.ranks, game.microbatches, game.stages)
         except UserError:
             continue
-        if simulator.placement(known) != game.rank_of:
-            continue
-        # the numbers that the first list gives are those of all lists
-        if all(own == theirs[: len(own)] for own, theirs in zip(ours, renumbered(known), strict=True)):
-            found.append(name)
+        if simulator.placement(lists) == game.rank_of and allowed(game, lists):
+            found[name] = renumbered(lists)
     return found
+
+
+def names(game: Level, lists: Schedule) -> list[str]:
+    """The named schedules of this level that begin like this one, or are this one where it is whole."""
+    if not any(lists):
+        return []
+    ours = renumbered(lists)
+    # the numbers that the first list gives are those of all lists
+    return [name for name, known in named(game).items()
+            if all(own == theirs[: len(own)] for own, theirs in zip(ours, known, strict=True))]  # fmt: skip
 
 
 def judge(game: Level, lists: Schedule) -> dict:

@@ -54,8 +54,9 @@ def stored() -> str:
 def html(level: game.Level, found: dict) -> str:
     length = max(found["makespan"], BEFORE_PAR * level.par)
     rows = "".join(row(level, found, rank, length) for rank in range(level.ranks))
-    limit = f", a rank may store {level.most} activations" if level.most else ""
-    limit += f", and may gather parameters {level.gathers} times" if level.gathers else ""
+    limits = [f"store {level.most} activations"] if level.most else []
+    limits += [f"gather parameters {level.gathers} times"] if level.gathers else []
+    limit = f"; a rank may {' and '.join(limits)}" if limits else ""
     picks = "".join(
         button({"level": one.name}, one.name, f"pick{number}", "picked" * (one is level))
         for number, one in enumerate(game.LEVELS)
@@ -111,7 +112,7 @@ def verdict(level: game.Level, found: dict) -> str:
     called = " or ".join(map(linked, found["names"]))
     if not found["whole"]:
         begun = f" So far it may become {called}." if called else ""
-        return f"<p>Par is {level.par}: no schedule of this level is shorter.{begun}</p>"
+        return f"<p>Par is {level.par}: no schedule of this level is shorter.{begun}</p>{stuck(found)}"
     against = "which is par" if found["makespan"] == level.par else f"par is {level.par}"
     name = f" It is {called}." if called else " It has no name that this course knows."
     times = ", ".join(map(str, found["gathered"]))
@@ -123,8 +124,16 @@ def verdict(level: game.Level, found: dict) -> str:
         f"<p>Run it on {level.ranks} real ranks, which are compared with one process, in "
         '<a href="../README.html#begin">the course\'s folder</a>:</p>'
         f"<pre><code>python -m course.pipeline.play {escape(lists)}</code></pre>"
-        f'<p><button type="button" data-copy>Copy the command</button></p>{following(level)}'
+        f'<p><button type="button" data-copy>Copy the command</button></p>{following(level, found)}'
     )
+
+
+def stuck(found: dict) -> str:
+    """Where nothing can come next: what keeps each rank from its next actions. "" where something can."""
+    if any(not why for own in found["ready"] for why in own.values()):
+        return ""
+    whys = [why for own in found["ready"] for why in dict.fromkeys(own.values()) if not why.startswith("needs")]
+    return f'<p class="wrong" role="alert">Nothing can come next: {escape("; ".join(whys))}. Take something off.</p>'
 
 
 def linked(name: str) -> str:
@@ -132,13 +141,14 @@ def linked(name: str) -> str:
     return f'<a href="{EXPLAINED.get(name, LAB)}">{escape(name)}</a>'
 
 
-def following(level: game.Level) -> str:
-    """The way to the next level, and nothing after the last one."""
-    place = game.LEVELS.index(level) + 1
-    if place == len(game.LEVELS):
-        return ""
-    name = game.LEVELS[place].name
-    return f"<p>{button({'level': name}, f'Next level: {name}', 'next', 'lit')}</p>"
+def following(level: game.Level, found: dict) -> str:
+    """The way to the next level, and above par first the way back to the beginning of this one."""
+    reached, place = found["makespan"] == level.par, game.LEVELS.index(level) + 1
+    ways = "" if reached else button({"level": level.name}, "Try again", "again", "lit")
+    if place < len(game.LEVELS):
+        name = game.LEVELS[place].name
+        ways += button({"level": name}, f"Next level: {name}", "next", "lit" if reached else "")
+    return f"<p>{ways}</p>"
 
 
 def typed(level: game.Level, found: dict) -> str:

@@ -130,7 +130,17 @@ def answer(asked: dict[str, str]) -> dict[str, Any]:
         f"{sequence:,} tokens a step{longer}",
         "layouts": [of_layout(choice, of_hour, of_kwh) for choice in chosen],
         "alike": published(chosen[0].estimate),
+        "command": command(asked, model, batch, sequence, cluster),
     }
+
+
+def command(asked: dict[str, str], model: Model, batch: int, sequence: int, cluster: hardware.Cluster) -> str:
+    """The question for a command line; "" for a model that came as a file."""
+    if asked.get("config") or asked.get("shape"):
+        return ""
+    network = f" --network {asked['network']}" if asked.get("network") else ""
+    return (f"python -m planner plan --model {model.name} --gpus {cluster.gpus} --gpu {cluster.gpu.name}{network} "
+            f"--batch-size {batch} --sequence {sequence}")  # fmt: skip
 
 
 def of_layout(choice: Choice, of_hour: float | None, of_kwh: float | None) -> dict[str, Any]:
@@ -196,7 +206,20 @@ def html(found: dict[str, Any]) -> str:
     words = ", ".join(f'<a href="glossary.html#{anchor}">{word}</a>' for word, anchor in WORDS.items())
     return (
         f'<p class="heading">{escape(found["heading"])}</p><p class="note">Words: {words}.</p>'
-        f"{lists}{near(found['alike'])}"
+        f"{lists}{near(found['alike'])}{at_home(found['command'])}"
+    )
+
+
+def at_home(asked: str) -> str:
+    """How to ask on, and to start the first layout, in a clone of the course."""
+    if not asked:
+        return ""
+    return (
+        '<h3>And now?</h3><p>In <a href="../README.html#begin">the course\'s folder</a>, this command answers the '
+        "same. With <code>emit --format torchtitan</code> in place of <code>plan</code> it writes what starts the "
+        'first layout; <a href="#on-the-command-line">other tools</a> have formats, too, and what one cannot express '
+        "is refused.</p>"
+        f"<pre><code>{escape(asked)}</code></pre>"
     )
 
 
@@ -253,6 +276,8 @@ def money(one: dict[str, Any]) -> list[str]:
     found = []
     if one["dollars"] is not None:
         found.append(f"${one['dollars']:,.0f} for a billion tokens, at ${one['price']:g} per GPU-hour")
+    else:
+        found.append("No price of this GPU is in the table: type dollars per GPU-hour")
     if one["kilowatt_hours"] is not None:
         cost = f", ${one['dollars_of_energy']:,.2f}" if one["dollars_of_energy"] is not None else ""
         found.append(f"{one['kilowatt_hours']:,.0f} kWh{cost} for a billion tokens, at the data sheet's power")

@@ -73,7 +73,7 @@ def pages(pattern: str) -> list[str]:
 
 def contents() -> str:
     """What stands in the navigation: the trail by chapters, so that the next page is the trail's next page; then the
-    library, then the pages of docs/."""
+    pages that answer, the library, and the pages of docs/."""
     notebooks = pages(r"0[^)]*\.ipynb")
     outline = README[README.index('<a id="trail">') :]
     notebooks.sort(key=outline.find)
@@ -81,9 +81,11 @@ def contents() -> str:
     blocks = [("To begin with", ["distributed_training.ipynb"])]
     blocks += [(f"{number} {title}", [page for page in on_trail if page.startswith(number)])
                for number, title in CHAPTERS.items()]  # fmt: skip
+    tried = ["docs/plan.md", "docs/game.md"]
+    blocks.append(("Planner and game", tried))
     blocks.append(("The library", [page for page in notebooks if page not in on_trail]))
-    blocks.append(("Documents", [*sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-                                 "planner/published/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]))  # fmt: skip
+    documents = sorted({f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - {*tried})
+    blocks.append(("Documents", [*documents, "planner/published/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]))
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"
         for caption, names in blocks
@@ -310,7 +312,10 @@ def landing() -> str:
 SYMPTOMS = (
     f'<section class="symptoms" data-nothing="{html.escape(symptoms.NOTHING.capitalize())}."'
     f' data-nearest="{html.escape(symptoms.NEAREST.capitalize())}" hidden>'
-    '<h2>Places that explain a symptom</h2><div class="found"></div><h2>Pages that have all of these words</h2>'
+    '<h2>Places that explain a symptom</h2><div class="found"></div>'
+    '<p>No symptom, but a question? <a href="docs/plan.html">Which layout fits my GPUs</a>; '
+    f'<a href="docs/glossary.html">what a word means</a>; <a href="{trail()[0][2]}.html">how to train on two of them'
+    "</a>.</p><h2>Pages that have all of these words</h2>"
     "</section>"
     '<script src="_static/symptom_table.js"></script><script src="_static/symptoms.js"></script>'
 )

@@ -65,11 +65,14 @@ function game(place, course) {
     said.classList.toggle("wrong", Boolean(found.error));
     if (found.error) return;
     const open = shown.querySelector("details").open;  // so is what one is about to write
+    const level = shown.querySelector(".picked").textContent;
     shown.innerHTML = found.html;
     shown.querySelector("details").open = open;
     history.replaceState(null, "", `?${new URLSearchParams(found.state)}`);
     const buttons = [...shown.querySelectorAll("button[data-name]:not(:disabled)")];
     (buttons.find((one) => one.dataset.name === name) || buttons.find((one) => one.className === "lit"))?.focus();
+    const picked = shown.querySelector(".picked");  // what is asked for at another level, or anew, stands below it
+    if (picked.textContent !== level || name === "again") picked.parentElement.scrollIntoView();
   };
   place.addEventListener("click", async ({ target }) => {
     if (target.dataset.ask) return ask(JSON.parse(target.dataset.ask), target.dataset.name);

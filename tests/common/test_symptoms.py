@@ -28,6 +28,7 @@ def test_a_message_of_one_mistake_leads_to_it(mistake, message):
     [
         ("everything stops when I write a checkpoint", "Hangs and timeouts"),
         ("my loss becomes nan", "Wrong numbers"),
+        ("my loss is NaN only on rank 1", "Wrong numbers"),
         ("two nodes are slower than a single one", "Slow training"),
         ("the address is already in use", "It does not start"),
         ("GPU 0 runs out of memory, the others do not", "one_gpu_for_all"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.lab.launch import launch
-from course.pipeline import fastest, game, play, schedules, simulator, toy
+from course.pipeline import fastest, game, game_page, play, schedules, simulator, toy
 
 DRAWN = 200 if os.environ.get("FULL") else 5  # schedules that train on real ranks
 LEVELS = st.sampled_from(game.LEVELS)
@@ -63,7 +63,7 @@ def test_par_is_reached_and_nothing_is_shorter(level):
     assert search.within(start, level.par) is not None
 
 
-def test_named_schedules_are_recognised_and_none_is_shorter_than_par():
+def test_named_schedules_are_recognised_where_the_level_allows_them_and_none_is_shorter_than_par():
     seen = set()
     for level in game.LEVELS:
         for name in schedules.SCHEDULES:
@@ -71,18 +71,33 @@ def test_named_schedules_are_recognised_and_none_is_shorter_than_par():
                 known = schedules.build(name, level.ranks, level.microbatches, level.stages)
             except UserError:
                 continue
-            if simulator.placement(known) != level.rank_of or any(
-                action not in level.actions(rank) for rank, own in enumerate(known) for action in own
-            ):
+            if simulator.placement(known) != level.rank_of:
                 continue
-            seen.add(name)
+            legal = not game.judge(level, known)["wrong"]
             other = [[action._replace(microbatch=level.microbatches - 1 - action.microbatch) for action in own]
                      for own in known]  # fmt: skip
-            assert name in game.names(level, known) and name in game.names(level, other)
-            peaks = simulator.simulate(known, game.TIMES).peaks
-            if level.most is None or max(peaks) <= level.most:
+            begun = [own[:1] for own in known]
+            for lists in (known, other, begun):
+                assert (name in game.names(level, lists)) == legal, f"{name} in {level.name}"
+            if legal:
+                seen.add(name)
                 assert simulator.simulate(known, game.TIMES).makespan >= level.par
     assert seen >= {"gpipe", "1f1b", "zb-h1", "interleaved", "zbv"}
+
+
+def test_who_is_stuck_is_told_what_for_and_the_way_on():
+    """By the limit of gathers nothing can come next; and above par the level is offered anew before the next one."""
+    level = game.level("beside FSDP")
+    found = game.judge(level, lists := [schedules.parse(f"{a}F0 {a}F1 {a}F2 {a}F3 {b}F0 {b}F1 {b}F2 {b}F3 {b}B0 {a}B0")
+                                        for a, b in ((0, 2), (1, 3))])  # fmt: skip
+    assert not any(not why for own in found["ready"] for why in own.values()) and not found["whole"]
+    shown = game_page.html(level, found)
+    assert "Nothing can come next: rank 1 has gathered parameters 3 times" in shown
+    assert "Nothing can come next" not in game_page.html(level, game.judge(level, [own[:-1] for own in lists]))
+    level = game.level("no room")
+    slow = [schedules.parse(text) for text in ("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3")]
+    best = [schedules.parse(text) for text in game.stored()[level.name]["lists"]]
+    assert ["Try again" in game_page.html(level, game.judge(level, one)) for one in (slow, best)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ cluster-test: $(INSTALLED)
 
 # The course as a site, from the committed pages, without running them.
 site: $(SITE_INSTALLED)
-	sphinx-build -W -q -d .doctrees -c docs/site . _site
+	sphinx-build -E -W -q -d .doctrees -c docs/site . _site
 	python -m tools.site_runtime _site
 	@echo "the site: _site/index.html"
 

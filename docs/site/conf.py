@@ -1,6 +1,6 @@
 """The course as a site, from the committed pages, whose outputs are shown as they are: nothing is run.
 
-sphinx-build -W -d .doctrees -c docs/site . _site
+sphinx-build -E -W -d .doctrees -c docs/site . _site
 """
 
 import base64

@@ -141,9 +141,14 @@ ATTENTION = [  # the last without kernels; queries times 1, and times 5, by whic
 ]
 
 
+def attention_on(nproc):
+    """Ulysses needs a head for each rank, of which `examples` have 8."""
+    return [case for case in ATTENTION if case[0] is ring.ring_attention or nproc <= 8]
+
+
 def over_ranks():
     found = []
-    for how, kernels, scale in ATTENTION:
+    for how, kernels, scale in attention_on(dist.get_world_size()):
         if not kernels:
             ring.flash_kernels = lambda q: None  # this process ends with the test
         order = ulysses.contiguous if how is ulysses.ulysses_attention else ring.zigzag
@@ -158,10 +163,11 @@ def errors(true, found):
     return torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(found, true, strict=True)])
 
 
-@pytest.mark.parametrize("nproc", SIZES)
+@pytest.mark.parametrize("nproc", [*SIZES, 32])
 def test_attention_over_ranks_is_as_exact_as_that_of_one_process(nproc):
+    """On 32 ranks, since it takes many for a sum that is rounded on each of them to be twice as far off."""
     ranks = launch(over_ranks, nproc, timeout=300)
-    for number, (how, kernels, scale) in enumerate(ATTENTION):
+    for number, (how, kernels, scale) in enumerate(attention_on(nproc)):
         true = attended(plain, [x.double() for x in examples(scale)])
         alone = errors(true, attended(plain, examples(scale)))
         whole = [torch.empty_like(x) for x in examples(scale)]

@@ -13,10 +13,12 @@ from common.lab.ledger import Ledger
 from common.mesh import axis, make_mesh
 from common.model import cross_entropy
 from common.strategy import Setup
+from course.intro import by_hand
 from course.model_parallel import by_hand_ring_attention as ring
 from course.model_parallel import by_hand_tensor as tensor
 from course.model_parallel import by_hand_ulysses as ulysses
 from course.model_parallel import context_pictures as pictures
+from course.pipeline.executor import All
 
 VERSIONS = {  # name -> (attention, order of the chunks)
     "zig-zag ring": (ring.ring_attention, ring.zigzag),
@@ -68,6 +70,22 @@ def test_attention_equals_plain_attention(nproc):
             assert max(numbers) < equality.TOLERANCE, (rank, case, numbers)
     masked, full = plain(SHAPES[0], True), plain(SHAPES[0], False)
     assert all(equality.difference(a, b) > 0.1 for a, b in zip(masked, full, strict=True))  # the mask matters
+
+
+def with_one_handle() -> tuple[list, list]:
+    """NCCL has one Work for all messages of a batch. What a ring then attends to, and what an all-reduce adds up."""
+    start = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda messages: [All(start(messages))]  # this process ends with the test
+    sums = [torch.arange(5.0) for _ in range(2)]
+    by_hand.ring(sums[0])
+    by_hand.recursive_doubling(sums[1])
+    return list(differences().values()), sums
+
+
+def test_a_batch_of_messages_may_have_one_handle():
+    for off, sums in launch(with_one_handle, 2):
+        assert max(map(max, off)) < equality.TOLERANCE
+        assert all(torch.equal(found, 2 * torch.arange(5.0)) for found in sums)
 
 
 def messages() -> list[tuple]:

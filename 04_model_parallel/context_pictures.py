@@ -8,6 +8,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from common.lab import plotting
+from common.lab.flipbook import Frame
 from common.lab.sliders import Sliders
 
 RANK_COLOURS = plotting.PALETTE[:4]  # of four ranks
@@ -90,6 +91,31 @@ def draw_backward(turn, held, parts):
     ax.text(0, 0, when, ha="center", va="center")
     ax.set_xlim(-3.4, 3.4)
     return fig
+
+
+def turn_frames() -> list[Frame]:
+    """The turns of a ring of four ranks, forward, without a mask."""
+    products = [Product(rank, (rank - turn) % 4, rank, turn) for turn in range(4) for rank in range(4)]
+    frames = []
+    for turn in range(4):
+        fig = draw_turn(turn, products, owner={chunk: chunk for chunk in range(4)}, causal=False)
+        now = ", ".join(f"rank {p.rank} has keys {p.key}" for p in products if p.turn == turn)
+        frames.append(Frame(fig, f"Turn {turn} of a ring of four ranks: {now}", f"Turn {turn}: {now}"))
+    return frames
+
+
+def backward_frames() -> list[Frame]:
+    """The turns of its backward pass: whose keys each rank holds, and whose parts are in the sum that it sends on."""
+    frames = []
+    for turn in range(4):
+        held = [(rank - turn) % 4 for rank in range(4)]
+        parts = [sorted((rank - back) % 4 for back in range(turn)) for rank in range(4)]
+        said = f"sums of {turn} parts are sent on" if turn else "each rank keeps the part for its own keys"
+        if turn == 3:
+            said += ", home: the next rank owns these keys, and adds the part that it kept in turn 0"
+        fig = draw_backward(turn, held, parts)
+        frames.append(Frame(fig, f"Turn {turn} of the backward pass on four ranks: {said}", f"Turn {turn}: {said}"))
+    return frames
 
 
 def draw_deals(orders):

@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, Rectangle
 
-from common.lab import plotting
+from common.lab import plotting, recordings
+from common.lab.flipbook import Frame
 
 # How a tensor of the block is split: what rank 0 of 2 holds of it, as (width, height) of the whole; and its colour.
 SPLITS = {
@@ -80,6 +82,14 @@ def draw_block(kind: str, direction: str):
     fig.legend(handles, names, loc="outside lower center", ncols=4, fontsize=10.5, handlelength=1.2, columnspacing=1.3)
     fig.suptitle(title, fontsize=12.5)
     return fig
+
+
+def block_frames(*views: tuple[str, str]) -> list[Frame]:
+    """A frame for each view, (kind, direction), as for `draw_block`."""
+    words = [f"{NAMES[kind]}, {direction}: {WORDS[kind, direction]}" for kind, direction in views]
+    return [
+        Frame(draw_block(*view), f"A transformer block. {said}", said) for view, said in zip(views, words, strict=True)
+    ]
 
 
 def _draw_half(ax, kind, direction, half, labels):
@@ -303,6 +313,27 @@ def draw_f_and_g(
     return fig
 
 
+def f_and_g_frames(in_place: list, both_ways: list) -> list[Frame]:
+    """What `draw_f_and_g` draws forward, and backward in three ways: for the results of page 02's `split_mlp` on two
+    ranks, (output, gradient by place), with a g that sums in place and one that sums both ways, and as it should be."""
+    forward = {"x": [1.0, 1], "a": [2, 3], "h": [2, 3], "part": [8, 3], "y": [11, 11]}
+    right = {"x": [11.0, 11], "a": [4, 1], "h": [4, 1], "part": [1, 1], "y": [1, 1]}
+    drawn = draw_f_and_g(forward, ("nothing", "all-reduce"))
+    frames = [
+        Frame(drawn, "Forward on two ranks: 8 and 3 are added to 11 on both", "forward: 8 + 3 = 11 on both ranks")
+    ]
+    found = [
+        {place: [gradient[place] for _, gradient in results] for place in right} for results in (in_place, both_ways)
+    ]
+    for values, messages, caption in (
+        (found[0], ("nothing", "nothing"), "backward, nothing is summed: the gradient of x is 8 and 3"),
+        (found[1], ("nothing", "all-reduce"), "backward, g sums: everything below it is doubled"),
+        (right, ("all-reduce", "nothing"), "backward as it should be: f sums, g does nothing"),
+    ):
+        frames.append(Frame(draw_f_and_g(values, messages, right), f"Two ranks, {caption}", caption))
+    return frames
+
+
 def _number(ax, middle, size_of_box, value, right, size=15) -> None:
     """A box with a number; orange, with the right number below it, where there is a right one that differs."""
     (x, y), (width, height) = middle, size_of_box
@@ -399,3 +430,34 @@ def draw_layer(bars: dict[str, tuple[float, float]], ylabel: str):
     ax.set(ylabel=ylabel, ylim=(0, 1.26 * top), xlim=(-0.6, len(bars) - 0.4))
     fig.legend(loc="outside upper center", ncols=2)
     return fig
+
+
+def _kind_in_prefill(row: dict) -> str:
+    kinds = {"all_reduce": "all-reduce", "expert matmul": "MLP", "matmul": "other products", "attention": "attention"}
+    return kinds.get(row["kind"], "everything else")
+
+
+def print_all_reduces(rows: list[dict]) -> None:
+    """How much of the time all-reduces take in the recording of a prompt on eight GPUs, and how much is hidden."""
+    run = recordings.events(rows, kind=_kind_in_prefill)
+    busy, span = recordings.length(recordings.spans(run)), max(end for *_, end in run)
+    count, seconds = recordings.totals(run)["all-reduce"]
+    print(
+        f"{count} all-reduces: {1e3 * seconds:.2f} of {1e3 * busy:.2f} ms in which the GPU works, {seconds / busy:.0%}"
+    )
+    print(f"hidden behind other kernels: {recordings.hidden(run, 'all-reduce'):.0%}")
+    one = [row for row in rows if row["kind"] == "all_reduce"]
+    typical, numbers = median(row["duration_us"] for row in one), one[1]["elements"]
+    print(f"the first takes {one[0]['duration_us']:.0f} µs, the median {typical:.1f} µs; of {numbers:,} numbers")
+    print(f"the recording lasts {1e3 * span:.1f} ms; the GPU works for {busy / span:.0%} of it")
+
+
+def draw_prefill_layer(rows: list[dict]):
+    """One layer of that recording: from the end of an all-reduce to that of the next but one."""
+    one = [row for row in rows if row["kind"] == "all_reduce"]
+    begin, end = (one[number]["start_us"] + one[number]["duration_us"] for number in (20, 22))
+    layer = recordings.events(rows, between=(begin, end), kind=_kind_in_prefill)
+    shown = ["all-reduce", "MLP", "other products", "attention", "everything else"]
+    hues = [plotting.VERMILION, plotting.BLUE, plotting.GREEN, plotting.ORANGE, "#777777"]
+    events = sorted(layer, key=lambda event: shown.index(event[1]))
+    return plotting.timeline(events, colours=dict(zip(shown, hues, strict=True)))

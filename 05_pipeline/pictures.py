@@ -402,8 +402,8 @@ def print_recorded_step() -> None:
 def deadlock_and_remedy() -> list[tuple[bytes, str]]:
     """1F1B on two ranks with two micro-batches, step by step, as PNGs, each with what happens in words.
 
-    First with sends and receives that block, each where an action needs it, until both ranks wait; then, in larger
-    strides, with messages in a common order, which are started without waiting.
+    First with sends and receives that block, each where an action needs it, until both ranks wait; then, from where
+    they hung on and in larger strides, with messages in a common order, which are started without waiting.
     """
     blocking = [
         parse("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"),
@@ -413,7 +413,7 @@ def deadlock_and_remedy() -> list[tuple[bytes, str]]:
     frames = []
     for schedule, blocks in ((blocking, True), (ordered, False)):
         found = moments(schedule, blocks)
-        for moment in found if blocks else found[1::3]:
+        for moment in found if blocks else [found[at] for at in (3, 4, 6, -1)]:
             words = f"rank 0: {moment.words[0]}; rank 1: {moment.words[1]}"
             how = "messages that block" if blocks else "messages in a common order, not waited for"
             frames.append((png(meeting(schedule, moment), dpi=100), f"With {how}: {words}"))

@@ -123,7 +123,7 @@ class SplitLayers(Strategy):
         x = inputs
         if not self.first:
             x = Receive.apply(self.anchor, (*inputs.shape, self.width), self.dtype, self.group, self.rank - 1)
-            x = x.float()  # what blocks add to is float32 under autocast: rounded where it is sent, and nowhere else
+            x = x.to(self.anchor.dtype)  # under autocast blocks add to float32: rounded where it is sent, only there
         with self.autocast():
             x = self.model(x)
             if self.last:

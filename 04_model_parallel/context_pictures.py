@@ -8,7 +8,6 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from common.lab import plotting
-from common.lab.flipbook import Frame
 from common.lab.sliders import Sliders
 
 RANK_COLOURS = plotting.PALETTE[:4]  # of four ranks
@@ -93,18 +92,18 @@ def draw_backward(turn, held, parts):
     return fig
 
 
-def turn_frames() -> list[Frame]:
-    """The turns of a ring of four ranks, forward, without a mask."""
+def turn_frames() -> list[tuple[plt.Figure, str, str]]:
+    """The turns of a ring of four ranks, forward, without a mask: pictures, with alt texts and captions."""
     products = [Product(rank, (rank - turn) % 4, rank, turn) for turn in range(4) for rank in range(4)]
     frames = []
     for turn in range(4):
         fig = draw_turn(turn, products, owner={chunk: chunk for chunk in range(4)}, causal=False)
         now = ", ".join(f"rank {p.rank} has keys {p.key}" for p in products if p.turn == turn)
-        frames.append(Frame(fig, f"Turn {turn} of a ring of four ranks: {now}", f"Turn {turn}: {now}"))
+        frames.append((fig, f"Turn {turn} of a ring of four ranks: {now}", f"Turn {turn}: {now}"))
     return frames
 
 
-def backward_frames() -> list[Frame]:
+def backward_frames() -> list[tuple[plt.Figure, str, str]]:
     """The turns of its backward pass: whose keys each rank holds, and whose parts are in the sum that it sends on."""
     frames = []
     for turn in range(4):
@@ -114,7 +113,7 @@ def backward_frames() -> list[Frame]:
         if turn == 3:
             said += ", home: the next rank owns these keys, and adds the part that it kept in turn 0"
         fig = draw_backward(turn, held, parts)
-        frames.append(Frame(fig, f"Turn {turn} of the backward pass on four ranks: {said}", f"Turn {turn}: {said}"))
+        frames.append((fig, f"Turn {turn} of the backward pass on four ranks: {said}", f"Turn {turn}: {said}"))
     return frames
 
 

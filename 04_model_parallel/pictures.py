@@ -9,7 +9,6 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, Rectangle
 
 from common.lab import plotting, recordings
-from common.lab.flipbook import Frame
 
 # How a tensor of the block is split: what rank 0 of 2 holds of it, as (width, height) of the whole; and its colour.
 SPLITS = {
@@ -84,12 +83,10 @@ def draw_block(kind: str, direction: str):
     return fig
 
 
-def block_frames(*views: tuple[str, str]) -> list[Frame]:
-    """A frame for each view, (kind, direction), as for `draw_block`."""
+def block_frames(*views: tuple[str, str]) -> list[tuple[plt.Figure, str, str]]:
+    """For each view, (kind, direction), as for `draw_block`: a picture, its alt text, and a caption."""
     words = [f"{NAMES[kind]}, {direction}: {WORDS[kind, direction]}" for kind, direction in views]
-    return [
-        Frame(draw_block(*view), f"A transformer block. {said}", said) for view, said in zip(views, words, strict=True)
-    ]
+    return [(draw_block(*view), f"A transformer block. {said}", said) for view, said in zip(views, words, strict=True)]
 
 
 def _draw_half(ax, kind, direction, half, labels):
@@ -313,15 +310,14 @@ def draw_f_and_g(
     return fig
 
 
-def f_and_g_frames(in_place: list, both_ways: list) -> list[Frame]:
-    """What `draw_f_and_g` draws forward, and backward in three ways: for the results of page 02's `split_mlp` on two
-    ranks, (output, gradient by place), with a g that sums in place and one that sums both ways, and as it should be."""
-    forward = {"x": [1.0, 1], "a": [2, 3], "h": [2, 3], "part": [8, 3], "y": [11, 11]}
-    right = {"x": [11.0, 11], "a": [4, 1], "h": [4, 1], "part": [1, 1], "y": [1, 1]}
+def f_and_g_frames(in_place: list, both_ways: list) -> list[tuple[plt.Figure, str, str]]:
+    """What `draw_f_and_g` draws forward, and backward in three ways, each with its alt text and a caption: for the
+    results of page 02's `split_mlp` on two ranks, (output, gradient by place), with a g that sums in place and one that
+    sums both ways, and as it should be."""
+    forward: dict[str, list[float]] = {"x": [1, 1], "a": [2, 3], "h": [2, 3], "part": [8, 3], "y": [11, 11]}
+    right: dict[str, list[float]] = {"x": [11, 11], "a": [4, 1], "h": [4, 1], "part": [1, 1], "y": [1, 1]}
     drawn = draw_f_and_g(forward, ("nothing", "all-reduce"))
-    frames = [
-        Frame(drawn, "Forward on two ranks: 8 and 3 are added to 11 on both", "forward: 8 + 3 = 11 on both ranks")
-    ]
+    frames = [(drawn, "Forward on two ranks: 8 and 3 are added to 11 on both", "forward: 8 + 3 = 11 on both ranks")]
     found = [
         {place: [gradient[place] for _, gradient in results] for place in right} for results in (in_place, both_ways)
     ]
@@ -330,7 +326,7 @@ def f_and_g_frames(in_place: list, both_ways: list) -> list[Frame]:
         (found[1], ("nothing", "all-reduce"), "backward, g sums: everything below it is doubled"),
         (right, ("all-reduce", "nothing"), "backward as it should be: f sums, g does nothing"),
     ):
-        frames.append(Frame(draw_f_and_g(values, messages, right), f"Two ranks, {caption}", caption))
+        frames.append((draw_f_and_g(values, messages, right), f"Two ranks, {caption}", caption))
     return frames
 
 

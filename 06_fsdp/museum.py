@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from common.lab.equality import TOLERANCE
+from common.lab.guard import CheckCollectives
 from common.lab.launch import RankFailed, launch
 from course.ddp.catalogue import RIGHT
 
@@ -196,6 +197,20 @@ def ending(program: types.ModuleType) -> str:
         waited = [name for name in ("all_reduce", "barrier", "broadcast") if name in str(error)]
         return f"ranks waited in vain, in {' and in '.join(waited)}"
     return "all ranks came to the end"
+
+
+def mismatch(program: types.ModuleType) -> str:
+    """What `CheckCollectives`, which compares every collective across ranks before it starts, says of a program."""
+
+    def guarded():
+        with CheckCollectives():
+            return program.on_rank()
+
+    try:
+        launch(guarded, program.RANKS, timeout=program.WAIT)
+    except RankFailed as error:
+        return str(error).splitlines()[0]
+    return "all ranks called the same collectives"
 
 
 def compared(ranks: list[Seen], expected: Seen) -> dict[str, float]:

@@ -349,7 +349,7 @@ def draw_snapshot(events: list[tuple[str, int, float, float]]):
             ax.text((start + end) / 2, row, str(unit), ha="center", va="center", color="white")
         if (line, unit) == ("whole parameters", 7):
             ax.axvspan(start, end, color="#DDDDDD", zorder=0)
-            ax.text((start + end) / 2, -0.55, "unit 7 computes", ha="center", va="bottom")
+            ax.text(start + 1, -0.55, "unit 7 computes", va="bottom")
     ax.set(yticks=range(3), xticks=[], xlabel="what the allocator was asked for in the backward pass, in its order")
     ax.set_yticklabels(rows)
     ax.set_ylim(2.5, -1.1)

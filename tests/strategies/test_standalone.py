@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sklearn.datasets
 import torch
 import torch.distributed as dist
 from forks import Fork, torchrun
@@ -443,3 +444,21 @@ def test_a_gpu_for_each_process_or_none_for_all(program, gpus, monkeypatch, caps
             assert chosen == {own if enough else torch.device("cpu")}, "where it would compute"
             said = capsys.readouterr().out
             assert said.count("\n") == (0 < gpus < processes and local_rank == 0), said
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_data_parallel_says_what_it_needs_two_gpus_for(gpus, monkeypatch, capsys):
+    """Up to where it reads its data."""
+
+    def stop():
+        raise Stop
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sklearn.datasets, "load_digits", stop)
+    monkeypatch.setattr(sys, "argv", ["standalone.py"])
+    with pytest.raises(Stop) as stopped:
+        runpy.run_path(str(PROGRAMS[ONE_PROCESS]), run_name="__main__")
+    frames = [frame for frame in stopped.traceback if Path(frame.path) == PROGRAMS[ONE_PROCESS]]
+    chosen = {value for frame in frames for value in frame.locals.values() if isinstance(value, torch.device)}
+    assert chosen == {torch.device("cuda:0" if gpus else "cpu")}, "where it would compute"
+    assert capsys.readouterr().out.count("\n") == (gpus < 2)

@@ -36,10 +36,8 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 from common import engine_files
-from common.collectives import broadcast_module
 from common.config import take_over
 from common.errors import UserError
-from common.mesh import axis
 from common.model import cross_entropy
 from common.options import StrategyOptions, option
 from common.state import Part, interval, whole
@@ -91,8 +89,6 @@ class Zero3WithDeepSpeed(Strategy):
 
     def __init__(self, model, make_optimizer, setup):
         super().__init__(setup)
-        # Rank 0's weights to all, as DeepSpeed does for each stage unless a model was made under zero.Init.
-        broadcast_module(model, axis(self.mesh, "shard").group, self.device)
         self.model = model
         self.names = {}  # parameter -> its names: what is tied has several
         for name, parameter in model.named_parameters(remove_duplicate=False):

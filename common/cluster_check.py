@@ -187,7 +187,7 @@ def measure_links(ranks: Ranks, size: int) -> list[Link]:
         for a, b in pairs:
             if ranks.rank in (a, b):
                 other = a + b - ranks.rank
-                latency, seconds = trip(small, other, ranks.rank == a, 30), trip(large, other, ranks.rank == a, 4)
+                latency, seconds = trip(small, other, ranks.rank == a, 200), trip(large, other, ranks.rank == a, 4)
                 seconds -= min(latency, seconds / 2)  # where it's mostly latency, little is known of the bandwidth
                 if ranks.rank == a:
                     links.append(Link(a, b, latency, size / seconds))

@@ -10,6 +10,7 @@ import datetime
 import gc
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import threading
@@ -196,6 +197,13 @@ def let_threads_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def end_with_launcher() -> None:
+    """Have the system send this process SIGTERM when torchrun dies: killed, as by a system without memory, it cannot
+    end its ranks, and each is in a session of its own, so that they would train on unseen. Linux only."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def leave_last(store: dist.Store, rank: int, size: int) -> None:
     """Rank 0 returns when the others have come here. Without torchrun the store is in its process: gone too early, it
     would take along what the others are about to read, such as that everybody is done."""
@@ -285,6 +293,7 @@ def process_group(
 def join(device: str, backend: str, timeout: float, store: dist.Store | None) -> Ranks:
     """Meet the other ranks and make the process group, as `process_group` says. Raises UserError."""
     rank, size, local_rank, local_size = environment()
+    end_with_launcher()
     wait = datetime.timedelta(seconds=timeout)
     if on_one_node() and sys.platform in LOOPBACK:  # some hosts cannot resolve their own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])

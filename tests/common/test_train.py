@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -172,6 +173,20 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     assert psutil.wait_procs(everyone, timeout=100)[1] == []
     newest = manifest.checkpoints(tmp_path / "run")[-1]
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_a_torchrun_that_is_killed_leaves_no_rank_behind(tmp_path):
+    process = start("--steps=100000", "--run-dir=run", "--distributed", nproc=2, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3)
+    ranks = ranks_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    left = psutil.wait_procs(ranks, timeout=100)[1]
+    for rank in left:
+        rank.kill()
+    assert left == []
+    done = metrics(tmp_path / "run")[-1]["step"]
+    assert manifest.damage(tmp_path / "run" / f"checkpoint-{done:06d}") == ""
 
 
 def stops_answering(config) -> None:

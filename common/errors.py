@@ -25,15 +25,15 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line_errors():
-    """Turn a UserError, and memory that is used up, into one line and exit code 2: once per node where all ranks have
-    the same error. The line goes to stderr; under torchrun it stands at the end of torchrun's own report instead."""
+    """Turn a UserError, memory that is used up, and a message to a rank that is gone into one line and exit code 2: once
+    per node where all ranks have the same error. The line goes to stderr; under torchrun it stands at the end of torchrun's own report instead."""
     try:
         yield
     except KeyboardInterrupt:
         print("stopped before the first step", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        line = str(error) if isinstance(error, UserError) else out_of_memory(error)
+        line = str(error) if isinstance(error, UserError) else out_of_memory(error) or lost_peer(error)
         if line is None:
             raise
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
@@ -55,6 +55,12 @@ def out_of_memory(error: Exception) -> str | None:
         f"out of memory{how_much}; try a smaller --batch-size, --context or --width, or more --accumulation-steps, "
         f"which compute the same batch in smaller parts"
     )
+
+
+def lost_peer(error: BaseException | None) -> str | None:
+    """What has happened, if gloo says that a rank with which this one shares a collective is no more."""
+    lost = re.search("Connection (closed|reset) by peer", str(error)) if isinstance(error, RuntimeError) else None
+    return f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause" if lost else None
 
 
 def _report(line: str) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import data, stored
 from common.compiled import compile_blocks
 from common.config import Config
-from common.errors import INTERRUPTED, UserError, into_report
+from common.errors import INTERRUPTED, UserError, into_report, lost_peer
 from common.keeper import Keeper
 from common.learning_rate import learning_rate
 from common.profiled import profiler
@@ -176,9 +176,9 @@ def explanation(error: BaseException | None, timeout: float) -> str:
     collectives, in seconds."""
     if not isinstance(error, RuntimeError):
         return ""
-    lost = re.search("Connection (closed|reset) by peer", str(error))  # in a collective with a rank that is no more
+    lost = lost_peer(error)
     if lost:
-        return f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause"
+        return lost
     # what waited in vain, and what uses the same connection after that
     if not re.search("Timed out waiting|Application timeout", str(error)):
         return ""

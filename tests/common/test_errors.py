@@ -17,6 +17,7 @@ from helpers import LAUNCHER, configure, refused
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
 from common.keeper import Keeper
+from common.lab.launch import free_port
 
 SCRIPT = ROOT / "distributed_training.py"
 SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12"]
@@ -85,6 +86,36 @@ def test_torchrun_ends_with_the_line(tmp_path):
     # torchrun ends rank 1 before it speaks, or not, if the machine is busy.
     reported, said = (errors.count(f"{where}error: --batch-size 7 ") for where in ("traceback : ", ""))
     assert said == reported, f"in torchrun's report, and nowhere else:\n{errors}"
+
+
+ON_RANK_0 = """
+import time
+from pathlib import Path
+import torch
+
+def model():
+    if torch.get_default_device().type != "meta":
+        while not Path("waits").exists():
+            time.sleep(0.01)
+        raise OSError("no weights in this folder")
+    Path("waits").touch()
+    return torch.nn.Linear(2, 2)
+
+def data():
+    return [(torch.ones(2), torch.tensor(0))] * 8, None
+"""
+
+
+def test_an_error_of_rank_0_before_the_first_step_is_one_line_on_the_others(tmp_path):
+    """Only rank 0 asks for weights, which the others wait for."""
+    (tmp_path / "own.py").write_text(ON_RANK_0)
+    line = ["--distributed", "--strategy=fsdp", "--by-hand", "--task=own.py", "--batch-size=2", "--run-dir=run"]
+    port = free_port()
+    ranks = [Fork(SCRIPT, *line, rank=(rank, 2, port), cwd=tmp_path) for rank in range(2)]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said[0].endswith("model() failed: OSError: no weights in this folder\n"), said[0]
+    assert said[1].splitlines()[-1].startswith("error: another rank has died") and "Traceback" not in said[1], said[1]
 
 
 # --- memory, data, packages -----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def make_base(settings: dict, base: str = "", device: str | torch.device = "cpu"
         if not Path(base, "config.json").is_file():  # without this question transformers would ask the network for it
             raise UserError(f"--base {base}: no model that transformers can load: there is no config.json in it")
         try:
-            model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"--base {base}: no model that transformers can load: {first_line(error)}") from error
         model = model.to(device)

@@ -25,8 +25,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line_errors():
-    """Turn a UserError, memory that is used up, and a message to a rank that is gone into one line and exit code 2: once
-    per node where all ranks have the same error. The line goes to stderr; under torchrun it stands at the end of torchrun's own report instead."""
+    """Turn a UserError, memory that is used up, and a message to a rank that is gone into one line and exit code 2:
+    once per node where all ranks have the same error. The line goes to stderr; under torchrun it stands at the end of
+    torchrun's own report instead."""
     try:
         yield
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import common.vision  # noqa: F401  first: transformers imports torchvision
 
@@ -113,7 +114,8 @@ def hf_trainer(folder: Path) -> None:
     for mesh, stage, offload in (({"data": 8}, 0, False), ({"shard": 8}, 3, False), ({"shard": 8}, 2, True)):
         # as on CPUs, of which Transformers does not ask whether they have bf16; else it looks for a GPU
         written(folder, "hf-trainer", 8, mesh, "cpu", zero_stage=stage, offload=offload)
-        (read,) = HfArgumentParser(TrainingArguments).parse_json_file("training.json")
+        arguments: Any = TrainingArguments  # mypy knows no NewType of it, which this parser asks for
+        (read,) = HfArgumentParser(arguments).parse_json_file("training.json")
         about = f"hf-trainer, {mesh}, stage {stage}:"
         same(f"{about} batches", (read.per_device_train_batch_size, read.gradient_accumulation_steps), (1, 8))
         same(f"{about} bf16", read.bf16, True)

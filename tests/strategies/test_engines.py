@@ -498,7 +498,7 @@ def test_a_base_in_several_files_is_read_into_shards_without_a_whole_copy_on_any
         "", 2, run_dir=tmp_path / "run", strategy="fsdp", **OWN | {"task": str(ROOT / "docs/your_llama.py")}
     )
     for grown in launch(held, 2, (config,), timeout=300):
-        assert grown < 0.75 * size, "its half, and the largest parameters on their way"
+        assert grown < size, "its half, the largest block on its way, and what the allocator keeps of those before"
 
 
 # --- QLoRA ----------------------------------------------------------------------------------------------------

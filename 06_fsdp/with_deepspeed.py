@@ -95,6 +95,7 @@ class Zero3WithDeepSpeed(Strategy):
             self.names.setdefault(parameter, []).append(name)
         self.sizes = {parameter: whole(parameter) for parameter in self.names}
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        # It also sends rank 0's parameters to all, at each stage, unless a model was made under zero.Init.
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.settings()
         )

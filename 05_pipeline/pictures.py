@@ -365,7 +365,9 @@ def whole_stages(orders: dict[str, Sequence[simulator.Action]]) -> plt.Figure:
                 now += length
         for at in row.values():
             ax.add_patch(Rectangle((0, at), now, HEIGHT, fc=IDLE, lw=0, zorder=0))
-        ax.set(title=f"{title}: {gathers} gathers of a stage, {gathers / len(stages):g} of each")
+        ax.set(
+            title=f"{title}: {gathers} gathers of {len(stages)} stages, {gathers / len(stages):g} of each in the mean"
+        )
         ax.set(xlim=(0, now), ylim=(len(stages) - 0.3, -0.05), xticks=[])
         ax.set_yticks([at + HEIGHT / 2 for at in row.values()], [f"stage {stage}" for stage in stages])
         ax.tick_params(length=0)

@@ -6,7 +6,8 @@
         distributed_training.py --distributed
 """
 
-from course.start import start
+from course.start import read_command
 
 if __name__ == "__main__":
+    start = read_command()
     start()

@@ -6,6 +6,11 @@ Each step sums the gradients of a few micro-batches, clips them, and lets the op
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("single")
+
 from torch.nn.utils import clip_grad_norm_
 
 from common.mesh import make_mesh
@@ -58,6 +63,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("single")
+    start()

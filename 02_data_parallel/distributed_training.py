@@ -6,6 +6,11 @@ Needs no launcher. Where there are not two GPUs, the version by hand does the sa
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("dp")
+
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -61,6 +66,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("dp")
+    start()

@@ -6,6 +6,11 @@ Gradients are averaged over the ranks while the backward pass still runs, so all
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("ddp")
+
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -70,6 +75,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("ddp")
+    start()

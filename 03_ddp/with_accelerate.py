@@ -9,6 +9,11 @@ gradients have to be sent, scaled and averaged. `accelerate config` writes a YAM
     accelerate launch --config_file ../configs/engines/accelerate_ddp.yaml with_accelerate.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("ddp", "accelerate")
+
 from common import quiet_engines  # noqa: F401  first
 
 # isort: split
@@ -166,6 +171,4 @@ class Rest(IterableDataset):
 FEEDING = {"shard": through_accelerate(dispatch=False), "dispatch": through_accelerate(dispatch=True)}
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("ddp", "accelerate")
+    start()

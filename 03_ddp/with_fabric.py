@@ -6,6 +6,11 @@
     torchrun --nproc_per_node=2 with_fabric.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("ddp", "fabric")
+
 import common.vision  # noqa: F401  first: lightning imports torchvision
 
 # isort: split
@@ -55,6 +60,4 @@ class DDPWithFabric(ReplicatedModel):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("ddp", "fabric")
+    start()

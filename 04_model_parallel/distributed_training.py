@@ -6,6 +6,11 @@ PyTorch's DTensor knows which part of a weight or an activation a rank has, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("tensor")
+
 import torch.distributed.tensor.parallel as tp
 from torch.nn.utils import clip_grad_norm_
 
@@ -60,6 +65,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("tensor")
+    start()

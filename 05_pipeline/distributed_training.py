@@ -6,6 +6,11 @@ PyTorch's schedules say which stage computes what when, and send activations and
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("pipeline")
+
 import torch.distributed.pipelining as pp
 
 from common.mesh import make_mesh
@@ -61,6 +66,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("pipeline")
+    start()

@@ -6,6 +6,11 @@ A block's parameters are gathered before it computes, forward and backward, and 
     torchrun --nproc_per_node=2 distributed_training.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("fsdp")
+
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -63,6 +68,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("fsdp")
+    start()

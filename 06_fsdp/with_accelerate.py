@@ -5,6 +5,11 @@ torchrun --nproc_per_node=2 with_accelerate.py --distributed
 accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_accelerate.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("fsdp", "accelerate")
+
 import os
 from dataclasses import dataclass
 
@@ -77,6 +82,4 @@ def on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> 
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("fsdp", "accelerate")
+    start()

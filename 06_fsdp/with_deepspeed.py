@@ -10,6 +10,11 @@ micro-batch. Which stage it is, is a number in the JSON.
         --deepspeed-config ../configs/engines/zero3.json
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("fsdp", "deepspeed")
+
 import math
 import os
 import warnings
@@ -237,6 +242,4 @@ def adopt(config, settings: dict, stage: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("fsdp", "deepspeed")
+    start()

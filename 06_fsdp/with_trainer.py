@@ -8,6 +8,11 @@ course decides otherwise stands in CourseTrainer: each method there is a default
     accelerate launch --config_file ../configs/engines/accelerate_fsdp2.yaml with_trainer.py --distributed
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.start import read_command
+
+    start = read_command("fsdp", "trainer")
+
 import common.vision  # noqa: F401  first: transformers imports torchvision
 from common import quiet_engines  # noqa: F401
 
@@ -173,6 +178,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from course.start import start
-
-    start("fsdp", "trainer")
+    start()

@@ -1,8 +1,8 @@
 """The command line and the configuration file: the run's options, and those that the chosen strategy brings.
 
-Read in two passes: the first finds out which strategy it is, the second knows that strategy's options too. (argparse
-does the reading. jsonargparse was tried: it has no did-you-mean, reports an option of another strategy as unknown, and
-would need this file's second half all the same.)
+Read in two passes: the first finds out which strategy it is, the second knows that strategy's options too. Neither
+needs PyTorch; what does comes last. (argparse does the reading. jsonargparse was tried: it has no did-you-mean, reports
+an option of another strategy as unknown, and would need this file's second half all the same.)
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from common import ROOT, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
-from common.config import Config, check, check_combinations, check_launch, check_values, shared
+from common.config import Config, check, check_alone, check_combinations, check_launch, check_values, shared
 from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import Parser, UserError
 from common.launcher import environment
@@ -34,20 +34,28 @@ ANEW = ("distributed", "download", "backend", "device", "mesh", "mesh_order", "i
         "timeout")  # fmt: skip
 
 
-def parse(
+def parse(table: "Mapping[str, StrategyEntry]", *how, **more) -> Config:
+    """Read the command line, all of it; the arguments are those of `read`. Nothing is written: whoever trains calls
+    common.run_dir.claim next. Raises UserError for what cannot work and is known before ranks meet."""
+    return read(table, *how, **more)()
+
+
+def read(
     table: "Mapping[str, StrategyEntry]",
     default_strategy: str | None = None,
     argv: list[str] | None = None,
     by_axes: Mapping[frozenset, str] | None = None,
     default_implementation: str = "pytorch",
     auto: Callable[[list[str]], list[str]] | None = None,
-) -> Config:
-    """Read command line, --config file and, on --resume, the run's own settings; the first that says it wins.
-    Nothing is written: whoever trains calls common.run_dir.claim next.
+    home: str | None = None,
+) -> Callable[[], Config]:
+    """Read command line, --config file and, on --resume, the run's own settings, as far as that needs no PyTorch, whose
+    import takes most of the time of a refusal; the first that says it wins. What is returned does the rest, with it.
 
     `table` has the strategies. Where none is named it is that of the --mesh, as `by_axes` has it for sets of axes or
     else "mesh"; then `default_strategy`; then "ddp" for --distributed, and "single". `auto` gives a command line that
-    names one in the place of --strategy auto. Raises UserError for what cannot work and is known before ranks meet.
+    names one in the place of --strategy auto. `home` is the one chapter whose strategies are taken, if there is one.
+    Raises UserError.
     """
     argv = sys.argv[1:] if argv is None else argv
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -67,24 +75,23 @@ def parse(
     known_settings(table, kept)
     chosen = {**content, **early}
     if chosen.get("strategy") == "auto" and auto:
-        return parse(table, default_strategy, auto(argv), by_axes, default_implementation)
+        return lambda: parse(table, default_strategy, auto(argv), by_axes, default_implementation, home=home)
     if "strategy" in kept and can_have(table, kept["strategy"], chosen.get("mesh", "")):
         chosen = {"strategy": kept["strategy"], **chosen}  # else the mesh says what a resumed run goes on with
     name = chosen.get("strategy") or by_mesh(chosen, table, by_axes or {}, default_strategy)
     name = name or default_strategy or ("ddp" if chosen.get("distributed") else "single")
     entry = find(table, name)
+    if home and entry.chapter != home:
+        there = "start it there, or from the repository's root"
+        raise UserError(f"--strategy {name} lives in {entry.chapter}/: {there}")
     if kept.get("strategy") == name and not ({"implementation", "by_hand"} & {*content, *early}):
         chosen["implementation"] = kept.get("implementation") or ("by-hand" if kept.get("by_hand") else "pytorch")
     implementation = implementation_of(name, entry, chosen, default_implementation)
-    if not {"-h", "--help"} & {*argv}:  # without PyTorch, see refuse_at_once
-        has = [*(item.name for item in shared()), "config", *entry.declared(implementation)]
-        for word in words:
-            if word.startswith("--") and word.lstrip("-").split("=")[0].replace("-", "_") not in has:
-                refuse_foreign(table, word, name, implementation)
-        for key in content:
-            if key not in has:
-                refuse_foreign(table, flag(key), name, implementation, f"--config {file}: ")
-    Options = entry.implementation(implementation).Options
+    Options = entry.declared(implementation).Options
+    known = {item.name: item for item in [*shared(), *fields(Options)]}
+    for key in content:
+        if key not in known:
+            refuse_foreign(table, flag(key), name, implementation, f"--config {file}: ")
 
     parser = full_parser(table, name, Options)
     if {"-h", "--help"} & {*argv}:
@@ -93,8 +100,8 @@ def parse(
     given = vars(parsed)
     for word in unknown[:1]:  # a value that no option takes
         refuse_foreign(table, word, name, implementation)
+    entry.require(implementation)
     given.pop("config", None)
-    known = {item.name: item for item in [*shared(), *fields(Options)]}
     from_file = {key: convert(f"--config {file}: {spelled[key]}", value, known[key]) for key, value in content.items()}
     values = {**from_file, **given}
     if kept:
@@ -104,8 +111,14 @@ def parse(
     config = Config(**values, options=Options(**own), entry=entry)
     config.strategy, config.implementation, config.by_hand = name, implementation, implementation == "by-hand"
     config.axes = axes_of(config)
-    check(config)
-    return config
+    check_alone(config)
+
+    def finish() -> Config:
+        config.options = config.strategy_class.Options(**own)
+        check(config)
+        return config
+
+    return finish
 
 
 def refuse_at_once(words: list[str], where: str, content: dict, spelled: dict, early: dict) -> None:
@@ -171,7 +184,8 @@ def known_settings(table, kept: dict) -> None:
 def can_have(table, name: str, mesh: str) -> bool:
     """Does some implementation of a strategy have the axes that --mesh names, if it names any?"""
     wanted = {*parse_axes(mesh)} if "=" in mesh else set()
-    return any(wanted <= {*kind.axes, *kind.preset} for kind in find(table, name).implementations.values())
+    entry = find(table, name)
+    return any(wanted <= {*kind.axes, *kind.preset} for kind in map(entry.declared, entry.places))
 
 
 def by_mesh(chosen: dict, table, by_axes, default: str | None) -> str | None:
@@ -206,7 +220,7 @@ def implementation_of(name: str, entry: "StrategyEntry", chosen: dict, default: 
 
 def axes_of(config: Config) -> dict[str, int]:
     """The sizes of the mesh: the strategy's preset, with what --mesh says. Raises UserError."""
-    kind, size = config.strategy_class, environment()[1]
+    kind, size = config.entry.declared(config.implementation), environment()[1]
     if config.dry_run and size == 1 and "=" in config.mesh:  # nobody has to be started
         size = math.prod(parse_axes(config.mesh).values())
     preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
@@ -221,7 +235,7 @@ def axes_of(config: Config) -> dict[str, int]:
     foreign = next((name for name in named if name not in allowed), None)
     if foreign:
         has = f"axis {allowed[0]} only" if len(allowed) == 1 else f"axes {', '.join(allowed)}"
-        by_hand = config.entry.implementations.get("by-hand")
+        by_hand = config.entry.declared("by-hand") if "by-hand" in config.entry.places else None
         advice = "leave --strategy out, and the mesh says what is done"
         if by_hand and not config.by_hand and set(named) <= {*by_hand.axes, *by_hand.preset}:
             advice = "add --by-hand"
@@ -281,7 +295,7 @@ def other_options(table, Options) -> str:
     own = {item.name for item in fields(Options)}
     found: dict[str, Field] = {}
     for entry in table.values():
-        for kind in entry.implementations.values():
+        for kind in map(entry.declared, entry.places):
             found |= {item.name: item for item in fields(kind.Options) if item.name not in own}
     lines = ["options of other strategies (--strategy NAME --help says what they do):"]
     width = min(100, shutil.get_terminal_size().columns - 2)
@@ -321,7 +335,7 @@ def owners(table, option: str) -> list[str]:
     found = []
     for name in table:
         kinds = table[name].implementations
-        having = [kind for kind in kinds if option in table[name].declared(kind)]
+        having = [kind for kind in kinds if option in table[name].declared(kind).names]
         if having:
             found.append(name if len(having) == len(kinds) else f"{name} ({', '.join(having)})")
     return found

@@ -167,21 +167,26 @@ def check(config: Config) -> None:
     from common import compiled
     from common.ranks import choose
 
+    check_alone(config)
+    if not config.dry_run:
+        choose(config.device, config.backend, environment()[3])
+    if config.compile:
+        compiled.require(config)
+    config.strategy_class.require(config, config.axes)
+
+
+def check_alone(config: Config) -> None:
+    """The part of `check` that needs no PyTorch."""
     check_launch(config)
     check_values(config)
     check_combinations(config)
     check_length(config)
-    if not config.dry_run:
-        choose(config.device, config.backend, environment()[3])
     if config.task == "images":
         lacking = missing(("torchvision", "sklearn") if config.dataset == "digits" else ("torchvision",))
         if lacking:
             raise UserError(f"--task images: {lacking}")
     if config.tensorboard and missing(("tensorboard",)):
         raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard; or leave it out")
-    if config.compile:
-        compiled.require(config)
-    config.strategy_class.require(config, config.axes)
 
 
 def check_launch(config: Config) -> None:
@@ -252,6 +257,8 @@ def check_combinations(config: Config) -> None:
             "--async-checkpoint writes while training goes on, and with --checkpoint-every 0 only the end is written; "
             "leave one of them out"
         )
+    if config.text and not os.path.exists(config.text):
+        raise UserError(f"--text {config.text}: no such file or folder")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")
 

@@ -69,7 +69,7 @@ def own_text(path: str, context: int) -> tuple[bytes, bytes]:
     except OSError as error:
         raise UserError(f"--text {path}: {error.filename}: {error.strerror}") from error
     if not files:
-        raise UserError(f"--text {path}: {'there is no file in it' if place.is_dir() else 'no such file or folder'}")
+        raise UserError(f"--text {path}: there is no file in it")
     held_out = max(len(text) // SHARE_HELD_OUT, context + 1)
     if len(text) < held_out + context + 1:
         raise UserError(

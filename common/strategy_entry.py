@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from common.declared import options_of
+from common.declared import Declared, declared
 from common.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch
@@ -77,19 +77,20 @@ class StrategyEntry:
 
     def implementation(self, name: str) -> "type[Strategy]":
         """The class of an implementation. Raises UserError where the library of an engine is not installed."""
-        if name in self.places:
-            return self.implementations[name]
-        engine = self.engines[name]
-        if importlib.util.find_spec(engine.package) is None:
+        self.require(name)
+        return self.implementations[name] if name in self.places else self.engines[name].load()
+
+    def require(self, name: str) -> None:
+        """Raise UserError where the library of an engine is not installed."""
+        if name in self.engines and importlib.util.find_spec(self.engines[name].package) is None:
             raise UserError(
-                f"--implementation {name}: this Python has no package {engine.package}; "
+                f"--implementation {name}: this Python has no package {self.engines[name].package}; "
                 f"pip install -r requirements-engines.txt, in the repository's root"
             )
-        return engine.load()
 
-    def declared(self, name: str) -> tuple[str, ...]:
-        """The names of an implementation's own options, without importing it."""
-        return options_of(self.places[name] if name in self.places else self.engines[name].place)
+    def declared(self, name: str) -> Declared:
+        """What an implementation declares, without importing it."""
+        return declared(self.places[name] if name in self.places else self.engines[name].place)
 
     def sizes(self, implementation: str) -> tuple[int, ...]:
         """On how many ranks this implementation must equal one process."""

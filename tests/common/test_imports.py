@@ -168,6 +168,8 @@ def test_classes_are_those_of_the_table():
     assert issubclass(Zero2, FSDP) and load("zero2") is Zero2 and load("fsdp") is FSDP
 
 
+ENGINES = sorted({f"{entry.chapter}/{engine.place.split(':')[0].split('.')[-1]}.py"
+                  for entry in STRATEGIES.values() for engine in entry.engines.values()})  # fmt: skip
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
 
 
@@ -309,29 +311,44 @@ def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
     assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}
 
 
-def test_options_that_files_declare_are_those_that_strategies_have():
+def test_what_files_declare_is_what_strategies_have():
+    """Options with types, defaults and choices; axes, and those of which nothing is said."""
     for name, entry in STRATEGIES.items():
         for kind, strategy in entry.implementations.items():
-            assert sorted(entry.declared(kind)) == sorted(item.name for item in fields(strategy.Options)), (name, kind)
-    assert "deepspeed_config" in STRATEGIES["fsdp"].declared("deepspeed"), "of an engine that may not be there"
+            found = entry.declared(kind)
+            assert list(map(repr, fields(found.Options))) == list(map(repr, fields(strategy.Options))), (name, kind)
+            assert (found.preset, found.axes) == (strategy.preset, strategy.axes), (name, kind)
+    assert "deepspeed_config" in STRATEGIES["fsdp"].declared("deepspeed").names, "of an engine that may not be there"
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch", "nosuch",
-     "--implementation nosuch", "--config nosuch", "--resume nosuch", "-m common.check --csv", "-m common.runs nosuch",
-     "--strategy ddp --schedule gpipe", "-m common.cluster_check --megabytes 0"],
+    "command, code",
+    [
+        *[(f"distributed_training.py {options}", 2) for options in (
+            "--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch",
+            "nosuch", "--implementation nosuch", "--config nosuch", "--resume nosuch", "--text nosuch",
+            "--strategy ddp --schedule gpipe", "--strategy pipeline --schedule nosuch",
+            "--strategy expert --by-hand --top-k x", "--strategy expert --by-hand --top-k 0",
+            "--mesh data=3", "--mesh tensor=x", "--steps 9 --epochs 1",
+        )],
+        *[(f"{folder}/distributed_training.py {options}", 2) for options in ("--nosuch", "--steps x", "--mesh data=3")
+          for folder in CHAPTERS],
+        *[(f"{script} --nosuch", 2) for script in ENGINES],
+        ("distributed_training.py --help", 0), ("03_ddp/distributed_training.py --help", 0),
+        ("-m common.check --csv", 2), ("-m common.runs nosuch", 2), ("-m common.cluster_check --megabytes 0", 2),
+    ],
 )  # fmt: skip
-def test_a_wrong_value_is_refused_before_torch_is_imported(options):
-    """Its import takes most of the time of a refusal."""
-    code = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
-    words = options.split()
-    called = "runpy.run_path('distributed_training.py', run_name='__main__')"
+def test_a_wrong_command_is_refused_before_torch_is_imported(command, code):
+    """Its import takes most of the time of a refusal. And --help needs none."""
+    told = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    words = command.split()
     if words[0] == "-m":
-        called = f"runpy.run_module({words[1]!r}, run_name='__main__')"
-        words = words[2:]
-    code += f"sys.argv = ['x', *{words}]; {called}"
+        called, words = f"runpy.run_module({words[1]!r}, run_name='__main__')", words[1:]
+    else:
+        called = f"runpy.run_path({words[0]!r}, run_name='__main__')"
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "False\n") and done.stderr.startswith("error: "), done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    line = [sys.executable, "-c", f"{told} sys.argv = {words}; {called}"]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code and done.stdout.endswith("False\n"), done.stderr
+    if code:
+        assert done.stdout == "False\n" and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

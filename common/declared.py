@@ -82,7 +82,7 @@ def _where(module: str, expression: ast.expr) -> tuple[str, str] | None:
 def _value(module: str, expression: ast.expr) -> Any:
     """A literal, or what a name means. Of a dict, only the keys have to be literals. Raises ValueError."""
     if isinstance(expression, ast.Dict):
-        found = {}
+        found: dict[Any, Any] = {}
         for key, value in zip(expression.keys, expression.values, strict=True):
             found[ast.literal_eval(key or value)] = None
             with contextlib.suppress(ValueError):

@@ -22,6 +22,7 @@ from common.grading.feedback import table
 
 AT_A_TIME = 2
 MOST_BYTES, MOST_FILES, MOST_IN_ALL = 2**20, 200, 2**24  # of one file of a submission; of one submission
+DEEPEST_FOLDER = 16
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 LEFT_BEHIND = ("__pycache__", "__MACOSX", "Thumbs.db", "desktop.ini")  # by systems, not by people
 
@@ -211,6 +212,9 @@ def copy(one: Submission, to: Path) -> Path | str:
         total, number = 0, 0
         for parent, folders, files in os.walk(one.folder):
             folders[:] = [name for name in folders if name not in LEFT_BEHIND and not name.startswith(".")]
+            number += len(folders)
+            if len(Path(parent).relative_to(one.folder).parts) > DEEPEST_FOLDER:
+                return f"folders in folders, more than {DEEPEST_FOLDER} deep"
             for name in [*folders, *files]:
                 path = Path(parent, name)
                 if path.is_symlink():
@@ -219,8 +223,10 @@ def copy(one: Submission, to: Path) -> Path | str:
                 target = to / Path(parent).relative_to(one.folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 total, number = total + _copy_file(Path(parent, name), target, MOST_BYTES), number + 1
-                if number > MOST_FILES or total > MOST_IN_ALL:
-                    return f"more than {MOST_FILES} files or {MOST_IN_ALL >> 20} MiB"
+                if total > MOST_IN_ALL:
+                    return f"more than {MOST_IN_ALL >> 20} MiB"
+            if number > MOST_FILES:
+                return f"more than {MOST_FILES} files and folders"
         return to / "exercises.py"
     except OSError as error:
         return f"cannot be read: {error.strerror}"

@@ -513,6 +513,16 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch):
     (folder / "huge" / "data.bin").write_bytes(b"x" * (2**20 + 1))
     (folder / "deep" / "exercises.py").write_text("import er.x")
     (folder / "deep" / "er" / "x.py").write_text("raise ValueError('its own file\\n```\\n# all right')")
+    bottom = os.open(folder, os.O_RDONLY)
+    for name in ("bottomless", *["x"] * 1500):  # deeper than Python's functions may call each other
+        os.mkdir(name, dir_fd=bottom)
+        above, bottom = bottom, os.open(name, os.O_RDONLY, dir_fd=bottom)
+        os.close(above)
+    os.close(bottom)
+    (folder / "bottomless" / "exercises.py").touch()
+    for number in range(classes.MOST_FILES + 1):
+        (folder / "many" / str(number)).mkdir(parents=True)
+    (folder / "many" / "exercises.py").touch()
     utf16 = "def f(): pass".encode("utf-16")
     texts = {"=cmd": b"def f(:", "both": b"def f(:", "a\nb\x1b[31m": b"", "utf16": utf16, "_x": b"", "UPPER": b""}
     for name, text in (texts | {"exercises": b"from both import *"}).items():
@@ -535,7 +545,8 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch):
         "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
         "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
         "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",
-        "notes.txt": "neither", "x.tar.gz": "archive",
+        "notes.txt": "neither", "x.tar.gz": "archive", "bottomless": "more than 16 deep",
+        "many": "more than 200 files and folders",
     }  # fmt: skip
     assert set(notes) == set(expected) and rows["stderr"] == ""
     assert [name for name in notes if not re.search(expected[name], notes[name])] == [], notes

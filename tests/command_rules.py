@@ -165,7 +165,7 @@ def commands_can_be_parsed(page, text):
 def default_of(folder: str) -> str | None:
     """The strategy that a chapter's script trains if none is named."""
     file = ROOT / folder / "distributed_training.py"
-    return re.search(r'start\("(\S+)"\)', file.read_text())[1] if folder in CHAPTERS else None
+    return re.search(r'read_command\("(\S+)"\)', file.read_text())[1] if folder in CHAPTERS else None
 
 
 def arguments_exist(page, text):

@@ -314,8 +314,8 @@ SYMPTOMS = (
     f' data-nearest="{html.escape(symptoms.NEAREST.capitalize())}" hidden>'
     '<h2>Places that explain a symptom</h2><div class="found"></div>'
     f'<p>No symptom, but a question? <a href="{trail()[0][2]}.html">How to train on two GPUs</a>; '
-    '<a href="docs/plan.html">which layout fits more of them</a>; <a href="docs/glossary.html">what a word means</a>.</p>'
-    "<h2>Pages that have all of these words</h2>"
+    '<a href="docs/plan.html">which layout fits more of them</a>; '
+    '<a href="docs/glossary.html">what a word means</a>.</p><h2>Pages that have all of these words</h2>'
     "</section>"
     '<script src="_static/symptom_table.js"></script><script src="_static/symptoms.js"></script>'
 )

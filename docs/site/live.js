@@ -148,5 +148,5 @@ document.addEventListener("DOMContentLoaded", () => {
       if (target.scrollWidth > target.clientWidth) target.tabIndex = 0; else target.removeAttribute("tabindex");
     }
   });
-  for (const one of document.querySelectorAll(".bd-article :is(table.table, pre, .cell_output > .output)")) sizes.observe(one);
+  for (const one of document.querySelectorAll('.bd-article :is(table.table, pre, .cell_output > .output, [data-live="sliders"] .answer)')) sizes.observe(one);
 });

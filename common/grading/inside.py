@@ -37,7 +37,7 @@ from common.lab.launch import rank_variables, ready_to_fork, setenv
 MOST_FILES = 2**28  # bytes of all files that a submission writes
 MOST_TASKS, MOST_MEMORY = 512, 6 * 2**30  # of one submission: threads of all its processes; bytes
 OWN = Path(tempfile.gettempdir()).resolve() / "own"  # in a sandbox: the folder that a rank can write into
-# What is said between a rank and the one who judges begins with one of these: a call, its answer, or for the network.
+# A message between a rank and the one who judges begins with one of these: a call, its answer, or for the network.
 CALL, ANSWER, REQUEST = b"C", b"A", b"N"
 
 
@@ -124,7 +124,7 @@ def message(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _tell(pipe: int, data: bytes) -> None:
+def _write(pipe: int, data: bytes) -> None:
     left = memoryview(message(data))
     while left:
         left = left[os.write(pipe, left) :]
@@ -133,21 +133,21 @@ def _tell(pipe: int, data: bytes) -> None:
 # --- a rank ---------------------------------------------------------------------------------------------------
 
 
-def rank_of(file: Path, rank: int, size: int, ask: int, tell: int) -> None:
+def rank_of(file: Path, rank: int, size: int, requests: int, answers: int) -> None:
     """What the process of a rank does: load the submission, then answer one request after the other."""
     os.environ.update(rank_variables(rank, size, 0))
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # it sends nothing by itself
-    network = Relay(lambda data: _tell(tell, REQUEST + data), lambda: (read_message(ask) or os._exit(0))[1:])
+    network = Relay(lambda data: _write(answers, REQUEST + data), lambda: (read_message(requests) or os._exit(0))[1:])
     me = CheckedRank(file)
     with network:
-        said = writable(me.load() or "").encode()
-    _tell(tell, ANSWER + said)
-    while request := read_message(ask):
+        error = writable(me.load() or "").encode()
+    _write(answers, ANSWER + error)
+    while request := read_message(requests):
         if request[:1] == REQUEST:  # it came too late for a call that was ended
             continue
         name, arguments = cloudpickle.loads(request[1:])
-        _tell(tell, ANSWER + packed(me.call(name, arguments, network)))
+        _write(answers, ANSWER + packed(me.call(name, arguments, network)))
     os._exit(0)
 
 
@@ -218,14 +218,14 @@ def main(number: int, walled: bool) -> None:
         if not data:
             return
         what, *about = msgspec.json.decode(data)
-        said: object = None
+        reply: object = None
         if what == "start":
             pids = start(Path(about[0]), about[1], pipes, {number}, walled)
             for pipe in pipes:
                 os.close(pipe)
         elif what == "end":
-            said, pids = end(pids, walled), []
-        control.send(msgspec.json.encode(said))
+            reply, pids = end(pids, walled), []
+        control.send(msgspec.json.encode(reply))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ REDUCTIONS: dict[str, Callable] = {
 }  # fmt: skip
 OPERATIONS = ("send", "recv", "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather",
               "all_to_all", "barrier")  # fmt: skip
-MOST_EMPTY = 16  # calls of a rank that carry nothing, and are not counted: they would tell something by their number
+MOST_EMPTY = 16  # calls of a rank that carry nothing, and are not counted: their number would be a message
 MOST_CARRIED = 2**28  # bytes of all messages of one call
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
@@ -61,12 +61,12 @@ class Began(PythonCallbackWork):
 
 
 class Relay(TorchDispatchMode):
-    """Inside `with`, this rank's sends, receives and collectives go through `tell` (bytes to the one who judges), and
-    their results come by `hear` (bytes from there). Operations of PyTorch that are none of these pass."""
+    """Inside `with`, this rank's sends, receives and collectives go through `write` (bytes to the one who judges), and
+    their results come by `read` (bytes from there). Operations of PyTorch that are none of these pass."""
 
-    def __init__(self, tell: Callable[[bytes], None], hear: Callable[[], bytes]):
+    def __init__(self, write: Callable[[bytes], None], read: Callable[[], bytes]):
         super().__init__()
-        self.tell, self.hear, self.number, self.heard = tell, hear, 0, dict[int, list]()
+        self.write, self.read, self.number, self.received = write, read, 0, dict[int, list]()
         self.began: list[Began] = []  # kept, for PyTorch to find what we have made and not another of its own
 
     @classmethod
@@ -94,19 +94,19 @@ class Relay(TorchDispatchMode):
         peer = peer if peer is None or peer < 0 else dist.get_global_rank(group, peer)
         kind = str(dtype or (inputs or outputs)[0].dtype) if dtype or inputs or outputs else ""
         parts = [as_bytes(tensor) for tensor in inputs]
-        self.tell(msgspec.msgpack.encode([number, operation, ranks, peer, tag, reduction, kind, parts, expected]))
+        self.write(msgspec.msgpack.encode([number, operation, ranks, peer, tag, reduction, kind, parts, expected]))
 
         def finish(_timeout: timedelta) -> bool:
-            if number not in self.heard:
-                self.tell(msgspec.msgpack.encode(["wait", number]))
-            while number not in self.heard:  # what comes for another one, an alarm has interrupted
-                about, *heard = msgspec.msgpack.decode(self.hear())
-                self.heard[about] = heard
-            work.source, said = self.heard[number]
-            if isinstance(said, str):
-                raise RuntimeError(said)
+            if number not in self.received:
+                self.write(msgspec.msgpack.encode(["wait", number]))
+            while number not in self.received:  # what comes for another one, an alarm has interrupted
+                about, *answer = msgspec.msgpack.decode(self.read())
+                self.received[about] = answer
+            work.source, result = self.received[number]
+            if isinstance(result, str):
+                raise RuntimeError(result)
             with torch.no_grad():
-                for output, data in zip(outputs, said, strict=False):
+                for output, data in zip(outputs, result, strict=False):
                     output.detach().copy_(as_tensor(data, output.dtype).reshape(output.shape))
             outputs.clear()  # a second wait writes nothing
             return True
@@ -248,11 +248,11 @@ class Switch:
         self.carried += len(data)
         if self.carried > MOST_CARRIED:
             raise OverflowError
-        said = msgspec.msgpack.decode(data)
-        if said[0] == "wait":
-            self.waiting[rank] = said[1]
-            return self._told([(rank, said[1])])
-        one = msgspec.convert(said, Request)
+        request = msgspec.msgpack.decode(data)
+        if request[0] == "wait":
+            self.waiting[rank] = request[1]
+            return self._ready([(rank, request[1])])
+        one = msgspec.convert(request, Request)
         group = tuple(one.group)
         if rank not in group or len(set(group)) != len(group) or not all(0 <= r < self.size for r in group):
             raise ValueError(group)
@@ -277,15 +277,15 @@ class Switch:
             found: dict[int, list[bytes] | str] = together(here, group)
         except ValueError as wrong:
             found = dict.fromkeys(group, str(wrong))
-        return self._told([self._answer(r, here[r].number, found[r]) for r in group])
+        return self._ready([self._answer(r, here[r].number, found[r]) for r in group])
 
     def _message(self, rank: int, one: Request, group: tuple[int, ...]) -> list[tuple[int, bytes]]:
         receiver = rank if one.peer is None or one.operation == "recv" else one.peer
         if one.peer is None or one.operation == "send" and (one.peer not in group or one.peer == rank):
-            return self._told([self._answer(rank, one.number, f"rank {rank} cannot send to rank {one.peer}")])
+            return self._ready([self._answer(rank, one.number, f"rank {rank} cannot send to rank {one.peer}")])
         sends, receives = self.sends[group, receiver, one.tag], self.receives[group, receiver, one.tag]
         (sends if one.operation == "send" else receives).append((rank, one))
-        said = []
+        answered = []
         for wants in [*receives]:
             match = next((s for s in sends if wants[1].peer in (-1, s[0])), None)
             if match is None:
@@ -295,34 +295,35 @@ class Switch:
             data = b"".join(match[1].parts)
             if len(data) != wants[1].expected:
                 wrong = f"a message of {len(data)} bytes for a tensor of {wants[1].expected}"
-                said += [self._answer(receiver, wants[1].number, wrong), self._answer(match[0], match[1].number, wrong)]
+                answered.append(self._answer(receiver, wants[1].number, wrong))
+                answered.append(self._answer(match[0], match[1].number, wrong))
                 continue
-            said.append(self._answer(receiver, wants[1].number, [data], match[0]))
-            said.append(self._answer(match[0], match[1].number, []))
-        return self._told(said)
+            answered.append(self._answer(receiver, wants[1].number, [data], match[0]))
+            answered.append(self._answer(match[0], match[1].number, []))
+        return self._ready(answered)
 
-    def _answer(self, rank: int, number: int, said: list[bytes] | str, sender: int = -1) -> tuple[int, int]:
+    def _answer(self, rank: int, number: int, content: list[bytes] | str, sender: int = -1) -> tuple[int, int]:
         self.open.pop((rank, number), None)
-        self.answers[rank, number] = msgspec.msgpack.encode([number, sender, said])
+        self.answers[rank, number] = msgspec.msgpack.encode([number, sender, content])
         return rank, number
 
-    def _told(self, answered: list[tuple[int, int]]) -> list[tuple[int, bytes]]:
+    def _ready(self, answered: list[tuple[int, int]]) -> list[tuple[int, bytes]]:
         """Of these answers the ones that somebody waits for, who then waits no longer."""
-        said = [(rank, n) for rank, n in answered if self.waiting.get(rank) == n and (rank, n) in self.answers]
-        for rank, _ in said:
+        awaited = [(rank, n) for rank, n in answered if self.waiting.get(rank) == n and (rank, n) in self.answers]
+        for rank, _ in awaited:
             del self.waiting[rank]
-        return [(rank, self.answers.pop((rank, n))) for rank, n in said]
+        return [(rank, self.answers.pop((rank, n))) for rank, n in awaited]
 
     def in_vain(self) -> list[tuple[int, bytes]]:
         """What to say to those who wait, where all do or have returned."""
         if len(self.waiting) + len(self.returned) < self.size:
             return []
-        said = []
+        answered = []
         for rank, number in [*self.waiting.items()]:
             one = self.open.get((rank, number))
             what = one.operation if one else "unknown"
-            said.append(self._answer(rank, number, f"Timed out waiting for {what} operation to complete"))
-        return self._told(said)
+            answered.append(self._answer(rank, number, f"Timed out waiting for {what} operation to complete"))
+        return self._ready(answered)
 
     def ends(self, rank: int) -> None:
         """A rank's function has returned: it waits for nothing."""

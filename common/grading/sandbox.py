@@ -260,13 +260,13 @@ class Runner:
 
     def _start(self, file: Path, size: int) -> None:
         if not hasattr(self, "ready"):
-            self.ready = self._hear(STARTING)  # the first message: it has started
+            self.ready = self._reply(STARTING)  # the first message: it has started
         both = [(os.pipe(), os.pipe()) for _ in range(size)]
-        theirs = [end for asks, tells in both for end in (asks[0], tells[1])]
-        self.pipes = [(asks[1], tells[0]) for asks, tells in both]
-        for ask, tell in self.pipes:
-            os.set_blocking(ask, False)
-            os.set_blocking(tell, False)
+        theirs = [end for requests, answers in both for end in (requests[0], answers[1])]
+        self.pipes = [(requests[1], answers[0]) for requests, answers in both]
+        for requests, answers in self.pipes:
+            os.set_blocking(requests, False)
+            os.set_blocking(answers, False)
         try:
             socket.send_fds(self.control, [msgspec.json.encode(["start", str(file), size])], theirs)
         except OSError:
@@ -274,15 +274,15 @@ class Runner:
         finally:
             for end in theirs:
                 os.close(end)
-        self._hear(STARTING)
+        self._reply(STARTING)
         try:
-            said = [answer.decode(errors="replace")[:2000] for answer in self._ask(None, 30 + engine.CALL_LIMIT)]
+            errors = [answer.decode(errors="replace")[:2000] for answer in self._ask(None, 30 + engine.CALL_LIMIT)]
         except RanksEnded as why:
             self._stop()
             raise DoesNotLoad(f"loading the file ends the process: {why}") from None
-        if any(said):
+        if any(errors):
             self._stop()
-            raise DoesNotLoad(next(filter(None, said)))
+            raise DoesNotLoad(next(filter(None, errors)))
 
     def _job(self, name: str, cases: list, size: int) -> list[list[CallOutcome]]:
         outcomes: list[list[CallOutcome]] = [[] for _ in range(size)]
@@ -306,21 +306,21 @@ class Runner:
         if not self.pipes:
             return []
         self._drop()
-        return self._say(["end"])
+        return self._command(["end"])
 
     def _drop(self) -> None:
         for pipe in [end for both in self.pipes for end in both]:
             os.close(pipe)
         self.pipes = []
 
-    def _say(self, what: list):
+    def _command(self, what: list):
         try:
             self.control.send(msgspec.json.encode(what))
         except OSError:
             raise GradingEnded(self._ended()) from None
-        return self._hear(STARTING)  # what a submission holds up counts as its time
+        return self._reply(STARTING)  # what a submission holds up counts as its time
 
-    def _hear(self, seconds: float):
+    def _reply(self, seconds: float):
         """What the starter says."""
         end = time.monotonic() + seconds
         self.control.settimeout(0.1)
@@ -346,12 +346,12 @@ class Runner:
         to_send = [bytearray(message(CALL + requests[rank]) if requests else b"") for rank in range(size)]
         parts, answers = [bytearray() for _ in range(size)], dict[int, bytes]()
         with selectors.DefaultSelector() as selector:
-            for rank, (_, tell) in enumerate(self.pipes):
-                selector.register(tell, selectors.EVENT_READ, rank)
+            for rank, (_, pipe) in enumerate(self.pipes):
+                selector.register(pipe, selectors.EVENT_READ, rank)
             while len(answers) < size:
-                for rank, (ask, _) in enumerate(self.pipes):
-                    if to_send[rank] and ask not in selector.get_map():
-                        selector.register(ask, selectors.EVENT_WRITE, rank)
+                for rank, (pipe, _) in enumerate(self.pipes):
+                    if to_send[rank] and pipe not in selector.get_map():
+                        selector.register(pipe, selectors.EVENT_WRITE, rank)
                 for key, events in selector.select(0.1):
                     rank = key.data
                     if events & selectors.EVENT_WRITE:
@@ -366,13 +366,13 @@ class Runner:
                     parts[rank] += piece
                     if _missing(parts[rank]):
                         continue
-                    said, parts[rank] = bytes(parts[rank][8:]), bytearray()
-                    if said[:1] == ANSWER:
-                        answers[rank] = said[1:]
+                    received, parts[rank] = bytes(parts[rank][8:]), bytearray()
+                    if received[:1] == ANSWER:
+                        answers[rank] = received[1:]
                         self.switch.ends(rank)
                         selector.unregister(key.fd)
                     else:
-                        for to, what in self._carried(rank, said):
+                        for to, what in self._carried(rank, received):
                             to_send[to] += message(REQUEST + what)
                 for to, what in self.switch.in_vain():
                     to_send[to] += message(REQUEST + what)
@@ -382,11 +382,11 @@ class Runner:
                     raise RanksEnded(f"no answer of rank {silent} after {seconds:g} s")
         return [answers[rank] for rank in range(size)]
 
-    def _carried(self, rank: int, said: bytes) -> list[tuple[int, bytes]]:
+    def _carried(self, rank: int, received: bytes) -> list[tuple[int, bytes]]:
         try:
-            if said[:1] != REQUEST:
+            if received[:1] != REQUEST:
                 raise ValueError
-            return self.switch.take(rank, said[1:])
+            return self.switch.take(rank, received[1:])
         except Exception as error:  # a submission can send anything
             raise RanksEnded(f"rank {rank} sent what cannot be ({type(error).__name__}: {error})"[:200]) from None
 
@@ -429,8 +429,8 @@ class Runner:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.errors.seek(0)
-        said = self.errors.read(100_000).decode(errors="replace").strip().splitlines()
-        return f"grading ended with exit code {self.process.returncode}" + (f": {said[-1][:200]}" if said else "")
+        lines = self.errors.read(100_000).decode(errors="replace").strip().splitlines()
+        return f"grading ended with exit code {self.process.returncode}" + (f": {lines[-1][:200]}" if lines else "")
 
     def _kill(self) -> None:
         """End the process group at one blow (with the sandbox, all that is in it), then whoever left the group but

@@ -4,7 +4,6 @@ import pytest
 
 from planner import published
 
-RUNS = {run.name: run for run in published.runs()}
 MEGATRON = {"fused", "dropout"}  # and neither flash, sequence parallelism nor gradients that overlap
 TITAN = {"flash", "sequence_parallel", "overlap_gradients"}
 FLAGS = ("fused", "fused_loss", "async_tensor", "dropout", "flash", "sequence_parallel", "overlap_gradients", "offload")
@@ -50,10 +49,15 @@ SAID = [  # source, name; GPU, how many, network; layout; sequences of a step, t
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def runs() -> dict[str, published.Run]:
+    return {run.name: run for run in published.runs()}
+
+
 @pytest.mark.parametrize("source, name, nodes, layout, numbers, flags, seconds, gib", SAID, ids=range(len(SAID)))
-def test_a_published_run_is_what_was_published(source, name, nodes, layout, numbers, flags, seconds, gib):
-    assert name in RUNS, f"the run '{name}'"
-    run = RUNS[name]
+def test_a_published_run_is_what_was_published(runs, source, name, nodes, layout, numbers, flags, seconds, gib):
+    assert name in runs, f"the run '{name}'"
+    run = runs[name]
     assert run.source == source and run.layout.describe() == layout, f"source and layout of {name}"
     gpus = run.cluster
     assert (gpus.gpu.name, gpus.gpus, gpus.name, gpus.gpus_per_node, gpus.adapters) == (*nodes, 8, 8), name

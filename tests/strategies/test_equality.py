@@ -140,8 +140,8 @@ def ends_the_launch(bug) -> bool:
 
 @pytest.mark.parametrize("nproc", sorted(bugs_that_end()))
 def test_bugs_that_train_are_refused_by_the_number_that_is_wrong(nproc):
-    """All of one world size in one launch, for a single step, which shows most of them; those that it lets pass, or that
-    show in another number at first, meet all steps of the first case, then of the second."""
+    """All of one world size in one launch, for a single step, which shows most of them. Those that it lets pass, or
+    that show in another number at first, meet all steps of the first case, then of the second."""
     left = {f"{chapter}, {name}": CHAPTERS[chapter][name] for chapter, name in bugs_that_end()[nproc]}
     planted = {f"{chapter}, {name}": CHAPTERS[chapter].plant(name) for chapter, name in bugs_that_end()[nproc]}
     wrong, number = [], len(left)

@@ -76,7 +76,7 @@ def with_batch_norm_and_pytorch():
     return ddp.module[1].running_mean
 
 
-CASES = {
+REPAIRED = {
     seeded_by_rank: "weights",
     two_backward_passes: "gradients",
     without_b_on_rank_1: "gradients",
@@ -88,10 +88,10 @@ def compare():
     """Print by how much two ranks differ from each other, and from one process."""
 
     def all_cases():
-        return [case() for case in CASES]
+        return [case() for case in REPAIRED]
 
     (alone,), (first, second) = launch(all_cases, nproc=1), launch(all_cases, nproc=2)
-    results = zip(CASES.values(), alone, first, second, strict=True)
+    results = zip(REPAIRED.values(), alone, first, second, strict=True)
     for number, (what, expected, ours, others) in enumerate(results, start=1):
         apart, off = ((result - ours).abs().max() for result in (others, expected))
         means = "; gradients {:g}, {:g}, {:g} (right: 1, 5, 100)".format(*ours.tolist()) if number == 3 else ""

@@ -34,18 +34,26 @@ ALONE = 4  # words of a row that say something without the section in which it s
 class Place:
     """Where a symptom is explained.
 
-    where: file and section
-    what:  the symptom there, or the section's heading, with its page's title in front
-    text:  what stands there
-    why:   the cause, or what to do, in a line
-    known: how much more a row that is made of a symptom counts than a section that has many words
+    page:    the file, from the root
+    section: the heading in it, or the name of a program that it shows
+    what:    the symptom there, or the section's heading, with its page's title in front
+    text:    what stands there
+    why:     the cause, or what to do, in a line
+    further: other files, as they stand behind page and section
+    known:   how much more a row that is made of a symptom counts than a section that has many words
     """
 
-    where: str
+    page: str
+    section: str
     what: str
     text: str
     why: str
+    further: str = ""
     known: float = 1.0
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}, {self.section}{self.further}"
 
 
 def plain(text: str) -> str:
@@ -92,14 +100,14 @@ def guides() -> Iterator[Place]:
             found = [cells for cells in rows(body) if len(cells) > 1 and "](#" not in cells[1]]  # not contents
             for cells in found:
                 linked = re.findall(r"\(\.\./([^)#]+\.ipynb)", " ".join(cells[1:]))
-                where = ", ".join([f"docs/{name}.md, {heading}", *linked])
                 why = line_of("; ".join(filter(None, cells[1:])))
                 row = plain(cells[0])
                 what = placed(heading, row) if len(row.split()) < ALONE else row
-                yield Place(where, what, plain(" ".join([cells[0], *cells])), why, known=1.3)
+                further = "".join(f", {link}" for link in linked)
+                yield Place(f"docs/{name}.md", heading, what, plain(" ".join([cells[0], *cells])), why, further, 1.3)
             if not found:
                 what = placed(parts[0][0], heading)
-                yield Place(f"docs/{name}.md, {heading}", what, plain(f"{heading} {body}"), line_of(body))
+                yield Place(f"docs/{name}.md", heading, what, plain(f"{heading} {body}"), line_of(body))
 
 
 @dataclass(frozen=True)
@@ -190,9 +198,9 @@ def thread_name(address: str) -> str:
 def questions() -> Iterator[Place]:
     for one in asked():
         threads = " ".join(f"{thread_name(address)} {address}" for address in one.threads)
-        where = f"{one.page}, {plain(one.heading)}"
         yield Place(
-            where,
+            one.page,
+            plain(one.heading),
             plain(one.asked),
             plain(f"{one.asked} {one.asked} {one.words} {' '.join(one.called)} {threads}"),
             line_of(one.cause or section_of(one.page, one.anchor).partition("\n")[2]),
@@ -205,8 +213,8 @@ def mistakes() -> Iterator[Place]:
     for path in sorted(ROOT.glob("*/mistakes/*.py")):
         told = ast.get_docstring(ast.parse(path.read_text())) or ""
         title = plain(told.partition("\n")[0])
-        where = f"{catalogue}, {path.stem}; {path.relative_to(ROOT)}"
-        yield Place(where, title, plain(told), line_of(said(told, "fix")), known=1.3)
+        further = f"; {path.relative_to(ROOT)}"
+        yield Place(str(catalogue), path.stem, title, plain(told), line_of(said(told, "fix")), further, 1.3)
 
 
 def pages() -> Iterator[Place]:
@@ -216,8 +224,8 @@ def pages() -> Iterator[Place]:
         parts = [*sections(text)]
         for heading, body in parts:
             if not re.search("References|Summary|Exercises", heading):
-                where, what = f"{path.relative_to(ROOT)}, {heading}", placed(parts[0][0], heading)
-                yield Place(where, what, plain(f"{heading} {body}"), line_of(body))
+                what, page = placed(parts[0][0], heading), str(path.relative_to(ROOT))
+                yield Place(page, heading, what, plain(f"{heading} {body}"), line_of(body))
 
 
 SMALL_WORDS = """
@@ -247,6 +255,8 @@ ALSO = {
     "smaller": "small", "larger": "large", "bigger": "large", "allreduce": "all reduce", "multinode": "two nodes",
     "gpus": "ranks", "processes": "ranks", "workers": "ranks", "world_size": "ranks number",
     "resume": "restart", "resuming": "restart", "timeout": "hangs", "throughput": "slow speed",
+    **dict.fromkeys(("half", "third", "quarter", "fourth", "eighth"), "times small factor"),
+    **dict.fromkeys(("2x", "4x", "8x", "16x", "32x", "64x", "twofold", "fourfold"), "times"),
     "uneven": "different number of batches", "duplicated": "duplicates", "clipping": "norm", "scheduler": "rate",
 }  # fmt: skip
 

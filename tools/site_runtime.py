@@ -85,15 +85,13 @@ def symptom_table(site: Path) -> int:
     ids = {page: set(re.findall(r'id="([^"]+)"', text)) for page, text in pages.items()}
     places = []
     for place in symptoms.all_places():
-        page, heading = place.where.split(", ", 1)
-        target = site / Path(page).with_suffix(".html")
-        names = (heading.split(", ")[0], heading.split(";")[0], place.what.rpartition(" › ")[2])
-        anchor = next((one for one in map(make_id, names) if one and one in ids[target]), "")
+        target = site / Path(place.page).with_suffix(".html")
+        names = map(make_id, (place.section, place.what.rpartition(" › ")[2]))
+        anchor = next((one for one in names if one and one in ids[target]), "")
         address = str(target.relative_to(site)) + f"#{anchor}" * bool(anchor)
         found = re.search(r"<title>(.*?)(?: &#8212;.*?)?</title>", pages[target], re.DOTALL)
-        title = unescape(found[1]) if found else page
-        section = heading.split(", ")[0].split(";")[0]
-        title += f": {section}" if not place.what.endswith(section) and not section.isidentifier() else ""
+        title = unescape(found[1]) if found else place.page
+        title += f": {place.section}" * (not place.what.endswith(place.section) and not place.section.isidentifier())
         places.append({"where": place.where, "what": place.what[:160], "why": place.why, "title": title,
                        "address": address})  # fmt: skip
     table = {

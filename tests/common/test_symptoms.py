@@ -1,10 +1,11 @@
 """Who knows only what went wrong finds the place that explains it."""
 
+import json
 from collections import Counter
 
 import pytest
 
-from common import doctor, symptoms
+from common import ROOT, doctor, symptoms
 from course.ddp import catalogue
 
 MISTAKES = catalogue.mistakes().values()
@@ -36,6 +37,8 @@ def test_a_message_of_one_mistake_leads_to_it(mistake, message):
         ("test accuracy depends on how many GPUs I use", "03_feeding"),
         ("find_unused_parameters", "09_ddp_in_practice"),
         ("each rank's gradient is a fourth of that of one process", "Wrong numbers"),
+        ("with 8 GPUs the loss is an eighth of that on one", "Wrong numbers"),
+        ("the logged loss is 32x smaller with gradient accumulation", "Wrong numbers"),
         ("out of memory in torch.save at the end, not while it trains", "Out of memory"),
         ("rank 0 tokenizes, and the others abort after ten minutes", "Hangs and timeouts"),
         ("a ResNet with two images per GPU loses accuracy", "05_training_well"),
@@ -45,6 +48,16 @@ def test_a_message_of_one_mistake_leads_to_it(mistake, message):
 )
 def test_a_symptom_in_other_words_leads_to_its_place(words, where):
     assert where in places(words)
+
+
+@pytest.mark.parametrize("page", sorted({place.page for place in symptoms.all_places()}))
+def test_a_place_names_a_section_that_its_page_has(page):
+    text = (ROOT / page).read_text()
+    if page.endswith(".ipynb"):
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    headings = {symptoms.plain(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+    named = {place.section for place in symptoms.all_places() if place.page == page}
+    assert named and not [section for section in named - headings if f'"{section}"' not in text]  # a program's name
 
 
 def test_a_guess_is_called_one():

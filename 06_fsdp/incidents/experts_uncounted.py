@@ -91,5 +91,9 @@ def alone(largest=LARGEST):
 
 
 def effect(ranks, one):
-    """The logged norm of the first step, relative to that of one process."""
+    """The logged norm of the first step, relative to that of one process. Raises AssertionError where what is missing
+    is neither nothing nor the other rank's expert, whole."""
+    squares = [norm**2 for norm in one.parts.values()]  # of the dense layer, of expert 0, of expert 1
+    missing = (sum(squares) - ranks[0].norms[0] ** 2) / sum(squares)
+    assert min(abs(missing), abs(missing - squares[-1] / sum(squares))) < 1e-4, missing
     return ranks[0].norms[0] / one.norms[0]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
 from common.model import GPT, cross_entropy
-from course.fsdp.museum import Seen
+from course.fsdp.museum import Seen, difference
 from course.model_parallel.by_hand_tensor import f, g
 from course.model_parallel.moe_model import MixtureGPT
 
@@ -120,13 +120,22 @@ def wrong_by():
     return found
 
 
-def of_each_rank():
-    """The length of the router's gradient in the first step: one process, rank 0, rank 1, and of the ranks' sum."""
+def routers():
+    """The router's gradient in the first step: of one process, rank 0, rank 1, and the ranks' sum."""
     name = "gradient of blocks.0.mlp.router.weight"
     one, ranks = launch(alone, 1)[0].numbers[name], [rank.numbers[name] for rank in launch(on_rank, RANKS)]
-    return [tensor.norm().item() for tensor in (one, *ranks, sum(ranks))]
+    return [one, *ranks, sum(ranks)]
+
+
+def of_each_rank():
+    """The lengths of these."""
+    return [gradient.norm().item() for gradient in routers()]
 
 
 def effect(*_):
-    """By how much of its largest element the router's gradient is wrong."""
-    return wrong_by()["gradient of blocks.0.mlp.router.weight"]
+    """By how much of its largest element the router's gradient is wrong. Raises AssertionError where the ranks'
+    gradients are neither parts of the right one, which is their sum, nor all of them right."""
+    one, *ranks, total = routers()
+    wrong = max(difference(gradient, one) for gradient in ranks)
+    assert min(wrong, difference(total, one)) < 1e-4, wrong
+    return wrong

@@ -57,24 +57,24 @@ def matrices(panels: dict[str, list[list[list[int]]]]) -> Figure:
     return fig
 
 
-def nodes(groups: dict[str, list[int]], gpus: int = 256, node: int = 8) -> Figure:
-    """All GPUs, a column for each node, with the members of some groups in the colour of their axis."""
+def nodes(groups: dict[str, list[int]], kept: list[int], node: int = 8) -> Figure:
+    """All GPUs, a column for each node, in the colour of the first row that each keeps; the members of some groups with
+    a frame in the colour of their axis.
+
+    kept: the number of each GPU's first row, in rank order
+    """
     fig, ax = plt.subplots(figsize=(10, 2.9))
-    for gpu in range(gpus):
-        axes = [axis for axis, members in groups.items() if gpu in members]
-        for stripe, axis in enumerate(axes or [""]):
-            height = 0.84 / max(1, len(axes))
-            corner = (gpu // node + 0.08, gpu % node + 0.08 + stripe * height)
-            colour = AXIS_COLOURS.get(axis, "#e6e6e6")
-            ax.add_patch(Rectangle(corner, 0.84, height, color=colour, lw=0))
-    ax.set(xlim=(0, gpus // node), ylim=(node, 0), ylabel="GPU in its node", xlabel="node")
-    ax.set_xticks(
-        [number + 0.5 for number in range(0, gpus // node, 4)], [str(number) for number in range(0, gpus // node, 4)]
-    )
-    ax.set_yticks([0.5, node - 0.5], ["0", str(node - 1)])
+    image = ax.imshow([kept[place::node] for place in range(node)], "Greys", aspect="auto", vmax=1.6 * max(kept))
+    for axis, members in groups.items():
+        for gpu in members:
+            corner = (gpu // node - 0.42, gpu % node - 0.4)
+            ax.add_patch(Rectangle(corner, 0.84, 0.8, fill=False, ec=AXIS_COLOURS[axis], lw=3))
+    columns = len(kept) // node
+    ax.set(ylabel="GPU in its node", xlabel="node", xticks=range(0, columns, 4), yticks=[0, node - 1])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    handles = [Rectangle((0, 0), 1, 1, color=AXIS_COLOURS[axis]) for axis in groups]
+    fig.colorbar(image, label="first row kept", pad=0.02).ax.set_ylim(0, max(kept))
+    handles = [Rectangle((0, 0), 1, 1, fill=False, ec=AXIS_COLOURS[axis], lw=3) for axis in groups]
     fig.legend(handles, [f"group along {axis}" for axis in groups], loc="outside upper center", ncols=len(groups))
     return fig
 

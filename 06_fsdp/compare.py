@@ -89,15 +89,18 @@ def compare(version, worlds=(4, 3), allowed=1e-3):
 
 
 def two_halves():
-    """What this rank has before, between and after the two halves of an all-reduce of one number for each rank: lists
-    with None where it has nothing. Rank r's contribution is in the digit of 10**r."""
+    """What this rank has before, between and after the two halves of a mean over the ranks of one number for each rank:
+    tensors [ranks], NaN where it has nothing. Only `narrow` is told the rank, which pretended ranks can do."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    gradient = torch.arange(1, ranks + 1) * 10**rank
-    mine = torch.empty(1, dtype=gradient.dtype)
+    torch.manual_seed(rank + 1)
+    gradient, mine = torch.linspace(0, 9, ranks).sin() + 0.5 * torch.randn(ranks), torch.empty(1)
     dist.reduce_scatter_single(mine, gradient)
+    mine /= ranks
+    between = torch.full_like(gradient, torch.nan)
+    between.narrow(0, rank, 1).copy_(mine)
     whole = torch.empty_like(gradient)
     dist.all_gather_single(whole, mine)
-    return gradient.tolist(), [mine.item() if place == rank else None for place in range(ranks)], whole.tolist()
+    return gradient, between, whole
 
 
 def strategy_of(version, layers, width=64, precision="fp32"):

@@ -5,6 +5,7 @@ that `draw_streams` draws.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import ipywidgets as widgets
@@ -125,6 +126,24 @@ COLOURS_OF_KINDS = {
     "activations": plotting.SKY,
 }
 PASSES = {"forward": 1.0, "backward": 2.0, "optimizer": 1.1}  # how wide each is drawn
+
+
+def all_ranks(states: dict[str, list], unit: str):
+    """What every rank held at some moments, as heat maps: a row for each rank, from the top, a column for each element.
+
+    states: caption -> the ranks' tensors of one length, in rank order; NaN is an empty place, and white
+    unit:   what the numbers are, for the scale of colours
+    """
+    rows = {caption: [tensor.tolist() for tensor in tensors] for caption, tensors in states.items()}
+    known = [value for held in rows.values() for row in held for value in row if not math.isnan(value)]
+    fig, axes = plt.subplots(1, len(rows), figsize=(9.5, 3.4), sharey=True, squeeze=False)
+    for ax, (caption, held) in zip(axes[0], rows.items(), strict=True):
+        image = ax.imshow(held, "viridis", aspect="auto", interpolation="nearest", vmin=min(known), vmax=max(known))
+        ax.set(xlabel="element")
+        ax.set_title(caption, fontsize=13)
+    axes[0, 0].set_ylabel("rank")
+    fig.colorbar(image, ax=axes[0], label=unit, pad=0.02)
+    return fig
 
 
 def draw_stages(panels: dict[str, tuple[list[dict[str, int]], int, int]]):

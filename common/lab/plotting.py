@@ -57,23 +57,6 @@ def digits(number: int) -> list[int]:
     return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
 
 
-def all_ranks(tensors, title: str, unit: str) -> Figure:
-    """What every rank holds, as a heat map: a row for each rank, from the top, a column for each of its elements.
-
-    tensors: one per rank, in rank order, of any shape; a shorter one leaves the rest of its row white
-    unit:    what the numbers are, for the scale of colours
-    """
-    longest = max(tensor.numel() for tensor in tensors)
-    rows = [[*tensor.flatten().tolist(), *[float("nan")] * (longest - tensor.numel())] for tensor in tensors]
-    fig, ax = plt.subplots(figsize=(9.5, 4.2))
-    image = ax.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis")
-    fig.colorbar(image, label=unit, pad=0.02)
-    ax.set(title=title, xlabel="element that the rank holds", ylabel="rank")
-    for which in (ax.xaxis, ax.yaxis):
-        which.set_major_locator(MaxNLocator(integer=True))
-    return fig
-
-
 def collective(states, captions=("before", "after"), sources=digits, title: str | None = None) -> Figure:
     """Draw what each rank held at two or more moments, left to right with an arrow between.
 

@@ -497,8 +497,9 @@ def test_what_is_no_outcome_is_refused():
 # --- who is in a class ----------------------------------------------------------------------------------------
 
 
-def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch):
+def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, request):
     folder = tmp_path / "class"
+    request.addfinalizer(lambda: subprocess.run(["rm", "-rf", folder], check=True))  # deeper than Python can delete
     (folder / "both").mkdir(parents=True)
     os.mkfifo(folder / "pipe.py")
     for name in ("nobody", "__pycache__", "linked", "huge", "deep/er"):

@@ -184,6 +184,26 @@ def told(me, size, n, mine):
         data = OWN[0].recv(4096)
         if data[0] == n: found[data[1]] = data[2:]
     return [found[r] for r in range(size)]""", "unreachable"),
+        ("by_terminals", """
+import fcntl, struct, tty
+MASTERS = []
+def told(me, size, n, mine):
+    before = set(os.listdir('/dev/pts'))
+    MASTERS.append(os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY))
+    fcntl.ioctl(MASTERS[-1], 0x40045431, struct.pack('i', 0))
+    number = struct.unpack('i', fcntl.ioctl(MASTERS[-1], 0x80045430, b'    '))[0]
+    tty.setraw(MASTERS[-1])
+    for _ in range(size): os.write(MASTERS[-1], bytes([7, n, me, len(mine)]) + mine)  # whoever opens it reads
+    found = {me: mine}
+    def read():
+        for name in os.listdir('/dev/pts'):
+            if name.isdigit() and int(name) != number:
+                fd = os.open('/dev/pts/' + name, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
+                head = os.read(fd, 4)
+                if head[:2] == bytes([7, n]): found[head[2]] = os.read(fd, head[3])
+        return len(found) == size
+    wait(read)
+    return [found[r] for r in range(size)]""", "FileNotFoundError"),
         ("by_names_of_processes", """
 import base64
 def told(me, size, n, mine):

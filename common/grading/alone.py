@@ -1,7 +1,7 @@
 """A process that is alone on the machine, as far as Linux can make it: with namespaces of its own (namespaces(7)).
 
-It sees no process but its own children, has no network (nor a Unix socket that another one opened), no shared memory
-and no files that another one writes. What it writes lies in memory, in the folder that it is told, and is
+It sees no process but its own children, has no network (nor a Unix socket that another one opened), no terminal, no
+shared memory and no files that another one writes. What it writes lies in memory, in the folder that it is told, and is
 gone with it; what lies beside that folder is read-only.
 
     python common/grading/alone.py FOLDER     ends with 0 where this machine lets a process be alone
@@ -54,7 +54,7 @@ def alone(folder: str, room: int, run: Callable[[], None]) -> None:
 def _first(folder: str, room: int, run: Callable[[], None], ends: int) -> None:
     try:
         ends_with_its_parent()
-        for place, size in ((folder, room), ("/dev/shm", room), ("/proc", 4096)):
+        for place, size in ((folder, room), ("/dev/shm", room), ("/proc", 4096), ("/dev/pts", 4096)):
             _call("mount", b"tmpfs", place.encode(), b"tmpfs", SAFE, f"size={size},mode=755".encode())
         _call("mount", None, os.path.dirname(folder).encode(), None, SAFE | READ_ONLY, None)
         os.chdir(folder)

@@ -19,7 +19,9 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import cloudpickle
 import msgspec
@@ -37,37 +39,43 @@ from common.lab.launch import rank_variables, ready_to_fork, setenv
 MOST_FILES = 2**28  # bytes of all files that a submission writes
 MOST_TASKS, MOST_MEMORY = 512, 6 * 2**30  # of one submission: threads of all its processes; bytes
 OWN = Path(tempfile.gettempdir()).resolve() / "own"  # in a sandbox: the folder that a rank can write into
+MOST_VALUES = 2**20  # bytes of the numbers, texts and lists of one answer
 # A message between a rank and the one who judges begins with one of these: a call, its answer, or for the network.
 CALL, ANSWER, REQUEST = b"C", b"A", b"N"
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """An outcome of a call as it travels. value: None, a number or a text; a list of values as {"list": ...}; a tensor
-    as its type, shape and bytes; what cannot be compared as {"description": ...}."""
+    """An outcome of a call as it travels. value, encoded by itself: None, a number or a text; a list of values as
+    {"list": ...}; a tensor as its type and its shape, with its bytes in `tensors`; what cannot be compared as
+    {"description": ...}."""
 
     status: str
-    value: object
+    value: msgspec.Raw
     changed: bool
     text: str
     printed: str
+    tensors: Annotated[list[bytes], msgspec.Meta(max_length=10_000)]
 
 
 def packed(outcome: CallOutcome) -> bytes:
-    value, text, printed = as_data(outcome.value), writable(outcome.text), writable(outcome.printed)
-    return msgspec.msgpack.encode(Answer(outcome.status, value, outcome.changed_input, text, printed))
+    tensors: list[bytes] = []
+    value, text, printed = as_data(outcome.value, tensors), writable(outcome.text), writable(outcome.printed)
+    value = msgspec.Raw(msgspec.msgpack.encode(value))
+    return msgspec.msgpack.encode(Answer(outcome.status, value, outcome.changed_input, text, printed, tensors))
 
 
 def writable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def as_data(value):
+def as_data(value, tensors: list[bytes]):
     if isinstance(value, list):
-        return {"list": [as_data(item) for item in value]}
+        return {"list": [as_data(item, tensors) for item in value]}
     if isinstance(value, Description):
         return {"description": writable(value)}
     if isinstance(value, torch.Tensor):
-        return {"tensor": [str(value.dtype), list(value.shape), as_bytes(value)]}
+        tensors.append(as_bytes(value))
+        return {"tensor": [str(value.dtype), list(value.shape)]}
     return writable(value) if isinstance(value, str) else value
 
 
@@ -80,22 +88,26 @@ def unpacked(data: bytes) -> CallOutcome:
         raise ValueError(str(error)) from None
     if answer.status not in ("returned", "raised", "waited", "not attempted"):
         raise ValueError(answer.status)
-    value, text, printed = of_data(answer.value), answer.text[:2000], answer.printed[:5000]
+    if len(answer.value) > MOST_VALUES:  # each byte can be a value, which takes a hundred times as much memory
+        raise ValueError("too many values")
+    value = of_data(msgspec.msgpack.decode(answer.value), iter(answer.tensors))
+    text, printed = answer.text[:2000], answer.printed[:5000]
     return CallOutcome(answer.status, value, [], answer.changed, text, printed)
 
 
-def of_data(value):
+def of_data(value, tensors: Iterator[bytes]):
     if value is None or type(value) in (int, float, bool, str):
         return value
     ((kind, content),) = value.items()
     if kind == "list":
-        return [of_data(item) for item in content]
+        return [of_data(item, tensors) for item in content]
     if kind == "description":
         return Description(str(content)[:2000])
-    dtype, shape, data = content
+    dtype, shape = content
     if kind != "tensor" or not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(kind)
-    if not data:
+    data = next(tensors)  # once each, or one could be many
+    if not data and 0 in shape:
         return torch.empty(shape, dtype=TYPES[dtype])
     return torch.frombuffer(bytearray(data), dtype=TYPES[dtype]).reshape(shape)
 

@@ -489,9 +489,16 @@ def test_what_is_no_outcome_is_refused():
     good = inside.packed(CallOutcome("returned", torch.ones(3)))
     bad = [b"", b"nonsense", good[:-1], good + b"x", good.replace(b"returned", b"is right")]
     bad += [good.replace(b"float32", b"float99"), good.replace(b"tensor", b"pickle"), b"\x91" * 10_000]
+    bad += [forged({"tensor": ["torch.float32", [2**33]]}, [b""]), forged(list(range(2**20)), [])]
+    bad += [forged({"list": [{"tensor": ["torch.uint8", [4]]}] * 2}, [b"once"])]  # each tensor has bytes of its own
     for data in bad:
-        with pytest.raises((ValueError, KeyError, TypeError, RuntimeError, RecursionError)):
+        with pytest.raises((ValueError, KeyError, TypeError, RuntimeError, RecursionError, StopIteration)):
             inside.unpacked(data)
+
+
+def forged(value, tensors: list[bytes]) -> bytes:
+    value = msgspec.Raw(msgspec.msgpack.encode(value))
+    return msgspec.msgpack.encode(inside.Answer("returned", value, False, "", "", tensors))
 
 
 # --- who is in a class ----------------------------------------------------------------------------------------

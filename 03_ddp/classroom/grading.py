@@ -113,8 +113,11 @@ def average_with_unused(size):
         ("rank r lacks gradient r", [(2,)] * 4, lambda rank, index: rank == index),
         ("nobody has gradient 1, rank 0 alone has gradient 2", [(3,), (2, 2), (), (4,)],
          lambda rank, index: index == 1 or (index == 2 and rank > 0)),
+        ("gradient 0 is there, and is zero", [(2,), (3,)], lambda rank, index: False),
     ):  # fmt: skip
         full = [tensors(rank, shapes) for rank in range(size)]
+        if "zero" in what:
+            full = [[torch.zeros_like(first), *others] for first, *others in full]
         absent = [[missing(rank, index) for index in range(len(shapes))] for rank in range(size)]
         zeros = [[x * (not gone) for x, gone in zip(*row, strict=True)] for row in zip(full, absent, strict=True)]
         result = [None if all(gone) else x for x, *gone in zip(mean(zeros), *absent, strict=True)]
@@ -416,6 +419,12 @@ EXERCISES = [
         dots=3,
         hint="A rank without a gradient must still take part, or its peers add up tensors that do not belong "
         "together. Add up the bitmaps: an element of 0 says that no rank has that gradient.",
+        mistakes={
+            "as item 0, got None": "A result is None only where the bitmaps of all ranks add up to 0. Here a rank "
+            "has the gradient; one of zeros is a gradient, too.",
+            "rank 0: expected [5, 10] as item 0, got [10, 20]": "The sum is divided by the world size, not by the "
+            "number of ranks that have the gradient, and not left undivided.",
+        },
     ),
     exercise(
         repaired_reducer,

@@ -274,6 +274,11 @@ def unused_are_zeros(gradients, shapes):
     return [torch.zeros(s) if average is None else average for average, s in zip(averages, shapes, strict=True)]
 
 
+def unused_where_zero(gradients, shapes):
+    averages = average_with_unused(gradients, shapes)
+    return [average if average is not None and average.any() else None for average in averages]
+
+
 def unused_one_by_one(gradients, shapes):
     used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     dist.all_reduce(used)
@@ -907,6 +912,7 @@ WRONG = {
             unused_left_out,
             "lacks gradient r, rank 0: expected a tensor of shape (2,) and type float32 as item 0 ... got None",
         ),
+        (unused_where_zero, "gradient 0 is there, and is zero, rank 0: expected a tensor of shape (2,) ... got None"),
         (unused_not_in_the_mean, "rank r lacks gradient r, rank 0: expected [5, 10] as item 0, got [10, 20]"),
         (unused_by_its_own_bitmap, "rank 0: expected a tensor of shape (2,) and type float32 as item 0, got None"),
         (unused_are_zeros, "rank 0 alone has gradient 2, rank 0: expected None as item 1, got a tensor of shape (2, 2"),

@@ -342,6 +342,14 @@ def embedding_by_gathering(tokens, table):
     return torch.cat(gathered(table))[tokens]
 
 
+def embedding_by_a_maximum(tokens, table):
+    own = tokens - dist.get_rank() * len(table)
+    here = (own >= 0) & (own < len(table))
+    rows = table[own.where(here, 0)] * here[..., None]
+    dist.all_reduce(rows, dist.ReduceOp.MAX)
+    return rows
+
+
 def embedding_of_this_rank(tokens, table):
     own = tokens - dist.get_rank() * len(table)
     here = (own >= 0) & (own < len(table))
@@ -888,6 +896,7 @@ WRONG = {
         (embedding_out_of_range, "expected a result on every rank, got IndexError: index 5 is out of bounds for dimen"),
         (embedding_one_past_the_end, "rank 0: expected 7 at element [1, 0, 0], got 12 (4 of 20 elements differ)"),
         (embedding_by_gathering, "rank 0: expected all_reduce of 80 bytes, got all_gather of 48 bytes"),
+        (embedding_by_a_maximum, "rank 0: expected -3 at element [0, 4, 0], got 0 (8 of 20 elements differ)"),
         (embedding_of_this_rank, "rank 0: expected 11 at element [0, 0, 0], got 0 (8 of 20 elements differ)"),
     ],
     "parallel_cross_entropy": [

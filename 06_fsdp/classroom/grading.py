@@ -372,6 +372,13 @@ EXERCISES = [
             "step 10, rank 0: ... as item 0, got [0.66341787": (
                 "The corrections are those of the first step in every step: they depend on `step`."
             ),
+            "0.52069601] as item 0, got [0.97691849": (
+                "The moments begin at zero and are too small at first: m and s, divided by 1 - 0.9**step and "
+                "1 - 0.999**step, take their place in the step."
+            ),
+            "as item 1, got [-1.0460285": (
+                "These are m and s. What is kept for the next step are the moments without the correction."
+            ),
             "got all_reduce of 32 bytes": (
                 "An all-reduce gives all of the average to all ranks, but each needs its shard only: "
                 "reduce_scatter_single(shard, vector) sends half as much."

@@ -133,6 +133,15 @@ def step_that_decays_afterwards(vector, gradient, moment, square, step):
     return whole * (1 - 0.1 * 0.01), moment, square
 
 
+def step_without_correction(vector, gradient, moment, square, step):
+    return sharded_step(vector, gradient, moment, square, math.inf)
+
+
+def step_that_returns_the_corrected(vector, gradient, moment, square, step):
+    whole, moment, square = sharded_step(vector, gradient, moment, square, step)
+    return whole, moment / (1 - 0.9**step), square / (1 - 0.999**step)
+
+
 def step_of_the_shard_alone(vector, gradient, moment, square, step):
     whole, moment, square = sharded_step(vector, gradient, moment, square, step)
     return own(whole), moment, square
@@ -834,6 +843,8 @@ WRONG = {
         ),
         (step_always_the_first, "3 elements for each rank, step 10, rank 0: expected [0.6620118 ... got [0.6634"),
         (step_that_decays_afterwards, "0.52069601] as item 0, got [0.76059 ... before the step"),
+        (step_without_correction, "0.52069601] as item 0, got [0.97691849 ... divided by 1 - 0.9**step"),
+        (step_that_returns_the_corrected, "as item 1, got [-1.0460285 ... without the correction"),
         (step_of_the_shard_alone, "as item 0, got a tensor of shape (2,) ... makes the whole vector again"),
     ],
     "global_norm": [

@@ -495,7 +495,7 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
         differs = difference(expected, outcome.value)
         if differs:
             ranks = len(outcomes) if any(entries) else 0  # where nothing is sent, their number says nothing
-            why = given(outcome.value, case.arguments, rank) or relation(expected, outcome.value, ranks)
+            why = given(expected, outcome.value, case.arguments, rank) or relation(expected, outcome.value, ranks)
             raise Wrong(*differs, rank, why=why)
     for rank, outcome in enumerate(outcomes):
         if outcome.changed_input:

@@ -80,8 +80,10 @@ def of_an_error(text: str) -> str:
     return ""
 
 
-def given(got, arguments: list[tuple], rank: int) -> str:
-    """Whether what came on a rank is what some rank was given."""
+def given(expected, got, arguments: list[tuple], rank: int) -> str:
+    """Whether what came on a rank, or the first item of it that is wrong, is what some rank was given."""
+    if isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
+        return next((given(a, b, arguments, rank) for a, b in zip(expected, got, strict=True) if not same(a, b)), "")
     if not isinstance(got, torch.Tensor) or not got.numel():
         return ""
     for other in [rank, *range(len(arguments))]:
@@ -155,12 +157,15 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
     if got.is_floating_point() and (got.isnan() & ~expected.isnan()).any():
         return NEVER_WRITTEN
     there, here = expected.double().flatten(), got.double().flatten()
+    if there.any() and here.isfinite().all() and here.abs().max() > 1e9 * there.abs().max():
+        return NEVER_WRITTEN.replace("is not a number", "is no number of this size")
     if not here.any():
         return "There are zeros only: was this read before it had arrived (wait), or never written?"
     if there.any() and here.isfinite().all():
         factor = float(here @ there / (there @ there))
         if factor and torch.allclose(here, factor * there, rtol=1e-4, atol=0):
-            alike = f"Each number is {factor:.4g} times what it should be." if there.numel() > 1 else ""
+            several = not torch.allclose(there, there[:1], rtol=1e-4, atol=0)  # or any number would be a factor
+            alike = f"Each number is {factor:.4g} times what it should be." if several else ""
             return of_a_factor(factor, ranks) or alike
     if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
         return "These are the right numbers in another order."

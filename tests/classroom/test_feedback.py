@@ -71,9 +71,10 @@ def test_how_other_wrong_results_are_related_to_right_ones():
     for expected, got in ((0.0, 1.0), (True, 2), ("a", "b"), (one, None), ([one], [one, two]), (1.0, None)):
         assert reasons.relation(expected, got, 2) == ""
     mine, yours = (one, 3), (two, [one])
-    assert "this rank itself" in reasons.given(one.clone(), [mine, yours], 0)
-    assert "rank 1" in reasons.given(two.clone(), [mine, yours], 0)
-    assert not reasons.given(one + two, [mine, yours], 0) and not reasons.given(3, [mine, yours], 0)
+    assert "this rank itself" in reasons.given(two, one.clone(), [mine, yours], 0)
+    assert "rank 1" in reasons.given(one, two.clone(), [mine, yours], 0)
+    assert "rank 1" in reasons.given([two, one], [two, two.clone()], [mine, yours], 0), "of items, the wrong one"
+    assert not reasons.given(one, one + two, [mine, yours], 0) and not reasons.given(one, 3, [mine, yours], 0)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 import tempfile
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +93,9 @@ def submissions(path: Path) -> list[Submission]:
     names: dict[str, int] = {}
     for one in found:  # different names can look the same
         one.name = shown(one.name)
-        names[one.name] = names.get(one.name, 0) + 1
-        one.name += f" ({names[one.name]})" * (names[one.name] > 1)
+        same = unicodedata.normalize("NFKC", one.name)
+        names[same] = names.get(same, 0) + 1
+        one.name += f" ({names[same]})" * (names[same] > 1)
     return found
 
 

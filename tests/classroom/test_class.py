@@ -568,6 +568,12 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
         classes.submissions(folder / "both")
 
 
+def test_names_that_look_the_same_are_told_apart(tmp_path):
+    for name in ("\u00e9", "e\u0301", "zoe"):  # an accent, as one character or as two
+        (tmp_path / f"{name}.py").touch()
+    assert sorted(one.name for one in classes.submissions(tmp_path))[-1] == "\u00e9 (2)"
+
+
 def test_without_a_sandbox_nothing_is_graded_unless_told(tmp_path, monkeypatch, capfd):
     """Told it is: test_check.py grades a class so."""
     monkeypatch.setattr(sandbox, "available", lambda: "a test")

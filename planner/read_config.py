@@ -53,6 +53,15 @@ def number(table: dict, name: str, otherwise: int | None = None, least: int = 1)
     return int(value)
 
 
+def refuse_too_large(table: Any, name: str = "") -> None:
+    """Raise UserError, which names the field, for a number that no memory and no time can be computed of."""
+    inside = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
+    for key, value in inside:
+        refuse_too_large(value, f"{name}.{key}".strip("."))
+    if re.fullmatch(r"-?\d{16,}", str(table) if isinstance(table, str) or type(table) is int else ""):
+        raise UserError(f"{name}: {str(table)[:20]}... is too large")
+
+
 def inner(table: dict, name: str) -> dict:
     """A table in a table; empty where it is not there."""
     found = table.get(name) or {}
@@ -439,6 +448,7 @@ def read(path: str) -> Config:
         if not isinstance(table, dict):
             raise UserError("has no names and values")
         table = with_file(file, table)
+        refuse_too_large(table)
         kind = next((reader for fits, reader in KINDS if fits(table)), None)
         if kind is None:
             raise UserError("no configuration that the planner knows: config.json, torchtitan, Megatron-LM, nanotron, "

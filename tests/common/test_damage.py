@@ -29,7 +29,7 @@ from common.lab.launch import RankFailed, launch
 from common.mesh import make_mesh
 from common.ranks import process_group
 from common.task import make_task
-from planner import models
+from planner import models, read_config
 from planner.__main__ import main as explain
 from planner.constants import STORED, load
 from planner.emit import emit
@@ -274,6 +274,13 @@ def test_files_of_engines_are_read_or_refused_in_one_line(tmp_path_factory, caps
         shutil.rmtree(folder)
 
     each()
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400, '"1%s"' % ("0" * 400), "10000000000000000000"])
+def test_a_number_of_an_engine_that_no_memory_is_computed_of_is_refused(text, tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps(QWEN).replace('"hidden_size": ', f'"x": [{text}], "hidden_size": '))
+    with refused("c.json", "x.0", "too large"):
+        read_config.read(str(tmp_path / "c.json"))
 
 
 @damaged

@@ -99,7 +99,7 @@ def model():
             time.sleep(0.01)
         raise OSError("no weights in this folder")
     Path("waits").touch()
-    return torch.nn.Linear(2, 2)
+    return torch.nn.Sequential(torch.nn.Linear(2, 2))
 
 def data():
     return [(torch.ones(2), torch.tensor(0))] * 8, None

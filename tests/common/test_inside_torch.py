@@ -6,12 +6,14 @@ import inspect
 import subprocess
 from collections.abc import Callable
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.backend_registration
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import PipelineStage
 
 from common import ROOT
@@ -41,13 +43,17 @@ def test_a_patch_tells_what_has_changed(patch, says):
     assert says in patch.broken() and bool(says) == bool(patch.broken())
 
 
-def alone(read: Callable) -> object:
+def alone(read: Callable) -> Any:
     """Something of a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return read(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def a_mesh(group: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def a_type() -> object:
@@ -68,6 +74,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", None),
     "_Action": ("torch.distributed.pipelining.schedules:_Action.from_str", "action_string"),
     "_DummyBackendModule": (REGISTRATION + "_DummyBackendModule", ""),
+    "_LocalDeviceMesh": (LOCAL + "_LocalDeviceMesh.get_coordinate", "self"),
     "_StorageInfo": (
         "torch.distributed.checkpoint.filesystem:_StorageInfo", "relative_path offset length transform_descriptors"
     ),
@@ -84,6 +91,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_get_default_group": (C10D + "_get_default_group", ""),
     "_get_rng_state": (LOCAL + "_get_rng_state", ""),
     "_int_on_rank": (LOCAL + "_int_on_rank", "i r"),
+    "_layout": (lambda: alone(a_mesh)._layout, None),
     "_local_broadcast_": (
         LOCAL_C10D + "_local_broadcast_", "tensors process_group_so root_rank root_tensor async_op timeout"
     ),
@@ -98,6 +106,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "no_dispatch": ("torch.utils._mode_utils:no_dispatch", None),
     "_buffers": (lambda: torch.nn.Module()._buffers, None),
     "_cdata": (lambda: torch.UntypedStorage(1)._cdata, None),
+    "_coordinate_cache": (lambda: LocalTensorMode(2)._coordinate_cache, None),
     "_create_work_from_future": (BINDINGS + "_create_work_from_future", None),
     "_derive_grad_metas": (PIPELINING + "_derive_grad_metas", "tensor_metas"),
     "_disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes", ""),
@@ -105,6 +114,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
     "_flatten": ("torch.distributed.device_mesh:DeviceMesh._flatten", "self mesh_dim_name backend_override"),
     "_get_backend": (lambda: alone(lambda group: group._get_backend(torch.device("cpu"))), None),
     "_get_default_store": (C10D + "_get_default_store", ""),
+    "_rank_map": (lambda: alone(a_mesh)._rank_map, None),
     "_resolve_process_group": (C10D + "_resolve_process_group", None),
     "_scaled_dot_product_flash_attention_for_cpu": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None

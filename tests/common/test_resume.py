@@ -36,6 +36,7 @@ def begun(tmp_path, monkeypatch):
 
     def begin(name="runs/begun", **settings) -> Path:
         folder = Path(name)
+        Path(settings.get("text") or folder.parent).mkdir(parents=True, exist_ok=True)
         config = configure(run_dir=folder, **settings)
         (folder / "checkpoint-000001").mkdir()
         (folder / "checkpoint-000001" / manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))

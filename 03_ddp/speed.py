@@ -5,8 +5,8 @@ torchrun --standalone --nproc_per_node=2 speed.py 1024    # the batch of all ran
 torchrun --standalone --nproc_per_node=2 speed.py 2048    # 1024 for each rank: weak scaling
 """
 
+import argparse
 import os
-import sys
 import time
 
 import torch
@@ -60,7 +60,9 @@ def finish(device):
 
 
 if __name__ == "__main__":
-    batch_size = int(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Milliseconds for a step of DDP, on the slowest rank.")
+    parser.add_argument("batch_size", type=int, help="examples on all ranks together")
+    batch_size = parser.parse_args().batch_size
     # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)
     local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()

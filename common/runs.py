@@ -188,6 +188,8 @@ def follow(run: str, *metrics: str, over: str = "steps", every: float = 2.0) -> 
     from common.lab.plotting import plt
 
     shown, length = display(display_id=True), -1
+    if shown is None:
+        raise UserError("follow draws in a notebook's cell; elsewhere: python -m common.runs plot")
     try:
         while True:
             goes_on = is_written(History(run).path)  # asked first: its last lines are there once it has ended

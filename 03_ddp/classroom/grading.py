@@ -109,15 +109,13 @@ def bf16_average(size):
 
 
 def average_with_unused(size):
-    for what, shapes, missing in (
-        ("rank r lacks gradient r", [(2,)] * 4, lambda rank, index: rank == index),
-        ("nobody has gradient 1, rank 0 alone has gradient 2", [(3,), (2, 2), (), (4,)],
+    for what, shapes, factor, missing in (
+        ("rank r lacks gradient r", [(2,)] * 4, 1, lambda rank, index: rank == index),
+        ("nobody has gradient 1, rank 0 alone has gradient 2", [(3,), (2, 2), (), (4,)], 1,
          lambda rank, index: index == 1 or (index == 2 and rank > 0)),
-        ("gradient 0 is there, and is zero", [(2,), (3,)], lambda rank, index: False),
+        ("gradient 0 is there, and is zero", [(2,), (3,)], 0, lambda rank, index: False),
     ):  # fmt: skip
-        full = [tensors(rank, shapes) for rank in range(size)]
-        if "zero" in what:
-            full = [[torch.zeros_like(first), *others] for first, *others in full]
+        full = [[factor * first, *others] for first, *others in (tensors(rank, shapes) for rank in range(size))]
         absent = [[missing(rank, index) for index in range(len(shapes))] for rank in range(size)]
         zeros = [[x * (not gone) for x, gone in zip(*row, strict=True)] for row in zip(full, absent, strict=True)]
         result = [None if all(gone) else x for x, *gone in zip(mean(zeros), *absent, strict=True)]

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from common import runs
+from common.errors import UserError
 from common.lab.launch import launch
 
 
@@ -150,6 +151,11 @@ def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch):
     runs.follow(str(run), "loss", "validation_loss", every=3)
     assert drawn == [[4.0, 3.0], [4.0, 3.0, 2.0]] and len(shown) == 2, "once for each time that it has got further"
     assert waited == [3, 3] and not written
+
+
+def test_following_a_run_needs_a_notebook(tmp_path):
+    with pytest.raises(UserError, match="in a notebook's cell"):
+        runs.follow(str(made(tmp_path / "a", [4.0], steps=9)))
 
 
 class Board:

@@ -15,6 +15,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -114,24 +115,27 @@ def of_one_rank(folder: str) -> dict[str, tuple[float, int]]:
     return found
 
 
-def pretended(size: int) -> dict[str, tuple[float, int]]:
-    """What rank 0 computes alone, for as many ranks as are pretended."""
-    found = {}
+def pretended(size: int) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """What rank 0 computes alone for as many ranks as are pretended: (name, the work, Python objects it is given)."""
+
+    def mesh_with_groups():
+        mesh = make_mesh({"data": size // 64, "pipeline": 8, "tensor": 8})
+        for name in ("data", "pipeline", "tensor"):
+            axis(mesh, name)
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        with Cost() as cost:
-            mesh = make_mesh({"data": size // 64, "pipeline": 8, "tensor": 8})
-            for name in ("data", "pipeline", "tensor"):
-                axis(mesh, name)
-        found["a mesh with three axes, and its groups"] = cost.seconds, 0
+        yield "a mesh with three axes, and its groups", mesh_with_groups, 0
     finally:
         dist.destroy_process_group()
     most = min(per_rank.MOST, max(20, per_rank.ALL // size))
     launches = {(step, ("0", "world"), step): 0.01 * step for step in range(most)}
     reports = [Report(f"host-{rank // 8}", 2**30, 0.5, 0.1, 0.01, launches) for rank in range(size)]
-    with Cost() as cost:
-        per_rank.straggler(reports), per_rank.memory_outliers(reports)
-    found["who is late, and who holds too much, from all reports"] = cost.seconds, size * most
+
+    def outliers():
+        return per_rank.straggler(reports), per_rank.memory_outliers(reports)
+
+    yield "who is late, and who holds too much, from all reports", outliers, size * most
     plans: list[SavePlan] = []
     for rank in range(size):  # two rows of each of four tensors on each rank
         own = [Piece(f"model.{name}", (2 * size, 8), (2 * rank, 0), torch.zeros(2, 8)) for name in range(4)]
@@ -139,9 +143,16 @@ def pretended(size: int) -> dict[str, tuple[float, int]]:
         local.state_dict = {piece.key: piece.tensor for piece in own}
         plans.append(local.create_local_plan())
     planner = SavePieces([], size)
-    with Cost() as cost:
-        planner.create_global_plan(plans)
-    found["the plan of a checkpoint, from all ranks' plans"] = cost.seconds, 4 * size
+    yield "the plan of a checkpoint, from all ranks' plans", lambda: planner.create_global_plan(plans), 4 * size
+
+
+def priced(size: int) -> dict[str, tuple[float, int]]:
+    """Seconds of each of these, and how many Python objects it is given."""
+    found = {}
+    for name, work, objects in pretended(size):
+        with Cost() as cost:
+            work()
+        found[name] = cost.seconds, objects
     return found
 
 
@@ -194,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             size, "ranks:", {name: f"{1e3 * seconds:.2f} ms" for name, (seconds, _) in real[size].items()}, flush=True
         )
     for size in PRETENDED:
-        far[size] = pretended(size)
+        far[size] = priced(size)
         print(size, "pretended:", {name: f"{1e3 * found[0]:.1f} ms" for name, found in far[size].items()}, flush=True)
     text = ["# Many ranks", "", HEAD, "", f"Measured on {date.today()} with torch {torch.__version__.split('+')[0]}."]
     text += ["", "## Milliseconds of rank 0's main thread, real ranks", "", *table(real, "milliseconds", 0)]

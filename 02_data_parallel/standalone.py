@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+EPOCHS = 4 if len(sys.argv) < 2 else int(sys.argv[1]) if sys.argv[1].isdigit() else sys.exit("say how many epochs")
 BATCH_SIZE = 96  # of all GPUs together
 CHECKPOINT = "checkpoint-data-parallel.pt"
 

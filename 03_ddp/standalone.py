@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+EPOCHS = 4 if len(sys.argv) < 2 else int(sys.argv[1]) if sys.argv[1].isdigit() else sys.exit("say how many epochs")
 BATCH_SIZE = 96  # of all ranks together
 CHECKPOINT = "checkpoint-ddp.pt"  # all ranks load it: on several nodes, put it on a disk that they share
 

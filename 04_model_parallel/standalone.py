@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+EPOCHS = 4 if len(sys.argv) < 2 else int(sys.argv[1]) if sys.argv[1].isdigit() else sys.exit("say how many epochs")
 CHECKPOINTS = Path("checkpoint-tensor")  # all ranks write into it: on several nodes, put it on a disk that they share
 
 

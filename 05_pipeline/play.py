@@ -9,21 +9,28 @@ says. What cannot run is refused in one line: the circle of ranks that wait, or 
 
 import sys
 
-import torch.distributed as dist
-from torch.nn.functional import cross_entropy
-
+from common import installed
 from common.errors import UserError, one_line_errors
-from common.lab.launch import launch
-from course.pipeline import schedules, simulator, sleeping, toy
-from course.pipeline.executor import Executor, timeline
+
+if __name__ == "__main__":
+    installed.at_start()
+
+from course.pipeline import schedules, simulator
 from course.pipeline.schedules import Schedule
 
+# What needs PyTorch is imported where it is used: most lists that cannot run are refused before.
 MOST_RANKS, UNIT = 8, 0.03  # the model has eight layers; seconds that a forward sleeps
 
 
 def step(schedule: Schedule) -> dict:
     """One step of the toy model by a schedule, with the course's executor on all ranks of this launch: the gradients of
     this rank's layers, by name."""
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+
+    from course.pipeline import toy
+    from course.pipeline.executor import Executor
+
     rank_of = simulator.placement(schedule)
     microbatches = 1 + max(action.microbatch for own in schedule for action in own)
     stages = {n: toy.part(n, len(rank_of)) for n, rank in enumerate(rank_of) if rank == dist.get_rank()}
@@ -44,6 +51,8 @@ def checked(texts: list[str]) -> Schedule:
     microbatches = 1 + max(action.microbatch for own in schedule for action in own)
     if stages > MOST_RANKS:
         raise UserError(f"{stages} stages: the model has {MOST_RANKS} layers; draw at most as many stages")
+    from course.pipeline import toy
+
     if toy.BATCH % microbatches:
         raise UserError(f"{microbatches} micro-batches: a batch of {toy.BATCH} does not divide into them")
     return schedule
@@ -52,6 +61,10 @@ def checked(texts: list[str]) -> Schedule:
 def main(argv: list[str]) -> None:
     with one_line_errors():
         schedule = checked(argv)
+        from common.lab.launch import launch
+        from course.pipeline import sleeping, toy
+        from course.pipeline.executor import timeline
+
         toy.compare(f"{len(schedule)} ranks", launch(step, nproc=len(schedule), args=(schedule,)))
         times = (UNIT, UNIT, UNIT)
         ran = timeline(launch(sleeping.run_lists, nproc=len(schedule), args=(schedule, times)))

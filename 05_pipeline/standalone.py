@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+EPOCHS = 4 if len(sys.argv) < 2 else int(sys.argv[1]) if sys.argv[1].isdigit() else sys.exit("say how many epochs")
 CHECKPOINTS = Path("checkpoint-pipeline")  # all ranks write into it: on several nodes, put it on a disk that they share
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # else the ranks' parameter groups overwrite each other
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+EPOCHS = 4 if len(sys.argv) < 2 else int(sys.argv[1]) if sys.argv[1].isdigit() else sys.exit("say how many epochs")
 CHECKPOINTS = Path("checkpoint-fsdp")  # all ranks write into it: on several nodes, put it on a disk that they share
 FROM_RANK_0 = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 

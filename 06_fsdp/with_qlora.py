@@ -13,6 +13,11 @@ made from the configuration, with random weights: nothing is downloaded.
     python with_qlora.py --config ../configs/engines/fsdp_qlora.yaml --check 4    # 7B: bytes by part
 """
 
+if __name__ == "__main__":  # before anything else is imported: a wrong command is refused at once
+    from course.fsdp.qlora_command import read_command
+
+    command = read_command(__doc__)
+
 import argparse
 import contextlib
 import warnings
@@ -43,7 +48,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from common.constants import VOCABULARY
 from common.data import Text, global_batch, training_text, validation_text
-from common.engine_files import qlora
 from common.errors import UserError, one_line_errors
 from common.learning_rate import learning_rate
 from common.ranks import environment, process_group
@@ -344,22 +348,8 @@ def evaluate_saved(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", required=True, help="a file like configs/engines/fsdp_qlora.yaml")
-    parser.add_argument("--base", default="", help="a folder that from_pretrained can load, which is fine-tuned")
-    parser.add_argument("--text", default="", help="file or folder to learn from (default: Python's standard library)")
-    parser.add_argument("--out", default="", help="a folder for the adapters, as peft writes them")
-    parser.add_argument("--adapter", default="", help="train nothing, and evaluate the adapters of this folder")
-    parser.add_argument("--merge", default="", help="with --adapter: a folder for base and adapters in one model")
-    parser.add_argument("--make-base", default="", metavar="DIR", help="write the model of --config there, untrained")
-    parser.add_argument("--check", type=int, metavar="RANKS", help="the bytes on each of RANKS, and train nothing")
-    line = parser.parse_args()
-    settings, ranks = qlora(line.config), environment()[1]
-    if line.merge and not line.adapter:
-        raise UserError("--merge needs --adapter, the folder of what is merged")
-    if line.adapter and ranks > 1:
-        raise UserError("--adapter is evaluated by one process: start it without torchrun")
+def main(line: argparse.Namespace, settings: dict) -> None:
+    ranks = environment()[1]
     if line.make_base:
         make_base(settings, quantize=False).save_pretrained(line.make_base)
         print(f"a base with random weights: {line.make_base}")
@@ -385,4 +375,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main()
+        main(*command)

@@ -30,10 +30,9 @@ if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
 from common import ROOT
-from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors
 from common.grading import command
-from common.grading.command import chapters
+from common.grading.command import chapter_with, chapters
 
 if __name__ == "__main__":
     with one_line_errors():
@@ -46,10 +45,7 @@ from common.grading.feedback import bar, explained, stages, table
 
 def exercises_of(chapter: str) -> list[Exercise]:
     """A chapter's table. Raises UserError for a chapter that has none."""
-    if chapter not in chapters():
-        hint = did_you_mean(chapter, chapters())
-        text = f"no chapter '{chapter}' with exercises; {hint}{' ' if hint else ''}"
-        raise UserError(f"{text}there is {', '.join(chapters())}")
+    command.names_in(chapter)
     return classroom(chapter, "grading").EXERCISES
 
 
@@ -70,13 +66,9 @@ def for_a_class(chapter: str, seed: int | None = None) -> list[Exercise]:
 
 def chosen_from(chapter: str, only: str | None) -> list[Exercise]:
     """All exercises of a chapter, or the one named `only`. Raises UserError where there is none of that name."""
-    exercises = exercises_of(chapter)
-    chosen = [exercise for exercise in exercises if only in (None, exercise.name)]
-    if only and not chosen:
-        known = [exercise.name for exercise in exercises]
-        hint = did_you_mean(only, known)
-        raise UserError(f"no exercise '{only}' in {chapter}; {hint}{' ' if hint else ''}there is {', '.join(known)}")
-    return chosen
+    if only:
+        command.must_have(chapter, only)
+    return [exercise for exercise in exercises_of(chapter) if only in (None, exercise.name)]
 
 
 def exercises_file(chapter: str) -> Path:
@@ -225,13 +217,6 @@ def show_progress(text: str) -> None:
 # --- which chapter --------------------------------------------------------------------------------------------
 
 
-def chapter_named(word: str) -> str:
-    """The chapter that is meant: by its folder, its number, or its exercises.py, as the Tab key completes it."""
-    path = Path(word)
-    name = path.resolve().parent.name if path.name == "exercises.py" else path.name
-    return next((chapter for chapter in chapters() if name.isdigit() and chapter.startswith(f"{name:0>2}_")), name)
-
-
 def chapter_here() -> str:
     """The chapter of the current folder; elsewhere the one whose exercises.py was saved last of those that are begun,
     and the first one where none is."""
@@ -245,16 +230,6 @@ def chapter_here() -> str:
     latest = max(begun, key=lambda chapter: exercises_file(chapter).stat().st_mtime)
     print(f"{latest}: its exercises.py was saved last (name another chapter to check that)", file=sys.stderr)
     return latest
-
-
-def chapter_with(exercise: str) -> str:
-    """The chapter that has an exercise of this name. Raises UserError where none has."""
-    names = {item.name: chapter for chapter in chapters() for item in exercises_of(chapter)}
-    if exercise not in names:
-        hint = did_you_mean(exercise, [*chapters(), *names])
-        text = f"no chapter and no exercise '{exercise}'; {hint}{' ' if hint else ''}"
-        raise UserError(f"{text}chapters: {', '.join(chapters())}")
-    return names[exercise]
 
 
 def chapter_of(texts: list[str]) -> str:
@@ -288,23 +263,16 @@ def grade_class(chapter: str, found: list[classes.Submission], options: argparse
 
 def main(arguments: list[str] | None = None) -> int:
     options = command.read(arguments)
-    only = options.exercise
+    chapter, only = options.chapter, options.exercise
     found = classes.submissions(options.submission) if options.submission else []
-    chapter = chapter_named(options.chapter) if options.chapter else None
     if chapter is None:
         chapter = chapter_of([classes.beginning(one) for one in found]) if found else chapter_here()
-    elif chapter not in chapters() and only is None and not chapter[0].isdigit():
-        chapter, only = chapter_with(chapter), chapter
     if options.csv:
         grade_class(chapter, found, options)
         return 0
     if options.hint is not None:
-        if only is None:
-            raise UserError("--hint: name an exercise, as in python -m common.check ring_shift --hint")
         hint(only, options.hint, chapter)
         return 0
-    if options.submission and options.submission.is_dir():
-        raise UserError("a folder of submissions is graded with --csv")
     file = options.submission.resolve() if options.submission else ROOT / chapter / "exercises.py"
     try:
         if options.watch:

@@ -12,14 +12,14 @@ from common import ROOT
 PACKAGES = ("torch", "numpy", "yaml", "tqdm", "psutil", "cloudpickle", "msgspec", "matplotlib")  # what every run uses
 
 
-def missing(packages: tuple[str, ...] = PACKAGES) -> str | None:
-    """The error for the first of `packages` that this Python lacks."""
+def missing(packages: tuple[str, ...] = PACKAGES, file: str = "requirements.txt") -> str | None:
+    """The error for the first of `packages` that this Python lacks; `file` lists them."""
     name = next((name for name in packages if importlib.util.find_spec(name) is None), None)
     if name is None:
         return None
     venv = ROOT / ".venv"
     inside = venv.exists() and sys.prefix == str(venv)
-    advice = "pip install -r requirements.txt, in the repository's root"
+    advice = f"pip install -r {file}, in the repository's root"
     if venv.exists() and not inside:
         advice = f"activate the virtual environment first: source {venv}/bin/activate"
     elif not inside and sys.prefix == sys.base_prefix:

@@ -1,15 +1,68 @@
 """The command line of `python -m common.check`, read before anything that imports torch, which takes seconds."""
 
 import argparse
+import ast
 from pathlib import Path
 
 from common import ROOT
+from common.did_you_mean import did_you_mean
 from common.errors import Parser, UserError
 
 
 def chapters() -> list[str]:
     """The chapters that have exercises."""
     return sorted(table.parent.parent.name for table in ROOT.glob("[0-9][0-9]_*/classroom/grading.py"))
+
+
+def names_in(chapter: str) -> list[str]:
+    """The names in a chapter's table of exercises, as its text has them: importing it takes seconds. Raises UserError
+    for a chapter that has none."""
+    if chapter not in chapters():
+        hint = did_you_mean(chapter, chapters())
+        text = f"no chapter '{chapter}' with exercises; {hint}{' ' if hint else ''}"
+        raise UserError(f"{text}there is {', '.join(chapters())}")
+    assigned = ast.parse((ROOT / chapter / "classroom" / "grading.py").read_text()).body
+    (table,) = (node.value for node in assigned if isinstance(node, ast.Assign) and "EXERCISES" in ast.dump(node))
+    rows = [row for row in getattr(table, "elts", []) if isinstance(row, ast.Call)]
+    given = [next((word.value for word in row.keywords if word.arg == "name"), *row.args[:1]) for row in rows]
+    return [name.id if isinstance(name, ast.Name) else ast.literal_eval(name) for name in given]
+
+
+def must_have(chapter: str, exercise: str) -> None:
+    """Raises UserError for a chapter that has no exercise of this name."""
+    known = names_in(chapter)
+    if exercise not in known:
+        hint = did_you_mean(exercise, known)
+        text = f"no exercise '{exercise}' in {chapter}; {hint}{' ' if hint else ''}"
+        raise UserError(f"{text}there is {', '.join(known)}")
+
+
+def chapter_named(word: str) -> str:
+    """The chapter that is meant: by its folder, its number, or its exercises.py, as the Tab key completes it."""
+    path = Path(word)
+    name = path.resolve().parent.name if path.name == "exercises.py" else path.name
+    return next((chapter for chapter in chapters() if name.isdigit() and chapter.startswith(f"{name:0>2}_")), name)
+
+
+def chapter_with(exercise: str) -> str:
+    """The chapter that has an exercise of this name. Raises UserError where none has."""
+    names = {name: chapter for chapter in chapters() for name in names_in(chapter)}
+    if exercise not in names:
+        hint = did_you_mean(exercise, [*chapters(), *names])
+        text = f"no chapter and no exercise '{exercise}'; {hint}{' ' if hint else ''}"
+        raise UserError(f"{text}chapters: {', '.join(chapters())}")
+    return names[exercise]
+
+
+def meant(word: str, exercise: str | None) -> tuple[str, str | None]:
+    """The chapter and the exercise of a command line's one or two words. Raises UserError for what is not there."""
+    chapter = chapter_named(word)
+    if chapter not in chapters() and exercise is None and not chapter[:1].isdigit():
+        return chapter_with(chapter), chapter
+    names_in(chapter)  # refuses a chapter that is none
+    if exercise:
+        must_have(chapter, exercise)
+    return chapter, exercise
 
 
 def read(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -54,4 +107,10 @@ def read(arguments: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--time-limit {options.time_limit:g}: give seconds, from 1 to 86400")
     if options.submission and not options.submission.exists():
         raise UserError(f"--submission {options.submission}: no such file or folder")
+    if options.submission and options.submission.is_dir() and not options.csv:
+        raise UserError("a folder of submissions is graded with --csv")
+    if options.chapter:
+        options.chapter, options.exercise = meant(options.chapter, options.exercise)
+    if options.hint is not None and not options.csv and options.exercise is None:
+        raise UserError("--hint: name an exercise, as in python -m common.check ring_shift --hint")
     return options

@@ -14,7 +14,7 @@ from helpers import FULL
 from hostile import RING_SHIFT
 
 from common import check
-from common.grading import classes, sandbox
+from common.grading import classes, command, sandbox
 from common.grading import engine as grading
 from course.data_parallel.classroom import bugs as data_parallel
 from course.ddp.classroom import bugs as ddp
@@ -34,7 +34,9 @@ def test_every_stub_has_a_row_and_every_row_a_stub():
     assert len(EXERCISES) >= 50, "nothing to check"
     for chapter in check.chapters():
         text = (check.ROOT / chapter / "exercises.py").read_text()
-        assert re.findall(r"^def (\w+)\(", text, re.MULTILINE) == [e.name for e in check.exercises_of(chapter)], chapter
+        names = [exercise.name for exercise in check.exercises_of(chapter)]
+        assert re.findall(r"^def (\w+)\(", text, re.MULTILINE) == names, chapter
+        assert command.names_in(chapter) == names, "what refuses a wrong name before anything is imported"
 
 
 @pytest.mark.parametrize("chapter", check.chapters())

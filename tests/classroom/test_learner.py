@@ -9,7 +9,7 @@ import torch
 from hostile import SHIFT
 
 from common import check
-from common.grading import engine, values
+from common.grading import command, engine, values
 from common.grading.feedback import stages
 
 EXERCISES = [exercise for chapter in check.chapters() for exercise in check.exercises_of(chapter)]
@@ -118,7 +118,7 @@ def test_watch_begins_with_what_is_begun(tmp_path, monkeypatch, capfd):
 
 def test_a_chapter_is_named_by_its_folder_its_number_or_its_file():
     words = ("03", "3", "03_ddp/", str(check.ROOT / "03_ddp/exercises.py"), "x")
-    assert [check.chapter_named(word) for word in words] == ["03_ddp"] * 4 + ["x"]
+    assert [command.chapter_named(word) for word in words] == ["03_ddp"] * 4 + ["x"]
 
 
 def test_minutes_are_those_that_the_stubs_allow(tmp_path, monkeypatch):

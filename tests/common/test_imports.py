@@ -333,9 +333,10 @@ def test_what_files_declare_is_what_strategies_have():
         )],
         *[(f"{folder}/distributed_training.py {options}", 2) for options in ("--nosuch", "--steps x", "--mesh data=3")
           for folder in CHAPTERS],
-        *[(f"{script} --nosuch", 2) for script in ENGINES],
+        *[(f"{script} --nosuch", 2) for script in (*ENGINES, "06_fsdp/with_qlora.py", "05_pipeline/play.py")],
         ("distributed_training.py --help", 0), ("03_ddp/distributed_training.py --help", 0),
-        ("-m common.check --csv", 2), ("-m common.runs nosuch", 2), ("-m common.cluster_check --megabytes 0", 2),
+        *[(f"-m common.check {words}", 2) for words in ("--csv", "nosuch", "01_intro nosuch", "--hint")],
+        ("-m common.runs nosuch", 2), ("-m common.cluster_check --megabytes 0", 2),
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_refused_before_torch_is_imported(command, code):

@@ -325,6 +325,14 @@ def test_torchrun(chapter, tmp_path):
         check(tmp_path, output, chapter, epochs=1)
 
 
+@pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != HELLO] if FULL else [ONE_PROCESS])
+def test_a_number_of_epochs_that_is_none_is_one_line(chapter, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["standalone.py", "many"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAMS[chapter]), run_name="__main__")
+    assert "epochs" in ended.value.code and "\n" not in ended.value.code
+
+
 SAME_ORDER = ("        sampler.set_epoch(epoch)", "        #")
 OWN_DATA = (", num_replicas=1, rank=0", "")
 MISTAKES = {  # chapter, what is right, what stands there instead

@@ -101,7 +101,7 @@ def own_options() -> dict[str, set[str]]:
     commands_of_runs = next(action.choices for action in runs.parser()._actions if action.dest == "command")
     own["common.runs"] = set().union(*map(options_of, commands_of_runs.values()))
     # This one cannot be imported without the engines' packages.
-    own["with_qlora.py"] = set(re.findall(r'"(--[\w-]+)"', (ROOT / "06_fsdp" / "with_qlora.py").read_text()))
+    own["with_qlora.py"] = set(re.findall(r'"(--[\w-]+)"', (ROOT / "06_fsdp" / "qlora_command.py").read_text()))
     engines = ("with_accelerate.py", "with_fabric.py", "with_deepspeed.py", "with_trainer.py")
     return dict.fromkeys(("distributed_training.py", *engines), scripts) | own
 

@@ -349,8 +349,29 @@ def offloaded(old: bool) -> tuple[set[str], set[str]]:
 
 
 def test_cpu_offload_and_its_translation_keep_on_the_host_what_layers_use_on_the_device(elsewhere):
-    """The classes refuse the CPU, and the look-up page of chapter 06 has them in its table of old names."""
+    """The classes refuse the CPU, and the front page has them in its table of old names."""
     assert elsewhere(offloaded, True) == elsewhere(offloaded, False) == ({"cpu"}, {"gpu"})
+
+
+def trained_where(device_ids: list[int] | None, moved: bool) -> set[str]:
+    """Devices of what DDP's model gets, gives and keeps as gradients; its inputs `moved` by the program or not."""
+    from common.lab.fake_accelerator import pretend
+
+    with pretend({"data": 2}, size=2) as (mesh, _):
+        model, seen = torch.nn.Linear(8, 8).to("gpu"), []
+        model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        ddp = torch.nn.parallel.DistributedDataParallel(model, device_ids, process_group=mesh.get_group())
+        inputs = torch.ones(4, 8)
+        outputs = ddp(inputs.to("gpu") if moved else inputs)
+        outputs.square().mean().backward()
+        return {tensor.device.type for tensor in (*seen, outputs, model.weight.grad)}
+
+
+def test_device_ids_of_ddp_and_its_translation_compute_on_the_device(elsewhere):
+    """Both forms of the front page's table; on CPUs DDP refuses device_ids. Who leaves them out has to move inputs."""
+    assert elsewhere(trained_where, [0], False) == elsewhere(trained_where, None, True) == {"gpu"}
+    with pytest.raises(AssertionError, match="mixes tensors of the cpu and of the gpu"):
+        elsewhere(trained_where, None, False)
 
 
 def test_a_broadcast_to_devices_copies_to_the_others_alone(monkeypatch):

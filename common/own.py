@@ -40,6 +40,8 @@ def module_of(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
     assert spec and spec.loader  # as for every .py file
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    from common import vision  # noqa: F401  Transformers imports torchvision, which fails beside some builds of torch
+
     try:
         spec.loader.exec_module(module)
     except UserError:

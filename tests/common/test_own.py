@@ -1,11 +1,14 @@
 """`--task FILE.py`: a model and data of the user's train as on one process, and what cannot be gets one line."""
 
+import subprocess
+import sys
 import textwrap
 
 import pytest
 import torch
 from helpers import configure, metrics, numbers, refused, train
 
+from common import ROOT
 from common.lab.launch import launch
 from common.task import make_task
 
@@ -48,6 +51,14 @@ def test_it_trains_and_goes_on_in_mid_epoch_on_any_number_of_ranks(tmp_path, dat
     if not data:
         held_out = [[line.get("validation_loss") for line in metrics(tmp_path / run)] for run in ("one", "two")]
         assert held_out[0][7] is not None and held_out[1][7] == pytest.approx(held_out[0][7], rel=1e-5)
+
+
+def test_a_file_may_import_torchvision_by_itself(tmp_path):
+    """As Transformers does for most of its models. In a process that has not imported it yet."""
+    (tmp_path / "mine.py").write_text("import torchvision\n\ndef model():\n    return torchvision.models.VGG")
+    ask = f"from common import own; print(own.named({str(tmp_path / 'mine.py:model')!r})().__name__)"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("VGG\n", "")
 
 
 @pytest.mark.parametrize("text, data, says", [

@@ -199,6 +199,7 @@ def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1, optim
     weights, one float32 for 256 of those bytes, and one offset.
     """
     found: Counter[str] = Counter()
+    rest = "embedding, norms, head" if any(isinstance(m, Linear4bit) for m in model.modules()) else "base"
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             count = parameter.to_local().numel() if isinstance(parameter, DTensor) else -(-parameter.numel() // ranks)
@@ -207,7 +208,7 @@ def bytes_by_part(model: nn.Module, compress: bool = True, ranks: int = 1, optim
                 found["base, 4 bits"] += count // 2 if unpacked else count * parameter.element_size()
                 found["scales of the 4-bit blocks"] += scales(module, compress)
             elif not parameter.requires_grad:
-                found["embedding, norms, head in bfloat16"] += count * parameter.element_size()
+                found[f"{rest} in {str(parameter.dtype).removeprefix('torch.')}"] += count * parameter.element_size()
             else:
                 found["adapters"] += count * parameter.element_size()
                 found["their gradients"] += count * parameter.element_size()

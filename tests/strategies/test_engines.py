@@ -561,7 +561,8 @@ def test_adapters_are_trained_on_ranks_saved_loaded_and_merged_on_one(tmp_path, 
     """4-bit layers of bitsandbytes repack what fully_shard has gathered when they are not in training: a loss of
     evaluation on two ranks that is 0.4% off."""
     runs = [launch(qlora, ranks, (settings, base, str(tmp_path / str(ranks)))) for ranks in (1, 2)]
-    (alone, *_, evaluated), *_ = runs[0]
+    (alone, parts, *_, evaluated), *_ = runs[0]
+    assert ("base, 4 bits" in parts) == (settings == SMALL_QLORA) != ("base in float32" in parts)
     for losses, *_, other in runs[1]:
         assert losses == pytest.approx(alone, rel=exact) and losses[-1] < losses[0] - 0.2
         assert other == pytest.approx(evaluated, rel=exact)

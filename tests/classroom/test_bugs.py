@@ -1,5 +1,6 @@
 """Planted bugs: made by putting a wrong text for a right one, listed, shown without and with their answer."""
 
+import re
 import traceback
 
 import pytest
@@ -52,6 +53,14 @@ def test_the_first_such_text_at_or_after_its_place_is_replaced(bugs):
     assert bugs.source("inside") == wrong, "the text in helper alone"
     assert bugs.source("method") == BY_HAND.replace("self.x + y", "self.x * y"), "a method of a class"
     assert (bugs["inside"].ranks, bugs["layers"].ranks) == (4, 2)
+
+
+@pytest.mark.parametrize("target, right", [("total", "x + LIMIT"), ("helper", "x - LIMIT"), ("nowhere", "x + LIMIT")])
+def test_a_text_that_is_gone_is_an_error(bugs, tmp_path, target, right):
+    """It is looked for from the function on, not before it: `helper` stands before `total`."""
+    table = {"name": Bug(target, right, "1", refused_by="", why="")}
+    with pytest.raises(ValueError, match=f"by_hand.py.*{re.escape(right)}.*{target}"):
+        Bugs(str(tmp_path / "classroom" / "bugs.py"), table).plant("name")
 
 
 def test_what_is_planted_is_called_like_the_right_one(bugs):

@@ -1,6 +1,9 @@
 """Predict first: every question of the site is answered by a page's own output, and by nothing else."""
 
+import html
+import itertools
 import json
+import re
 
 import pytest
 
@@ -46,24 +49,25 @@ def test_answers_are_in_the_outputs_of_the_page(page):
 
 
 def test_a_changed_output_is_noticed(monkeypatch):
-    one = PAGES["03_ddp/03_feeding"][1]
-    text = questions.outputs(one.page)[one.cell]
-    monkeypatch.setattr(questions, "outputs", lambda page: {one.cell: text.replace("without set_epoch:  4", "-:  4")})
-    with pytest.raises(ValueError, match=one.name):
-        _ = one.value
+    monkeypatch.setattr(questions, "outputs", lambda page: {})
+    for one in itertools.chain(*PAGES.values()):
+        with pytest.raises(ValueError, match=one.name):
+            _ = one.found
 
 
 def test_a_class_is_added_up(tmp_path, capsys):
     """Judged by the pages, whatever the file says of itself."""
-    number, choice = PAGES["03_ddp/03_feeding"][0], PAGES["03_ddp/03_feeding"][2]
-    files = []
-    for name, given in (("a", ("103", "more than half")), ("b", ("297", "about 10%")), ("c", ("1,03", "about 10%"))):
+    every = [*itertools.chain(*PAGES.values())]
+    number, choice = (next(one for one in every if (one.choices is None) == asked) for asked in (True, False))
+    digits, wrong = f"{number.value:g}", next(c for c in map(choice.filled, choice.choices) if not choice.is_right(c))
+    right, files = choice.filled(choice.right), []
+    for name, *given in (("a", digits, right), ("b", "-297", wrong), ("c", f"{digits[0]},{digits[1:]}", wrong)):
         answers = {one.name: {"given": text, "right": True} for one, text in zip((number, choice), given, strict=True)}
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps({"predictions": answers}))
     found = questions.tally(files)
-    assert (found[number.name].right, found[number.name].wrong) == (2, ["297"])
-    assert (found[choice.name].right, found[choice.name].wrong) == (1, ["about 10%"] * 2)
+    assert (found[number.name].right, found[number.name].wrong) == (2, ["-297"])
+    assert (found[choice.name].right, found[choice.name].wrong) == (1, [wrong] * 2)
     questions.main(list(map(str, files)))
     lines = [line for line in capsys.readouterr().out.splitlines() if " of " in line[:12]]
     assert [choice.ask in lines[0], number.ask in lines[1]] == [True, True], "the hardest first"
@@ -80,7 +84,8 @@ def test_the_site_puts_each_question_before_its_cell(conf):  # noqa: F811
         cells[place + 1]["id"]: cell["source"] for place, cell in enumerate(cells) if "data-predict" in cell["source"]
     }
     assert list(asked) == [one.cell for one in PAGES[page]] and "predict-score" in cells[-1]["source"]
-    assert 'data-right="hardly longer"' in asked["88a18ee8"] and "6 messages" not in asked["77845ddd"]
-    assert all(text.count("<form") == 1 and " hidden>" in text for text in asked.values()), (
-        "without a script, no question"
-    )
+    for one, text in zip(PAGES[page], asked.values(), strict=True):
+        judged = dict(re.findall(r'data-(right|low|high)="([^"]*)"', text))
+        right = one.choices is not None and one.is_right(html.unescape(judged["right"]))
+        assert right or float(judged["low"]) <= one.value <= float(judged["high"]), one.name
+        assert text.count("<form") == 1 and " hidden>" in text, "without a script, no question"

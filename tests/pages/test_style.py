@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 from helpers import FULL
 
-from common.lab.bugs import Bug, Bugs
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,22 +63,6 @@ def test_committed_files(rule):
     assert {"Makefile", "requirements.txt", "common/lab/launch.py"} <= {str(path) for path, _ in files}
     wrong = [f"{path} {problem}" for path, text in files for problem in rule(path, text)]
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_bug_whose_text_is_gone_is_an_error(tmp_path):
-    """The text is looked for from the function on, not before it."""
-    (tmp_path / "classroom").mkdir()
-    (tmp_path / "by_hand.py").write_text("def f():\n    return 1\n\n\ndef g():\n    return 1 + 1\n")
-
-    def planted(target, right):
-        bugs = {"name": Bug(target, right, "return 2", refused_by="", why="")}
-        return Bugs(str(tmp_path / "classroom" / "bugs.py"), bugs).plant("name")
-
-    assert planted("f", "return 1")() == 2
-    assert planted("g", "return 1 + 1")() == 2
-    for target, right in (("f", "return 3"), ("h", "return 1")):
-        with pytest.raises(ValueError, match=f"by_hand.py.*{right}.*{target}"):
-            planted(target, right)
 
 
 def test_tests_for_which_something_is_made_once_run_on_one_worker(request):

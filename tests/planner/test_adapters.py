@@ -42,18 +42,18 @@ def test_adapters_against_published_runs():
     """Nothing was fitted on them: memory of Qwen on A100s, time there and of NVIDIA's recipes on three GPUs."""
     qwen = [run for run in published.runs() if "Qwen" in run.source]
     lora = [run for run in qwen if not run.layout.nf4]
-    assert len(lora) == 24 and len(qwen) == 48
+    assert len(lora) >= 24 and len(qwen) >= 48
     assert mean(errors(lora, lambda e, run: abs(e.memory.expected / 2**30 / run.gib - 1))) < 0.1
     assert mean(errors(lora, lambda e, run: abs(e.seconds / run.seconds - 1))) < 0.2
     nvidia = [run for run in published.runs() if run.layout.lora_on == "qkv"]
-    assert len(nvidia) == 8
+    assert len(nvidia) >= 8
     assert mean(errors(nvidia, lambda e, run: abs(e.seconds / run.seconds - 1))) < 0.2
 
 
 def test_products_of_four_bits_against_published_runs():
     """With the peaks of data sheets, and conversions that take as long as those to 8 bits."""
     found = [run for run in published.runs() if run.layout.precision == "nvfp4-mixed"]
-    assert len(found) == 14 and mean(errors(found, lambda e, run: abs(e.seconds / run.seconds - 1))) < 0.12
+    assert len(found) >= 14 and mean(errors(found, lambda e, run: abs(e.seconds / run.seconds - 1))) < 0.12
     same = [estimate(run.model, run.cluster, replace(run.layout, precision="mxfp8-mixed")).seconds for run in found]
     assert all(seconds > run.seconds for seconds, run in zip(same, found, strict=True)), "8 bits would take longer"
 

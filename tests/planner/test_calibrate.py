@@ -63,7 +63,6 @@ def test_a_message_costs_what_it_adds_to_the_work_before(monkeypatch):
     monkeypatch.setattr(dist, "barrier", lambda: None)
     found = calibrate.messages()
     assert found == pytest.approx([1e-6 * size / 4 for size in calibrate.SIZES]), "of SIZES bytes in float32"
-    assert [sent.count(size // 4) for size in calibrate.SIZES] == [15] * 4, "messages of each size"
 
 
 def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):

@@ -1,32 +1,20 @@
 """Bytes of a step worked out by hand, part by part: what is on a GPU at the peak, and what it sends along each axis.
-
-Of the model of test_planner_step.py: four layers of 12,002,000 parameters, an embedding and a head of a million
-each, a norm of 1,000. A micro-batch has 1,000 tokens, and so a stream of 2 MB in 16 bit.
+(Sizes of the models: tests/planner_cases.py.)
 """
 
 import math
 from dataclasses import replace
 
 import pytest
+from planner_cases import GPT, MIXED, TIED, layout
 
 from planner import frameworks, memory, models, traffic
 from planner.constants import PRIOR
-from planner.layout import Layout
 
-GPT = models.Model("gpt", 4, 1000, 10, 1000)
-TIED = replace(GPT, tied=True)
 WIDE = replace(GPT, vocabulary=100_000)  # ends of a hundred million each, and logits of 400 MB
-MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
 GATED = replace(GPT, mlp="swiglu")
 NARROW = replace(GPT, mlp_width=500, vocabulary=10)
 THIRD, FULL = {"zero_stage": 3}, {"recompute": "full"}
-
-
-def layout(text: str, many: int = 1, **fields) -> Layout:
-    """Of a mesh such as "pipeline=2 data=2"; many: micro-batches of a reader."""
-    axes = tuple((axis, int(size)) for axis, _, size in (word.partition("=") for word in text.split()))
-    one = Layout(axes, 1, **({"sequence": 1000} | fields))
-    return replace(one, batch_size=one.readers * many)
 
 
 def named(value) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import refused
+from planner_cases import mesh_of
 
 from common.lab.wire_bytes import wire_bytes
 from planner import models, read_config, stages
@@ -14,10 +15,6 @@ from planner.layout import Layout, make_layout
 
 SMALL = models.Model("small", 10, 64, 4, 100)
 MIXED = models.Model("mixed", 10, 64, 4, 100, experts=4, top_k=1, expert_width=64)
-
-
-def mesh_of(text: str) -> dict[str, int]:
-    return {axis: int(size) for axis, _, size in (word.partition("=") for word in text.split())}
 
 
 def made(text: str, gpus: int, model=SMALL, **fields) -> Layout:
@@ -62,11 +59,13 @@ def test_what_nearly_cannot_work_does():
 def test_what_is_taken_for_something_else_is_a_note():
     one = made("data=8", 8, zero_stage=2)
     assert one.mesh == (("pipeline", 1), ("data", 1), ("shard", 8), ("context", 1), ("expert", 1), ("tensor", 1))
-    assert one.notes == ("ZeRO-2 divides state along 'shard': data=8 is taken for it",)
+    (note,) = one.notes
+    assert "data=8" in note and "shard" in note
     assert made("data=2 shard=4", 8, zero_stage=3).notes == () == made("data=8", 8).notes
     assert made("data=4 context=2", 8, zero_stage=3, sequence=4096).size("data") == 4, "ranks along 'context' divide"
     one = made("pipeline=2", 2, stages_per_rank=3)
-    assert (one.schedule, one.notes) == ("interleaved", ("1f1b with 3 stages per rank is the schedule 'interleaved'",))
+    (note,) = one.notes
+    assert one.schedule == "interleaved" and not [word for word in ("1f1b", "3", "interleaved") if word not in note]
     assert made("pipeline=2", 2, schedule="looped-bfs", stages_per_rank=2).schedule == "looped-bfs"
     assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
 

@@ -1,5 +1,6 @@
 """Every option of the planner's commands reaches what it is an option of; files of constants are checked."""
 
+import inspect
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 from helpers import refused
 
 from planner import __main__ as commands
-from planner import benchmark, constants, models
+from planner import benchmark, constants, models, search
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -67,19 +68,19 @@ def slow(tmp_path):
 
 
 def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
-    asked = []
-    monkeypatch.setattr("planner.search.plan", lambda *args: asked.append(args) or [])
+    asked, parameters = [], inspect.signature(search.plan)
+    monkeypatch.setattr(search, "plan", lambda *args, **more: asked.append(parameters.bind(*args, **more)) or [])
     line = (
         f"plan {ESTIMATE[9:]} --sequence 512 --precision fp32 --max-memory-gb 9 --constants {slow} "
         "--framework megatron --lora 8 --lora-on qv"
     )
     commands.planned(read(line.split()), 7)
-    ((model, cluster, *rest),) = asked
-    assert (model.name, cluster.gpus) == ("llama-2-7b", 8)
-    *rest, accept, framework, adapted = rest
-    assert adapted == {"lora": 8, "lora_on": "qv", "nf4": False}
-    assert rest == [64, 512, "float32", 9.0, 7, replace(PRIOR, alpha_link=1.0)], "what the search is asked"
-    assert accept(None) and framework == "megatron"
+    found = asked[0].arguments
+    assert (found["model"].name, found["cluster"].gpus) == ("llama-2-7b", 8)
+    told = {"batch_size": 64, "sequence": 512, "precision": "float32", "max_memory_gib": 9.0, "count": 7,
+            "framework": "megatron", "constants": replace(PRIOR, alpha_link=1.0),
+            "adapted": {"lora": 8, "lora_on": "qv", "nf4": False}}  # fmt: skip
+    assert {name: found[name] for name in told} == told, "what the search is asked"
     assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
 
 

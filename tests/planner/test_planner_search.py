@@ -113,10 +113,13 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
 def test_what_can_be_trusted_comes_first_and_what_may_be_faster_last():
     chosen = [one.estimate for one in search.plan(models.find("llama-2-7b"), cluster("h100-80gb", 8), 64, 4096)]
     fastest = min(chosen, key=lambda one: one.seconds)
-    assert [one.trusted for one in chosen] == [True] * 4 + [False] and fastest is chosen[-1] and fastest.out_of_scope
-    # a kind of GPU without published runs: nothing can be trusted, and the order is that of their times
+    trusted = [one.trusted for one in chosen]
+    assert trusted == sorted(trusted, reverse=True) and {*trusted} == {True, False}
+    assert fastest is chosen[-1] and fastest.out_of_scope
+    # a kind of GPU without published runs: nothing can be trusted, and after the simplest the fastest come first
     chosen = [one.estimate for one in search.plan(models.find("gpt2-xl"), cluster("a100-40gb", 8), 64, 1024)]
-    assert not any(one.trusted for one in chosen) and len(chosen) == 5
+    assert len(chosen) > 1 and not any(one.trusted for one in chosen)
+    assert chosen[1:] == sorted(chosen[1:], key=lambda one: one.seconds)
 
 
 def test_the_order_of_the_search_changes_no_plan(monkeypatch):
@@ -144,20 +147,21 @@ def test_the_nearest_loser_is_faster_or_the_fastest_that_fits():
     base = Layout((("data", 8),), 64, micro_batch=2)
     chosen = SimpleNamespace(layout=base, seconds=10.0)
 
+    def named(**fields) -> str:
+        return replace(base, **fields).describe()
+
     def told(*others):
         found = [Candidate(replace(base, **fields), seconds, gib * GIB, gib * GIB) for fields, seconds, gib in others]
         return search.loser(chosen, found, 80 * GIB, lambda _: True)
 
     mesh = {"mesh": (("shard", 8),), "zero_stage": 3}
     large, slow, slower = ({"micro_batch": 8}, 8.0, 90), ({"micro_batch": 1}, 11.0, 70), ({"micro_batch": 4}, 12.0, 80)
-    says(told((mesh, 11.0, 20)), "shard 8, ZeRO-3, micro-batch 2, recompute none", "+10%")
-    says(told(slower, slow), "micro-batch 1,", "+10%")  # the faster of two that fit
-    says(told(slow, large), "micro-batch 8,", "20%", "90.0 GiB")  # a faster one
-    says(
-        told(({"micro_batch": 8}, 10.5, 90), slower), "micro-batch 4,", "+20%"
-    )  # not one that is slower and doesn't fit
-    says(told(({"micro_batch": 8}, 12.5, 90)), "micro-batch 8,", "90.0 GiB")  # no other
+    says(told((mesh, 11.0, 20)), named(**mesh), "10%")
+    says(told(slower, slow), named(micro_batch=1), "10%")  # the faster of two that fit
+    says(told(slow, large), named(micro_batch=8), "20%", "90.0 GiB")  # a faster one
+    says(told(({"micro_batch": 8}, 10.5, 90), slower), named(micro_batch=4), "20%")  # not one that doesn't fit either
+    says(told(({"micro_batch": 8}, 12.5, 90)), named(micro_batch=8), "90.0 GiB")  # no other
     for far in ({"recompute": "full", "micro_batch": 4}, mesh | {"micro_batch": 4}, {}):
         assert "GiB" not in told((far, 1.0, 10)) and "%" not in told((far, 1.0, 10)), far
     for field in ({"recompute": "full"}, {"stages_per_rank": 2}, {"zero_stage": 1}):
-        says(told((field, 12.0, 10)), "+20%")
+        says(told((field, 12.0, 10)), named(**field), "20%")

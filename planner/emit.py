@@ -515,4 +515,4 @@ FORMATS: dict[str, Callable[[Estimate], Emitted]] = {
     "torchtitan": torchtitan, "megatron": megatron, "nanotron": nanotron,
 }  # fmt: skip
 # Of what a format's own framework holds and launches, where nobody names another with --framework.
-FRAMEWORK_OF = {"megatron": "megatron", "nanotron": "megatron"}
+FRAMEWORK_OF = {"megatron": "megatron", "nanotron": "nanotron"}

@@ -1,6 +1,7 @@
 """Each number of an estimate as a formula, with the values put in, and where it comes from."""
 
 from common.constants import GIB
+from planner import frameworks
 from planner.estimate import Estimate
 from planner.memory import layer_memory
 from planner.stages import held, shares
@@ -32,16 +33,21 @@ def lines(found: Estimate) -> list[str]:
         "2022, table 2, by parts)",
         "gathered": "16-bit parameters that stage 3 has whole: two units, or a pipeline's whole stage",
         "unsharded gradients": "of one unit, or of a pipeline's stage until its last micro-batch",
+        "gradients in 16 bit": "each is added to one in float32 after the backward pass (planner/frameworks.py)",
         "logits and loss": f"{layout.tokens:,.0f} tokens x {model.vocabulary:,} / {layout.tensor} x 4 bytes, several "
         "times (planner/constants.py, loss_copies)",
         "a layer computed again": f"{layer_memory(model, layout, 'none') / GIB:.2f} GiB without recomputation, less "
         "what was kept",
     }
+    others = [name for name in frameworks.possible(layout) if name != found.memory.framework]
+    among = f", which needs neither most nor least; the others are {' and '.join(others)}" if others else ""
     for name, size in found.memory.parts.items():
         out.append(f"  {size / GIB:9.2f} GiB  {name}{': ' + sources[name] if name in sources else ''}")
     out += [
-        f"  {found.memory.needed / GIB:9.2f} GiB  needed; x {c.allocator:.2f} ({c.allocator_low:.2f} to "
-        f"{c.allocator_high:.2f}) for the allocator = {found.memory.expected / GIB:.2f} GiB ({c.source})",
+        f"  {found.memory.needed / GIB:9.2f} GiB  needed; x {c.allocator:.2f} for the allocator + "
+        f"{found.memory.outside / GIB:.2f} GiB outside of it = {found.memory.expected / GIB:.2f} GiB",
+        f"  {'':9}      from {found.memory.low / GIB:.2f} to {found.memory.high / GIB:.2f} GiB ({c.source}); as "
+        f"{found.memory.framework} has it{among}",
         f"step            {found.seconds:.3f} s, on the rank that has most to do:",
     ]
     rate = gpu.peak * gpu.achievable * c.matmul

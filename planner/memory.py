@@ -18,7 +18,8 @@ class Memory:
     """Bytes on the GPU that needs most. `parts` are those that are alive at its peak, which is in `phase`.
 
     needed: their sum; low, expected, high: what the allocator reserves for it, and what is outside of it (the
-    framework's constant); worst: what is expected with the recipe that needs most, of those that the framework may have
+    framework's constant); worst: what is expected with the framework that needs most, of those that it may run on;
+    framework: whose recipe it is, outside: how much of `expected` its constant is
     """
 
     parts: dict[str, float]
@@ -30,6 +31,8 @@ class Memory:
     high: float
     host: float = 0.0
     worst: float = 0.0
+    framework: str = ""
+    outside: float = 0.0
 
 
 @lru_cache(maxsize=20_000)
@@ -142,14 +145,15 @@ def around_units(
 def estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
     """The rank of the pipeline that needs most. Ranks that are alike are looked at once.
 
-    Where the layout names no framework, `high` also holds for the recipe that needs most of those that it may be.
+    Where the layout names no framework, it is the middle one of those of the frameworks that it may run on, and all of
+    these lie from `low` to `high`.
     """
-    found = _estimate(model, layout, constants)
-    at_worst = frameworks.of(layout).at_worst
-    if layout.framework or not at_worst:
-        return replace(found, worst=found.expected)
-    worst = max(found.expected, _estimate(model, replace(layout, framework=at_worst), constants).expected)
-    return replace(found, high=max(found.high, worst), worst=worst)
+    each = sorted(
+        (_estimate(model, replace(layout, framework=name), constants) for name in frameworks.possible(layout)),
+        key=lambda memory: memory.expected,
+    )
+    middle, worst = each[len(each) // 2], each[-1].expected
+    return replace(middle, low=min(middle.low, each[0].expected), high=max(middle.high, worst), worst=worst)
 
 
 def _estimate(model: Model, layout: Layout, constants: Constants) -> Memory:
@@ -233,12 +237,11 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
         # distributed/pipelining/stage.py); others one of each direction on its way and one in use.
         kept["messages"] = stream * (2 * layout.micro_batches if layout.zero_stage == 3 else 4)
     if head:
-        whole = recipe.whole_logits > 0 and layout.tensor > 1
+        whole = recipe.whole_logits and layout.tensor > 1
         logits = layout.tokens * model.vocabulary / (1 if whole else layout.tensor) * 4
-        copies = constants.loss_copies
-        if layout.tensor > 1 and layout.zero_stage == 3:
-            copies = constants.parallel_loss_copies
-        copies = recipe.whole_logits if whole else 1.5 if layout.fused_loss else copies
+        divided = layout.tensor > 1 and layout.zero_stage == 3 and not whole  # DTensor's parallel loss
+        copies = constants.parallel_loss_copies if divided else recipe.loss_copies or constants.loss_copies
+        copies = 1.5 if layout.fused_loss else copies
         in_flight = kept["activations"]
         if layout.pipeline > 1 and layout.schedule == "1f1b":
             in_flight = min(in_flight, chunk * per_layer)
@@ -246,15 +249,19 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     phases["optimizer step"] = in_step(layout, dense, experts)
     if accumulates and layout.shards > 1:  # reduced by then
         phases["optimizer step"] |= {"unsharded gradients": message * (dense + experts) / layout.shards}
-    if recipe.gradient_copy:
-        kept["a copy of gradients"] = recipe.gradient_copy * (dense + experts)
+    if layout.recipe == "mixed, float32 gradients" and layout.zero_stage < 2:
+        copied = recipe.gradient_copy + (recipe.buckets if layout.readers > 1 else 0)
+        kept["gradients in 16 bit"] = copied * (dense + experts)
     peaks = {name: sum((kept | parts).values()) for name, parts in phases.items()}
     phase = max(peaks, key=peaks.__getitem__)
     parts = {name: size for name, size in (kept | phases[phase]).items() if size}
     needed = sum(parts.values())
-    low, expected, high = (needed * factor + recipe.constant * share for factor, share in (
-        (constants.allocator_low, 0.5), (constants.allocator, 1.0), (constants.allocator_high, 1.5)))  # fmt: skip
-    return Memory(parts, phase, rank, needed, low, expected, high, host)
+    expected = needed * constants.allocator + recipe.constant
+    low, high = (expected * end / constants.allocator for end in (constants.allocator_low, constants.allocator_high))
+    return Memory(
+        parts, phase, rank, needed, low, expected, high, host, framework=frameworks.name_of(layout),
+        outside=recipe.constant,
+    )  # fmt: skip
 
 
 __all__ = ["STATE_KINDS", "Memory", "estimate", "layer_memory", "on_rank", "parameters_of", "state", "trained_of"]

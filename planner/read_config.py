@@ -302,7 +302,7 @@ def nanotron(table: dict) -> Config:
         precision={"float32": "float32", "float16": "fp16-mixed"}.get(
             said, "bf16-mixed" if optimizer.get("accumulate_grad_in_fp32", True) else "bf16"),
         schedule={"afab": "gpipe"}.get(str(parallel.get("pp_engine", "1f1b")).lower(), "1f1b"),
-        recompute="full" if parallel.get("recompute_layer") else "none",
+        recompute="full" if parallel.get("recompute_layer") else "none", framework="nanotron",
     )  # fmt: skip
     gpus = readers * mesh["pipeline"] * mesh["tensor"] * mesh["context"]
     return Config("nanotron", hugging_face(shape).model if shape else None, mesh, layout, gpus)

@@ -211,27 +211,58 @@ def test_recipes_of_frameworks():
     )
     assert added.parts["unsharded gradients"] == pytest.approx(4 * 50.009e6) and not added.parts.get("gradients")
     assert plain.parts["gradients"] == pytest.approx(4 * 50.009e6 / 2), "reduced after each micro-batch"
-    deep = memory.estimate(GPT, layout("data=2", framework="deepspeed"), PRIOR)
-    inside = memory.estimate(GPT, layout("data=2", framework="torch"), PRIOR)
-    assert deep.expected - inside.expected == frameworks.FRAMEWORKS["deepspeed"].constant, "outside of the allocator"
+    deep, inside = (memory.estimate(GPT, layout("data=2", framework=name), PRIOR) for name in ("deepspeed", "torch"))
+    outside = deep.expected - deep.needed * PRIOR.allocator
+    assert outside == pytest.approx(frameworks.FRAMEWORKS["deepspeed"].constant), "outside of the allocator"
+    assert deep.low / deep.expected == pytest.approx(inside.low / inside.expected), "one interval for both"
+    assert deep.high / deep.expected == pytest.approx(inside.high / inside.expected), "one interval for both"
     tiny = {"sequence": 10}  # so that the optimizer's step is the peak
     lists = memory.estimate(GPT, layout("data=2", framework="course", **tiny), PRIOR)
     assert lists.phase == "optimizer step", "the phase of the peak"
     assert lists.parts["temporaries of the optimizer"] == pytest.approx(4 * 50.009e6), "in float32"
 
 
-def test_the_worst_case_of_a_framework_that_nobody_named():
-    """Tensor ranks may hold whole logits, as Hagemann et al.'s runs did: 3.5 float32 tensors of 16,000 x 50,257 on each
-    of two ranks, where Megatron-LM has half of them. What is expected, and who names a framework, is as it was."""
-    model, fields = models.find("gpt2"), {"sequence": 16000, "precision": "bf16-mixed"}
-    unnamed = memory.estimate(model, layout("tensor=2", **fields), PRIOR)
-    named, whole = (
-        memory.estimate(model, layout("tensor=2", framework=name, **fields), PRIOR)
-        for name in ("megatron", "megatron-whole-logits")
-    )
-    assert whole.needed - named.needed == pytest.approx(3.5 * 4 * 16000 * 50257 / 2), "the other half of the logits"
-    assert (unnamed.expected, unnamed.low) == (named.expected, named.low), "what is expected stays"
-    assert unnamed.high == max(named.high, whole.expected) > named.high, "the interval is wider above"
+@pytest.mark.parametrize(
+    "framework, mesh, fields, size",
+    [
+        ("megatron", "data=2", {}, 0),
+        ("deepspeed", "data=2", {}, 2),
+        ("deepspeed", "data=2", {"precision": "bf16-mixed-16"}, 0),  # those are all that it has
+        ("deepspeed", "shard=2", {"zero_stage": 2}, 0),  # reduced in buckets, and divided
+        ("nanotron", "data=1", {}, 2),
+        ("nanotron", "shard=2", {"zero_stage": 1}, 4),  # and DistributedDataParallel's buckets
+    ],
+)
+def test_16_bit_gradients_beside_those_in_float32(framework, mesh, fields, size):
+    found = memory.estimate(GPT, layout(mesh, framework=framework, **fields), PRIOR)
+    assert found.parts.get("gradients in 16 bit", 0) == pytest.approx(size * 50.009e6), "bytes of all parameters"
+
+
+def test_a_loss_in_16_bit_keeps_two_thirds_less_of_the_logits():
+    """On one tensor rank as well: 2 float32 tensors of 1,000 x 100,000 in place of 3.5."""
+    found = {
+        name: memory.estimate(WIDE, layout("shard=2", framework=name, **THIRD), PRIOR).parts["logits and loss"]
+        for name in ("torch", "torch-accumulating")
+    }
+    assert found == pytest.approx({"torch": 3.5 * 400e6, "torch-accumulating": 2 * 400e6})
+
+
+@pytest.mark.parametrize(
+    "mesh, fields, names",
+    [
+        ("shard=2", {"many": 2} | THIRD, ("torch", "torch-accumulating", "deepspeed")),
+        ("data=2", {}, ("megatron", "nanotron", "deepspeed")),
+        ("tensor=2", {"precision": "bf16-mixed-16"}, ("deepspeed", "internevo", "deepspeed-whole-logits")),
+        ("data=2", {"precision": "fp8-mixed"}, ("megatron",)),
+    ],
+)
+def test_where_nobody_names_a_framework_it_is_the_middle_one_of_those_that_it_may_be(mesh, fields, names):
+    each = [memory.estimate(WIDE, layout(mesh, framework=name, **fields), PRIOR) for name in names]
+    unnamed = memory.estimate(WIDE, layout(mesh, **fields), PRIOR)
+    sizes = sorted(one.expected for one in each)
+    assert unnamed.expected == sizes[len(sizes) // 2] and unnamed.worst == sizes[-1], "the middle one, the largest one"
+    assert unnamed.low <= sizes[0] and sizes[-1] <= unnamed.high, "all of them lie in the interval"
+    assert len(names) == 1 or sizes[0] < sizes[-1], "they differ"
 
 
 def test_parameters_of_the_ends():

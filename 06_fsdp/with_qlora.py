@@ -262,11 +262,12 @@ def evaluate(model: nn.Module, data: Text, how: dict, device: torch.device) -> f
     """The mean loss on the first batches of a text; each rank reads an equal part of each. Collective.
 
     Without dropout, but not by `model.eval()`: on CPUs with AVX-512, a 4-bit layer of bitsandbytes 0.50 that is not in
-    training packs its weight anew, which spoils what fully_shard has gathered: the loss would be wrong.
+    training packs its weight anew, which spoils what fully_shard has gathered: the loss would be wrong. So those stay
+    in training, and all others leave it, since attention drops out by a number that no nn.Dropout applies.
     """
-    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
-    for dropout in dropouts:
-        dropout.eval()
+    training = [module for module in model.modules() if module.training and not isinstance(module, Linear4bit)]
+    for module in training:
+        module.training = False
     rank, size, count = dist.get_rank(), dist.get_world_size(), min(how["batch_size"], data.size)
     count -= count % size
     if not count:
@@ -278,8 +279,8 @@ def evaluate(model: nn.Module, data: Text, how: dict, device: torch.device) -> f
             losses.append(loss_of(model, data.batch(batch.chunk(size)[rank]), device))
     mean = torch.stack(losses).mean() / size
     dist.all_reduce(mean)
-    for dropout in dropouts:
-        dropout.train()
+    for module in training:
+        module.training = True
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the last ones stay gathered, for a backward pass that does not come

@@ -570,6 +570,31 @@ def test_adapters_are_trained_on_ranks_saved_loaded_and_merged_on_one(tmp_path, 
     assert loaded == pytest.approx(evaluated, rel=exact) and merged == pytest.approx(evaluated, rel=exact)
 
 
+def evaluated_with_dropout(settings) -> tuple[list[float], set[bool], set[bool]]:
+    """The loss on the same text thrice, and who is in training before and after it."""
+    from common.ranks import process_group
+
+    with process_group() as here:
+        model = with_qlora.make_model(settings)
+        before = {module.training for module in model.modules()}
+        data = with_qlora.Data(64, "", 256).parts[1]
+        losses = [with_qlora.evaluate(model, data, settings["training"], here.device) for _ in range(3)]
+        return losses, before, {module.training for module in model.modules()}
+
+
+def test_a_base_with_dropout_is_evaluated_without():
+    """In attention, which drops out by a number, and beside the adapters, where a module does."""
+    settings = SMALL_LORA | {
+        "model": SMALL_LORA["model"] | {"attention_dropout": 0.5},
+        "lora": SMALL_LORA["lora"] | {"lora_dropout": 0.5},
+    }
+    (dropping, before, after), (plain, *_) = (
+        launch(evaluated_with_dropout, 1, (how,))[0] for how in (settings, SMALL_LORA)
+    )
+    assert dropping == plain and len({*plain}) == 1
+    assert before == after == {True}
+
+
 def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
     other = SMALL_LORA | {"model": SMALL_LORA["model"] | {"hidden_size": 32}}
     adapters, unknown = str(tmp_path / "adapters"), SMALL_LORA["lora"] | {"target_modules": ["no_such_layer"]}

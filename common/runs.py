@@ -142,6 +142,12 @@ def compare(one: History, other: History, tolerance: float) -> dict:
     }
 
 
+def known_metrics(run: History) -> list[str]:
+    """The names of the numbers in a run's metrics, in the order in which they first come."""
+    lines = (line.items() for line in run.records)
+    return [*dict.fromkeys(key for line in lines for key, n in line if isinstance(n, int | float) and key != "step")]
+
+
 def draw(runs: list[History], metrics: list[str], over: str):
     """Metrics of runs as a matplotlib figure, one below the other. Raises UserError for one that a run lacks."""
     from common.lab.plotting import plt  # not at the top: it takes half a second
@@ -149,9 +155,7 @@ def draw(runs: list[History], metrics: list[str], over: str):
     fig, axes = plt.subplots(len(metrics), figsize=(7, 1 + 3 * len(metrics)), sharex=True, squeeze=False)
     for metric, ax in zip(metrics, axes.flat, strict=True):
         for run in runs:
-            known = dict.fromkeys(
-                key for line in run.records for key in line if isinstance(line[key], int | float) and key != "step"
-            )
+            known = known_metrics(run)
             if run.records and metric not in known:
                 raise UserError(f"--metric {metric}: {run.name} has none; it has {', '.join(known)}")
             # A validation loss is there for some steps only.
@@ -201,6 +205,9 @@ def follow(run: str, *metrics: str, over: str = "steps", every: float = 2.0) -> 
                 shown.update(fig)
                 plt.close(fig)
             if not goes_on or length >= history.settings.steps:
+                known = known_metrics(history)
+                if missing := [name for name in metrics if name not in known]:
+                    print(f"{history.name} has no {' or '.join(missing)}; it has {', '.join(known)}")
                 return
             time.sleep(every)
     except KeyboardInterrupt:

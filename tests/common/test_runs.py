@@ -132,7 +132,7 @@ def test_a_validation_loss_stands_in_some_steps_only(tmp_path, capsys, monkeypat
     assert drawn == [([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0]), ([2, 4], [3.5, 1.5])]
 
 
-def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch):
+def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch, capsys):
     run, drawn, waited = made(tmp_path / "a", [4.0, 3.0], steps=9), [], []
     written = [True, True, False]  # by whoever trains; it ends before its 9 steps
     monkeypatch.setattr(runs, "is_written", lambda _: written.pop(0))
@@ -151,6 +151,8 @@ def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch):
     runs.follow(str(run), "loss", "validation_loss", every=3)
     assert drawn == [[4.0, 3.0], [4.0, 3.0, 2.0]] and len(shown) == 2, "once for each time that it has got further"
     assert waited == [3, 3] and not written
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "no validation_loss" in said and "grad_norm" in said, "nor a word that is wrong"
 
 
 def test_following_a_run_needs_a_notebook(tmp_path):

@@ -13,8 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from common.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def is_own(task: str) -> bool:
@@ -67,6 +71,17 @@ def named(what: str) -> Callable:
     if not Path(path).is_file():
         raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
     return function_of(path, name)
+
+
+def load_weights(module: "nn.Module", path: str) -> None:
+    """Read a file that `python -m common.runs export RUN --safetensors` has written into a module. Raises UserError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        module.load_state_dict(load_file(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{path} has no weights for this model: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

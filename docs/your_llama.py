@@ -17,11 +17,12 @@ from pathlib import Path
 
 import common.vision  # noqa: F401  first: transformers imports torchvision
 from common import quiet_engines  # noqa: F401  engines say much that means nothing
+from common.errors import UserError, one_line_errors
+from common.own import load_weights
 
 # isort: split
 import torch
 from datasets import load_dataset
-from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -54,7 +55,7 @@ class Llama(nn.Module):
 def base():
     """The folder of the base. Without this question Transformers would look for that name on the network."""
     if not (FOLDER / "config.json").is_file():
-        raise FileNotFoundError(f"there is no model in {FOLDER}; python docs/your_llama.py make")
+        raise UserError(f"there is no model in {FOLDER}; python docs/your_llama.py make")
     return FOLDER
 
 
@@ -162,7 +163,7 @@ def make():
 def save(weights, folder):
     """What was trained, as Transformers keeps it; and its loss after it is loaded again."""
     trained = model()
-    trained.load_state_dict(load_file(weights))
+    load_weights(trained, weights)
     trained.llama.save_pretrained(folder)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
     again = Llama(AutoModelForCausalLM.from_pretrained(folder)).eval()
@@ -174,10 +175,13 @@ def save(weights, folder):
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["make"]:
-            make()
-        case ["save", weights, folder]:
-            save(weights, folder)
-        case _:
-            sys.exit("say make, or save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_llama.py")
+    with one_line_errors():
+        match sys.argv[1:]:
+            case ["make"]:
+                make()
+            case ["save", weights, folder]:
+                save(weights, folder)
+            case _:
+                sys.exit(
+                    "say make, or save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_llama.py"
+                )

@@ -14,11 +14,12 @@ import sys
 
 import common.vision  # noqa: F401  first: peft imports torchvision
 from common import quiet_engines  # noqa: F401  engines say much that means nothing
+from common.errors import one_line_errors
+from common.own import load_weights
 
 # isort: split
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -78,7 +79,7 @@ def micro_batch():
 def save(weights, folder):
     """The adapters, as peft keeps them; and the loss of the base with them after they are loaded again."""
     trained = model()
-    trained.load_state_dict(load_file(weights))
+    load_weights(trained, weights)
     trained.vit.save_pretrained(folder)
     again = Classifier(PeftModel.from_pretrained(base(), folder)).eval()
     pixels, labels = data()[1].tensors
@@ -89,8 +90,9 @@ def save(weights, folder):
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["save", weights, folder]:
-            save(weights, folder)
-        case _:
-            sys.exit("say save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_vit.py")
+    with one_line_errors():
+        match sys.argv[1:]:
+            case ["save", weights, folder]:
+                save(weights, folder)
+            case _:
+                sys.exit("say save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_vit.py")

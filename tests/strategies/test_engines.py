@@ -413,6 +413,9 @@ def test_engines_that_gather_block_by_block_take_a_model_without_a_list_of_block
 def test_a_llama_of_ones_own_is_saved_as_transformers_reads_it_with_the_same_loss(llama, tmp_path, capsys):
     _, (held_out,) = own_run(tmp_path / "run", "your_llama.py", strategy="fsdp")
     runs.main(["export", str(tmp_path / "run"), "--safetensors", "--out", str(tmp_path / "weights.safetensors")])
+    for wrong in ("nowhere.safetensors", "your-llama/model-00001-of-00006.safetensors"):
+        with refused(wrong, "no weights for this model"):
+            llama.save(wrong, str(tmp_path / "wrong"))
     llama.save(str(tmp_path / "weights.safetensors"), str(tmp_path / "saved"))
     said = re.search(r"loss ([\d.]+) on (\d+) examples", capsys.readouterr().out)
     assert float(said[1]) == pytest.approx(held_out, abs=2e-4)
@@ -438,7 +441,7 @@ def test_what_is_read_goes_on_in_mid_epoch_on_another_number_of_ranks(llama, tmp
 def test_what_is_not_made_for_each_other_gets_one_line(llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"task": str(ROOT / "docs" / "your_llama.py"), "run_dir": tmp_path / "run", "strategy": "ddp"}
-    with refused("data() failed", "your-llama"):  # there is no such base
+    with refused("there is no model in your-llama"):
         make_task(configure(**settings))
     llama.make()
     task = make_task(configure(**settings))
@@ -622,6 +625,17 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
         with pytest.raises(UserError, match=text) as error:
             wrong()
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["--make-base", "--out", "--merge"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(option, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    small, more = str(ROOT / "configs/engines/fsdp_qlora_small.yaml"), ["--adapter", "a"] * (option == "--merge")
+    line = ["with_qlora.py", "--config", small, *more, option, str(tmp_path / "file")]
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(with_qlora, "make_base", lambda *_, **__: pytest.fail("it has begun"))
+    with refused(option, "file"):
+        with_qlora.main()
 
 
 def test_the_model_of_7_billion_on_the_meta_device():

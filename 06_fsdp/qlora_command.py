@@ -1,6 +1,7 @@
 """The command line of with_qlora.py, read before the engines are imported, which takes many seconds."""
 
 import argparse
+from pathlib import Path
 
 from common import installed
 from common.engine_files import qlora
@@ -20,6 +21,12 @@ def read_command(description: str, argv: list[str] | None = None) -> tuple[argpa
             raise UserError("--merge needs --adapter, the folder of what is merged")
         if line.adapter and ranks > 1:
             raise UserError("--adapter is evaluated by one process: start it without torchrun")
+        for option, folder in (("--make-base", line.make_base), ("--out", line.out), ("--merge", line.merge)):
+            if folder:  # asked before anything is computed that could not be written
+                try:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise UserError(f"{option} {folder}: {error.strerror}") from error
         if lacks := installed.missing(ENGINES, "requirements-engines.txt"):
             raise UserError(lacks)
     return line, settings

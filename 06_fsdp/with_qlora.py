@@ -352,12 +352,6 @@ def evaluate_saved(
 
 def main(line: argparse.Namespace, settings: dict) -> None:
     ranks = environment()[1]
-    for option, folder in (("--make-base", line.make_base), ("--out", line.out), ("--merge", line.merge)):
-        if folder:  # asked before anything is computed that could not be written
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{option} {folder}: {error.strerror}") from error
     if line.make_base:
         make_base(settings, quantize=False).save_pretrained(line.make_base)
         print(f"a base with random weights: {line.make_base}")

@@ -28,6 +28,7 @@ from common.mesh import make_mesh
 from common.strategy import Setup
 from common.task import make_task
 from course.fsdp import with_qlora
+from course.fsdp.qlora_command import read_command
 from course.strategies import STRATEGIES, load
 
 OF = {name: entry.engines for name, entry in STRATEGIES.items() if entry.engines}
@@ -628,14 +629,13 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
 
 
 @pytest.mark.parametrize("option", ["--make-base", "--out", "--merge"])
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(option, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(option, tmp_path, capsys):
     (tmp_path / "file").touch()
     small, more = str(ROOT / "configs/engines/fsdp_qlora_small.yaml"), ["--adapter", "a"] * (option == "--merge")
-    line = ["with_qlora.py", "--config", small, *more, option, str(tmp_path / "file")]
-    monkeypatch.setattr(sys, "argv", line)
-    monkeypatch.setattr(with_qlora, "make_base", lambda *_, **__: pytest.fail("it has begun"))
-    with refused(option, "file"):
-        with_qlora.main()
+    with pytest.raises(SystemExit) as ended:
+        read_command("", ["--config", small, *more, option, str(tmp_path / "file")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and f"{option} {tmp_path / 'file'}" in said
 
 
 def test_the_model_of_7_billion_on_the_meta_device():

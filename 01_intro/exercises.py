@@ -127,7 +127,7 @@ def all_to_all(parts: list[torch.Tensor], lengths: list[int]) -> list[torch.Tens
 
     `parts` has one one-dimensional tensor for each rank, of differing lengths; your own part stays with you.
     `lengths[i]` is the number of elements that rank i has for you. All are of one type. Exactly one message from
-    each rank to each other rank, in whatever order.
+    each rank to each other rank, in whatever order; one of no elements may be left out by both.
 
     Difficulty ●●○○○   Importance ●●●○○   up to 15 minutes   2 points
     """

@@ -540,6 +540,7 @@ def scaled_by_the_sum_of_elements(shard, scale, good, interval):
 
 
 def scaled_with_nan_forgotten(shard, scale, good, interval):
+    """What is not a number is not infinite either."""
     overflow = shard.isinf().any().float()
     dist.all_reduce(overflow)
     return stepped(shard, scale, good, interval, overflow > 0)
@@ -558,16 +559,19 @@ def scaled_and_not_counted(shard, scale, good, interval):
 
 
 def scaled_and_never_grown(shard, scale, good, interval):
+    """Counting this step, `good` has reached the interval: now the scale is doubled."""
     gradient, scale, _ = scaled_step(shard, scale, good, math.inf)
     return gradient, scale, 0 if gradient is None else good + 1
 
 
 def scaled_and_grown_at_once(shard, scale, good, interval):
+    """The doubled scale is for the next step; this gradient was scaled by the old one."""
     gradient, scale, good = scaled_step(shard, scale, good, interval)
     return None if gradient is None else shard / scale, scale, good
 
 
 def scaled_and_not_started_again(shard, scale, good, interval):
+    """After a step that is skipped, `good` begins again at 0."""
     gradient, scale, then = scaled_step(shard, scale, good, interval)
     return gradient, scale, good if gradient is None else then
 

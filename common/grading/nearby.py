@@ -144,6 +144,13 @@ def _other_calls(node: ast.Call) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(function, ast.Attribute):
             other = ast.Attribute(function.value, OPPOSITE[last])
         yield ast.Call(other, node.args, node.keywords), f"with `{OPPOSITE[last]}` for `{last}`"
+    if last in ("all_reduce", "reduce", "reduce_scatter_single"):
+        rest = [word for word in node.keywords if word.arg != "op"]
+        now = next((ast.unparse(word.value) for word in node.keywords if word.arg == "op"), "dist.ReduceOp.SUM")
+        for kind in ("SUM", "MAX", "MIN"):
+            if not now.endswith(kind) and len(node.args) == 1:
+                how = ast.keyword("op", ast.parse(f"dist.ReduceOp.{kind}", mode="eval").body)
+                yield ast.Call(function, node.args, [*rest, how]), f"with ReduceOp.{kind} in `{shown}`"
     if last == "get_rank":
         yield ast.Constant(0), "with every rank taking itself for rank 0"
         following = ast.parse(f"({shown} + 1) % dist.get_world_size()", mode="eval").body

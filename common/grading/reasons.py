@@ -29,6 +29,13 @@ NEVER_WRITTEN = (
 )
 
 
+def of_a_receive_left_alone(receiver: int, sender: int) -> str:
+    return (
+        f"Rank {receiver} has started a receive of rank {sender}'s message and has returned without waiting for it. "
+        "What irecv returns has to be waited for, or nothing may have come."
+    )
+
+
 def of_a_deadlock(ends: list[str]) -> str:
     """Why ranks wait for each other, from how each of them ended ("waiting in send, ...", "had returned")."""
     waits = [end for end in ends if end.startswith("waiting")]
@@ -60,8 +67,8 @@ def of_an_error(text: str) -> str:
     if "SIGABRT" in text:
         return (
             "A rank receives into a tensor that is smaller than what another sends to it, or gives a collective fewer "
-            "bytes than the others: print shape and type on every rank. Lengths may be uneven, and torch.empty makes "
-            "float32 unless it is told."
+            "bytes than the others: print shape and type on every rank. Lengths may be uneven, torch.empty makes "
+            "float32 unless it is told, and what is sent may be another rank's part."
         )
     if "waiting in new_group" in text:
         return "dist.new_group is a collective: every rank calls it for every group, in one order, in it or not."
@@ -138,11 +145,20 @@ def of_messages(expected: Sequence[tuple], got: Sequence[tuple]) -> str:
 
 def of_lists(expected: list, got: list, ranks: int) -> str:
     if len(expected) != len(got):
-        return ""
+        return of_one_item_more(expected, got)
     wrong = [place for place, (a, b) in enumerate(zip(expected, got, strict=True)) if not same(a, b)]
     if len(wrong) > 1 and all(any(same(expected[a], got[b]) for b in wrong) for a in wrong):
         return f"These are the right results, but items {', '.join(map(str, wrong))} have changed places."
     return relation(expected[wrong[0]], got[wrong[0]], ranks) if wrong else ""
+
+
+def of_one_item_more(expected: list, got: list) -> str:
+    """Which item is missing, or one too many, where all others are right."""
+    short, long = sorted((expected, got), key=len)
+    for place in range(len(long)) if len(long) == len(short) + 1 else ():
+        if same(short, long[:place] + long[place + 1 :]):
+            return f"Item {place} is {'missing' if short is got else 'one too many'}; the others are right."
+    return ""
 
 
 def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
@@ -160,7 +176,10 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
     if there.any() and here.isfinite().all() and here.abs().max() > 1e9 * there.abs().max():
         return NEVER_WRITTEN.replace("is not a number", "is no number of this size")
     if not here.any():
-        return "There are zeros only: was this read before it had arrived (wait), or never written?"
+        return (
+            "There are zeros only: was this never written, read before it had arrived (wait), or cut out of the wrong "
+            "place of something larger?"
+        )
     if there.any() and here.isfinite().all():
         factor = float(here @ there / (there @ there))
         if factor and torch.allclose(here, factor * there, rtol=1e-4, atol=0):
@@ -170,6 +189,11 @@ def of_tensors(expected: torch.Tensor, got: torch.Tensor, ranks: int) -> str:
     if there.numel() > 2 and torch.equal(there.sort().values, here.sort().values):
         return "These are the right numbers in another order."
     return ""
+
+
+def speaks_of_ranks(why: str, ranks: int) -> bool:
+    """Whether a reason rests on there being so many ranks. Where there are two, half and twice may be anything else."""
+    return f"there are {ranks} ranks" in why
 
 
 def of_a_factor(factor: float, ranks: int) -> str:

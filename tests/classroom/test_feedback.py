@@ -1,6 +1,7 @@
 """What learners and teachers read of verdicts: the table, hints, a class's rows and pages."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from common.grading import engine, known, nearby, reasons
 from common.grading.engine import Exercise, Verdict
 from common.grading.feedback import stages, table
+from common.lab.ledger import LedgerEntry
 
 
 def some_verdicts() -> list[Verdict]:
@@ -68,8 +70,10 @@ def test_how_other_wrong_results_are_related_to_right_ones():
     assert "0, 1" in reasons.relation([one, two, one], [two, one, one], 3), "which have changed places"
     assert "2 ranks" in reasons.relation([one, two], [one, 2 * two], 2)
     assert "2 ranks" in reasons.relation(3.0, 6.0, 2) and not reasons.relation(3.0, 6.0, 0), "calculated alike"
-    for expected, got in ((0.0, 1.0), (True, 2), ("a", "b"), (one, None), ([one], [one, two]), (1.0, None)):
+    for expected, got in ((0.0, 1.0), (True, 2), ("a", "b"), (one, None), ([one], [two, two]), (1.0, None)):
         assert reasons.relation(expected, got, 2) == ""
+    assert "Item 1 is missing" in reasons.relation([one, two, one], [one, one], 2)
+    assert "Item 2 is one too many" in reasons.relation([one, two], [one, two, one], 2)
     mine, yours = (one, 3), (two, [one])
     assert "this rank itself" in reasons.given(two, one.clone(), [mine, yours], 0)
     assert "rank 1" in reasons.given(one, two.clone(), [mine, yours], 0)
@@ -89,6 +93,41 @@ def test_how_other_wrong_results_are_related_to_right_ones():
 )
 def test_why_ranks_wait_for_each_other(ends, says):
     assert says in reasons.of_a_deadlock(ends)
+
+
+def test_a_factor_of_two_is_the_number_of_ranks_only_where_three_ranks_say_so():
+    """Twice too much with two ranks: by an answer that sums over the ranks, and by one that always doubles."""
+    sent = [LedgerEntry("all_reduce", 4, 2)]
+
+    def total(size):
+        yield engine.ExerciseCase("ones", [(1,)] * size, [torch.tensor([1.0, 5.0])] * size, lambda _entries: None)
+
+    def run(_file, jobs, size):
+        factor = {"summed": size, "doubled": 2}
+        value = torch.tensor([1.0, 5.0])
+        return {
+            n: [[engine.CallOutcome("returned", factor[name] * value, sent)]] * size for n, (name, _) in jobs.items()
+        }
+
+    exercise = Exercise("total", 1, "●○○○○", total, "A hint.")
+    summed, doubled = engine.grade([(exercise, "summed"), (exercise, "doubled")], Path("answer.py"), run)
+    assert summed.status == doubled.status == "wrong" and summed.where.startswith("world size 2"), (
+        "the smallest is told"
+    )
+    assert "2 ranks" in summed.why and "ranks" not in doubled.why
+
+
+def test_a_receive_that_nobody_waits_for_is_told_from_one_that_is_missing():
+    def judge(*taken: int) -> str:
+        waits = engine.CallOutcome("waited", None, [LedgerEntry("send", 8, 2, peer=1)], text="waiting for a send")
+        gone = engine.CallOutcome("returned", 1, [LedgerEntry("recv", nbytes, 2, peer=0) for nbytes in taken])
+        case = engine.ExerciseCase("ones", [(), ()], [1, 1], lambda _entries: None)
+        with pytest.raises(engine.Wrong) as wrong:
+            engine._judge_case(case, [waits, gone])
+        return wrong.value.why
+
+    assert "Rank 1 has started a receive of rank 0's message" in judge(8)
+    assert "has started" not in judge() and "has started" not in judge(8, 8), "none, or one too many"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +205,8 @@ def test_why_is_the_one_change_that_makes_the_solution_do_the_same(tmp_path):
     said = why(undivided, pair)
     assert "without `/ dist.get_world_size()`" in said and "with `sum` for `mean`" in said, "both do the same here"
     assert why(undivided, ones, pair) == "", "both are wrong for ones as well, where the answer was right"
+    ways = {words for words, _ in nearby.changed("def f(x):\n    dist.all_reduce(x)\n", "f")}
+    assert {"with ReduceOp.MAX in `dist.all_reduce(x)`", "with ReduceOp.MIN in `dist.all_reduce(x)`"} <= ways
 
 
 def test_hints_come_sentence_by_sentence():

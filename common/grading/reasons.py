@@ -3,6 +3,7 @@
 What is known of one exercise only stands in its row (`mistakes`, common/grading/engine.py), and comes before these.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ def given(expected, got, arguments: list[tuple], rank: int) -> str:
     if not isinstance(got, torch.Tensor) or not got.numel():
         return ""
     for other in [rank, *range(len(arguments))]:
-        if any(same(got, argument) for argument in arguments[other]):
+        inside = [argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments[other]]
+        if any(same(got, one) for one in itertools.chain(*inside)):
             who = "this rank itself" if other == rank else f"rank {other}"
             return f"This is what {who} was given, unchanged."
     return ""

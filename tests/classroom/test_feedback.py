@@ -78,6 +78,7 @@ def test_how_other_wrong_results_are_related_to_right_ones():
     assert "this rank itself" in reasons.given(two, one.clone(), [mine, yours], 0)
     assert "rank 1" in reasons.given(one, two.clone(), [mine, yours], 0)
     assert "rank 1" in reasons.given([two, one], [two, two.clone()], [mine, yours], 0), "of items, the wrong one"
+    assert "rank 1" in reasons.given(two, 3 * one, [mine, (two, [one, 3 * one])], 0), "an item of a list"
     assert not reasons.given(one, one + two, [mine, yours], 0) and not reasons.given(one, 3, [mine, yours], 0)
 
 

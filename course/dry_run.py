@@ -34,7 +34,7 @@ from common.text_table import aligned
 from course.pipeline.options import PipelineOptions
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-MOST = 16  # ranks that are looked at, where there are more of them; but two of each stage of a pipeline
+ALL = 4  # as many ranks are all looked at; of more, the first and the last (of each stage of a pipeline)
 # What PyTorch's C++ says of devices and groups that are pretended, past Python's warnings and once for each process.
 NOISE = ("No backend of type 0 found for Process Group", "Time stats are currently only collected for CPU and CUDA")
 
@@ -94,15 +94,13 @@ def repeat(said: IO[str]) -> None:
 
 
 def looked_at(axes: dict[str, int]) -> list[int]:
-    """The ranks to look at: all, where there are few; else of each stage of a pipeline those that have the least and
-    the most of everything else, and then the first ones."""
+    """The ranks to look at: all, where there are few; else, of each stage of a pipeline, those that have the least and
+    the most of everything else."""
     size = math.prod(axes.values())
-    if size <= MOST:
+    if size <= ALL:
         return [*range(size)]
     ends = [range(n) if name == "pipeline" else (0, n - 1) for name, n in axes.items()]
-    wanted = {rank_at(axes, place) for place in product(*ends) if alike(axes, place)}
-    first = (rank for rank in range(size) if rank not in wanted)
-    return sorted(wanted | {next(first) for _ in range(MOST - len(wanted))})
+    return sorted({rank_at(axes, place) for place in product(*ends) if alike(axes, place)})
 
 
 def alike(axes: dict[str, int], place) -> bool:
@@ -235,7 +233,9 @@ def rows(found: dict[int, Forecast]) -> list[str]:
 
 
 def size_of(number: float) -> str:
-    """Bytes, in MiB or KiB."""
+    """Bytes, in GiB, MiB or KiB."""
+    if number >= 2**30:
+        return f"{number / 2**30:,.2f} GiB"
     return f"{number / 2**20:,.1f} MiB" if number >= 2**20 else f"{number / 2**10:,.1f} KiB"
 
 
@@ -255,5 +255,16 @@ def holdings(found: dict[int, Forecast]) -> list[str]:
             blocks.setdefault(key, []).append(number[1] if number else "")
         width = max((len(name) for name, _ in blocks), default=0)
         for (name, shape), numbers in blocks.items():
-            lines.append(f"  {name:{width}}  {shape}" + (f"  (blocks {', '.join(numbers)})" if numbers[0] else ""))
+            lines.append(f"  {name:{width}}  {shape}" + (f"  (blocks {spans(numbers)})" if numbers[0] else ""))
     return lines
+
+
+def spans(numbers: list[str]) -> str:
+    """"0 to 3, 5" for 0, 1, 2, 3, 5; what is no more than two stays as it is."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -7,7 +7,9 @@ Moodle      Grades > Import > CSV file. https://docs.moodle.org/405/en/Grade_imp
             user, which the teacher maps; a grade; feedback, which has to come together with the grade.
 GitHub      GitHub Classroom, the environment variable NAME_RESULTS of its reporter, in base64:
             github.com/classroom-resources/autograding-grading-reporter, src/main.js and src/notify-classroom.js.
-Gradescope  results/results.json: https://gradescope-autograders.readthedocs.io/en/latest/specs/, "Output format".
+Gradescope  results/results.json: https://gradescope-autograders.readthedocs.io/en/latest/specs/, "Output format". It is
+            written in a container that Gradescope starts for each submission, so the folder is an autograder that
+            hands out what has been graded here, and runs nothing of the submission.
 """
 
 import csv
@@ -17,9 +19,30 @@ from pathlib import Path
 from common.grading.classes import Graded, indented, make_folder, page_of, safe, shown
 from common.grading.engine import Exercise
 
+SETUP = """#!/usr/bin/env bash
+apt-get update && apt-get install -y python3
+"""
+# In /autograder; whose submission it is stands in submission_metadata.json, of the same documentation.
+RUN = """#!/usr/bin/env python3
+import json
+import pathlib
+import shutil
+
+about = json.loads(pathlib.Path("submission_metadata.json").read_text())
+users = [user[key] for user in about["users"] for key in ("email", "name")]
+names = [f"submission_{about['id']}", str(about["id"]), *users, *(user.partition("@")[0] for user in users)]
+graded = {folder.name.casefold(): folder for folder in pathlib.Path("source").iterdir() if folder.is_dir()}
+found = [graded[name.casefold()] for name in names if name.casefold() in graded]
+if found:
+    shutil.copy(found[0] / "results.json", "results/results.json")
+else:
+    nothing = {"score": 0, "output": f"There is no result for any of {', '.join(names)}: ask your instructor."}
+    pathlib.Path("results/results.json").write_text(json.dumps(nothing))
+"""
+
 
 def write_all(folder: Path, chapter: str, exercises: list[Exercise], rows: list[Graded]) -> None:
-    """canvas.csv, moodle.csv, github/NAME.json and gradescope/NAME/results.json. Raises UserError."""
+    """canvas.csv, moodle.csv, github/NAME.json, and the autograder gradescope. Raises UserError."""
     make_folder("--export", folder)
     possible, title = sum(exercise.points for exercise in exercises), f"{chapter} exercises"
     canvas: list[list] = [["Student", "ID", "SIS User ID", "SIS Login ID", "Section", title]]
@@ -37,6 +60,10 @@ def write_all(folder: Path, chapter: str, exercises: list[Exercise], rows: list[
                               (f"gradescope/{name}/results.json", gradescope(exercises, row))):  # fmt: skip
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for name, text in (("setup.sh", SETUP), ("run_autograder", RUN)):
+        (folder / "gradescope").mkdir(exist_ok=True)
+        (folder / "gradescope" / name).write_text(text)
+        (folder / "gradescope" / name).chmod(0o755)
 
 
 def _each(exercises: list[Exercise], row: Graded):

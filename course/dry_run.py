@@ -260,7 +260,7 @@ def holdings(found: dict[int, Forecast]) -> list[str]:
 
 
 def spans(numbers: list[str]) -> str:
-    """"0 to 3, 5" for 0, 1, 2, 3, 5; what is no more than two stays as it is."""
+    """ "0 to 3, 5" for 0, 1, 2, 3, 5; what is no more than two stays as it is."""
     runs: list[list[int]] = []
     for number in map(int, numbers):
         if runs and number == runs[-1][-1] + 1:

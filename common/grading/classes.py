@@ -237,11 +237,14 @@ def copy(one: Submission, to: Path) -> Path | str:
 
 
 def _copy_file(source: Path, target: Path, most: int) -> int:
-    """Copy a regular file of at most so many bytes. Raises ValueError for anything else; waits for nobody."""
+    """Copy a regular file of at most so many bytes and of one name: under another it may be a neighbour's, or yours.
+    Raises ValueError for anything else; waits for nobody."""
     descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{shown(source.name)} is not a file")
+        if os.fstat(descriptor).st_nlink > 1:
+            raise ValueError(f"{shown(source.name)} is a hard link: the same file has another name, so hand in a copy")
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{shown(source.name)} is larger than {most / 2**20:g} MiB")

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -508,7 +509,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     request.addfinalizer(lambda: subprocess.run(["rm", "-rf", folder], check=True))  # deeper than Python can delete
     (folder / "both").mkdir(parents=True)
     os.mkfifo(folder / "pipe.py")
-    for name in ("nobody", "__pycache__", "linked", "huge", "deep/er"):
+    for name in ("nobody", "__pycache__", "linked", "hard", "huge", "deep/er"):
         (folder / name).mkdir(parents=True)
     (folder / "large.py").write_text("#" * (2**20 + 1))
     with open(folder / "sparse.py", "wb") as file:
@@ -516,6 +517,8 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     (tmp_path / "secret").write_text("secret")
     (folder / "link.py").symlink_to("ann.py")
     (folder / "linked" / "exercises.py").symlink_to(tmp_path / "secret")
+    (folder / "hard" / "exercises.py").touch()
+    os.link(tmp_path / "secret", folder / "hard" / "notes.txt")
     (folder / "huge" / "exercises.py").touch()
     (folder / "huge" / "data.bin").write_bytes(b"x" * (2**20 + 1))
     (folder / "deep" / "exercises.py").write_text("import er.x")
@@ -552,7 +555,8 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
         "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
         "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
         "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",
-        "notes.txt": "neither", "x.tar.gz": "archive", "bottomless": "more than 16 deep",
+        "hard": "notes.txt is a hard link", "notes.txt": "neither", "x.tar.gz": "archive",
+        "bottomless": "more than 16 deep",
         "many": "more than 200 files and folders",
     }  # fmt: skip
     assert set(notes) == set(expected) and rows["stderr"] == ""
@@ -656,4 +660,20 @@ def test_what_gradescope_takes(exported):
                 and 0 <= test["score"] <= test["max_score"]
             )
             assert test["visibility"] == "visible" and test["output"].isprintable()
-    assert len(list((exported / "gradescope").iterdir())) == 3
+    assert len(list((exported / "gradescope").iterdir())) == 3 + 2, "and setup.sh and run_autograder"
+
+
+def test_what_gradescope_runs_hands_out_what_was_graded(tmp_path):
+    """In its working directory, as its documentation lays it out; another's name in place of one's own gets nothing."""
+    exercise = Exercise("first", 2, "", None, "")
+    rows = [Graded(name, [Verdict(exercise, "right")]) for name in ("submission_41", "jane")]
+    exports.write_all(tmp_path / "out", "01_intro", [exercise], rows)
+    for number, name, points in ((41, "Ann", 2), (42, "jane", 0)):
+        home = tmp_path / str(number)
+        (home / "results").mkdir(parents=True)
+        shutil.copytree(tmp_path / "out" / "gradescope", home / "source")
+        users = [{"email": "jane", "id": 7, "name": name}]
+        (home / "submission_metadata.json").write_text(json.dumps({"id": number, "users": users}))
+        subprocess.run([home / "source" / "run_autograder"], cwd=home, check=True)
+        result = json.loads((home / "results" / "results.json").read_text())
+        assert sum(test["score"] for test in result.get("tests", [result])) == points

@@ -201,7 +201,7 @@ def grade(
                 except Exception as error:  # a learner's function can return anything
                     got = f"one that cannot be ({type(error).__name__})"
                     verdict = Verdict(attempts[n][0], "wrong", f"world size {size}", "a result to compare", got)
-                if speaks_of_ranks(verdict.why, 2) and not _so_with_three(*attempts[n], file, run):
+                if speaks_of_ranks(verdict.why, 2) and not _so_with_three(attempts[n], file, run):
                     verdict = replace(verdict, why="")
                 printed[n] = verdict.printed
                 if verdict.status != "right":
@@ -212,8 +212,9 @@ def grade(
     return [verdicts.get(n, right) for n, right in enumerate(rights)]
 
 
-def _so_with_three(exercise: Exercise, name: str, file: Path, run: Callable) -> bool:
+def _so_with_three(attempt: tuple[Exercise, str], file: Path, run: Callable) -> bool:
     """Whether what two ranks suggest, a factor that is their number, is so with three."""
+    exercise, name = attempt
     cases = list(exercise.check(3))
     (outcome,) = run(file, {0: (name, [case.arguments for case in cases])}, 3).values()
     return speaks_of_ranks(_judge(exercise, 3, cases, outcome, name).why, 3)

@@ -69,6 +69,7 @@ def is_there(page: Path, path: str) -> bool:
 
 # Of other programs and libraries, or invented for an example; and what variables of others begin with.
 FOREIGN = set(re.findall(r"[\w.]+", """
+    runners CHECK_RESULTS
     NN_name HOST symlinks OK FIX INFO WARN EADDRINUSE RendezvousTimeoutError PHB accelerate WithAccelerate DIR
     split_dataset_by_node StatefulDataLoader WithDevice NoChunk skippable deferred_batch_norm except_last timeit chrome
     galvatron profile_hardware hardware_configs torchfrtrace dmesg unzip scontrol sacct docker tee eth

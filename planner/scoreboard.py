@@ -10,7 +10,7 @@ from typing import Any
 
 from common.constants import GIB
 from planner import constants as constants_
-from planner import fit, scope
+from planner import fit, scope, search
 from planner.constants import Constants
 from planner.estimate import estimate
 from planner.published import Run, runs
@@ -23,7 +23,8 @@ class Line:
     """One run. Errors are predicted over measured, minus one, and None where nothing was measured.
 
     inside: the measured time is in the stated interval; fitted_error: with constants that were fitted on its own half
-    fits:   the expected memory is less than the GPU's; recommended: with the default reserve as well
+    fits:   the expected memory is less than the GPU's; recommended: with the default reserve as well;
+    error:  of a time, as the constants say it (planner/constants.py)
     """
 
     run: Run
@@ -37,6 +38,7 @@ class Line:
     fits: bool
     recommended: bool
     in_scope: bool
+    error: float
 
 
 def predict(run: Run, other: Constants, own: Constants) -> Line:
@@ -56,6 +58,7 @@ def predict(run: Run, other: Constants, own: Constants) -> Line:
         found.memory.expected <= limit,
         scope.recommended(found.memory.expected, found.memory.worst, limit),
         not scope.reasons(run.model, run.cluster, run.layout),
+        other.error,
     )
 
 
@@ -108,9 +111,17 @@ def groups(found: list[Line]) -> list[list[Line]]:
 
 
 def fastest(group: list[Line]) -> Line | None:
-    """What the planner would choose of a group."""
+    """What is predicted to take least time, of what is recommended."""
     fits = [line for line in group if line.recommended] or [line for line in group if line.fits]
     return min(fits, key=lambda line: line.seconds, default=None)
+
+
+def first(group: list[Line]) -> Line | None:
+    """What the planner puts first: the simplest of those that it cannot tell from the fastest (planner/search.py)."""
+    fits = [line for line in group if line.recommended] or [line for line in group if line.fits]
+    least = min((line.seconds for line in fits), default=0.0)
+    near = [line for line in fits if line.seconds <= (1 + line.error) * least]
+    return min(near, key=lambda line: (search.simplicity(line.run.layout), line.seconds), default=None)
 
 
 def simplest(group: list[Line]) -> Line | None:
@@ -200,7 +211,8 @@ def scores(found: list[Line]) -> dict:
         "memory_inside": share([line.memory_inside for line in found]),
         "in_scope": share([line.in_scope for line in found]),
         "tau": tau(found),
-        "choice": choices(found, fastest),
+        "choice": choices(found, first),
+        "fastest": choices(found, fastest),
         "simplest": choices(found, simplest),
         "out_of_memory": out_of_memory(found),
     }
@@ -224,7 +236,7 @@ def text(found: dict, listed: list[Line] | None = None) -> str:
             f"{kinds['fitted']['mean']:7.1%} {kinds['inside']:7.0%}" if kinds["time"]["runs"] else f"{'-':>7}{'':8}"
         )
         out.append(f"{source[:36]:36} {row(kinds['time'])} {fitted}   {row(kinds['memory'])}")
-    oom, ours, rule = found["out_of_memory"], found["choice"], found["simplest"]
+    oom, ours, fast, rule = (found[name] for name in ("out_of_memory", "choice", "fastest", "simplest"))
     out += [
         f"{'mean over sources':36} {'':5} {found['time']:6.1%} {found['median']:6.1%} {'':6} {found['fitted']:8.1%} "
         f"{found['inside']:7.0%}   {'':5} {found['memory']:6.1%} {'':6} {found['memory_bias']:+6.1%}",
@@ -235,6 +247,8 @@ def text(found: dict, listed: list[Line] | None = None) -> str:
         f"order of the layouts of a group: Kendall's tau {found['tau']:.2f}",
         f"first choice, {ours['groups']} groups: {ours['regret']:.1%} slower than the best measured layout in the mean,"
         f" {ours['regret_p90']:.1%} at the 90th percentile; did not run: {ours['failed']:.0%}",
+        f"what is predicted to be fastest: {fast['regret']:.1%}, {fast['regret_p90']:.1%}; did not run: "
+        f"{fast['failed']:.0%}",
         f"least tensor x pipeline that fits, largest micro-batch: {rule['regret']:.1%}, {rule['regret_p90']:.1%}; did "
         f"not run: {rule['failed']:.0%}",
         f"out of memory, with the default reserve: of {oom['runs']} runs {oom['true']} were, {oom['said']} are said to "

@@ -23,10 +23,11 @@ def run(source: str, seconds: float | None = None, gib: float | None = None, **m
 
 
 def line(source: str, seconds: float | None, measured: float | None, *, fits=True, tensor=1, micro_batch=1, **more):
-    layout = SimpleNamespace(batch_size=8, sequence=128, tensor=tensor, pipeline=1, micro_batch=micro_batch)
+    layout = make_layout(find("gpt2"), cluster("a100-80gb", tensor), {"tensor": tensor}, batch_size=8, sequence=128,
+                         micro_batch=micro_batch)  # fmt: skip
     nodes = SimpleNamespace(gpus=8, gpu=SimpleNamespace(name="g"))
     one = run(source, measured, model=SimpleNamespace(name="m"), cluster=nodes, layout=layout)
-    return SimpleNamespace(run=one, seconds=seconds, fits=fits, recommended=fits, **more)
+    return SimpleNamespace(run=one, seconds=seconds, fits=fits, recommended=fits, error=0.1, **more)
 
 
 def test_every_project_has_one_voice_in_a_fit(monkeypatch):
@@ -58,9 +59,13 @@ def test_a_fit_finds_constants_again():
 
 
 def test_the_cost_of_a_choice():
-    """The planner takes what it thinks is fastest; the rule least tensor x pipeline, then the largest micro-batch."""
+    """The planner takes the simplest of what it can't tell from the fastest; the rule least tensor x pipeline, then the
+    largest micro-batch."""
     group = [line("a", 1.0, 12.0, tensor=2), line("a", 2.0, 10.0), line("a", 3.0, 15.0, micro_batch=4)]
     assert scoreboard.choices(group, scoreboard.fastest)["regret"] == pytest.approx(0.2)
+    assert scoreboard.choices(group, scoreboard.first)["regret"] == pytest.approx(0.2), "twice as slow is no tie"
+    tied = [line("a", 1.0, 12.0, tensor=2), line("a", 1.09, 10.0), line("a", 3.0, 15.0)]
+    assert scoreboard.choices(tied, scoreboard.first)["regret"] == 0, "the simplest of what it can't tell apart"
     assert scoreboard.choices(group, scoreboard.simplest)["regret"] == pytest.approx(0.5)
     failed = [*group, line("a", 0.5, None)]
     assert scoreboard.choices(failed, scoreboard.fastest)["failed"] == 1, "what it chose did not run"

@@ -46,13 +46,13 @@ RIGHT = re.compile(r"^( *)# right: (.*)\n", re.MULTILINE)
 class Mistake:
     """A program of mistakes/, with what its docstring says of it.
 
-    says: for each message the rank that prints it, or None for some rank, and a pattern for it
-    then: the same of the fixed program
+    messages: for each message the rank that prints it, or None for some rank, and a pattern for it
+    then:     the same of the fixed program
     """
 
     name: str
     title: str
-    says: tuple[tuple[int | None, str], ...]
+    messages: tuple[tuple[int | None, str], ...]
     then: tuple[tuple[int | None, str], ...]
     see: str
     find: str
@@ -98,8 +98,8 @@ def mistakes() -> dict[str, Mistake]:
         title, _, entry = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
         fields = dict(re.findall(r"^(\w+): +(.*(?:\n(?!\w+: ).*)*)", entry, re.MULTILINE))
         fields = {key: " ".join(value.split()) for key, value in fields.items()}
-        says, then = (tuple(message(part) for part in fields.pop(key).split(" | ")) for key in ("says", "then"))
-        found[path.stem] = Mistake(path.stem, title.rstrip("."), says, then, source=source, **fields)
+        messages, then = (tuple(message(part) for part in fields.pop(key).split(" | ")) for key in ("says", "then"))
+        found[path.stem] = Mistake(path.stem, title.rstrip("."), messages, then, source=source, **fields)
     return found
 
 
@@ -192,7 +192,7 @@ def run_wrong(names: list[str], at_once: int = 10) -> dict[str, list[Ended]]:
     """
     ended = run({name: mistakes()[name].source for name in names}, at_once)
     for _ in range(3):
-        again = [name for name in names if missing(mistakes()[name].says, ended[name])]
+        again = [name for name in names if missing(mistakes()[name].messages, ended[name])]
         ended |= run({name: mistakes()[name].source for name in again}, at_once=1)
     return ended
 
@@ -202,7 +202,8 @@ def outcome(name: str, ended: list[Ended]) -> str:
     that somebody waited, else "error"."""
     if all(one.code == 0 for one in ended):
         return "silent"
-    return "timeout" if any("imed out" in text or "timeout" in text for _, text in mistakes()[name].says) else "error"
+    waited = any("imed out" in text or "timeout" in text for _, text in mistakes()[name].messages)
+    return "timeout" if waited else "error"
 
 
 def show(*names: str) -> None:
@@ -210,7 +211,7 @@ def show(*names: str) -> None:
     from IPython.display import Markdown, display  # scripts need no IPython
 
     for found in (mistakes()[name] for name in names):
-        who = [f"rank {rank}: {text}" if rank is not None else f"some rank: {text}" for rank, text in found.says]
+        who = [f"rank {rank}: {text}" if rank is not None else f"some rank: {text}" for rank, text in found.messages]
         right = "leave out the wrong line." if found.right == "pass" else f"\n\n```python\n{found.right}\n```"
         display(
             Markdown(

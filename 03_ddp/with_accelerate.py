@@ -93,16 +93,16 @@ class DDPWithAccelerate(ReplicatedModel):
 def adopt(config, kind: str) -> None:
     """Make what `accelerate launch` has read from its file the run's own settings, which config.json records. It hands
     them over in variables. Raises UserError for a file of another engine, and for one that contradicts an option."""
-    told = os.environ
-    used = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if told.get(f"ACCELERATE_USE_{name}") == "true"]
+    given = os.environ
+    used = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if given.get(f"ACCELERATE_USE_{name}") == "true"]
     used = used or ["DDP"]
-    launched = "ACCELERATE_MIXED_PRECISION" in told
+    launched = "ACCELERATE_MIXED_PRECISION" in given
     if launched and used != [kind]:
         advice = "use the file's own strategy and implementation" if kind in ("DDP", "FSDP") else "leave it out"
         raise UserError(f"accelerate launch: its file is for {used[0]}, and this training is {kind}; {advice}")
     found: dict[str, object] = {}
-    if told.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
-        found["precision"] = told["ACCELERATE_MIXED_PRECISION"]
+    if given.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        found["precision"] = given["ACCELERATE_MIXED_PRECISION"]
     elif launched and config.precision != "fp32":
         # The launcher hands over `no` for a file that is silent as well, and says so itself: which of the two it was,
         # nobody can tell from here. Training in bf16 beside a file that says `no` would be the worse mistake.
@@ -111,8 +111,8 @@ def adopt(config, kind: str) -> None:
             f"{config.precision}; say accelerate launch --mixed_precision {config.precision}, or write "
             f"mixed_precision: {config.precision} into the file"
         )
-    if int(told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)) > 1:
-        found["accumulation_steps"] = int(told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])
+    if int(given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)) > 1:
+        found["accumulation_steps"] = int(given["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])
     take_over(config, found, "accelerate launch: its file")
     if config.precision not in PRECISIONS:
         raise UserError(f"accelerate launch: its file has mixed_precision {config.precision}: take no, bf16 or fp16")

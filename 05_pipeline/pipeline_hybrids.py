@@ -10,12 +10,13 @@ by_hand.py does it in its own step.
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pp
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.collectives import global_norm
 from common.errors import UserError
 from common.mesh import axis
+from common.reshard import reshard
 from common.state import local_of
 from course.pipeline.distributed_training import PipelineParallel
 
@@ -136,13 +137,6 @@ def shard_stage(stage, layers, **how) -> None:
         if own and all(own.isdisjoint(other) for other in owned if other is not own):
             fully_shard(layer, reshard_after_forward=False, **how)
     fully_shard(stage, reshard_after_forward=False, **how)
-
-
-def reshard(stage) -> None:
-    """Free what a forward pass has gathered that no backward pass follows."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def trained(module) -> bool:

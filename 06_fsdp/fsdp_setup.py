@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_module
 
 from common.collectives import broadcast_module
@@ -19,18 +19,12 @@ from common.mesh import axis
 from common.model import Attention, children_or_items
 from common.own import is_own
 from common.ranks import environment
+from common.reshard import reshard
 from common.strategy import DTYPES, Strategy
 from common.task import make_task
 from course.fsdp import memory
 from course.fsdp.options import Budget, Offload
 from course.model_parallel.torch_tensor import PLAN
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what is gathered: after a forward pass that no backward pass follows, the last units are."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def policies(precision: str, offload: bool) -> dict:

@@ -20,6 +20,7 @@ from common.collectives import broadcast_module, global_norm
 from common.mesh import AXES, axis, in_order, make_mesh
 from common.model import cross_entropy
 from common.recompute import recompute_blocks
+from common.reshard import reshard
 from common.state import local_of
 from common.strategy import Strategy, mean_loss
 from course.fsdp import fsdp_setup
@@ -155,12 +156,12 @@ class MeshParallel(Strategy):
     def evaluate(self, inputs, targets):
         if self.stages is None:
             loss = super().evaluate(inputs, targets)
-            fsdp_setup.reshard(self.model)
+            reshard(self.model)
             return loss
         modules = {stage.stage_index: stage.submod for stage in self.own}
         loss = self.stages.evaluate(modules, self.pipeline, inputs, lambda logits: mean_loss(logits, targets))
         for stage in modules.values():
-            fsdp_setup.reshard(stage)
+            reshard(stage)
         return loss
 
     def scaled_loss(self, logits, targets):

@@ -223,22 +223,22 @@ def adopt(config, settings: dict, stage: int, ranks: int) -> None:
             f"{file} has no offload_optimizer, and its zero_optimization replaces --offload; give one of them"
         )
     config.options.offload |= "offload_optimizer" in zero
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for kind in ("bf16", "fp16"):
         if settings.get(kind, {}).get("enabled"):
-            told["precision"] = kind
+            found["precision"] = kind
         elif kind in settings and config.precision == kind:
-            told.setdefault("precision", "fp32")
+            found.setdefault("precision", "fp32")
     if "gradient_clipping" in settings:
-        told["max_norm"] = float(settings["gradient_clipping"]) or math.inf  # DeepSpeed's 0 is no clipping
+        found["max_norm"] = float(settings["gradient_clipping"]) or math.inf  # DeepSpeed's 0 is no clipping
     if "gradient_accumulation_steps" in settings:
-        told["accumulation_steps"] = settings["gradient_accumulation_steps"]
+        found["accumulation_steps"] = settings["gradient_accumulation_steps"]
     micro, count = settings.get("train_micro_batch_size_per_gpu"), config.accumulation_steps
     if "train_batch_size" in settings:
-        told["batch_size"] = settings["train_batch_size"]
+        found["batch_size"] = settings["train_batch_size"]
     elif micro:
-        told["batch_size"] = micro * told.get("accumulation_steps", count) * ranks
-    take_over(config, told, file)
+        found["batch_size"] = micro * found.get("accumulation_steps", count) * ranks
+    take_over(config, found, file)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -51,6 +50,7 @@ from common.data import Text, global_batch, training_text, validation_text
 from common.errors import UserError, one_line_errors
 from common.learning_rate import learning_rate
 from common.ranks import environment, process_group
+from common.reshard import reshard
 from course.fsdp.with_accelerate import on_cpu
 
 
@@ -281,9 +281,7 @@ def evaluate(model: nn.Module, data: Text, how: dict, device: torch.device) -> f
     dist.all_reduce(mean)
     for module in training:
         module.training = True
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the last ones stay gathered, for a backward pass that does not come
+    reshard(model)
     return mean.item()
 
 

@@ -188,13 +188,13 @@ def watch(chapter: str, file: Path, only: str | None = None, wait: Callable | No
                 print(f"all right: {sum(exercise.points for exercise in exercises)} points")
                 return
             continue
-        said = explained(result) if result.status == "wrong" else [f"{exercise.name}: {result.got or result.status}"]
+        lines = explained(result) if result.status == "wrong" else [f"{exercise.name}: {result.got or result.status}"]
         if result.status == "not attempted" and (asked := cells.asked_for(file, exercise.name)):
-            said += [f"  asked     {asked[1]}", f"  edit      {shown_path(file)}:{asked[0]}"]
-            said.append(f"  hint      python -m common.check {exercise.name} --hint")
+            lines += [f"  asked     {asked[1]}", f"  edit      {shown_path(file)}:{asked[0]}"]
+            lines.append(f"  hint      python -m common.check {exercise.name} --hint")
         allowed = minutes_of(chapter).get(exercise.name, "?")
         head = f"{bar(len(right), len(exercises))}  now {exercise.name} {exercise.difficulty}, up to {allowed} minutes"
-        print("\n".join(["", head, *said, f"(waiting until you save {file.name}; Ctrl-C ends)"]), flush=True)
+        print("\n".join(["", head, *lines, f"(waiting until you save {file.name}; Ctrl-C ends)"]), flush=True)
         wait(file, before)
 
 

@@ -158,9 +158,9 @@ def incident_sections() -> dict[str, tuple[str, str]]:
     return found
 
 
-def said(told: str, name: str) -> str:
+def field(docstring: str, name: str) -> str:
     """What a program's docstring says after `name:`, on this line and on those below that are indented."""
-    found = re.search(rf"^{name}: +(.*(?:\n +.*)*)", told, re.MULTILINE)
+    found = re.search(rf"^{name}: +(.*(?:\n +.*)*)", docstring, re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -168,15 +168,15 @@ def said(told: str, name: str) -> str:
 def asked() -> list[Asked]:
     """All that is known to have been asked in public: of threads.yaml, and the museum's incidents."""
     sections, rows = incident_sections(), yaml.safe_load((ROOT / "common" / "threads.yaml").read_text())
-    told: dict[str, tuple[str, tuple[str, ...], str]] = {}  # title, threads and cause of each incident
+    incidents: dict[str, tuple[str, tuple[str, ...], str]] = {}  # title, threads and cause of each incident
     for path in sorted(ROOT.glob("*/incidents/*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        title, threads = text.partition("\n")[0].rstrip("."), tuple(said(text, "thread").split())
-        told[path.stem] = title, threads, said(text, "cause")
+        title, threads = text.partition("\n")[0].rstrip("."), tuple(field(text, "thread").split())
+        incidents[path.stem] = title, threads, field(text, "cause")
     named = {row.get("incident") for row in rows}
     found = []
-    for row in [*rows, *({"asked": told[name][0], "incident": name} for name in told if name not in named)]:
-        title, threads, cause = told.get(row.get("incident"), ("", (), ""))
+    for row in [*rows, *({"asked": incidents[name][0], "incident": name} for name in incidents if name not in named)]:
+        title, threads, cause = incidents.get(row.get("incident"), ("", (), ""))
         page, anchor = sections[row["incident"]] if "incident" in row else row["answer"].split("#")
         heading = section_of(page, anchor).partition("\n")[0].lstrip("# ")
         words = f"{title} {row.get('words', '')}"
@@ -211,10 +211,10 @@ def questions() -> Iterator[Place]:
 def mistakes() -> Iterator[Place]:
     catalogue = next(ROOT.glob("*/*_when_it_hangs.ipynb")).relative_to(ROOT)
     for path in sorted(ROOT.glob("*/mistakes/*.py")):
-        told = ast.get_docstring(ast.parse(path.read_text())) or ""
-        title = plain(told.partition("\n")[0])
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        title = plain(docstring.partition("\n")[0])
         further = f"; {path.relative_to(ROOT)}"
-        yield Place(str(catalogue), path.stem, title, plain(told), line_of(said(told, "fix")), further, 1.3)
+        yield Place(str(catalogue), path.stem, title, plain(docstring), line_of(field(docstring, "fix")), further, 1.3)
 
 
 def pages() -> Iterator[Place]:

@@ -80,17 +80,17 @@ def _run(name, program) -> str:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (program.RANKS,), mesh_dim_names=("ranks",))
-        say = Says(spmd, mesh.get_group(), PARTS.get(name))
+        declare = TypeDeclarations(spmd, mesh.get_group(), PARTS.get(name))
         for module in (program, importlib.import_module("course.fsdp.toy")):
-            for function, stand_in in say.stand_ins(vars(module)).items():
+            for function, stand_in in declare.stand_ins(vars(module)).items():
                 stack.enter_context(mock.patch.dict(vars(module), {function: stand_in}))
-        say.operators(vars(importlib.import_module("course.model_parallel.by_hand_tensor")))
-        say.operators(vars(program))
-        stack.enter_context(say.sums())
-        stack.enter_context(mock.patch.object(functional, "cross_entropy", say.cross_entropy))
-        stack.enter_context(mock.patch.object(torch.optim.SGD, "step", say.step))
-        stack.enter_context(mock.patch.object(torch.optim.AdamW, "step", say.step))
-        stack.callback(register_module_forward_pre_hook(say.forward).remove)
+        declare.operators(vars(importlib.import_module("course.model_parallel.by_hand_tensor")))
+        declare.operators(vars(program))
+        stack.enter_context(declare.sums())
+        stack.enter_context(mock.patch.object(functional, "cross_entropy", declare.cross_entropy))
+        stack.enter_context(mock.patch.object(torch.optim.SGD, "step", declare.step))
+        stack.enter_context(mock.patch.object(torch.optim.AdamW, "step", declare.step))
+        stack.callback(register_module_forward_pre_hook(declare.forward).remove)
         try:
             with spmd.set_current_mesh(mesh), checker.typecheck(strict_mode="permissive"):
                 program.on_rank()
@@ -99,7 +99,7 @@ def _run(name, program) -> str:
     return ""
 
 
-class Says(nets_types.Says):
+class TypeDeclarations(nets_types.TypeDeclarations):
     def __init__(self, spmd, group, parts):
         self.spmd, self.group, self.parts = spmd, group, parts or ()
         self.whole = spmd.I if parts else spmd.R

@@ -111,9 +111,9 @@ def early(mistakes: list[dict[str, str]]) -> str:
     """In how many of its findings each of the nets that look at steps has found it by the end of the first step."""
     found = []
     for net in ("proof", "ledger", "copies", "norms"):
-        told = [step for row in mistakes for step in re.findall(r"(?:step (\d+)|before step (1))", row[net])[:1]]
-        first = sum("1" in step for step in told)
-        found.append(f"{NETS[net]} by the end of step 1 in {first} of {len(told)}")
+        steps = [step for row in mistakes for step in re.findall(r"(?:step (\d+)|before step (1))", row[net])[:1]]
+        first = sum("1" in step for step in steps)
+        found.append(f"{NETS[net]} by the end of step 1 in {first} of {len(steps)}")
     calls = [int(n) for row in mistakes for n in re.findall(r"collective (\d+)", row["collectives"])] or [0]
     return "; ".join([*found, f"{NETS['collectives']} at collective {min(calls)} to {max(calls)}"])
 

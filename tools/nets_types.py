@@ -60,20 +60,20 @@ def _step(strategy_class, right, ranks: int) -> str:
             strategy = strategy_class(model, case.make_optimizer, Setup(mesh, None, max_norm=case.max_norm))
             (name,) = mesh.mesh_dim_names or ()
             group = axis(mesh, name).group
-            say = Says(spmd, strategy, group, right)
+            declare = TypeDeclarations(spmd, strategy, group, right)
             namespaces = {id(space): space for space in _namespaces(strategy_class)}.values()
             for namespace in namespaces:
-                for function, stand_in in say.stand_ins(namespace).items():
+                for function, stand_in in declare.stand_ins(namespace).items():
                     stack.enter_context(mock.patch.dict(namespace, {function: stand_in}))
-                say.operators(namespace)
+                declare.operators(namespace)
             indices = data.global_batch(equality.SEED, 0, equality.BATCH, equality.Batches.size)
             place = strategy.data_rank, strategy.data_size
             batches = data.micro_batches(equality.Batches(), indices, *place, case.accumulate, "cpu")
-            stack.enter_context(say.sums())
+            stack.enter_context(declare.sums())
             with spmd.set_current_mesh(mesh), checker.typecheck(strict_mode="permissive"):
-                say.parameters()
-                say.batches(batches)
-                strategy.optimizer.step = lambda *_, **__: say.gradients()
+                declare.parameters()
+                declare.batches(batches)
+                strategy.optimizer.step = lambda *_, **__: declare.gradients()
                 strategy.step(batches)
         except spmd.SpmdTypeError as refusal:
             return str(refusal).splitlines()[0][:120]
@@ -99,8 +99,8 @@ def _namespaces(strategy_class):
                         yield inner
 
 
-class Says:
-    """What the code does not say."""
+class TypeDeclarations:
+    """What the code does not declare."""
 
     def __init__(self, spmd, strategy, group, right):
         self.spmd, self.strategy, self.group, self.right = spmd, strategy, group, right

@@ -336,8 +336,8 @@ def difference_of_bytes_only(parameters):
 
 def difference_of_bytes_and_shapes(parameters):
     """The same bytes may be numbers of another type."""
-    told = [zlib.crc32(f"{tuple(p.shape)}".encode() + p.contiguous().numpy().tobytes()) for p in parameters]
-    return first_of(everybody(torch.tensor(told)))
+    checksums = [zlib.crc32(f"{tuple(p.shape)}".encode() + p.contiguous().numpy().tobytes()) for p in parameters]
+    return first_of(everybody(torch.tensor(checksums)))
 
 
 def difference_known_to_some(parameters):
@@ -399,7 +399,7 @@ def sampler_padded_with_the_last(size, epoch, seed, rank, world):
     return (order + order[-1:] * (-size % world))[rank::world]
 
 
-def sampler_told_by_rank_0(size, epoch, seed, rank, world):
+def sampler_from_rank_0(size, epoch, seed, rank, world):
     """Right, and needless: who has the seed has the order."""
     order = torch.tensor(shuffled(size, seed + epoch))
     dist.broadcast(order, src=0)
@@ -935,7 +935,7 @@ WRONG = {
         (sampler_without_padding, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8]"),
         (sampler_that_drops, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8]"),
         (sampler_padded_once, "sampler_indices(3, 1, 2, 7, 8), rank 0: expected [0], got []"),
-        (sampler_told_by_rank_0, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected nothing sent, got broadcast of 64"),
+        (sampler_from_rank_0, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected nothing sent, got broadcast of 64"),
         (sampler_padded_with_the_last, "sampler_indices(10, 3, 7, 3, 4), rank 0: expected [ ... got [1, 8, 0]"),
         (sampler_seeded_by_rank, "sampler_indices(8, 0, 0, 1, 2), rank 0: expected [ ... got [4, 6, 3, 0]"),
     ],

@@ -522,7 +522,7 @@ def dropout_always_along_the_rows(x, probability, seed, dimension):
     return parallel_dropout(x, probability, seed, None if dimension is None else 0)
 
 
-def dropout_told_by_rank_0(x, probability, seed, dimension):
+def dropout_from_rank_0(x, probability, seed, dimension):
     keep = (torch.rand(x.shape, generator=generator(seed)) >= probability).float()
     dist.broadcast(keep, src=0)
     return x * keep / (1 - probability)
@@ -934,7 +934,7 @@ WRONG = {
             dropout_always_along_the_rows,
             "probability 0.5, dimension 1, rank 0: expected -0 at element [1, 0, 0] ... got -2 (10 of 24 elements",
         ),
-        (dropout_told_by_rank_0, "rank 0: expected nothing sent, got broadcast of 48 bytes"),
+        (dropout_from_rank_0, "rank 0: expected nothing sent, got broadcast of 48 bytes"),
         (
             dropout_scaled_by_two,
             "probability 0.25, dimension None, rank 0: expected [[1.3333 ... got [[2, 6, 0, 0], [-0, 0, 6",

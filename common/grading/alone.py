@@ -42,12 +42,12 @@ def alone(folder: str, room: int, run: Callable[[], None]) -> None:
     if first == 0:
         _first(folder, room, run, ends)
     os.close(ends)
-    said = os.read(ended, 1)  # the signal that has ended it, if one has
+    ended_by = os.read(ended, 1)  # the signal that has ended it, if one has
     os.waitpid(first, 0)
     code = os.read(ended, 1) or bytes([NOT_ALONE])
-    if said and said[0]:
-        signal.signal(said[0], signal.SIG_DFL) if said[0] not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), said[0])
+    if ended_by and ended_by[0]:
+        signal.signal(ended_by[0], signal.SIG_DFL) if ended_by[0] not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), ended_by[0])
     os._exit(code[0])
 
 

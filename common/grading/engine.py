@@ -478,16 +478,16 @@ def _judge(
             return Verdict(exercise, "wrong", f"world size {size}, {case.what}", "a result on every rank", "nothing")
         if all(outcome.status == "not attempted" for outcome in outcomes):
             return Verdict(exercise, "not attempted")
-        said = [(rank, line) for rank, outcome in enumerate(outcomes) for line in outcome.printed.splitlines()]
-        printed = tuple(f"rank {rank}: {line}" for rank, line in said)
+        lines = [(rank, line) for rank, outcome in enumerate(outcomes) for line in outcome.printed.splitlines()]
+        printed = tuple(f"rank {rank}: {line}" for rank, line in lines)
         try:
             _judge_case(case, outcomes)
         except Wrong as wrong:
             where = f"world size {size}, {case.what}" + ("" if wrong.rank is None else f", rank {wrong.rank}")
             called = tuple(inputs(case.arguments, name))
             tried = size, [case.arguments for case in cases[: number + 1]], outcomes
-            told = wrong.expected, wrong.got, wrong.drawing, called, printed, wrong.why, tried
-            return Verdict(exercise, "wrong", where, *told).with_known_mistake()
+            details = wrong.expected, wrong.got, wrong.drawing, called, printed, wrong.why, tried
+            return Verdict(exercise, "wrong", where, *details).with_known_mistake()
     return Verdict(exercise, "right", printed=printed)
 
 

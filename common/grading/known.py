@@ -40,9 +40,9 @@ def alike(theirs: list[list[CallOutcome]], outcomes: list[CallOutcome]) -> bool:
 
 
 def one_alike(a: CallOutcome, b: CallOutcome) -> bool:
-    said = [one.text.partition(", line ")[0] for one in (a, b)]
+    texts = [one.text.partition(", line ")[0] for one in (a, b)]
     messages = [[(e.operation, e.payload, e.peer) for e in one.entries] for one in (a, b)]
-    same = a.status == b.status and a.changed_input == b.changed_input and said[0] == said[1]
+    same = a.status == b.status and a.changed_input == b.changed_input and texts[0] == texts[1]
     return same and messages[0] == messages[1] and difference(a.value, b.value) is None
 
 

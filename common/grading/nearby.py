@@ -128,11 +128,11 @@ def _other_conditions(node: ast.If | ast.IfExp | ast.Compare | ast.comprehension
             yield without, f"without the condition `{ast.unparse(node.ifs[0])}`"
     else:
         for always, often in ((True, "always"), (False, "never")):
-            said = f"as if `{ast.unparse(node.test)}` were {often} so"
+            change = f"as if `{ast.unparse(node.test)}` were {often} so"
             if isinstance(node, ast.IfExp):
-                yield node.body if always else node.orelse, said
+                yield node.body if always else node.orelse, change
             else:
-                yield ast.If(ast.Constant(always), node.body, node.orelse), said
+                yield ast.If(ast.Constant(always), node.body, node.orelse), change
 
 
 def _other_calls(node: ast.Call) -> Iterator[tuple[ast.AST, str]]:

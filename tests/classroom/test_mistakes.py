@@ -25,7 +25,7 @@ def told(ended: list[Ended]) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_message_in_the_book_is_the_message_that_appears(name, outcomes):
     ended = outcomes[name]
-    assert missing(mistakes()[name].says, ended) == [], told(ended)
+    assert missing(mistakes()[name].messages, ended) == [], told(ended)
     assert missing(mistakes()[name].then, ended), f"what the fixed program prints appears anyway:\n{told(ended)}"
 
 
@@ -33,7 +33,7 @@ def test_the_message_in_the_book_is_the_message_that_appears(name, outcomes):
 def test_the_fixed_line_works(name, outcomes):
     ended = outcomes[f"{name}_fixed"]
     assert missing(mistakes()[name].then, ended) == [], told(ended)
-    assert missing(mistakes()[name].says, ended), f"what the program said before appears still:\n{told(ended)}"
+    assert missing(mistakes()[name].messages, ended), f"what the program said before appears still:\n{told(ended)}"
     assert any(one.code for one in ended) == (name == FAILS_IN_ANY_CASE), told(ended)
 
 

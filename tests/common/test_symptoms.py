@@ -9,8 +9,8 @@ from common import ROOT, doctor, symptoms
 from course.ddp import catalogue
 
 MISTAKES = catalogue.mistakes().values()
-MESSAGES = Counter(message for mistake in MISTAKES for _, message in mistake.says)
-OWN = [(mistake, message) for mistake in MISTAKES for _, message in mistake.says if MESSAGES[message] == 1]
+MESSAGES = Counter(message for mistake in MISTAKES for _, message in mistake.messages)
+OWN = [(mistake, message) for mistake in MISTAKES for _, message in mistake.messages if MESSAGES[message] == 1]
 
 
 def places(words: str) -> str:

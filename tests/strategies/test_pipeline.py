@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import FULL
 from pipelines import batch, deep, first_layers_frozen, mesh_of, small, tied_frozen
+from proofs import Job, prove_all
 from torch import nn
 
 from common import ROOT
@@ -51,19 +52,9 @@ def cases(ranks: int, stages_per_rank: int) -> list[equality.Case]:
     ]
 
 
-def train_all(trained, strategy_class):
-    return [
-        equality.on_ranks(strategy_class, list(some), None, PipelineOptions(**options)) for options, some in trained
-    ]
-
-
-def prove_all(trained, nproc, strategy_class=by_hand.PipelineByHand) -> None:
-    """Equality of many pipelines, each (options, cases), in one launch. Raises NotEqual."""
-    outcomes = launch(train_all, nproc, (trained, strategy_class), timeout=600)
-    for number, (options, some) in enumerate(trained):
-        for index, (case, reference) in enumerate(zip(some, equality.references(tuple(some)), strict=True)):
-            equality.check_something_happened(case, reference)
-            equality.compare(case, reference, [rank[number][index] for rank in outcomes], f"{options}, {nproc} ranks")
+def prove_pipelines(trained, nproc, strategy_class=by_hand.PipelineByHand) -> None:
+    """Equality of many pipelines, each (options, cases), in one launch."""
+    prove_all([Job(f"{o}", strategy_class, cases, options=PipelineOptions(**o)) for o, cases in trained], nproc)
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
@@ -76,7 +67,7 @@ def test_every_schedule_by_hand_equals_one_process(nproc):
         trained = [(options, some[: 1 + (options["microbatches"] == both)]) for options, some in trained]
     assert len(trained) == ({2: 30, 4: 29} if FULL else {2: 15, 4: 15})[nproc]
     assert {options["schedule"] for options, _ in trained} == set(schedules.SCHEDULES)
-    prove_all(trained, nproc)
+    prove_pipelines(trained, nproc)
 
 
 @pytest.mark.parametrize("nproc", [2, 4] if FULL else [4])
@@ -88,7 +79,7 @@ def test_every_schedule_of_pytorch_equals_one_process(nproc):
     ]
     assert {options["schedule"] for options, _ in trained} == set(torch_schedules.TORCH_SCHEDULES)
     assert set(torch_schedules.TORCH_SCHEDULES) == set(schedules.SCHEDULES)
-    prove_all(trained, nproc, torchs.PipelineParallel)
+    prove_pipelines(trained, nproc, torchs.PipelineParallel)
 
 
 FROZEN = [equality.Case(make, equality.sgd, 3, 100.0, steps=2) for make in (first_layers_frozen, equality.frozen)]
@@ -99,8 +90,8 @@ def test_frozen_layers_accumulation_and_recomputation():
     """Nobody wants the gradient that comes to a frozen stage; and whoever sends it must find somebody who takes it."""
     ways = [("1f1b", "none"), ("zb-h1", "full"), *[("1f1b", "full"), ("zb-h1", "none")] * FULL]
     trained = [({"schedule": name, "recompute": again}, FROZEN) for name, again in ways]
-    prove_all(trained, 4 if FULL else 2)
-    prove_all(
+    prove_pipelines(trained, 4 if FULL else 2)
+    prove_pipelines(
         [
             ({"schedule": "zbv"}, [*FROZEN, ENDS_FROZEN]),
             ({"schedule": "1f1b"}, [ENDS_FROZEN]),
@@ -114,7 +105,7 @@ def test_what_pytorch_traces_equals_one_process():
     from course.pipeline.traced import TracedPipeline as traced
 
     trained = [({"schedule": name}, cases(2, 2)[:1]) for name in ("interleaved", *["1f1b"] * FULL)]
-    prove_all([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
+    prove_pipelines([*trained, ({"split_spec": "embedding: end"}, FROZEN[1:])], 2, traced)
 
 
 def test_every_class_of_pytorch_is_there():
@@ -174,7 +165,7 @@ def test_replicas_of_every_schedule_equal_one_process():
             trained.append(({}, FROZEN[:1]))
         if strategy_class is hybrid.PipelineFSDP:  # in the same launch, whose ranks know DTensor's rules by then
             trained.append(({}, [dataclasses.replace(case, accumulate=3) for case in FROZEN]))
-        prove_all(trained, 4, strategy_class)
+        prove_pipelines(trained, 4, strategy_class)
 
 
 def most_outputs(train) -> tuple[int, set[int]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import torch.distributed.run
-from helpers import FULL, LAUNCHER, TEXT
+from helpers import FULL, LAUNCHER, TEXT, as_options
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from common import ROOT
@@ -165,7 +165,7 @@ def ranks_of(process: Fork | subprocess.Popen) -> list[psutil.Process]:
 def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.Popen | Fork:
     """Start the front door with the settings TEXT, under torchrun for nproc > 0."""
     script = ROOT / "distributed_training.py"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()] + list(arguments)
+    arguments = [*as_options(TEXT), *arguments]
     if not nproc:
         return Fork(script, *arguments, cwd=cwd, **options)
     return torchrun("--standalone", f"--nproc_per_node={nproc}", script, *arguments, cwd=cwd)

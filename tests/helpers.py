@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import ROOT, run_dir
+from common import ROOT, manifest, run_dir
 from common.checkpoint import whole_tensors
 from common.command_line import parse
 from common.config import Config, shared
@@ -57,13 +57,16 @@ def launcher(rank: int = 0, size: int = 1, local_size: int | None = None):
                 os.environ[name] = value
 
 
+def as_options(settings: dict[str, Any]) -> list[str]:
+    """{"batch_size": 4, "by_hand": True} -> ["--batch-size=4", "--by-hand"]."""
+    return [f"--{name.replace('_', '-')}" + f"={value}" * (value is not True) for name, value in settings.items()]
+
+
 def configure(line: str = "", size: int = 1, rank: int = 0, default: str | None = None, **settings) -> Config:
     """The settings that a command line makes on one of `size` ranks: configure("--by-hand", 2, strategy="ddp")."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
-    options += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
     distributed = ["--distributed"] if size > 1 else []
     with launcher(rank, size):
-        config = parse(STRATEGIES, default, [*line.split(), *options, *distributed], BY_AXES)
+        config = parse(STRATEGIES, default, [*line.split(), *as_options(settings), *distributed], BY_AXES)
         if config.trains:
             claim(config)
         return config
@@ -158,6 +161,22 @@ def running() -> set[int]:
         with suppress(psutil.Error):  # it has ended meanwhile, or is somebody else's
             found |= {orphan.pid} if orphan.cwd() == os.getcwd() else set()
     return found
+
+
+def begun(folder: Path, **settings) -> Path:
+    """A run that may be resumed, and has not trained."""
+    config = configure(run_dir=folder, **settings)
+    (folder / manifest.name_of(1)).mkdir()
+    (folder / manifest.name_of(1) / manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))
+    write_facts(folder, config.settings(), strategy=config.strategy)
+    return folder
+
+
+def first_line_of(file: Path, function: str) -> int:
+    """The number of the first line of a function, or method, that does something."""
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    body = next(node.body for node in functions if node.name == function)
+    return body[isinstance(body[0], ast.Expr)].lineno
 
 
 def definitions(source: str) -> dict[str, str]:

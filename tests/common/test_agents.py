@@ -11,7 +11,7 @@ import time
 
 import pytest
 from forks import hold_after, ranks_of, torchrun, wait_for_step
-from helpers import FULL, SMALL, configure, metrics, numbers, train
+from helpers import FULL, SMALL, as_options, configure, metrics, numbers, train
 
 from common import ROOT
 from common.lab.launch import free_port, launch
@@ -37,13 +37,18 @@ def undisturbed(tmp_path_factory):
 
 def agents(nodes: str, folder) -> list:
     """Two torchruns with one rank each; the first has the store at which they meet."""
-    port, options = free_port(), [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    started = []
+    port, started = free_port(), []
     for _ in range(2):
         process = torchrun(
             *(f"--nnodes={nodes}", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=job"),
             *(f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", f"--rdzv_conf={QUICK}"),
-            *("--monitor_interval=0.2", ROOT / "distributed_training.py", "--distributed", "--run-dir=run", *options),
+            *(
+                "--monitor_interval=0.2",
+                ROOT / "distributed_training.py",
+                "--distributed",
+                "--run-dir=run",
+                *as_options(SETTINGS),
+            ),
             cwd=folder,
             env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
         )

@@ -5,9 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import configure, refused, write_facts
+from helpers import begun, configure, refused, write_facts
 
-from common import manifest
 from common.command_line import own_names
 from common.command_line import parse as parse_table
 from common.config import shared
@@ -20,15 +19,6 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def begun(name: str, **settings) -> Path:
-    """A run that may be resumed, and has not trained."""
-    config = configure(run_dir=name, **settings)
-    Path(name, "checkpoint-000001").mkdir()
-    Path(name, "checkpoint-000001", manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))
-    write_facts(Path(name), config.settings())
-    return Path(name)
 
 
 def changed(run: Path, **settings) -> None:
@@ -60,7 +50,7 @@ def test_every_option_of_a_strategy_is_known_before_the_strategy_is_imported():
 
 
 def test_the_command_line_says_which_run_is_resumed():
-    begun("a", strategy="ddp", seed=1), begun("b", strategy="ddp", seed=2)
+    begun(Path("a"), strategy="ddp", seed=1), begun(Path("b"), strategy="ddp", seed=2)
     Path("run.yaml").write_text("run-dir: a\nresume: true\n")
     assert [configure(f"--config run.yaml {more}").seed for more in ("", "--run-dir b")] == [1, 2], "--run-dir's"
     Path("run.yaml").write_text("resume: false\n")
@@ -68,7 +58,7 @@ def test_the_command_line_says_which_run_is_resumed():
 
 
 def test_which_strategy_and_implementation_goes_on():
-    run = begun("run", strategy="ddp", by_hand=True)
+    run = begun(Path("run"), strategy="ddp", by_hand=True)
     Path("run.yaml").write_text("implementation: pytorch\n")
     for line, strategy, implementation in (
         ("", "ddp", "by-hand"),
@@ -84,7 +74,7 @@ def test_which_strategy_and_implementation_goes_on():
 
 
 def test_a_setting_that_this_version_does_not_have_is_refused():
-    changed(begun("run", strategy="ddp"), precision="fp8")
+    changed(begun(Path("run"), strategy="ddp"), precision="fp8")
     with refused("--precision", "fp8", "bf16"):
         configure("--resume --run-dir run")
 

@@ -1,7 +1,6 @@
 """Breakpoints as editors set them: a client of the debug adapter protocol, which debugpy speaks, as VS Code and
 JupyterLab are. A place is a file under the name that the reader has open, and a line."""
 
-import ast
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import LAUNCHER, SMALL
+from helpers import LAUNCHER, SMALL, as_options, first_line_of
 
 from common import ROOT
 from common.lab.launch import free_port
@@ -114,14 +113,7 @@ def stops(arguments: list, places: list[tuple[Path, int]], processes: int) -> li
 
 
 SCRIPT = ROOT / "03_ddp" / "distributed_training.py"
-OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
-
-
-def first_line_of(path: Path, function: str) -> int:
-    """The first line of a function that does something."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    body = next(node.body for node in functions if node.name == function)
-    return body[isinstance(body[0], ast.Expr)].lineno
+OPTIONS = as_options(SMALL | {"steps": 1})
 
 
 def test_an_editors_breakpoint_is_hit_in_the_program_in_every_rank_of_torchrun(tmp_path):

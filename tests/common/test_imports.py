@@ -19,7 +19,7 @@ from pathlib import Path
 import jedi
 import pytest
 from forks import Fork, forget_the_course
-from helpers import FULL, SMALL
+from helpers import FULL, SMALL, as_options, first_line_of
 
 from common import ROOT
 from course import CHAPTERS as CHAPTER_FOLDERS
@@ -170,7 +170,7 @@ def test_classes_are_those_of_the_table():
 
 ENGINES = sorted({f"{entry.chapter}/{engine.place.split(':')[0].split('.')[-1]}.py"
                   for entry in STRATEGIES.values() for engine in entry.engines.values()})  # fmt: skip
-OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 1}).items()]
+OPTIONS = as_options(SMALL | {"steps": 1})
 
 
 def alone(function, *arguments, cwd: Path = ROOT) -> str:
@@ -179,11 +179,6 @@ def alone(function, *arguments, cwd: Path = ROOT) -> str:
     written, errors = process.communicate(timeout=300)
     assert process.returncode == 0, written + errors
     return written
-
-
-def first_line_of(file: Path, function: str) -> int:
-    lines = file.read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(function)) + 1
 
 
 def debug(arguments):
@@ -195,7 +190,7 @@ def debug(arguments):
 def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(tmp_path):
     """In the program that is started, and in a class of it. (In a file that it imports: test_debugger.py.)"""
     script, words = ROOT / "03_ddp" / "distributed_training.py", tmp_path / "words"
-    stops = [f"break {script}:{first_line_of(script, function)}" for function in ("def main", "def step")]
+    stops = [f"break {script}:{first_line_of(script, function)}" for function in ("main", "step")]
     words.write_text("\n".join([*stops, *["continue", "print('FILE', __file__)"] * 2, "quit\n"]))
     told = alone(debug, words, "pdb", script, *OPTIONS, f"--run-dir={tmp_path / 'run'}")
     assert told.count(f"FILE {script}") == 2, told

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, configure, metrics, refused, train, write_facts
+from helpers import SMALL, begun, configure, metrics, refused, train
 
 from common import manifest
 from common.checkpoint import Writer
@@ -29,21 +29,10 @@ MAY_CHANGE = {"steps": 300, "precision": "bf16", "accumulation_steps": 2, "log_e
 TINY = SMALL | {"layers": 1, "width": 16, "batch_size": 4, "checkpoint_every": 1, "strategy": "single"}
 
 
-@pytest.fixture
-def begun(tmp_path, monkeypatch):
-    """Makes a run that may be resumed, with default settings but for what is given, and without training."""
+@pytest.fixture(autouse=True)
+def in_a_folder_with_poems(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def begin(name="runs/begun", **settings) -> Path:
-        folder = Path(name)
-        Path(settings.get("text") or folder.parent).mkdir(parents=True, exist_ok=True)
-        config = configure(run_dir=folder, **settings)
-        (folder / "checkpoint-000001").mkdir()
-        (folder / "checkpoint-000001" / manifest.MANIFEST).write_text(manifest.seal({"step": 1}, {}))
-        write_facts(folder, config.settings(), strategy=config.strategy)
-        return folder
-
-    return begin
+    Path("poems").mkdir()
 
 
 def test_what_makes_a_runs_numbers_is_listed_here():
@@ -53,19 +42,19 @@ def test_what_makes_a_runs_numbers_is_listed_here():
 
 
 @pytest.mark.parametrize("name", [*IDENTITY, *EXPERTS])
-def test_a_resumed_run_keeps_what_makes_its_numbers(name, begun):
+def test_a_resumed_run_keeps_what_makes_its_numbers(name):
     others = {"strategy": "expert", "by_hand": True} if name in EXPERTS else {"strategy": "single"}
-    folder, option = begun(**others), f"--{name.replace('_', '-')}"
+    folder, option = begun(Path("begun"), **others), f"--{name.replace('_', '-')}"
     kept = getattr(configure(run_dir=folder, resume=True).options if name in EXPERTS else Config(), name)
     with refused("--resume", option, str(kept)):
         configure(run_dir=folder, resume=True, **{name: (IDENTITY | EXPERTS)[name]})
 
 
-def test_a_resumed_run_takes_its_settings_from_the_run(begun):
+def test_a_resumed_run_takes_its_settings_from_the_run():
     # with these, other options below are allowed
     settings = IDENTITY | MAY_CHANGE | {"task": "text", "dataset": "digits", "optimizer": "adamw"}
     settings |= {"lr_schedule": "constant"}
-    folder = begun(strategy="ddp", by_hand=True, loading="dispatch", **settings)
+    folder = begun(Path("begun"), strategy="ddp", by_hand=True, loading="dispatch", **settings)
     again = configure(run_dir=folder, resume=True)
     for name, value in settings.items():
         assert getattr(again, name) == value, name
@@ -76,15 +65,15 @@ def test_a_resumed_run_takes_its_settings_from_the_run(begun):
     assert (other.implementation, other.precision, other.steps, other.seed) == ("pytorch", "fp32", 7, 5), "as asked for"
 
 
-def test_options_of_another_strategy_are_not_taken_over(begun):
-    folder = begun(strategy="ddp", recompute="full", loading="dispatch")
+def test_options_of_another_strategy_are_not_taken_over():
+    folder = begun(Path("begun"), strategy="ddp", recompute="full", loading="dispatch")
     assert configure(run_dir=folder, resume=True).options.recompute == "full"
     other = configure(run_dir=folder, resume=True, strategy="fsdp")
     assert other.options.recompute == "none", "ddp's --recompute is not fsdp's"
 
 
-def test_what_belongs_to_the_machine_is_not_taken_over(begun):
-    folder = begun(strategy="ddp")
+def test_what_belongs_to_the_machine_is_not_taken_over():
+    folder = begun(Path("begun"), strategy="ddp")
     kept = json.loads((folder / "config.json").read_text())
     kept["config"] |= {"distributed": True, "backend": "nccl", "device": "cuda", "download": True, "timeout": 7.0}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -93,17 +82,17 @@ def test_what_belongs_to_the_machine_is_not_taken_over(begun):
     assert again.timeout == 300.0, "--timeout"
 
 
-def test_the_mesh_is_taken_over_where_it_fits(begun):
+def test_the_mesh_is_taken_over_where_it_fits():
     """By the same strategy on as many ranks."""
-    folder = begun(strategy="hsdp", mesh="data=1,shard=1", mesh_order="shard,data")
+    folder = begun(Path("begun"), strategy="hsdp", mesh="data=1,shard=1", mesh_order="shard,data")
     again = configure(run_dir=folder, resume=True)
     assert list(again.axes.items()) == [("shard", 1), ("data", 1)], "sizes and order"
     assert configure(size=2, run_dir=folder, resume=True).axes == {"data": 2, "shard": 1}, "on other ranks its own"
     assert configure(run_dir=folder, resume=True, strategy="fsdp").axes == {"shard": 1}, "another strategy's own"
 
 
-def test_what_a_resumed_run_may_not_change(begun):
-    folder = begun(lr_schedule="cosine", steps=9)
+def test_what_a_resumed_run_may_not_change():
+    folder = begun(Path("begun"), lr_schedule="cosine", steps=9)
     assert configure(run_dir=folder, resume=True, steps=9).steps == 9
     for steps in (8, 10):
         with refused("--steps", "9"):
@@ -116,11 +105,11 @@ def steps_begun(config) -> list[int]:
     """Train; after how many steps each run began."""
     begins, steps = [], Run.steps
 
-    def begun(run):
+    def noted(run):
         begins.append(run.progress.done)
         return steps(run)
 
-    Run.steps = begun
+    Run.steps = noted
     train([config])
     return begins
 

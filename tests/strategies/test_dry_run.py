@@ -6,7 +6,7 @@ import os
 import pytest
 import torch.distributed as dist
 from forks import Fork, torchrun
-from helpers import FULL, SMALL, configure
+from helpers import FULL, SMALL, as_options, configure
 
 from common import ROOT
 from common.lab.launch import launch
@@ -63,7 +63,7 @@ def test_what_is_foreseen_is_what_ranks_do(size, tmp_path, capfd):
 
 
 def small(line: str) -> list[str]:
-    return [*line.split(), *(f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items())]
+    return [*line.split(), *as_options(SMALL)]
 
 
 def test_it_prints_the_ranks_of_a_mesh_and_trains_nothing(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import SMALL, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
+from helpers import SMALL, as_options, configure, do_not_draw, metrics, numbers, refused, saved, write_facts
 from torch import nn
 
 from common import ROOT, engine_files, manifest, own, runs
@@ -189,7 +189,7 @@ def command(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
 
-SETTINGS = [f"--{name.replace('_', '-')}={value}" for name, value in TEXT.items()]
+SETTINGS = as_options(TEXT)
 
 
 @pytest.mark.parametrize("folder, settings", [("03_ddp", "accelerate_ddp.yaml"), ("06_fsdp", "accelerate_fsdp2.yaml")])

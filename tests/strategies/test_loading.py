@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import hold_after, ranks_of, start, torchrun, wait_for_step
-from helpers import FULL, TEXT, configure, metrics, numbers, saved, train
+from helpers import FULL, TEXT, as_options, configure, metrics, numbers, saved, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import ROOT
@@ -212,10 +212,9 @@ def test_torchrun_restarts_a_run_after_a_rank_was_killed(tmp_path, monkeypatch):
     """It goes on from the newest checkpoint, to the losses of a run that nobody disturbed."""
     steps, killed = 100 if FULL else 12, hold_after(monkeypatch, 6, tmp_path / "killed")
     settings = TEXT | {"steps": steps, "checkpoint_every": 5, "loading": "shard-stream-workers"}
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     process = torchrun(
         *("--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "distributed_training.py"),
-        *("--distributed", "--run-dir=run", *options),
+        *("--distributed", "--run-dir=run", *as_options(settings)),
         cwd=tmp_path,
         env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
     )

@@ -1,6 +1,7 @@
 """Fixtures of several test files, and which tests run when and where."""
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -54,6 +55,12 @@ def no_launcher(monkeypatch):
     for name in (*launchers, "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # so that it is restored, whatever a test does
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_a_tests_own():
+    """A run collects garbage at its end: in what it has made, and not among all the modules of this process."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,8 @@ def agents(nodes: str, folder) -> list:
     return started
 
 
-def a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed, lost):
+@pytest.mark.weekly  # two programs; one torchrun whose rank is killed: test_loading.py
+def test_a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed, lost):
     one, other = agents("2", tmp_path)
     wait_for_step(tmp_path / "run", 12)
     ranks_of(other)[0].kill()
@@ -75,7 +76,8 @@ def a_rank_of_another_node_is_killed_and_both_go_on(tmp_path, undisturbed, lost)
     assert numbers(tmp_path / "run") == numbers(undisturbed), "bit for bit"
 
 
-def a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost):
+@pytest.mark.weekly
+def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost):
     one, other = agents("1:2", tmp_path)
     wait_for_step(tmp_path / "run", 12)
     before = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -90,15 +92,6 @@ def a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost):
     assert (before["world_size"], after["world_size"]) == (2, 1)
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert numbers(tmp_path / "run") == pytest.approx(numbers(undisturbed), rel=3e-5)
-
-
-WAYS = [a_node_is_lost_and_the_other_goes_on_alone, a_rank_of_another_node_is_killed_and_both_go_on]
-
-
-@pytest.mark.weekly  # four programs; one torchrun whose rank is killed: test_loading.py
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_two_torchruns(way, tmp_path, undisturbed, lost):
-    way(tmp_path, undisturbed, lost)
 
 
 SAVES = """

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import subprocess
+import runpy
 import sys
 import time
 from dataclasses import replace
@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Fork
 from helpers import refused
 
-from common import ROOT, cluster_check
+from common import cluster_check
 from common.cluster_check import Link, Rank
 from common.lab.launch import launch
 from common.ranks import Ranks
@@ -142,11 +143,15 @@ def test_nccls_own_view():
     says(wrong, ("TCP", "NCCL_IB_HCA", "docs/cluster.md"))
 
 
+def as_one_types_it(arguments):
+    sys.argv = ["cluster_check", *arguments]
+    runpy.run_module("common.cluster_check", run_name="__main__", alter_sys=True)
+
+
 def test_the_exit_code(tmp_path):
-    """Of one process, as one types it."""
-    command = [sys.executable, "-m", "common.cluster_check", "--device=cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = Fork(as_one_types_it, "--device=cpu", cwd=tmp_path)
+    said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
 
 
 def test_a_message_of_no_size_is_refused():

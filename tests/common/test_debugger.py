@@ -123,6 +123,7 @@ def test_an_editors_breakpoint_is_hit_in_the_program_in_every_rank_of_torchrun(t
     assert stops(command, [place], 2) == [place] * 2
 
 
+@pytest.mark.weekly  # files have their one name in forked ranks as well: test_imports.py
 def test_an_editors_breakpoint_is_hit_in_ranks_that_a_notebook_starts(tmp_path):
     """They are forked. A notebook's own debugger, in JupyterLab, follows no other process: an editor's does."""
     place = ROOT / "03_ddp" / "by_hand.py", first_line_of(ROOT / "03_ddp" / "by_hand.py", "assign")

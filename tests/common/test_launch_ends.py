@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,6 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Fork
 from helpers import arrive, running, time_is_up_when_all_have_arrived, when_inside
 
 from common.lab import launch as launching
@@ -175,22 +174,21 @@ def test_what_ranks_leave_behind_is_ended_after_a_success_too():
     assert running() <= before
 
 
-def test_ranks_end_with_their_caller():
+def test_ranks_end_with_their_caller(tmp_path):
     """As when a notebook's kernel is restarted while a cell runs."""
-    code = (
-        "import os, time\nfrom common.lab.launch import launch\n"
-        "def f():\n    os.write(3, f'{os.getpid()}\\n'.encode())\n    time.sleep(600)\n"
-        "launch(f, 2)\n"
-    )
     before, (read, write) = running(), os.pipe()
-    os.set_inheritable(write, True)
-    caller = subprocess.Popen([sys.executable, "-c", f"import os; os.dup2({write}, 3)\n{code}"], pass_fds=[write])
+
+    def stay():
+        os.write(write, f"{os.getpid()}\n".encode())
+        time.sleep(600)
+
+    caller = Fork(lambda _: launch(stay, 2), cwd=tmp_path)
     os.close(write)
     with open(read) as pipe:
         ranks = [int(pipe.readline()) for _ in range(2)]
         assert all(psutil.pid_exists(rank) for rank in ranks)
-        caller.kill()
-        caller.wait()
+        os.kill(caller.pid, signal.SIGKILL)
+        assert caller.wait(timeout=300) == -signal.SIGKILL
         begin = time.monotonic()
         assert pipe.read() == ""  # its end: nobody holds the pipe any more
         assert time.monotonic() - begin < 300  # ranks that stay sleep for ten minutes

@@ -1,5 +1,6 @@
 """The ledger: every operation of torch.distributed is entered, with the bytes that a reader can count by hand."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -280,10 +281,11 @@ def test_functional_collectives_and_subgroups():
         assert entries == [("all_reduce", 20, 2, None), ("all_gather", 40, 2, None), *[("broadcast", 20, 2, root)] * 2]
 
 
-def steps_of_every_strategy(accumulate: int) -> tuple[dict, list[int]]:
-    """Calls and bytes of the third step, by strategy; and the sizes of the trainable tensors."""
+def steps_of_every_strategy() -> tuple[dict, list[int]]:
+    """Calls and bytes of the third step, by strategy and accumulation; and the sizes of the trainable tensors."""
     mesh, counted = make_mesh({"data": -1}), {}
-    for name, by_hand in [("single", False), ("ddp", False), ("ddp", True)]:
+    kinds = [("single", False), ("ddp", False), ("ddp", True)]
+    for (name, by_hand), accumulate in itertools.product(kinds, (1, 3)):
         model = equality.frozen()
         strategy = load(name, by_hand)(model, equality.sgd, Setup(mesh))
         for step in range(3):  # in its second, DistributedDataParallel broadcasts the new order of its buckets
@@ -291,16 +293,15 @@ def steps_of_every_strategy(accumulate: int) -> tuple[dict, list[int]]:
             mine = (strategy.data_rank, strategy.data_size, accumulate, "cpu")
             with Ledger() as ledger:
                 strategy.step(data.micro_batches(equality.Batches(), batch, *mine))
-        counted[name, by_hand] = (ledger.calls.get("all_reduce", 0), set(ledger.calls), ledger.sent)
+        counted[name, by_hand, accumulate] = (ledger.calls.get("all_reduce", 0), set(ledger.calls), ledger.sent)
     return counted, [p.numel() for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_what_a_step_sends(nproc, accumulate):
+def test_what_a_step_sends(nproc):
     """Gradients once, whatever the accumulation, at 2(N-1)/N of their bytes; and the loss, one number of 4 bytes."""
-    for counted, numels in launch(steps_of_every_strategy, nproc, (accumulate,)):
-        share = 2 * (nproc - 1) / nproc
-        assert counted["single", False] == (0, set(), 0.0)
-        for by_hand in (True, False):  # one bucket holds all gradients
-            assert counted["ddp", by_hand] == (1 + 1, {"all_reduce"}, share * 4 * (sum(numels) + 1))
+    for counted, numels in launch(steps_of_every_strategy, nproc):
+        assert len(counted) == 6
+        for (name, *_), found in counted.items():  # one bucket holds all gradients
+            sent = 2 * (nproc - 1) / nproc * 4 * (sum(numels) + 1)
+            assert found == ((0, set(), 0.0) if name == "single" else (1 + 1, {"all_reduce"}, sent))

@@ -44,18 +44,6 @@ def test_the_proof_drops_tokens_and_has_something_to_balance():
     assert all(block.mlp.router.weight.grad.norm() > 1e-3 for block in model.blocks)
 
 
-def test_equals_one_process_with_one_choice_and_without_drops():
-    """The harness proves two choices and drops; Switch has one, and its gate is not made to be 1."""
-    for options in ({"top_k": 1}, {"capacity_factor": EXPERTS / 2}):
-
-        def model_class(*args, options=options, **kwargs):
-            return mixture.MixtureGPT(*args, **kwargs, **options)
-
-        cases = [equality.Case(lambda _, make=model_class: equality.tied(make), equality.sgd, 3, 0.3)]
-        rows = equality.prove(by_hand.ExpertParallel, 2, cases=cases)
-        assert len(rows) == 1
-
-
 def test_one_token_at_a_time_by_hand():
     """Width 2, two experts that answer with their unit vector, and a router that reads the first number."""
     layer = mixture.Mixture(2, experts=2, top_k=1, capacity_factor=1.0, std=0.02)

@@ -1,7 +1,6 @@
 """Layers split over ranks and over devices: the cut, the messages, tied and frozen weights."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -127,11 +126,6 @@ def test_layers_lie_on_two_devices_and_only_the_boundary_moves():
     assert {place for name, place in places.items() if name.startswith("blocks.1")} == {1}
     boundary, tied, targets = 12 * 8 * 16 * 4, 64 * 16 * 4, 12 * 8 * 8
     assert moved == {(0, 1): boundary + tied + targets, (1, 0): boundary + tied}
-
-
-def test_one_process_per_device_is_told_so(capfd):
-    assert launch(partial(layers_on_devices.devices_of, CPU), 1) == [[CPU, CPU]]
-    assert "note: no two GPUs for the parts of the model" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("processes, gpus, several", [(1, 3, True), (1, 2, True), (1, 1, False), (2, 3, False)])

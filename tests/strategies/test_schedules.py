@@ -20,11 +20,6 @@ GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 6, 8, 12, 13)]
 # What the literature says
 
 
-def test_1f1b_of_4_stages_and_8_micro_batches():
-    timeline = simulate(build("1f1b", 4, 8), UNIT)
-    assert (timeline.makespan, timeline.bubble, timeline.peaks) == (22, Fraction(3, 11), [4, 3, 2, 1])
-
-
 def test_gpipe_and_1f1b_have_one_bubble_and_other_peaks():
     for p, m in GRID:
         for times in (UNIT, Times(Fraction(2), 3, 4)):

@@ -105,11 +105,6 @@ def test_two_nodes(tmp_path):
     assert "ddp on 4 process(es)" in outputs[0] and "ddp on" not in outputs[1]
 
 
-def test_collectives_are_checked_on_request(tmp_path):
-    ranks(2, "03_ddp", *SMALL, f"--run-dir={tmp_path / 'run'}", "--distributed", "--check-collectives")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["check_collectives"] is True
-
-
 def changed_lines(old: str, new: str) -> list[str]:
     """Lines added and removed, without the module docstrings, which say what each chapter is about."""
     texts = [re.sub(r'^""".*?"""\n', "", text, flags=re.DOTALL).splitlines() for text in (old, new)]

@@ -19,13 +19,19 @@ def weights(config) -> float:
     return make_task(config).make_model().embedding.tokens.weight.sum().item()
 
 
-def test_weights_come_from_the_seed_alone():
+def first_batch(config) -> list:
+    return make_task(config).micro_batches(0, SimpleNamespace(data_rank=0, data_size=1, device="cpu"))[0][0].tolist()
+
+
+def test_weights_and_the_order_of_data_come_from_the_seed_alone():
     configs = [configure(strategy="single", seed=seed, **SMALL) for seed in (0, 1)]
     torch.manual_seed(99)
     first = [weights(config) for config in configs]
     torch.manual_seed(100)
     assert [weights(config) for config in configs] == first, "the seed was not set"
     assert first[0] != first[1], "two seeds give the same weights"
+    one, again, other = map(first_batch, (configs[0], *configs))
+    assert one == again != other, "the first batch, by seed"
 
 
 def kinds_of_memory(configs) -> list[bool]:

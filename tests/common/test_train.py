@@ -32,33 +32,17 @@ from course.ddp.loading import WORKERS
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
 
 
-def test_the_promise(tmp_path):
-    """Loss and gradient norm of every step: the same for every strategy, implementation, world size, accumulation."""
-
-    single = [{"strategy": "single"}, {"strategy": "single", "accumulation_steps": 3}]
-    ddp = [{"strategy": "ddp"}, {"strategy": "ddp", "by_hand": True}, {"strategy": "ddp", "accumulation_steps": 3}]
-    text = {1: single[:1], 2: ddp[:2], 4: ddp[2:]}
+def test_pictures_train_alike_on_one_process_and_on_several(tmp_path):
+    """Loss and gradient norm of every step. (With text, from chapter to chapter: test_scripts.py, test_going_on.py.)"""
+    ways = [(1, {"strategy": "single"}), (2, {"strategy": "ddp", "accumulation_steps": 3})]
     if FULL:
-        text = {1: single + ddp, 2: single + ddp, 4: single + ddp}
-    images = {1: single[:1], 2: ddp[:1], 4: ddp[2:]} if FULL else {1: single[:1], 2: ddp[2:], 4: []}
-    runs = {
-        nproc: [
-            configure(size=nproc, **settings, **variant, run_dir=tmp_path / f"{settings is IMAGES}-{nproc}-{number}")
-            for settings, variants in ((TEXT, text), (IMAGES, images))
-            for number, variant in enumerate(variants[nproc])
-        ]
-        for nproc in (1, 2, 4)
-    }
-    for nproc, todo in runs.items():
-        launch(train, nproc, (todo,), timeout=120)
-    for task in ("text", "images"):
-        folders = [Path(config.run_dir) for todo in runs.values() for config in todo if config.task == task]
-        assert len(folders) >= (4 if task == "text" else 2)
-        expected = numbers(folders[0])
-        assert len(expected) == 2 * (4 if task == "text" else 2)
-        assert expected[0] > 1.5 and len(set(expected)) == len(expected)
-        for folder in folders[1:]:
-            assert numbers(folder) == pytest.approx(expected, rel=2e-5), folder
+        ways += [(1, {"strategy": "single", "accumulation_steps": 3}), (4, {"strategy": "ddp", "by_hand": True})]
+    for number, (nproc, way) in enumerate(ways):
+        launch(train, nproc, ([configure(size=nproc, **IMAGES, **way, run_dir=tmp_path / str(number))],), timeout=120)
+    expected, *others = (numbers(tmp_path / str(number)) for number in range(len(ways)))
+    assert len(expected) == len(set(expected)) == 4 and expected[0] > 1.5
+    for way, found in zip(ways[1:], others, strict=True):
+        assert found == pytest.approx(expected, rel=2e-5), way
 
 
 def test_the_run_directory(tmp_path):

@@ -1,5 +1,5 @@
 """What a step does beside its numbers: it waits for each message that it started, buffers follow rank 0's, what is
-gathered follows what was stepped, and all ranks skip a step together that overflowed on one."""
+gathered follows what was stepped. (All ranks skip a step together that overflowed on one: test_validation.py.)"""
 
 import contextlib
 
@@ -14,25 +14,16 @@ from common.strategy import Setup
 from course.ddp.by_hand import Reducer
 from course.strategies import load
 
-ALL = [0, 1, 2, 3]
-# On four ranks: the mesh, and the ranks that skip a step together, as rank 1 sees it. Where ranks end with the same
-# gradients, such as replicas of an expert, each finds by itself what the others find.
+# By strategy, on four ranks: the mesh.
 STRATEGIES = {
-    ("ddp", "by-hand"): ({"data": 4}, None),
-    ("ddp", "pytorch"): ({"data": 4}, None),
-    ("zero1", "by-hand"): ({"shard": 4}, ALL),
-    ("zero1", "pytorch"): ({"shard": 4}, None),
-    ("zero2", "by-hand"): ({"shard": 4}, ALL),
-    ("fsdp", "by-hand"): ({"shard": 4}, ALL),
-    ("hsdp", "by-hand"): ({"data": 2, "shard": 2}, [0, 1]),
-    ("expert", "by-hand"): ({"data": 2, "expert": 2}, [0, 1]),
-    ("pipeline", "by-hand"): ({"pipeline": 2, "data": 2}, [1, 3]),
-    ("pipeline", "pytorch"): ({"pipeline": 4}, ALL),
-    ("pipeline+fsdp", "pytorch"): ({"pipeline": 2, "shard": 2}, ALL),
-    ("mesh", "by-hand"): ({"shard": 2, "tensor": 2}, ALL),
-    ("mesh", "pytorch"): ({"pipeline": 2, "tensor": 2}, ALL),
+    ("ddp", "by-hand"): {"data": 4},
+    ("ddp", "pytorch"): {"data": 4},
+    ("zero1", "by-hand"): {"shard": 4},
+    ("zero1", "pytorch"): {"shard": 4},
+    ("zero2", "by-hand"): {"shard": 4},
+    ("fsdp", "by-hand"): {"shard": 4},
+    ("mesh", "by-hand"): {"shard": 2, "tensor": 2},
 }
-STEPPED = [who for who in STRATEGIES if who[0] in ("ddp", "zero1", "zero2", "fsdp") or who == ("mesh", "by-hand")]
 
 
 class Handle:
@@ -62,30 +53,26 @@ def noting(name):
 
 
 def look(name: str, kind: str) -> dict:
-    axes, _ = STRATEGIES[name, kind]
-    cls, stepped = load(name, kind), (name, kind) in STEPPED
+    cls = load(name, kind)
     model = (equality.frozen if name in ("zero1", "zero2", "fsdp") else equality.tied)(cls.model_class)
-    if stepped and name != "mesh":
+    if name != "mesh":
         model.register_buffer("place", torch.tensor([float(dist.get_rank())]))
-    strategy = cls(model, equality.sgd, Setup(make_mesh(axes), precision="fp16"))
-    group = getattr(strategy.scaler, "process_group", None)
-    found = {"skip together": group and dist.get_process_group_ranks(group)}
-    if stepped:
-        buffers = list(strategy.model.buffers())
-        found["begins with buffers"] = [buffer.item() for buffer in buffers]
-        for buffer in buffers:
-            buffer.fill_(10.0 + dist.get_rank())
-        tokens = equality.Batches().tokens[:2]
-        before = [flat.shard.detach().clone() for flat in getattr(strategy, "flats", ())]
-        Handle.left.clear()
-        strategy.step([(tokens[:, :-1], tokens[:, 1:])])
-        found["not waited for"] = list(Handle.left)
-        found["buffers after a step"] = [buffer.item() for buffer in buffers]
-        flats = list(zip(getattr(strategy, "flats", ()), before, strict=True))
-        found["shards that move"] = [not torch.equal(flat.shard, was) for flat, was in flats]
-        found["shards that are gathered as they were"] = [
-            number for number, (flat, _) in enumerate(flats) if not torch.equal(flat.part, flat.shard.half())
-        ]
+    strategy = cls(model, equality.sgd, Setup(make_mesh(STRATEGIES[name, kind]), precision="fp16"))
+    buffers = list(strategy.model.buffers())
+    found = {"begins with buffers": [buffer.item() for buffer in buffers]}
+    for buffer in buffers:
+        buffer.fill_(10.0 + dist.get_rank())
+    tokens = equality.Batches().tokens[:2]
+    before = [flat.shard.detach().clone() for flat in getattr(strategy, "flats", ())]
+    Handle.left.clear()
+    strategy.step([(tokens[:, :-1], tokens[:, 1:])])
+    found["not waited for"] = list(Handle.left)
+    found["buffers after a step"] = [buffer.item() for buffer in buffers]
+    flats = list(zip(getattr(strategy, "flats", ()), before, strict=True))
+    found["shards that move"] = [not torch.equal(flat.shard, was) for flat, was in flats]
+    found["shards that are gathered as they were"] = [
+        number for number, (flat, _) in enumerate(flats) if not torch.equal(flat.part, flat.shard.half())
+    ]
     return found
 
 
@@ -102,22 +89,17 @@ def found():
 
 
 @pytest.mark.parametrize("who", STRATEGIES, ids="-".join)
-def test_ranks_whose_gradients_differ_skip_a_step_together(who, found):
-    assert found[1][who]["skip together"] == STRATEGIES[who][1], "ranks of the loss scale's group, on rank 1"
-
-
-@pytest.mark.parametrize("who", STEPPED, ids="-".join)
 def test_a_step_waits_for_what_it_has_started(who, found):
     assert [rank[who]["not waited for"] for rank in found] == [[]] * 4, "messages that are under way after a step"
 
 
-@pytest.mark.parametrize("who", [who for who in STEPPED if who[1] == "by-hand" and who[0] != "mesh"], ids="-".join)
+@pytest.mark.parametrize("who", [who for who in STRATEGIES if who[1] == "by-hand" and who[0] != "mesh"], ids="-".join)
 def test_buffers_are_rank_0s_from_the_start_and_after_each_step(who, found):
     assert [rank[who]["begins with buffers"] for rank in found] == [[0.0]] * 4, "of rank 0, when training begins"
     assert [rank[who]["buffers after a step"] for rank in found] == [[10.0]] * 4, "of rank 0, after a step"
 
 
-@pytest.mark.parametrize("who", [who for who in STEPPED if who[1] == "by-hand" and who[0] != "ddp"], ids="-".join)
+@pytest.mark.parametrize("who", [who for who in STRATEGIES if who[1] == "by-hand" and who[0] != "ddp"], ids="-".join)
 def test_in_half_precision_what_is_gathered_follows_what_was_stepped(who, found):
     for rank in found:
         assert any(rank[who]["shards that move"])

@@ -125,11 +125,12 @@ def validated(configs) -> list[list[float]]:
 def test_every_strategy_finds_the_loss_of_one_process(tmp_path):
     rows = [row for row in sorted(every_strategy()) if FULL or row[1] != "tensor+fsdp"]  # 6 s, for DTensor's rules
     rows += [(4, "mesh", "by-hand", "--mesh context=2,data=2")]
-    rows += [(4, "mesh", kind, "--mesh pipeline=2,data=2 --precision fp16") for kind in ("by-hand", "pytorch")]
-    rows += [(4, "mesh", "by-hand", "--mesh shard=2,tensor=2 --precision fp16")]
-    by_hand = ("zero1", "zero2", "fsdp", "tensor", "context", "ulysses", "expert", "model")
-    rows += [(2, name, "by-hand", "--precision fp16") for name in by_hand]
-    rows += [(2, "tensor", "pytorch", "--precision fp16")] * FULL
+    fp16 = [(4, "mesh", "by-hand", f"--mesh {axes}") for axes in ("pipeline=2,data=2", "shard=2,tensor=2")]
+    fp16 += [(4, "mesh", "pytorch", "--mesh pipeline=2,tensor=2"), (4, "expert", "by-hand", "--mesh data=2,expert=2")]
+    fp16 += [(4, "hsdp", "by-hand", ""), (4, "pipeline+fsdp", "pytorch", ""), (2, "pipeline", "pytorch", "")]
+    by_hand = ("zero1", "zero2", "fsdp", "tensor", "context", "ulysses", "expert", "model", "pipeline")
+    fp16 += [(2, name, "by-hand", "") for name in by_hand] + [(2, "tensor", "pytorch", "")] * FULL
+    rows += [(*who, f"{line} --precision fp16") for *who, line in fp16]
     many = [config_of(tmp_path, *row) for row in rows]
     alone = [config_of(tmp_path, 1, *who) for who in (("single",), ("expert", "by-hand"), ("model",))]
     (expected,) = launch(validated, 1, (alone,))

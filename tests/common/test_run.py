@@ -13,8 +13,10 @@ from helpers import TEXT, configure, do_not_draw, metrics, refused
 
 from common import manifest, run_dir
 from common.errors import UserError
+from common.keeper import Keeper
 from common.mesh import make_mesh
 from common.per_rank import PerRank
+from common.progress import Progress
 from common.ranks import process_group
 from common.run import Run, explanation
 from common.task import make_task
@@ -87,27 +89,54 @@ def test_losses_and_norms_that_are_no_numbers(tmp_path):
         train(run, [4.0, 3.0, float("nan")])
 
 
-def test_reports_and_validation_are_no_part_of_a_steps_time(tmp_path, monkeypatch):
+def test_a_steps_time_leaves_nothing_out_but_checkpoints_reports_and_validation(tmp_path, monkeypatch):
+    """Agreeing on whether to stop takes a second of every step, too: of the one after it."""
     now = [0.0]
 
-    def passes(seconds, then):
+    def passes(seconds, then=None):
         now[0] += seconds
         return then
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Progress, "stops", lambda progress: passes(1))
+    monkeypatch.setattr(Keeper, "save", lambda keeper, done: passes(10))
     monkeypatch.setattr("common.record.Usage", lambda config, device: lambda seconds: {})
     monkeypatch.setattr("common.record.validate", lambda strategy, text, at_once: passes(1000, float(at_once)))
     monkeypatch.setattr(PerRank, "report", lambda watch: passes(100, ([], [])))
-    with alone(tmp_path / "run", log_every=1, validate_every=2, accumulation_steps=3) as run, run:
+    often = {"log_every": 3, "validate_every": 4, "checkpoint_every": 6, "steps": 8}
+    with alone(tmp_path / "run", **often, accumulation_steps=3) as run:
         run.strategy.data_size = 2
         for step in run.steps():
-            passes(0.5, None)
+            passes(0.5)
             run.log(step, torch.ones(()), torch.ones(()))
     records = metrics(tmp_path / "run")
-    assert [record["step_seconds"] for record in records] == [0.5] * 4, "seconds"
-    assert [record["tokens_per_second"] for record in records] == [2 * 12 * 16] * 4, "batch x context in half a second"
-    at_once = [record.get("validation_loss") for record in records]
-    assert at_once == [None, 2, None, 2], "examples at once: as many as in a rank's micro-batch, 12 by 2 and by 3"
+    assert [record["step_seconds"] for record in records] == [0.5, *[1.5] * 5, 0.5, 1.5], (
+        "seconds: after a checkpoint, anew"
+    )
+    assert [record["tokens_per_second"] for record in records[:2]] == [2 * 12 * 16, 128], "batch x context in that time"
+    at_once = [record["validation_loss"] for record in records if "validation_loss" in record]
+    assert at_once == [2, 2], "examples at once: as many as in a rank's micro-batch, 12 by 2 and by 3"
+
+
+class OnAGPU(torch.Tensor):
+    """A number on a device that works while the host goes on. `reads` are the numbers that the host has waited for."""
+
+    device, reads = torch.device("cuda", 0), []
+
+    def __float__(self):
+        self.reads.append(self.as_subclass(torch.Tensor).item())
+        return self.reads[-1]
+
+
+def test_on_a_gpu_the_host_reads_a_step_when_the_next_one_is_queued(tmp_path):
+    seen = []
+    with alone(tmp_path / "run") as run:
+        for step in run.steps():
+            loss, norm = (torch.tensor(float(number)).as_subclass(OnAGPU) for number in (step, 10 + step))
+            run.log(step, loss, norm)
+            seen.append(list(OnAGPU.reads))
+    assert seen == [[], [0, 10], [0, 10, 1, 11], [0, 10, 1, 11, 2, 12]]
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_pictures_are_counted_one_by_one(tmp_path):

@@ -18,15 +18,10 @@ import torch.distributed as dist
 from forks import ranks_of, start, wait_for_step
 from helpers import FULL, TEXT, configure, impatient, metrics, numbers, train
 
-from common import manifest, meter
+from common import manifest
 from common.errors import UserError
-from common.keeper import Keeper
 from common.lab.launch import RankFailed, launch
-from common.mesh import make_mesh
-from common.progress import Progress
-from common.ranks import process_group
 from common.run import INTERRUPTED, Run
-from common.task import make_task
 from course.ddp.loading import WORKERS
 
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
@@ -64,54 +59,6 @@ def test_the_run_directory(tmp_path):
     told = [record["tokens_per_second"] for record in records]
     assert told == pytest.approx(speeds), "tokens of all ranks per second"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def alone(folder, **settings) -> Run:
-    """A run of one process, which is the process group's only one."""
-    config = configure(**TEXT | {"checkpoint_every": 0}, strategy="single", run_dir=folder, **settings)
-    task = make_task(config)
-    strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
-    return Run(config, strategy, task)
-
-
-def test_the_clock_of_a_step_leaves_nothing_out(tmp_path, monkeypatch):
-    """Agreeing on whether to stop takes time of every step, too; writing a checkpoint does not count."""
-    now = [0]
-
-    def passes(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(meter, "peak", lambda device: 1e9)  # it is measured with this clock
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Progress, "stops", lambda progress: passes(1))
-    monkeypatch.setattr(Keeper, "save", lambda keeper, done: passes(10))
-    with process_group("cpu"), alone(tmp_path / "run", log_every=100) as run:
-        run.config.checkpoint_every = 2
-        for step in run.steps():
-            passes(0.5)
-            run.log(step, torch.ones(()), torch.ones(()))
-    assert [record["step_seconds"] for record in metrics(tmp_path / "run")] == [0.5, 1.5, 0.5, 1.5]
-
-
-class OnAGPU(torch.Tensor):
-    """A number on a device that works while the host goes on. `reads` are the numbers that the host has waited for."""
-
-    device, reads = torch.device("cuda", 0), []
-
-    def __float__(self):
-        self.reads.append(self.as_subclass(torch.Tensor).item())
-        return self.reads[-1]
-
-
-def test_on_a_gpu_the_host_reads_a_step_when_the_next_one_is_queued(tmp_path):
-    seen = []
-    with process_group("cpu"), alone(tmp_path / "run") as run:
-        for step in run.steps():
-            loss, norm = (torch.tensor(float(number)).as_subclass(OnAGPU) for number in (step, 10 + step))
-            run.log(step, loss, norm)
-            seen.append(list(OnAGPU.reads))
-    assert seen == [[], [0, 10], [0, 10, 1, 11], [0, 10, 1, 11, 2, 12]]
-    assert [record["loss"] for record in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def family(process: subprocess.Popen) -> list[psutil.Process]:

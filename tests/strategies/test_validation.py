@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FULL, SMALL, config_of, configure, every_strategy, metrics, numbers, train
-from torch import nn
 
 from common import data, validation
 from common.errors import UserError
@@ -75,17 +74,27 @@ def otherwise(noted: set, backward: bool) -> set:
 
 
 def skips_what_overflows(strategy, batch) -> bool:
-    """Whether nothing moves on this rank, and the loss scale is halved, when rank 1's gradients alone are infinite."""
+    """Whether nothing moves on this rank, and the loss scale is halved, when one element of the gradient is infinite,
+    of those that rank 1 holds: on all ranks that hold it, and on no other. One of a tensor that is cut, if there is."""
+    parts, unscale = [part for part in strategy.parts() if part.owner is not None], strategy.scaler.unscale_
+    places = {
+        part.name: part.where.take(torch.arange(math.prod(part.where.shape)).view(part.where.shape)) for part in parts
+    }
+    several = [part.name for part in parts if len(places[part.name]) < math.prod(part.where.shape)]
+    chosen = [(name := (several or [*places])[0], int(places[name][0]))] if dist.get_rank() == 1 else [None]
+    dist.broadcast_object_list(chosen, src=1)
 
-    def spoil(layer, args, output):
-        output.register_hook(lambda gradient: gradient * float("inf"))
+    def overflow(optimizer):
+        for part in parts:
+            if part.name == chosen[0][0]:
+                own = local_of(part.owner.grad).view(-1)[part.span or slice(None)]
+                own[places[part.name] == chosen[0][1]] = float("inf")
+        return unscale(optimizer)
 
-    layers = [layer for layer in strategy.model.modules() if isinstance(layer, nn.LayerNorm)]
-    hooks = [layer.register_forward_hook(spoil) for layer in layers] if dist.get_rank() == 1 else []
+    strategy.scaler.unscale_ = overflow
     before, scale = [part.tensor.clone() for part in strategy.parts()], strategy.scaler.get_scale()
     strategy.step(batch)
-    for hook in hooks:
-        hook.remove()
+    strategy.scaler.unscale_ = unscale
     still = all(torch.equal(part.tensor, was) for part, was in zip(strategy.parts(), before, strict=True))
     return still and strategy.scaler.get_scale() == scale / 2
 

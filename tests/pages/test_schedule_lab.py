@@ -14,19 +14,12 @@ def sliders():
     return lab.Lab()
 
 
-def test_times_are_those_of_a_rank_whatever_its_stages():
+def test_times_are_those_of_a_rank_whatever_its_stages(sliders):
     plain, two = lab.run("1f1b", 4, 8), lab.run("interleaved", 4, 8, 2)
     assert plain.makespan == 3 * (8 + 3) and two.makespan == 3 * 8 + 3 * 3 / 2
-    assert all(word in lab.caption("x", plain) for word in ("x", "33", "27%"))
-
-
-def test_every_slider_redraws(sliders):
-    seen = {bytes(sliders.picture.value)}
-    assert all(word in sliders.text.value for word in ("1f1b", "33", "27%", "[4, 3, 2, 1]"))
-    for name, value in [("ranks", 2), ("message", 1.0), ("name", "interleaved"), ("stages_per_rank", 4)]:
-        sliders.controls[name].value = value
-        seen.add(bytes(sliders.picture.value))
-    assert len(seen) == 5
+    for said in (lab.caption("1f1b", plain), sliders.text.value):
+        assert all(word in said for word in ("1f1b", "33", "27%")), said
+    assert "4, 3, 2, 1" in sliders.text.value, "activations that each rank stores"
 
 
 def test_what_is_shown_has_no_number_that_changes(sliders, monkeypatch):

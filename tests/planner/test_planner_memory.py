@@ -73,16 +73,6 @@ def test_activations_are_korthikantis(tensor, cut, recompute, formula):
     assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s)), "bytes of a layer"
 
 
-def test_their_figure_of_the_share_of_the_scores():
-    """Their section 5: for GPT-3 and MT-NLG the scores are 5as/h = 80 and 64 beside 34, so that leaving them out saves
-    70% and 65%."""
-    for heads, width, ratio, saved in ((96, 12288, 80, 0.70), (128, 20480, 64, 0.65)):
-        scores, rest = score_bytes(heads, 2048), layer_bytes(width, width, width, 4 * width, dropout=True)
-        assert scores / width == ratio and scores / (scores + rest) == pytest.approx(saved, abs=0.006), (
-            "share of the scores"
-        )
-
-
 def test_bytes_of_a_layer_of_which_some_is_computed_again():
     """Of width 10, queries 8, keys 4, an MLP of 20, on two ranks."""
     sizes = {"width": 10, "query": 8, "key": 4, "mlp_width": 20, "tensor": 2}

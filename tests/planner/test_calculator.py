@@ -47,9 +47,12 @@ def test_messages_are_hidden_or_exposed():
 def test_what_is_shown_is_said_in_numbers_and_errors_are_explained():
     """That every control redraws is shown for all pages in tests/pages/test_site_sliders.py."""
     sliders = calculator.Calculator()
-    found = calculator.ask("llama-7b", 8, 3)
-    for number in (f"{found.memory.high / GIB:.0f} GiB", f"{found.seconds:.2f} s", f"{100 * found.mfu:.0f}%"):
-        assert number in sliders.text.value, "memory, time and MFU of what is shown"
+    for name, gpus, stage in (("llama-7b", 8, 3), ("llama-13b", 64, 1)):
+        for control, value in (("model", name), ("gpus", gpus), ("stage", stage)):
+            sliders.controls[control].value = value
+        found = calculator.ask(name, gpus, stage)
+        for number in (f"{found.memory.high / GIB:.0f} GiB", f"{found.seconds:.2f} s", f"{100 * found.mfu:.0f}%"):
+            assert number in sliders.text.value, "memory, time and MFU of what is shown"
     sliders.controls["model"].options = [*calculator.MODELS, "llama-8"]
     sliders.controls["model"].value = "llama-8"
     assert "llama-8" in sliders.text.value and sliders.picture.layout.display == "none"

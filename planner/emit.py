@@ -167,7 +167,7 @@ def slurm(found: Estimate) -> Emitted:
     job = (
         f"#!/bin/bash\n# {predicted(found)}\n#SBATCH --job-name={found.model.name}\n#SBATCH --nodes={cluster.nodes}\n"
         f"#SBATCH --ntasks-per-node=1\n{gpus}#SBATCH --time=01:00:00\n\n"
-        'set -euo pipefail\nfirst=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        'set -euo pipefail\nfirst=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)\n'
         "export OMP_NUM_THREADS=1\n"
         f'srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc_per_node={ranks_per_node(cluster)} \\\n'
         '    --rdzv_backend=c10d --rdzv_endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))" '

@@ -82,6 +82,31 @@ def test_the_slurm_job_is_what_its_page_explains():
     assert 30 < int(seconds) < int(asked["signal"].removeprefix("TERM@")), "torchrun's ranks may save as long as that"
 
 
+def test_the_slurm_job_meets_anew_after_each_start_and_resumes(tmp_path):
+    """Its own lines, with other programs of SLURM: no two starts have one name, or ranks would meet those of before. A
+    list of nodes that is longer than a pipe holds ends no job."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    for name, line in (("scontrol", "echo one; seq 100000"), ("srun", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def started(job: str, again: str = "") -> dict[str, str]:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[1-2]",
+                       "SLURM_JOB_NAME": "course", "SLURM_NNODES": "2", "SLURM_RESTART_COUNT": again}  # fmt: skip
+        command = ["bash", ROOT / "launch/slurm.sbatch", "--strategy", "fsdp"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.rstrip().endswith("--strategy fsdp"), "what follows the file's name"
+        return dict(word.partition("=")[::2] for word in done.stdout.split() if word.startswith("--"))
+
+    first, requeued, other = started("7"), started("7", "1"), started("8")
+    assert len({found["--rdzv_id"] for found in (first, requeued, other)}) == 3
+    assert first["--nnodes"] == "2" and first["--rdzv_endpoint"].startswith("one:"), "all ranks ask the first node"
+    assert "--resume" not in first
+    (tmp_path / "runs/course/checkpoint-000001").mkdir(parents=True)
+    assert "--resume" in started("7", "1")
+
+
 def test_the_kubernetes_job_writes_to_its_volume():
     spec = yaml.safe_load((ROOT / "launch/kubernetes.yaml").read_text())["spec"]
     (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]

@@ -49,7 +49,11 @@ def test_bloom_lost_what_is_predicted():
 def test_spares_are_enough_for_poissons_tail():
     assert available(2.0, 0) == pytest.approx(math.exp(-2)) and available(2.0, 1) == pytest.approx(3 * math.exp(-2))
     found = goodput(1024, 1e-4, 30, 300, repair=86400)
-    assert found.waiting <= 0.01 < 1 - available(1024 * 1e-4 * 24, found.spares - 1)
+    away = 1024 * 1e-4 * 24  # nodes on average
+    assert found.waiting <= 0.01 < 1 - available(away, found.spares - 1)
+    few = goodput(1024, 1e-4, 30, 300, repair=86400, spares=1)
+    assert few.waiting == pytest.approx(1 - available(away, 1)) and few.share < found.share, "as many as are said"
+    assert few.spares == found.spares, "and how many are needed is said as well"
 
 
 def test_gpus_are_compared_for_a_job(capsys):

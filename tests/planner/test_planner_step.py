@@ -50,6 +50,9 @@ def test_work():
         ("data=1", {"recompute": "every-second"}, 4 * (79 + 13) + 6),
         ("data=1", {"recompute": "selective"}, 4 * (79 + 2) + 6),
         ("shard=2", {"recompute": "selective"} | THIRD, 4 * (79 + 12) + 6),
+        # Beside 32 ms of element-wise work forward and 64 backward: again, or not, is 26 ms of products and this.
+        *[("data=1", {"constants": replace(BARE, passes=1e15), "recompute": how}, 4 * (79 + 96 + again) + 6)
+          for how, again in (("none", 0), ("attention", 2), ("operators", 44), ("products", 34), ("full", 58))],
         # 60% of the rate, and no half is left out; without tensor cores where a head is 100 wide, as here
         ("data=1", {"flash": False, "model": replace(GPT, heads=125)}, 4 * (72 + 3 * 4 / 0.6) + 6),
         ("data=1", {"flash": False}, 4 * (72 + 3 * 4 * 16) + 6),

@@ -1,9 +1,11 @@
 """How a script starts: read the command line, then call the main function of the strategy's chapter."""
 
+import sys
 from collections.abc import Callable
 
 from common import installed
 from common.errors import one_line_errors
+from common.launcher import environment
 from course import name_what_was_started
 
 
@@ -21,6 +23,8 @@ def read_command(strategy: str | None = None, implementation: str = "pytorch") -
     home = STRATEGIES[strategy].chapter if strategy else None
     with one_line_errors():
         finish = read(STRATEGIES, strategy, None, BY_AXES, implementation, pick, home)
+    if sys.stderr.isatty() and environment()[0] == 0:
+        print("starting PyTorch ...", file=sys.stderr, flush=True)  # its import takes seconds, on a busy machine many
 
     def start() -> None:
         name_what_was_started()

@@ -340,8 +340,8 @@ class Runner:
 
     def _ask(self, requests: list[bytes] | None, seconds: float) -> list[bytes]:
         """Send each rank its request, carry their messages, and return their answers. Raises RanksEnded where one ends,
-        does not answer, or says what cannot be."""
-        size, end = len(self.pipes), time.monotonic() + seconds
+        does not answer in so many seconds (without those in which they waited for a core), or says what cannot be."""
+        size, end, late = len(self.pipes), time.monotonic() + seconds, self.allowance.late
         self.switch = Switch(size)
         to_send = [bytearray(message(CALL + requests[rank]) if requests else b"") for rank in range(size)]
         parts, answers = [bytearray() for _ in range(size)], dict[int, bytes]()
@@ -377,7 +377,7 @@ class Runner:
                 for to, what in self.switch.in_vain():
                     to_send[to] += message(REQUEST + what)
                 self._look()
-                if time.monotonic() > end:
+                if time.monotonic() - (self.allowance.late - late) > end:
                     silent = next(rank for rank in range(size) if rank not in answers)
                     raise RanksEnded(f"no answer of rank {silent} after {seconds:g} s")
         return [answers[rank] for rank in range(size)]

@@ -432,6 +432,25 @@ def test_the_time_of_a_submission_is_not_that_of_a_busy_machine():
     assert computing.is_used(6, {1: 0.0, 2: 0.0}, [5.5, 5.5]) and crowd.is_used(61, {1: 60.0}, [0.1])
 
 
+def test_an_answer_is_waited_for_while_its_rank_waits_for_a_core(tmp_path, monkeypatch):
+    """By a clock that a look moves by a second: for ten seconds the rank has waited for a core."""
+    runner, looks = sandbox.Runner(tmp_path, 1000.0), []
+    (ask_there, ask), (tell, tell_there) = os.pipe(), os.pipe()
+    runner.pipes = [(ask, tell)]
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: float(len(looks))))
+
+    def look():
+        looks.append(None)
+        runner.allowance.late += len(looks) <= 10
+
+    monkeypatch.setattr(runner, "_look", look)
+    with pytest.raises(sandbox.RanksEnded, match="no answer of rank 0 after 2 s"):
+        runner._ask(None, 2.0)
+    assert len(looks) == 13
+    for descriptor in (ask_there, ask, tell, tell_there):
+        os.close(descriptor)
+
+
 def test_memory_that_is_shared_counts():
     code = "import mmap; m = mmap.mmap(-1, 1 << 26); m.write(b'x' * (1 << 26)); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=-1, stdout=-1) as process:

@@ -27,6 +27,7 @@ from course.ddp.by_hand import DDPByHand
 from course.ddp.distributed_training import DDP
 from course.fsdp.distributed_training import FSDP
 from course.fsdp.torch_zero import Zero2
+from course.start import read_command
 from course.strategies import STRATEGIES, load
 
 CHAPTERS = sorted(folder.name for folder in ROOT.glob("[0-9][0-9]_*"))
@@ -348,3 +349,14 @@ def test_a_wrong_command_is_refused_before_torch_is_imported(command, code):
     assert done.returncode == code and done.stdout.endswith("False\n"), done.stderr
     if code:
         assert done.stdout == "False\n" and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_terminal_hears_that_something_happens_before_torch_is_imported(monkeypatch, capsys):
+    """Once: of the ranks that torchrun starts, the first says it."""
+    monkeypatch.setattr("common.command_line.read", lambda *_: lambda: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for rank, terminal, lines in ((0, True, 1), (1, True, 0), (0, False, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        read_command()
+        assert capsys.readouterr().err.count("PyTorch") == lines, (rank, terminal)

@@ -11,7 +11,6 @@ from helpers import LAUNCHER, configure, refused
 
 from common import ROOT
 from common.command_line import parse as parse_table
-from common.config import shared
 from common.errors import one_line_errors
 from common.ranks import process_group
 from common.run_dir import claim
@@ -75,12 +74,6 @@ def test_defaults():
     assert parse(argv=[]).strategy == "single"
     assert parse("ddp", argv=[]).strategy == "ddp"
     assert parse(argv=yaml("")).steps == parse(argv=[]).steps
-
-
-def test_no_strategy_has_an_option_by_the_name_of_one_of_the_run():
-    for name, entry in STRATEGIES.items():
-        for kind in entry.implementations.values():
-            assert not set(kind.Options.__dataclass_fields__) & {item.name for item in shared()}, name
 
 
 def test_a_mesh_for_other_ranks():

@@ -214,6 +214,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.weekly  # that the proof refuses what is wrong: each chapter's planted bugs, in test_equality.py
 def test_a_wrong_nesting_is_refused():
     jobs = [Job(w.__name__, w, TWO[:1], dict.fromkeys(axes, 2), SMALL) for w, axes in PLANTED.items()]
     for job, refusal in zip(jobs, prove_each(jobs, 4), strict=True):

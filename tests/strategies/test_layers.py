@@ -11,7 +11,7 @@ from torch import nn
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import axis, make_mesh
+from common.mesh import make_mesh
 from common.strategy import Setup
 from course.model_parallel import by_hand_layers as by_hand
 from course.model_parallel import layers_on_devices
@@ -141,22 +141,14 @@ def test_one_process_has_all_gpus_and_one_of_several_its_own(processes, gpus, se
         assert capsys.readouterr().err == ("" if several or rank > 0 else note), f"what rank {rank} is told"
 
 
-def tied_in_two_pipelines():
-    """Two pipelines of two ranks side by side: what a first and last rank's group sums."""
-    mesh = make_mesh({"pipeline": 2, "data": 2})
+def tied_groups():
+    """What this rank's group of a first and last rank sums, in two pipelines of two ranks side by side; and its group
+    in a pipeline of four."""
     own = torch.tensor(10.0 ** dist.get_rank())
-    dist.all_reduce(own, group=by_hand.embedding_group(mesh))
-    return own.item(), axis(mesh, "pipeline").rank
-
-
-def test_first_and_last_rank_of_each_pipeline_have_a_group():
-    assert launch(tied_in_two_pipelines, 4) == [(101.0, 0), (1010.0, 0), (101.0, 1), (1010.0, 1)]
-
-
-def between():
+    dist.all_reduce(own, group=by_hand.embedding_group(make_mesh({"pipeline": 2, "data": 2})))
     group = by_hand.embedding_group(make_mesh({"pipeline": 4}))
-    return group is None or dist.get_process_group_ranks(group)
+    return own.item(), group and dist.get_process_group_ranks(group)
 
 
-def test_ranks_between_first_and_last_are_in_no_group():
-    assert launch(between, 4) == [[0, 3], True, True, [0, 3]]
+def test_first_and_last_rank_of_each_pipeline_have_a_group_and_ranks_between_have_none():
+    assert launch(tied_groups, 4) == [(101.0, [0, 3]), (1010.0, None), (101.0, None), (1010.0, [0, 3])]

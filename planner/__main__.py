@@ -172,6 +172,7 @@ def add_layout(add: Callable) -> None:
     add("--micro-batch", type=int, default=1, help="sequences that a rank computes at once")
     add("--schedule", default="1f1b")
     add("--stages-per-rank", type=int, default=1)
+    add("--ends", action="store_true", help="of a pipeline: embedding and head count as a layer each")
     add("--recompute", default="none", help=", ".join(RECOMPUTE))
     add("--recompute-layers", type=int, metavar="N", help="with --recompute full: so many layers of each stage alone")
     add("--offload", action="store_true", help="gradients and optimizer state in the host's memory")
@@ -258,7 +259,7 @@ def named(args: argparse.Namespace) -> Estimate:
         precision=precision_of(args, gpus.gpu),
         offload=args.offload, sequence_parallel=args.sequence_parallel, flash=args.flash, fused=args.fused,
         fused_loss=args.fused_loss, dropout=args.dropout, async_tensor=args.async_tensor,
-        whole_experts=args.whole_experts,
+        whole_experts=args.whole_experts, ends=args.ends,
         attention=args.attention, balanced=args.balanced, overlap_gradients=args.overlap_gradients,
         framework=args.framework, **adapted(args),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from planner import as_course, train_file
 from planner.estimate import Estimate
 from planner.hardware import Cluster
 from planner.layout import Layout
+from planner.stages import layers_of_stages
 
 COURSE = "distributed_training.py"  # the script of this repository
 SCRIPT = "train.py"  # planner/train_file.py
@@ -37,6 +38,8 @@ def emit(found: Estimate, tool: str) -> Emitted:
         raise UserError(f"--format {tool}: it recomputes all layers or none; leave --recompute-layers out")
     if found.layout.whole_experts and found.layout.tensor > 1 and tool != "megatron":
         raise UserError(f"--format {tool}: it cuts experts along 'tensor'; leave --whole-experts out")
+    if found.layout.ends and tool not in ("megatron", "torchtitan"):
+        raise UserError(f"--format {tool}: it does not count embedding and head as layers; leave --ends out")
     if found.fits == "no":
         raise UserError(
             f"the layout needs {found.memory.expected / GIB:.1f} GiB per GPU, of {found.cluster.gpu.memory / GIB:.1f}; "
@@ -410,13 +413,13 @@ def megatron(found: Estimate) -> Emitted:
         raise UserError(
             f"it has no schedule '{layout.schedule}'; take 1f1b, with --stages-per-rank where it has several"
         )
-    if layout.stages_per_rank > 1 and found.model.layers % layout.stages:
+    dealt = layers_of_stages(found.model.layers, layout.stages, layout.ends)
+    ends = len({*dealt}) > 1 or layout.ends
+    if layout.pipeline > 1 and ends and len({dealt[0] + 1, *dealt[1:-1], dealt[-1] + 1}) > 1:
         raise UserError(
-            f"it deals equally many layers to each stage; {layout.stages} do not divide {found.model.layers}"
+            f"it deals equally many layers to each stage, or counts embedding and head among them; {layout.stages} "
+            f"divide neither {found.model.layers} nor {found.model.layers + 2}"
         )
-    if layout.pipeline > 1 and found.model.layers % layout.pipeline:
-        raise UserError(f"it deals equally many layers to each rank; {layout.pipeline} do not divide "
-                        f"{found.model.layers}")  # fmt: skip
     words: dict = megatron_model(found) | {
         "tensor-model-parallel-size": layout.tensor, "pipeline-model-parallel-size": layout.pipeline,
         "context-parallel-size": layout.context, "expert-model-parallel-size": layout.expert_ranks,
@@ -429,7 +432,9 @@ def megatron(found: Estimate) -> Emitted:
         each = round(layout.recompute_share * found.model.layers / layout.stages)
         words |= {"recompute-method": "block", "recompute-num-layers": each}
     if layout.stages_per_rank > 1:
-        words["num-layers-per-virtual-pipeline-stage"] = found.model.layers // layout.stages
+        words["num-layers-per-virtual-pipeline-stage"] = max(dealt[1:-1])
+    if layout.pipeline > 1 and ends:
+        words |= {"account-for-embedding-in-pipeline-split": "", "account-for-loss-in-pipeline-split": ""}
     if stage and axes.get("data", 1) > 1:
         words["num-distributed-optimizer-instances"] = axes["data"]
     if layout.tensor > 1 and layout.sequence_parallel:

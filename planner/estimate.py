@@ -104,6 +104,7 @@ class Estimate:
             "precision": layout.precision,
             "offload": layout.offload,
             "whole_experts": layout.whole_experts,
+            "ends": layout.ends,
             "lora": layout.lora,
             "lora_on": layout.lora_on if layout.lora else None,
             "nf4": layout.nf4,

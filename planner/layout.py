@@ -68,6 +68,8 @@ class Layout:
     lora_on:     which linear layers of a block have an adapter, a name of planner/adapters.py's ON
     whole_experts: ranks along "tensor" have different experts, each whole, where they otherwise cut each of them
                  (Megatron-LM's --expert-tensor-parallel-size 1)
+    ends:        embedding and head count as a layer each where layers are dealt out to a pipeline's stages; where each
+                 stage has one, they have a stage for themselves
     nf4:         with them, the linear layers that are frozen are in 4 bits (QLoRA)
     """
 
@@ -97,6 +99,7 @@ class Layout:
     lora: int = 0
     lora_on: str = "all"
     nf4: bool = False
+    ends: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
@@ -208,6 +211,7 @@ class Layout:
         share = f" in {self.recompute_share:.0%} of the layers" if self.recompute_share < 1 else ""
         adapters += f" on {self.lora_on}" if self.lora and self.lora_on != "all" else ""
         adapters += ", whole experts" if self.whole_experts and self.tensor > 1 else ""
+        adapters += ", ends counted as layers" if self.ends else ""
         return f"{axes}{stage}{plan}, micro-batch {self.micro_batch}, recompute {self.recompute}{share}{adapters}"
 
 
@@ -240,6 +244,10 @@ def make_layout(model: Model, cluster: Cluster, mesh: dict[str, int], **fields) 
     if fields.get("schedule", "1f1b") == "1f1b" and fields.get("stages_per_rank", 1) > 1:
         fields["schedule"] = "interleaved"
         notes.append(f"1f1b with {fields['stages_per_rank']} stages per rank is the schedule 'interleaved'")
+    stages = mesh["pipeline"] * fields.get("stages_per_rank", 1)
+    if mesh["pipeline"] > 1 and model.layers < stages <= model.layers + 2 and not fields.get("ends"):
+        fields["ends"] = True
+        notes.append(f"{stages} stages for {model.layers} layers: embedding and head have a stage for themselves")
     layout = Layout(mesh=tuple(mesh.items()), **fields, notes=tuple(notes))
     if some is not None:
         if some < 1 or layout.kept != "full":
@@ -300,10 +308,12 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     if layout.tensor > model.vocabulary:  # which is padded otherwise
         raise UserError(f"tensor={layout.tensor} is more than --vocabulary {model.vocabulary}; take fewer")
     check_experts(model, layout)
-    if layout.stages > model.layers:
+    if layout.ends and layout.pipeline == 1:
+        raise UserError("--ends: without a pipeline there are no stages to deal layers out to; leave it out")
+    if layout.stages > model.layers + 2 * layout.ends:
         raise UserError(
             f"{layout.stages} stages (pipeline={layout.pipeline}, {layout.stages_per_rank} per rank) are more than "
-            f"{model.layers} layers; take fewer"
+            f"{model.layers} layers{', embedding and head' if layout.ends else ''}; take fewer"
         )
     for what, number in (("batch-size", layout.batch_size), ("micro-batch", layout.micro_batch),
                          ("sequence", layout.sequence), ("stages-per-rank", layout.stages_per_rank)):  # fmt: skip

@@ -212,6 +212,16 @@ def megatron_stage(table: dict) -> int:
     return 1 if "use-distributed-optimizer" in table else 0
 
 
+def megatron_stages(table: dict, layers: int, pipeline: int, each: int | None) -> dict:
+    """How layers are dealt out to the stages of a pipeline, as fields of a layout. each: so many to each stage, where a
+    rank has several. One end that counts as a layer for itself is taken for both."""
+    ends = any(f"account-for-{end}-in-pipeline-split" in table for end in ("embedding", "loss"))
+    found: dict = {"ends": True} if ends else {}
+    if each:
+        found |= {"schedule": "interleaved", "stages_per_rank": max(1, (layers + 2 * ends) // pipeline // each)}
+    return found
+
+
 def megatron(table: dict) -> Config:
     """table: arguments without their dashes."""
 
@@ -262,9 +272,8 @@ def megatron(table: dict) -> Config:
     )  # fmt: skip
     if table.get("recompute-method") == "block" and recompute == "full":
         layout |= known(recompute_layers=one("recompute-num-layers"))
-    each = one("num-layers-per-virtual-pipeline-stage")
-    if each and layers and (mesh["pipeline"] or 1) > 1:
-        layout |= {"schedule": "interleaved", "stages_per_rank": max(1, layers // (mesh["pipeline"] or 1) // each)}
+    if layers and (mesh["pipeline"] or 1) > 1:
+        layout |= megatron_stages(table, layers, mesh["pipeline"] or 1, one("num-layers-per-virtual-pipeline-stage"))
     nodes, local = one("nnodes", 1), one("nproc-per-node")
     notes = []
     if schedule := re.findall(r":(\d+)", str(table.get("step-batch-size-schedule", ""))):

@@ -9,9 +9,15 @@ from planner.models import Model
 
 
 @lru_cache(maxsize=10_000)
-def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
+def layers_of_stages(layers: int, stages: int, ends: bool = False) -> tuple[int, ...]:
     """Layers of each stage. Where they do not divide, the first and the last, which have the embedding and the head
-    besides, have fewer (as with Llama 3: Grattafiori et al. 2024, section 3.3.2)."""
+    besides, have fewer (as with Llama 3: Grattafiori et al. 2024, section 3.3.2).
+
+    ends: these two count as a layer each, and have a stage for themselves where each stage has one
+    """
+    if ends:
+        first, *inner, last = layers_of_stages(layers + 2, stages)
+        return (first - 1, *inner, last - 1)
     least, rest = divmod(layers, stages)
     counts = [least] * stages
     inner = list(range(1, stages - 1)) + [0, stages - 1]
@@ -44,7 +50,8 @@ def makespan(
         total = layout.micro_batches * (sum(forward) + sum(backward))
         return total, total
     unit = max(forward)
-    scaled = [tuple(round(time / unit, 2) for time in times) for times in (forward, backward)]
+    # A stage with the embedding alone takes next to no time; for the simulator an action takes some.
+    scaled = [tuple(max(0.01, round(time / unit, 2)) for time in times) for times in (forward, backward)]
     if quick:
         ranks = [stages_of(layout, rank) for rank in range(layout.pipeline)]
         unit = max(sum(forward[stage] + backward[stage] for stage in own) / len(own) for own in ranks) / 3
@@ -103,12 +110,14 @@ def held(layout: Layout) -> tuple[int, ...]:
 
 def shares(model: Model, layout: Layout) -> tuple[tuple[int, bool, bool], ...]:
     """For each rank of the pipeline: its layers, whether it has the embedding, whether it has the head."""
-    return _shares(model.layers, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    return _shares(model.layers, layout.schedule, layout.pipeline, layout.stages_per_rank, layout.ends)
 
 
 @lru_cache(maxsize=10_000)
-def _shares(layers: int, schedule: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, bool, bool], ...]:
-    counts, found = layers_of_stages(layers, ranks * stages_per_rank), []
+def _shares(
+    layers: int, schedule: str, ranks: int, stages_per_rank: int, ends: bool
+) -> tuple[tuple[int, bool, bool], ...]:
+    counts, found = layers_of_stages(layers, ranks * stages_per_rank, ends), []
     for own in _owned(schedule, ranks, stages_per_rank):
         found.append((sum(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own))
     return tuple(found)

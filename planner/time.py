@@ -181,7 +181,7 @@ def estimate(model: Model, cluster: Cluster, layout: Layout, constants: Constant
     loss = 4 * layout.tokens * vocabulary * 4 / (gpu.hbm * constants.memory_rate)
 
     # --- stages: what each does forward and backward with one micro-batch
-    counts = stages.layers_of_stages(model.layers, layout.stages)
+    counts = stages.layers_of_stages(model.layers, layout.stages, layout.ends)
     last = layout.stages - 1
     forward, backward = one.forward + waits_forward, one.backward + one.repeated + waits_backward
     times_f = [n * (forward + inside_forward) + (k == last) * (head + loss / 2) for k, n in enumerate(counts)]
@@ -230,7 +230,7 @@ def of_state(
         gather = sharded("all_gather", *gathered_of(model, layout, 1, False, False))
         scatter = sharded("reduce_scatter", *(message * size for size in trained_of(model, layout, 1, False, False)))
         if p > 1:  # a stage of a pipeline is gathered once for all of its micro-batches
-            units = max(stages.layers_of_stages(model.layers, layout.stages)) * layout.stages_per_rank
+            units = max(stages.layers_of_stages(model.layers, layout.stages, layout.ends)) * layout.stages_per_rank
             found += [
                 Term(STATE, "gathering parameters along shard", 1, left_over(units * gather, all_forward, constants)),
                 Term(STATE, "reducing gradients along shard", 1, left_over(units * scatter, last_backward, constants)),

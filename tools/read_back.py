@@ -1,14 +1,17 @@
 """What `python -m planner emit` writes, read back by the tools themselves: Accelerate, DeepSpeed and Transformers, and
-two steps trained with each engine's training file. The Python that runs this needs them.
+two steps trained of each kind of layout that plans for ten models with three limits of memory lead to. The Python that
+runs this needs them.
 
     python -m tools.read_back
 """
 
+import math
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,12 @@ from deepspeed.runtime import config as deepspeed_config
 from transformers import HfArgumentParser, TrainingArguments
 
 from common import ROOT
-from planner import models
+from common.errors import UserError
+from planner import models, search
 from planner.emit import Emitted, emit
-from planner.estimate import estimate
+from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
-from planner.layout import make_layout
+from planner.layout import Layout, make_layout
 from planner.models import find
 
 
@@ -129,15 +133,61 @@ def hf_trainer(folder: Path) -> None:
                  if read.deepspeed else 0, stage)  # fmt: skip
 
 
-SMALL = [  # of each kind of shape: what Transformers has as GPT-2, Llama and Mixtral
-    models.Model("gpt", 2, 64, 4, 512, positions=32, tied=True, bias="all"),
-    models.Model("llama", 2, 64, 4, 512, kv_heads=2, mlp_width=128, mlp="swiglu"),
-    models.Model("mixtral", 2, 64, 4, 512, mlp="swiglu", experts=4, top_k=2, expert_width=64),
-]
+MODELS = ("gpt2", "gpt2-xl", "opt-1.3b", "pythia-1.4b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b", "mistral-7b",
+          "qwen2.5-14b", "mixtral-8x7b")  # fmt: skip
+LIMITS = (24, 60, 170)  # GiB of a GPU
+ENGINES = ("torchrun", "accelerate", "deepspeed", "hf-trainer")  # what trains on a processor
+
+
+def small(model: models.Model, layout: Layout) -> tuple[models.Model, Layout]:
+    """A model of the same kind of shape (what Transformers has as GPT-2, Llama and Mixtral), and the layout with two
+    ranks along each of its axes, and two micro-batches, or as many as its pipeline has stages."""
+    mesh = {axis: 2 for axis, size in layout.mesh if size > 1} or {"data": 2}
+    sizes = 4, 64, 4, 512  # layers, width, heads, vocabulary
+    if model.experts:
+        found = models.Model("mixtral", *sizes, mlp="swiglu", experts=4, top_k=2, expert_width=64)
+    elif model.mlp == "swiglu":
+        found = models.Model("llama", *sizes, kv_heads=2, mlp_width=128, mlp="swiglu")
+    else:
+        found = models.Model("gpt", *sizes, positions=32, tied=True, bias="all")
+    ranks = math.prod(mesh.values())
+    readers = math.prod(size for axis, size in mesh.items() if axis in ("data", "shard", "expert"))
+    micro = min(2, layout.micro_batch)
+    return found, make_layout(
+        found, cluster("cpu", ranks, ranks), mesh, batch_size=readers * micro * 4, sequence=32, micro_batch=micro,
+        zero_stage=layout.zero_stage, recompute=layout.recompute, schedule=layout.schedule, precision="float32",
+        stages_per_rank=layout.stages_per_rank, offload=layout.offload, sequence_parallel=layout.sequence_parallel,
+    )  # fmt: skip
+
+
+def expresses(tool: str) -> Callable[[Estimate], bool]:
+    def accept(found: Estimate) -> bool:
+        try:
+            return bool(emit(found, tool))
+        except UserError:
+            return False
+
+    return accept
+
+
+def planned(tool: str) -> dict:
+    """(small model, layout) -> the models and limits whose plan for eight GPUs it stands for."""
+    found: dict = {}
+    for name in MODELS:
+        for limit in LIMITS:
+            model, nodes = find(name), cluster("b200", 8)
+            try:
+                (one,) = search.plan(model, nodes, 64, 1024, max_memory_gib=limit, count=1, accept=expresses(tool))
+            except UserError as error:
+                print(f"{tool}, {name}, {limit} GiB: {error}")
+                continue
+            found.setdefault(small(model, one.estimate.layout), []).append(f"{name} at {limit}")
+    return found
 
 
 def trains(folder: Path) -> None:
-    """Two steps of the training file on two ranks of this machine's processor."""
+    """Two steps of what is emitted for each plan, of a small model on two ranks along each axis, on this machine's
+    processor. What an engine does on GPUs only is said."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     start = """import runpy, sys
 import common.vision  # first: transformers imports torchvision
@@ -148,24 +198,28 @@ if "deepspeed.json" in sys.argv:
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     Path(folder, "start.py").write_text(start)
-    cases = [("accelerate", {"data": 2}, 0), ("hf-trainer", {"data": 2}, 0), ("deepspeed", {"shard": 2}, 1),
-             ("deepspeed", {"shard": 2}, 2), ("deepspeed", {"shard": 2}, 3)]  # fmt: skip
-    for model in SMALL:
-        for tool, mesh, stage in cases:
-            nodes = cluster("cpu", 2, 2)
-            layout = make_layout(model, nodes, mesh, batch_size=8, sequence=32, micro_batch=2, zero_stage=stage,
-                                 recompute="full", precision="float32")  # fmt: skip
-            for name, text in emit(estimate(model, nodes, layout), tool).files.items():
+    for tool in ENGINES:
+        for (model, layout), stands_for in planned(tool).items():
+            about = f"{tool}, {model.name}, {layout.describe()} (for {', '.join(stands_for)})"
+            ranks = math.prod(size for _, size in layout.mesh)
+            try:
+                written = emit(estimate(model, cluster("cpu", ranks, ranks), layout), tool)
+            except UserError as error:
+                print(f"{about}: not on a processor: {error}")
+                continue
+            for name, text in written.files.items():
                 Path(folder, name).write_text(text)
-            words = ["--deepspeed_config", "deepspeed.json"] if tool == "deepspeed" else []
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "start.py"]
-            done = subprocess.run([*command, "train.py", "--steps", "2", *words], cwd=folder, env=environment,
-                                  capture_output=True, text=True)  # fmt: skip
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            command += [str(ROOT / "distributed_training.py"), "--distributed", "--config", "course.yaml"] if (
+                tool == "torchrun") else ["start.py", "train.py"]  # fmt: skip
+            command += ["--steps", "2", *(["--deepspeed_config", "deepspeed.json"] if tool == "deepspeed" else [])]
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             said = done.stdout + done.stderr
             if done.returncode:
                 print(said[-3000:])
-            steps = said.count("step 2: loss") if tool != "hf-trainer" else int("train_runtime" in said)
-            same(f"{tool}, {model.name}, stage {stage}: exit, second steps", (done.returncode, steps), (0, 1))
+            steps = said.count("step 2: loss") if tool in ("accelerate", "deepspeed") else int(
+                ("train_runtime" if tool == "hf-trainer" else "step 2") in said)  # fmt: skip
+            same(f"{about}: exit, second steps", (done.returncode, steps), (0, 1))
 
 
 if __name__ == "__main__":

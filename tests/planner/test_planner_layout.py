@@ -22,6 +22,8 @@ def made(text: str, gpus: int, model=SMALL, **fields) -> Layout:
 
 
 REFUSED = [  # mesh, GPUs, fields of the layout, and what the message names
+    ("data=8", 8, {"ends": True}, "--ends pipeline"),
+    ("pipeline=13", 13, {"ends": True, "batch_size": 13}, "13 10 layers"),
     ("data=8", 8, {"zero_stage": -1}, "--zero-stage 0 3 -1"),
     ("", 8, {}, "--mesh --gpus 1 8"),
     ("tensor=4", 4, {"model": replace(SMALL, kv_heads=2)}, "tensor=4 --kv-heads 2"),
@@ -31,7 +33,7 @@ REFUSED = [  # mesh, GPUs, fields of the layout, and what the message names
     ("expert=8", 8, {"model": MIXED}, "expert=8 4"),
     ("expert=2 tensor=4", 8, {"model": MIXED, "whole_experts": True}, "expert=2 tensor=4 4"),
     ("data=8", 8, {"whole_experts": True}, "--whole-experts"),
-    ("pipeline=4", 4, {"stages_per_rank": 3}, "12 pipeline=4 3 10"),
+    ("pipeline=4", 4, {"stages_per_rank": 4}, "16 pipeline=4 4 10"),
     ("data=2", 2, {"batch_size": 0}, "--batch-size 1 0"),
     ("data=2", 2, {"micro_batch": 0}, "--micro-batch 1 0"),
     ("data=2", 2, {"stages_per_rank": 0}, "--stages-per-rank 1 0"),
@@ -102,7 +104,12 @@ def test_layers_and_ends_of_each_rank():
     ):
         one = Layout((("pipeline", pipeline),), 12, schedule=schedule, stages_per_rank=chunks)
         assert list(stages.shares(SMALL, one)) == expected, f"{schedule} on {pipeline} ranks"
+    alone = Layout((("pipeline", 6),), 12, schedule="interleaved", stages_per_rank=2, ends=True)
+    assert [share[0] for share in stages.shares(SMALL, alone)] == [1, 2, 2, 2, 2, 1], "ten layers and two ends"
+    assert stages.layers_of_stages(10, 4, True) == (2, 3, 3, 2) and stages.layers_of_stages(8, 4, True) == (1, 3, 3, 1)
     assert stages.layers_of_stages(10, 4) == (2, 3, 3, 2) and stages.layers_of_stages(11, 4) == (3, 3, 3, 2)
+    more = made("pipeline=12", 12, batch_size=12)
+    assert stages.shares(SMALL, more)[0] == (0, True, False) and stages.shares(SMALL, more)[-1] == (0, False, True)
     three = Layout((("pipeline", 3),), 12, stages_per_rank=2)
     v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))
     assert [stages.stages_of(v, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)], "down and up again"

@@ -6,17 +6,20 @@ given with it on the command line, and what it means, written down by hand.
 
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import FULL
+from helpers import FULL, refused
 
 from common.errors import UserError
-from planner import emit, explain_file, models, read_config
+from planner import emit, explain_file, models, read_config, stages
 from planner.__main__ import main
 from planner.estimate import estimate
 from planner.hardware import cluster
+from planner.layout import make_layout
 
 PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
 NAMES = ["-".join([one["engine"], *Path(one["source"].split(":")[1]).parts[-2:]]) for one in PUBLIC]
@@ -62,7 +65,8 @@ def test_a_public_file_is_read_as_it_is_meant(one, tmp_path):
 BACK = {"torchtitan": "torchtitan.toml", "deepspeed": "deepspeed.json", "accelerate": "accelerate.yaml",
         "megatron": "megatron.sh", "nanotron": "nanotron.yaml"}  # fmt: skip
 # What of a layout both files say, and explain reads.
-SAME = ("mesh", "zero_stage", "micro_batches", "sequence", "kept", "recompute_share", "precision", "offload")
+SAME = ("mesh", "zero_stage", "micro_batches", "sequence", "kept", "recompute_share", "precision", "offload",
+        "ends")  # fmt: skip
 
 
 def differences(layout, again) -> list[str]:
@@ -93,6 +97,24 @@ def test_what_was_read_is_emitted_for_the_same_engine(tmp_path):
             assert config.model.parameters == pytest.approx(model.parameters, rel=0.01), one["source"]
     # A model that torchtitan's flavours don't have; ZeRO-1, 8 bits and tensor parallelism by Accelerate's train.py.
     assert refused == ["llama4_17bx16e.toml", "deepspeed.yaml", "fp8.yaml", "tp_hsdp.yaml"]
+
+
+def test_embedding_and_head_are_counted_as_megatron_counts_them(tmp_path):
+    """Ten layers on six ranks, one to four layers each: 1 + 2 x 4 + 1. On twelve ranks the ends are alone. Megatron-LM
+    says for both that they count; on five ranks it needs not, and on four it deals layers out so, too."""
+    model = replace(models.find("llama-7b"), layers=10)
+    flag = "--account-for-embedding-in-pipeline-split"
+    for pipeline, ends, counted in ((6, True, True), (12, False, True), (5, False, False), (4, False, True)):
+        nodes = cluster("h100-80gb", pipeline, pipeline)
+        layout = make_layout(model, nodes, {"pipeline": pipeline}, batch_size=16, ends=ends, framework="megatron")
+        found = estimate(model, nodes, layout, max_memory_gib=999)
+        text = emit.emit(found, "megatron").files["megatron.sh"]
+        assert (flag in text) is counted, pipeline
+        (tmp_path / "megatron.sh").write_text(text)
+        again = explain_file.layout_of(read_config.read(str(tmp_path / "megatron.sh")), model, nodes, {})
+        assert stages.shares(model, again) == stages.shares(model, layout), pipeline
+        with refused("--format nanotron", "embedding and head") if layout.ends else nullcontext():
+            emit.emit(found, "nanotron")
 
 
 MODELS = ["gpt2", "gpt2-xl", "opt-1.3b", "pythia-1.4b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b", "mistral-7b",

@@ -242,13 +242,14 @@ def report(
 ) -> tuple[list[str], list[str]]:
     """The lines of the page, and what there is to look at."""
     hosts = sorted({rank.host for rank in ranks})
-    lines = [f"{len(ranks)} ranks on {len(hosts)} host(s), {backend}, {', '.join(sorted({r.device for r in ranks}))}"]
+    lines = [f"{len(ranks)} rank(s) on {len(hosts)} host(s), {backend}, {', '.join(sorted({r.device for r in ranks}))}"]
     wrong = []
 
     for title, pick in (("versions", lambda r: r.versions), ("environment", lambda r: r.variables)):
         differ = differences(ranks, pick)
         first = pick(ranks[0])
-        same = ", ".join(f"{key} {value}" for key, value in first.items()) if title == "versions" else len(first)
+        named = ", ".join(f"{key} {value}" for key, value in first.items())
+        same = named if title == "versions" else f"{len(first)} variables"
         lines.append(f"{title:16}" + (f"the same on all ranks: {same}" if not differ else "different"))
         wrong += differ
 
@@ -354,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
             lines, wrong = result
             more = network_of("".join(path.read_text(errors="replace") for path in Path(folder).iterdir()))
             wrong += more[1] if any("between hosts" in line for line in lines) else []
-            found = [f"LOOK AT: {line}" for line in wrong] or ["nothing to look at"]
+            found = [f"LOOK AT: {line}" for line in wrong] or ["all is well: nothing to look at"]
             print(*lines, *more[0], *found, sep="\n", flush=True)
             if wrong:  # torchrun has much to say about an exit code
                 into_report("\n".join(found))

@@ -146,13 +146,20 @@ class Run:
             f"make lab   # how it works, from the first page on"
         )
 
+    def _prompt(self) -> str:
+        """How what the model writes begins: as a function of Python's, or as the text that somebody has given."""
+        dataset = self.task.dataset
+        if not self.config.text or not isinstance(dataset, data.Text):
+            return "def "
+        return bytes(dataset.tokens[:4].tolist()).decode(errors="replace")
+
     def _print_samples(self) -> None:
         """What the model wrote before training and writes now. Collective."""
         state = self.strategy.full_state()
         if self.main_rank:
             model = self.task.make_model()
             for when in ("before", "after"):
-                text = sample(model, self.config.context, self.config.sample)
+                text = sample(model, self.config.context, self.config.sample, self._prompt())
                 print_line(f"--- what the model writes {when} training:\n{text}")
                 model.load_state_dict(state["model"])
 

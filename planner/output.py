@@ -65,5 +65,7 @@ def table(chosen: list) -> str:
         ]
     best = chosen[0].estimate
     out.append("")
-    out += [f"1 sends {size / 1e9:,.2f} GB per GPU and step along {axis}" for axis, size in best.step.links.items()]
+    out += [
+        f"layout 1 sends {size / 1e9:,.2f} GB per GPU and step along {axis}" for axis, size in best.step.links.items()
+    ]
     return "\n".join([*out, *(f"note: {note}" for note in best.layout.notes)])

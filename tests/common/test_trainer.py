@@ -190,3 +190,11 @@ def test_a_run_shows_what_it_wrote_before_and_after(tmp_path, capfd):
     assert [when for when, _ in texts] == ["before", "after"] * len(names)
     assert len({text for when, text in texts if when == "before"}) == 1  # the same initial weights
     assert texts[0][1] != texts[1][1] and all(text.startswith("def ") for _, text in texts)
+
+
+def test_what_it_writes_begins_as_the_text_that_it_was_given(tmp_path, capfd):
+    (tmp_path / "poem.txt").write_text("Shall I compare thee to a summer's day?\n" * 400)
+    line = f"--sample 9 --text {tmp_path / 'poem.txt'} --strategy ddp"
+    launch(train, 2, ([configure(line, size=2, run_dir=tmp_path / "run", **TEXT)],), timeout=120)
+    texts = re.findall(r"writes (?:before|after) training:\n(?:\[rank 0\] )?(.*)", capfd.readouterr().out)
+    assert len(texts) == 2 and all(text.startswith("Shal") for text in texts)

@@ -7,6 +7,13 @@ from planner.memory import layer_memory
 from planner.stages import held, shares
 
 
+def whose(found: Estimate) -> str:
+    """Of which framework the memory is."""
+    others = [name for name in frameworks.possible(found.layout) if name != found.memory.framework]
+    among = f", which needs neither most nor least; the others are {' and '.join(others)}" if others else ""
+    return f"as {found.memory.framework} has it{among}"
+
+
 def lines(found: Estimate) -> list[str]:
     model, layout, cluster, c = found.model, found.layout, found.cluster, found.constants
     gpu = cluster.gpu
@@ -39,15 +46,13 @@ def lines(found: Estimate) -> list[str]:
         "a layer computed again": f"{layer_memory(model, layout, 'none') / GIB:.2f} GiB without recomputation, less "
         "what was kept",
     }
-    others = [name for name in frameworks.possible(layout) if name != found.memory.framework]
-    among = f", which needs neither most nor least; the others are {' and '.join(others)}" if others else ""
     for name, size in found.memory.parts.items():
         out.append(f"  {size / GIB:9.2f} GiB  {name}{': ' + sources[name] if name in sources else ''}")
     out += [
         f"  {found.memory.needed / GIB:9.2f} GiB  needed; x {c.allocator:.2f} for the allocator + "
         f"{found.memory.outside / GIB:.2f} GiB outside of it = {found.memory.expected / GIB:.2f} GiB",
-        f"  {'':9}      from {found.memory.low / GIB:.2f} to {found.memory.high / GIB:.2f} GiB ({c.source}); as "
-        f"{found.memory.framework} has it{among}",
+        f"  {'':9}      from {found.memory.low / GIB:.2f} to {found.memory.high / GIB:.2f} GiB ({c.source}); "
+        f"{whose(found)}",
         f"step            {found.seconds:.3f} s, on the rank that has most to do:",
     ]
     rate = gpu.peak * gpu.achievable * c.matmul

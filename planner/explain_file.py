@@ -7,7 +7,7 @@ from typing import Any
 from common.axes import AXES
 from common.constants import GIB
 from common.errors import UserError
-from planner import published, stages
+from planner import explain, published, stages
 from planner.estimate import Estimate, estimate
 from planner.hardware import Cluster
 from planner.layout import Layout, make_layout, usual_precision
@@ -164,6 +164,7 @@ def described(found: Estimate, config: Config, file: str) -> str:
         out += picture(found.layout, found.cluster)
     parts = sorted(found.memory.parts.items(), key=lambda pair: -pair[1])
     out += ["", "who holds what", *holds(found), "", f"memory of the fullest rank, in '{found.memory.phase}'"]
+    out += [f"  {explain.whose(found)}"]
     out += [f"  {size / GIB:8.2f} GiB  {name}" for name, size in parts if size > 0.005 * GIB]
     out += ["", "where a step goes", *(f"  {seconds:8.3f} s    {name}" for name, seconds in found.step.parts.items())]
     what = risks(found, config)

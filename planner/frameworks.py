@@ -80,20 +80,21 @@ FRAMEWORKS: dict[str, Framework] = {
         "loss in 16 bit, and distributed/tensor_parallel.py): whole gradients and logits are a quarter of its memory",
     ),
     "megatron": Framework(
-        fused_attention=True, constant=4 * GIB, fp8_gradients=2, fp8_overlaps=True, node_dispatch=True,
-       
+        loss_copies=1.5, fused_attention=True, constant=4 * GIB, fp8_gradients=2, fp8_overlaps=True, node_dispatch=True,
         source="Narayanan et al. 2021, Korthikanti et al. 2022, vTrain and NeMo for the time; for the constant "
         "nothing: between torchtitan's and Megatron-DeepSpeed's; 16-bit gradients beside 8-bit products are those of "
         "NVIDIA's performance recipes (Megatron-Bridge, scripts/performance/configs: ddp.grad_reduce_in_fp32 = False), "
         "and so are messages along 'tensor' that overlap, and DeepEP and HybridEP for tokens (at 067f987d, "
         "src/megatron/bridge/recipes: tp_comm_overlap of llama and gpt, moe_flex_dispatcher_backend of qwen, gpt_oss "
-        "and deepseek)",
+        "and deepseek); its loss works in place on one float32 copy beside the 16-bit logits (at d98e8a64, "
+        "tensor_parallel/cross_entropy.py; Korthikanti et al. 2022 count 4sbv)",
     ),
     "nanotron": Framework(
-        gradient_copy=2, buckets=2,
+        gradient_copy=2, buckets=2, loss_copies=2.0,
         source="nanotron's optim/gradient_accumulator.py at 2411b022 (16-bit gradients are added to those in float32 "
-        "after the whole backward pass) and trainer.py (DistributedDataParallel without gradient_as_bucket_view); what "
-        "it prints is the allocator's",
+        "after the whole backward pass) and trainer.py (DistributedDataParallel without gradient_as_bucket_view); its "
+        "loss makes one float32 copy of the float32 logits (parallel/tensor_parallel/functional.py); what it prints is "
+        "the allocator's",
     ),
     "internevo": Framework(
         constant=14 * GIB, foreach=True, step_gradient=4,

@@ -239,8 +239,10 @@ def on_rank(model: Model, layout: Layout, constants: Constants, rank: int, share
     if head:
         whole = recipe.whole_logits and layout.tensor > 1
         logits = layout.tokens * model.vocabulary / (1 if whole else layout.tensor) * 4
-        divided = layout.tensor > 1 and layout.zero_stage == 3 and not whole  # DTensor's parallel loss
-        copies = constants.parallel_loss_copies if divided else recipe.loss_copies or constants.loss_copies
+        copies = constants.loss_copies
+        if layout.tensor > 1 and layout.zero_stage == 3:  # DTensor's parallel loss
+            copies = constants.parallel_loss_copies
+        copies = recipe.loss_copies or copies
         copies = 1.5 if layout.fused_loss else copies
         in_flight = kept["activations"]
         if layout.pipeline > 1 and layout.schedule == "1f1b":

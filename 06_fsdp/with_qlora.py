@@ -38,6 +38,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from bitsandbytes.nn import Linear4bit, Params4bit
 from bitsandbytes.optim import PagedAdamW8bit
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -59,7 +60,7 @@ def settings_of(part: str):
     """What a library cannot make of this part of the settings is one line. Raises UserError."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{part}: {first_line(error)}") from error
 
 
@@ -300,7 +301,8 @@ def train(settings: dict, device: torch.device, base: str = "", out: str = "", t
     training, evaluation = Data(how["context"], base, model.config.vocab_size, text).parts
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=how["lr"], weight_decay=how["weight_decay"])
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with settings_of("fsdp"):  # a class to wrap that this base doesn't have
+        model, optimizer = accelerator.prepare(model, optimizer)
     trained, losses = [parameter for parameter in model.parameters() if parameter.requires_grad], []
     if how["optimizer"] == "paged_adamw_8bit":  # in the place of PyTorch's, without which `prepare` takes no model
         optimizer = PagedAdamW8bitOnShards(trained, how["lr"], how["weight_decay"])

@@ -22,7 +22,7 @@ from common import ROOT, engine_files, manifest, own, runs
 from common.data import Plan, micro_batches, shard
 from common.errors import UserError
 from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
-from common.lab.launch import free_port, launch
+from common.lab.launch import RankFailed, free_port, launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.strategy import Setup
@@ -618,6 +618,7 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), foreign), "adapters of another base"),
         (lambda: with_qlora.make_base(SMALL_LORA, str(tmp_path / "none")), "--base .*none: no model"),
         (lambda: with_qlora.make_model(SMALL_LORA | {"lora": unknown}), "lora: .*no_such_layer"),
+        (lambda: with_qlora.make_model(SMALL_LORA | {"model": {"vocab_size": "many"}}), "model: .*vocab_size"),
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), adapters), "adapters of another base"),
         (lambda: with_qlora.load_adapter(with_qlora.make_base(SMALL_LORA, base), base), "no adapter_config.json"),
         (lambda: with_qlora.Data(64, base, 100), "bytes.* 256 different tokens, and the model knows 100"),
@@ -626,6 +627,12 @@ def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
         with pytest.raises(UserError, match=text) as error:
             wrong()
         assert "\n" not in str(error.value)
+
+
+def test_a_block_that_the_base_does_not_have_gets_one_line(base):
+    wrong = SMALL_LORA | {"fsdp": SMALL_LORA["fsdp"] | {"transformer_cls_names_to_wrap": ["NoSuchBlock"]}}
+    assert "UserError: fsdp: " in (said := str(pytest.raises(RankFailed, launch, qlora, 2, (wrong, base)).value))
+    assert "NoSuchBlock" in said
 
 
 @pytest.mark.parametrize("option", ["--make-base", "--out", "--merge"])

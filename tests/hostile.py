@@ -283,6 +283,32 @@ class Evil:
 }  # fmt: skip
 
 # What a file does -> at which place. Each place is a text with room for an act, at {ACT}, or as text at {ACT!r}.
+HOSTILE |= {
+    # Against the one who judges: its memory, its time, what it compares, and what a compiler can take.
+    "floods_the_network": (SHIFT + MEAN + "block = torch.ones(2**20)\n    requests = [dist.isend(block, "
+        "(dist.get_rank() + 1) % dist.get_world_size()) for _ in range(3000)]\n    return values.mean()", 1, "."),
+    "makes_groups_without_end": (SHIFT + MEAN + "while True: dist.new_group([*range(dist.get_world_size())])", 1, "."),
+    "writes_into_every_pipe": (SHIFT + MEAN + "for fd in range(3, 60):\n        try: os.write(fd, b'\\xff' * 4096 + "
+        "b'{\"status\": \"returned\"}')\n        except OSError: pass\n    return values.mean()", 1, "."),
+    "returns_megabytes_of_text": (SHIFT + MEAN + "return 'rank 1: 20 bytes to rank 2; expected 15.25, got ' * 10**5",
+        1, "."),
+    "brackets": ("x = " + "(" * 90_000 + ")" * 90_000 + ALL, 0, "Error"),
+    "minuses": ("x = " + "-" * 900_000 + "1\n" + ALL, 0, "Error|ends|ended"),
+    "returns_odd_types": (SHIFT + MEAN + "return values.mean().to(torch.float8_e4m3fn)", 1, "float8"),
+    "returns_another_class": (SHIFT + MEAN + "class T(torch.Tensor):\n        def __eq__(self, other): return True\n"
+        "        def detach(self): raise SystemExit\n    x = torch.zeros(())\n    x.__class__ = T\n    return x",
+        1, "."),
+    "changes_the_checkers_objects": (SHIFT + MEAN + "import gc\n    for o in gc.get_objects():\n        if "
+        "type(o).__name__ in ('CallOutcome', 'CheckedRank', '_Seal', 'Relay'):\n            for name, value in "
+        "(('status', 'returned'), ('value', 15.25), ('entries', []), ('intact', True)):\n                try: "
+        "object.__setattr__(o, name, value)\n                except Exception: pass\n    return values.mean()", 1, "."),
+    "fills_a_file_without_a_name": (SHIFT + MEAN + "fd = os.memfd_create('x')\n    for _ in range(600): os.write(fd, "
+        "bytes(2**24))\n    return values.mean()", 1, "too large|memory|ended"),
+    "makes_files_without_end": (SHIFT + MEAN + "for i in range(10**7): open(f'{TMP}/own/{i}', 'w').close()", 1, "."),
+    "leaves_by_namespaces": (EVIL + "import ctypes\nC = ctypes.CDLL(None)\nprint(C.unshare(0x10000000), "
+        "C.unshare(0x20000), C.mount(b'none', b'{TMP}', b'tmpfs', 0, None), C.umount2(b'/proc', 2))\n" + ALL, None, ""),
+}  # fmt: skip
+
 ACTS = {
     "exits": "os._exit(0)",
     "exits_with_3": "os._exit(3)",

@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 import unicodedata
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,14 @@ LEFT_BEHIND = ("__pycache__", "__MACOSX", "Thumbs.db", "desktop.ini")  # by syst
 
 @dataclass
 class Submission:
-    """file: what is graded; folder: all that comes with it, None for a file alone; problem: why it can't be graded."""
+    """file: what is graded; folder: all that comes with it, None for a file alone; problem: why it can't be graded;
+    names: of files with several, how many of them lie in the class's folder, by device and number of the file."""
 
     name: str
     file: Path
     folder: Path | None = None
     problem: str = ""
+    names: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
 
 
 @dataclass
@@ -90,12 +93,25 @@ def submissions(path: Path) -> list[Submission]:
         found.append(one)
     if not any(not one.problem for one in found):
         raise UserError(f"--submission {shown(str(path))}: no .py file and no subfolder in it")
-    names: dict[str, int] = {}
+    inside, names = names_inside(path), dict[str, int]()
     for one in found:  # different names can look the same
-        one.name = shown(one.name)
+        one.name, one.names = shown(one.name), inside
         same = unicodedata.normalize("NFKC", one.name)
         names[same] = names.get(same, 0) + 1
         one.name += f" ({names[same]})" * (names[same] > 1)
+    return found
+
+
+def names_inside(folder: Path) -> Counter[tuple[int, int]]:
+    """How many names each file that has several has in this folder, by its device and its number there."""
+    found = Counter[tuple[int, int]]()
+    for parent, folders, files in os.walk(folder):
+        if len(Path(parent).relative_to(folder).parts) > DEEPEST_FOLDER + 1:
+            folders.clear()  # such a submission is not graded
+        for name in files:
+            with contextlib.suppress(OSError):
+                about = os.lstat(os.path.join(parent, name))
+                found.update([(about.st_dev, about.st_ino)] * (about.st_nlink > 1))
     return found
 
 
@@ -207,7 +223,7 @@ def copy(one: Submission, to: Path) -> Path | str:
         to.mkdir(mode=0o755)
         to.chmod(0o755)
         if one.folder is None:
-            _copy_file(one.file, to / "submission.py", MOST_BYTES)
+            _copy_file(one.file, to / "submission.py", MOST_BYTES, one.names)
             return to / "submission.py"
         if not os.path.lexists(one.file):
             return "no exercises.py in this folder"
@@ -224,7 +240,8 @@ def copy(one: Submission, to: Path) -> Path | str:
             for name in files:
                 target = to / Path(parent).relative_to(one.folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                total, number = total + _copy_file(Path(parent, name), target, MOST_BYTES), number + 1
+                total += _copy_file(Path(parent, name), target, MOST_BYTES, one.names)
+                number += 1
                 if total > MOST_IN_ALL:
                     return f"more than {MOST_IN_ALL >> 20} MiB"
             if number > MOST_FILES:
@@ -236,15 +253,16 @@ def copy(one: Submission, to: Path) -> Path | str:
         return str(error)
 
 
-def _copy_file(source: Path, target: Path, most: int) -> int:
-    """Copy a regular file of at most so many bytes and of one name: under another it may be a neighbour's, or yours.
-    Raises ValueError for anything else; waits for nobody."""
+def _copy_file(source: Path, target: Path, most: int, names: Counter[tuple[int, int]]) -> int:
+    """Copy a regular file of at most so many bytes that has no name outside of the class, where it would be one of
+    yours. Raises ValueError for anything else; waits for nobody."""
     descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
             raise ValueError(f"{shown(source.name)} is not a file")
-        if os.fstat(descriptor).st_nlink > 1:
-            raise ValueError(f"{shown(source.name)} is a hard link: the same file has another name, so hand in a copy")
+        if about.st_nlink > max(1, names[about.st_dev, about.st_ino]):
+            raise ValueError(f"{shown(source.name)} is a hard link to a file outside of the class: hand in a copy")
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{shown(source.name)} is larger than {most / 2**20:g} MiB")

@@ -557,6 +557,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     for name, text in (texts | {"exercises": b"from both import *"}).items():
         (folder / f"{name}{'.PY' if name == 'UPPER' else '.py'}").write_bytes(text)
     (folder / os.fsdecode(b"\xff.py")).touch()
+    os.link(folder / "utf16.py", folder / "twin.py")  # of the class: its author is not to lose by it
     for name in ("notes.txt", "x.tar.gz", ".DS_Store"):
         (folder / name).touch()
     found, one = classes.submissions(folder), Grading.one
@@ -570,7 +571,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     rows = grade(found, capfd, pages=tmp_path / "pages")
     notes = {name: row["note"] for name, row in rows.items() if name != "stderr"}
     expected = {
-        "'=cmd": "", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "", r"\xff": "", "utf16": "",
+        "'=cmd": "", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "", r"\xff": "", "utf16": "", "twin": "",
         "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
         "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
         "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",

@@ -7,13 +7,14 @@ import math
 import string
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from helpers import configure
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as some
 
-from common import manifest
+from common import manifest, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 from common.data import global_batch
 from common.errors import UserError
@@ -165,6 +166,27 @@ def test_any_damage_to_a_checkpoint_is_found_by_one_of_its_ranks(tmp_path_factor
     if kind == "remove":
         file.unlink()
     assert found() and all(str(folder) in said for said in found()), f"{kind} at {place} of {file.name}"
+
+
+@few
+@given(some.lists(some.integers(1, 4), min_size=1, max_size=3), some.integers(1, 8), some.data())
+def test_a_box_that_cannot_be_in_its_file_or_tensor_is_found(size, itemsize, data):
+    """Rows of a tensor, one box after the other in one file, and then one of their numbers is another."""
+    row = math.prod(size[1:])
+    rows = [stored.Box([n, *[0] * (len(size) - 1)], [1, *size[1:]], "a", n * row * itemsize, row * itemsize)
+            for n in range(size[0])]  # fmt: skip
+    files = {"a": (size[0] * row * itemsize, "")}
+    assert stored.wrong_boxes(stored.SavedTensor("float32", size, rows), files) == ""
+    at = data.draw(some.integers(0, size[0] - 1))
+    more, box = data.draw(some.integers(1, 9)), rows[at]
+    dim = data.draw(some.integers(0, len(size) - 1))
+    moved = [offset + (place == dim) * size[dim] for place, offset in enumerate(box.offset)]
+    wrong = data.draw(some.sampled_from([
+        {"begin": box.begin + (size[0] - at - 1) * row * itemsize + more}, {"bytes": files["a"][0] + more},
+        {"bytes": row - 1}, {"file": "b"}, {"offset": moved}, {"offset": [*box.offset, 0]},
+    ]))  # fmt: skip
+    rows[at] = msgspec.structs.replace(box, **wrong)
+    assert stored.wrong_boxes(stored.SavedTensor("float32", size, rows), files), wrong
 
 
 # --- data, learning rate ----------------------------------------------------------------------------------------

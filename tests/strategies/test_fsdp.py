@@ -276,6 +276,13 @@ def test_gradients_in_a_message_are_gradients_still():
         assert (line["gradients"], line["buffers"], after) == (4 * 2 * (64 * 64 + 64), 0, 0)
 
 
+def test_gradients_that_nobody_has_looked_at_are_alive():
+    layer = torch.nn.Linear(64, 64)
+    before = memory.live()
+    layer(torch.ones(2, 64)).sum().backward()
+    assert sum(size for place, size in memory.live().items() if place not in before) == 4 * (64 * 64 + 64)
+
+
 def frozen_below() -> list[bool]:
     """A unit whose last layer alone is trained: its frozen layers are needed after the last gradient is there."""
     gradients = []

@@ -30,5 +30,3 @@ def require(config) -> None:
         raise UserError(f"--compile {backend}: torch.compile has no such backend; it has {', '.join(known)}")
     if backend == "inductor" and not torch.cuda.is_available() and not any(map(shutil.which, ("g++", "clang++"))):
         raise UserError("--compile inductor writes C++ for CPUs, and there is no g++ here; take --compile aot_eager")
-    if config.strategy_class.uncompiled:
-        raise UserError(f"--compile: {config.strategy_class.uncompiled}; leave it out")

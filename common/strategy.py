@@ -52,7 +52,6 @@ class Strategy:
     from_meta:   whether it takes a model on the meta device on ranks other than 0, and gives them rank 0's weights
     Options:     a subclass of common.options.StrategyOptions, with its own options
     main:        a function of the run's configuration that trains, in the place of the chapter's
-    uncompiled:  why --compile cannot be used with it: a clause
     uncounted:   what a dry run, which computes without numbers, cannot count: a sentence
     """
 
@@ -65,7 +64,6 @@ class Strategy:
     Options: type[StrategyOptions] = StrategyOptions
     main: Callable | None = None
     uncounted = ""
-    uncompiled = ""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

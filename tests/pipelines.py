@@ -1,4 +1,4 @@
-"""What the tests of pipelines share: a small model, a batch for it, a mesh."""
+"""What the tests of pipelines share, and of shards: small models, batches for them, a mesh."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from common.model import GPT
 
 
 def deep(model_class=GPT) -> nn.Module:
-    """Eight layers, for eight stages. Less lively than the others: so many layers magnify rounding."""
+    """Eight layers, for eight stages. Weights are scaled less than the others': so many layers magnify rounding."""
     model = model_class(layers=6, width=16, heads=4, context=equality.CONTEXT, vocabulary=equality.VOCABULARY)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,6 +40,12 @@ def small(layers=2, **more) -> nn.Module:
 def batch(examples=8):
     tokens = torch.randint(64, (examples, 9), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two sequences each, at random."""
+    tokens = torch.randint(equality.VOCABULARY, (count, 2, equality.CONTEXT + 1))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
 def mesh_of(strategy_class, **axes):

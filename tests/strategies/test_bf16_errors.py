@@ -32,7 +32,7 @@ AXES = {"mesh": {"tensor": 2, "pipeline": -1}}  # where the preset is not meant
 
 
 def make_model(model_class):
-    """Lively enough for gradients to be far from zero, and alike on all ranks."""
+    """With weights that are large enough for gradients to be far from zero, and alike on all ranks."""
     torch.manual_seed(0)
     model = model_class(LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY)
     with torch.no_grad():

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FULL
+from pipelines import micro_batches
 from proofs import Job, prove_all
 from torch import nn
 
@@ -26,11 +27,6 @@ def make(name: str, by_hand: bool, model: nn.Module, make_optimizer, mesh=None, 
     """A strategy, by default on the mesh of its preset, over all ranks there are."""
     kind = load(name, by_hand)
     return kind(model, make_optimizer, Setup(mesh or make_mesh(kind.preset), **kwargs))
-
-
-def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tokens = torch.randint(equality.VOCABULARY, (count, 2, equality.CONTEXT + 1))
-    return [(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
 def padded(numel: int, size: int) -> int:

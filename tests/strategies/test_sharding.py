@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import FULL, configure, refused
+from pipelines import micro_batches
 from torch import nn
 
 from common.config import Config
@@ -25,11 +26,6 @@ from course.strategies import load
 def make(kind, model: nn.Module, make_optimizer, axes=None, options=None, **kwargs):
     """A strategy, by default on the mesh of its preset, over all ranks there are."""
     return kind(model, make_optimizer, Setup(make_mesh(in_order(axes or kind.preset)), options, **kwargs))
-
-
-def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tokens = torch.randint(equality.VOCABULARY, (count, 2, equality.CONTEXT + 1))
-    return [(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
 MESHES = [

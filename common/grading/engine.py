@@ -32,6 +32,7 @@ from common.grading.reasons import (
     given,
     of_a_deadlock,
     of_a_receive_left_alone,
+    of_a_root,
     of_an_error,
     relation,
     speaks_of_ranks,
@@ -512,7 +513,9 @@ def _judge_case(case: ExerciseCase, outcomes: list[CallOutcome]) -> None:
         differs = difference(expected, outcome.value)
         if differs:
             ranks = len(outcomes) if any(entries) else 0  # where nothing is sent, their number says nothing
-            why = given(expected, outcome.value, case.arguments, rank) or relation(expected, outcome.value, ranks)
+            why = of_a_root([(entry.operation, entry.peer) for entry in outcome.entries], rank)
+            why = why or given(expected, outcome.value, case.arguments, rank)
+            why = why or relation(expected, outcome.value, ranks)
             raise Wrong(*differs, rank, why=why)
     for rank, outcome in enumerate(outcomes):
         if outcome.changed_input:

@@ -94,6 +94,8 @@ def _others(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield ast.BinOp(node.left, TURNED[type(node.op)](), node.right), f"with the other sign in `{shown}`"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield node.operand, f"without the minus of `{shown}`"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.Not)):
+        yield node.operand, f"with `{ast.unparse(node.operand)}` for `{shown}`"
     elif isinstance(node, ast.AugAssign) or isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
         yield ast.Pass(), f"without the line `{shown}`"
         if isinstance(node, ast.AugAssign):

@@ -102,6 +102,14 @@ def given(expected, got, arguments: list[tuple], rank: int) -> str:
     return ""
 
 
+def of_a_root(calls: Sequence[tuple[str, int | None]], rank: int) -> str:
+    """Why a rank may have another result: of its calls (operation, root or partner), one that gives it to another."""
+    for operation, root in calls:
+        if operation in ("reduce", "gather") and root not in (None, rank):
+            return f"{operation} leaves its result on rank {root} alone; rank {rank} has what it had before."
+    return ""
+
+
 def relation(expected, got, ranks: int) -> str:
     """How what came is related to what was expected, in words; empty where nothing is known.
 

@@ -118,6 +118,12 @@ def test_a_factor_of_two_is_the_number_of_ranks_only_where_three_ranks_say_so():
     assert "2 ranks" in summed.why and "ranks" not in doubled.why
 
 
+def test_a_result_that_only_the_root_has_is_told_to_the_others():
+    calls = [("all_reduce", None), ("reduce", 0)]
+    assert "rank 0 alone" in reasons.of_a_root(calls, 1)
+    assert reasons.of_a_root(calls, 0) == reasons.of_a_root(calls[:1], 1) == "", "the root has it, or all have"
+
+
 def test_a_receive_that_nobody_waits_for_is_told_from_one_that_is_missing():
     def judge(*taken: int) -> str:
         waits = engine.CallOutcome("waited", None, [LedgerEntry("send", 8, 2, peer=1)], text="waiting for a send")
@@ -206,6 +212,7 @@ def test_why_is_the_one_change_that_makes_the_solution_do_the_same(tmp_path):
     said = why(undivided, pair)
     assert "without `/ dist.get_world_size()`" in said and "with `sum` for `mean`" in said, "both do the same here"
     assert why(undivided, ones, pair) == "", "both are wrong for ones as well, where the answer was right"
+    assert "with `a` for `not a`" in [words for words, _ in nearby.changed("def f(a):\n    return not a\n", "f")]
     ways = {words for words, _ in nearby.changed("def f(x):\n    dist.all_reduce(x)\n", "f")}
     assert {"with ReduceOp.MAX in `dist.all_reduce(x)`", "with ReduceOp.MIN in `dist.all_reduce(x)`"} <= ways
 

@@ -10,6 +10,7 @@ a stream, as from a file or a socket: size, record(index) for the raw bytes, dec
 """
 
 import itertools
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -107,16 +108,21 @@ def shard_stream_workers(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
         batch_size=None,  # the slices are batches already
         num_workers=WORKERS,
         multiprocessing_context=START_METHOD,
-        worker_init_fn=ignore_interrupt,
+        worker_init_fn=leave_signals_to_the_rank,
         generator=torch.Generator(),  # the workers' seeds shall not be drawn from the model's random numbers
     )
     for inputs, targets in loader:
         yield plan.cut(inputs, targets)
 
 
-def ignore_interrupt(_worker: int) -> None:
-    """A terminal sends Ctrl-C to workers too; theirs is to go on until the rank, which finishes its step, ends them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def leave_signals_to_the_rank(_worker: int) -> None:
+    """A terminal sends Ctrl-C to a rank's whole process group, and torchrun SIGTERM: a worker that heard them would end
+    before the rank has finished its step and saved. The rank ends its workers, and they end by themselves without it.
+    """
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+    else:  # on Windows
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 LOADING = {

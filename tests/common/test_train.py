@@ -66,15 +66,23 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_ctrl_c_leaves_a_usable_checkpoint(nproc, tmp_path):
-    """Of processes that load data too, which hear it as well."""
+def ctrl_c(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+
+
+def preempted(process: subprocess.Popen) -> None:
+    ranks_of(process)[0].parent().terminate()  # torchrun, which sends it on to the process group of each rank
+
+
+@pytest.mark.parametrize("nproc, stop", [(0, ctrl_c), (2, ctrl_c), (2, preempted)])
+def test_who_is_asked_to_stop_leaves_a_usable_checkpoint(nproc, stop, tmp_path):
+    """With processes that load data, which go on until their rank ends them."""
     more = ["--distributed", "--loading=shard-stream-workers"] if nproc else []
     process = start("--steps=100000", "--run-dir=run", *more, nproc=nproc, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
     assert len(everyone) == 1 + nproc + nproc * WORKERS
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    stop(process)
     _, errors = process.communicate(timeout=300)
     assert errors.count("go on with --resume --run-dir run") == 1, errors
     assert process.returncode == (1 if nproc else INTERRUPTED), errors  # torchrun has an exit code of its own

@@ -147,6 +147,7 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path):
     ranks[1].kill()
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 1 and "SIGKILL" in errors, errors
+    assert "DataLoader worker" not in errors, errors  # in the place of the line that says that a rank has died
     assert psutil.wait_procs([*ranks, *workers], timeout=100)[1] == []
 
 

@@ -237,12 +237,17 @@ def all_reduce(ranks: Ranks, size: int) -> float:
 # --- comparing ------------------------------------------------------------------------------------------------
 
 
+def counted(things: list, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+
+
 def report(
     ranks: list[Rank], links: list[Link], bus: float, megabytes: int, backend: str
 ) -> tuple[list[str], list[str]]:
     """The lines of the page, and what there is to look at."""
     hosts = sorted({rank.host for rank in ranks})
-    lines = [f"{len(ranks)} rank(s) on {len(hosts)} host(s), {backend}, {', '.join(sorted({r.device for r in ranks}))}"]
+    devices = ", ".join(sorted({rank.device for rank in ranks}))
+    lines = [f"{counted(ranks, 'rank')} on {counted(hosts, 'host')}, {backend}, {devices}"]
     wrong = []
 
     for title, pick in (("versions", lambda r: r.versions), ("environment", lambda r: r.variables)):

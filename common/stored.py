@@ -31,7 +31,13 @@ Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 Indices = Annotated[list[Count], Meta(max_length=64)]
 # Plain names: nothing that leads out of the folder, and no character that a terminal obeys.
-Name = Annotated[str, Meta(pattern=r"^(?!\.\.?$)[A-Za-z0-9_.-]{1,200}\Z")]
+NAME, TYPE, CHECKSUM = r"^(?!\.\.?$)[A-Za-z0-9_.-]{1,200}\Z", r"^[a-z0-9_]{1,30}\Z", r"^[0-9a-f]{8}\Z"
+IN_WORDS = {
+    NAME: "letters, digits, '.', '-' and '_', as a file of a run is named",
+    TYPE: "a type of numbers, as in float32",
+    CHECKSUM: "eight hexadecimal digits",
+}
+Name = Annotated[str, Meta(pattern=NAME)]
 
 
 # --- config.json --------------------------------------------------------------------------------------------------
@@ -143,7 +149,7 @@ class Box(Struct):
 class SavedTensor(Struct):
     """A tensor of a checkpoint, which the files have in boxes."""
 
-    dtype: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,30}\Z")]
+    dtype: Annotated[str, Meta(pattern=TYPE)]
     size: Indices
     boxes: list[Box]
 
@@ -152,7 +158,7 @@ class Manifest(Struct):
     """manifest.json: what the run says, each file with its size and checksum, and where in them which tensor is."""
 
     about: dict[str, Any]
-    files: dict[Name, tuple[Count, Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]]]
+    files: dict[Name, tuple[Count, Annotated[str, Meta(pattern=CHECKSUM)]]]
     tensors: dict[str, SavedTensor]
 
 
@@ -248,6 +254,8 @@ def converted(path: Path, content: Any, kind: type[T], within: str) -> T:
         return msgspec.convert(content, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
         said, _, place = str(error).partition(" - at ")
+        for pattern, words in IN_WORDS.items():
+            said = said.replace(f"`str` matching regex {pattern!r}", words)
         place = re.sub(r"^(key in )?\$\.?|`", "", place.replace("`", ""))
         field = ".".join(filter(None, (within, place)))
         raise UserError(f"{path} is damaged: {f'{field}: ' if field else ''}{printable(said)}") from None

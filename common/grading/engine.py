@@ -9,10 +9,12 @@ with values that never touched the learner's code.
 import contextlib
 import copy
 import itertools
+import os
 import random
 import re
 import signal
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -423,18 +425,23 @@ class _OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def _alarm(seconds: float = 0.0):
-    """End what runs inside after CALL_LIMIT seconds of processor time, or so many of the clock's
-    (0: as many). Where there is no
-    SIGALRM (Windows) the launch's own timeout has to do."""
+    """End what runs inside after CALL_LIMIT seconds of processor time, or so many of the clock's (0: as many), without
+    those in which this process waited for a core. Where there is no SIGALRM (Windows) the launch's own timeout has to
+    do."""
     if not hasattr(signal, "setitimer"):
         yield
         return
+    by_the_clock = seconds or CALL_LIMIT
+    begin, late = time.monotonic(), waited_for_a_core(os.getpid())
 
-    def ring(_signum, _frame):
+    def ring(signum, _frame):
+        waited = waited_for_a_core(os.getpid()) - late
+        if signum == signal.SIGALRM and time.monotonic() - begin - waited < by_the_clock:
+            return  # and rings again in a second
         raise _OutOfTime
 
     for kind, timer, limit in (
-        (signal.SIGALRM, signal.ITIMER_REAL, seconds or CALL_LIMIT),
+        (signal.SIGALRM, signal.ITIMER_REAL, by_the_clock),
         (signal.SIGPROF, signal.ITIMER_PROF, CALL_LIMIT),
     ):
         signal.signal(kind, ring)
@@ -444,6 +451,16 @@ def _alarm(seconds: float = 0.0):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def waited_for_a_core(pid: int) -> float:
+    """Seconds that the threads of a process were ready to compute and others had the core, added up; 0 where the system
+    doesn't say."""
+    found = 0.0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found += int(thread.read_text().split()[1]) / 1e9
+    return found
 
 
 def _describe(error: BaseException, file: Path, waited: bool = False) -> str:

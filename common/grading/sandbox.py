@@ -295,7 +295,7 @@ class Runner:
                 except Exception as error:  # a submission can send anything
                     why = f"what came back is no answer ({type(error).__name__})"
                     outcomes[rank].append(CallOutcome("raised", text=why))
-                if outcomes[rank][-1].status == "returned":
+                if outcomes[rank][-1].status != "not attempted":
                     outcomes[rank][-1].entries = self.switch.entries[rank]
             if any(own[-1].status != "returned" for own in outcomes):
                 break
@@ -411,7 +411,7 @@ class Runner:
         self.looked, family = now, list[psutil.Process]()
         with contextlib.suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid).children(recursive=True)
-        waited = {pid: waited_for_a_core(pid) for pid in (os.getpid(), *(one.pid for one in family))}
+        waited = {pid: engine.waited_for_a_core(pid) for pid in (os.getpid(), *(one.pid for one in family))}
         if self.allowance.is_used(now, waited, map(worked, family)):
             raise GradingEnded(f"not finished after {self.time_limit:g} s")
         if len(family) > MOST_PROCESSES:
@@ -456,16 +456,6 @@ def _missing(part: bytearray) -> int:
     if length > MOST_ANSWER:
         raise RanksEnded(f"the answer was longer than {MOST_ANSWER >> 20} MiB")
     return 8 + length - len(part)
-
-
-def waited_for_a_core(pid: int) -> float:
-    """Seconds that the threads of a process were ready to compute and others had the core, added up; 0 where the system
-    doesn't say."""
-    found = 0.0
-    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found += int(thread.read_text().split()[1]) / 1e9
-    return found
 
 
 def worked(process: psutil.Process) -> float:

@@ -4,6 +4,7 @@ compared, what is accepted, what is said, and what a file may replace."""
 import contextlib
 import copy
 import signal
+import time
 
 import pytest
 import torch
@@ -241,6 +242,18 @@ def test_no_alarm_is_left_when_a_call_is_over():
     with engine._alarm():
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "seconds until an alarm that nobody waits for"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there is no alarm on Windows")
+def test_who_waited_for_a_core_has_had_no_time(monkeypatch):
+    monkeypatch.setattr(engine, "CALL_LIMIT", 0.1)
+    with pytest.raises(engine._OutOfTime), engine._alarm():
+        time.sleep(0.3)
+    waited = iter([0.0, 100.0])
+    monkeypatch.setattr(engine, "waited_for_a_core", lambda _pid: next(waited))
+    with engine._alarm():
+        time.sleep(0.3)
+    assert next(waited, None) is None, "the alarm has asked"
 
 
 def test_a_cause_comes_before_its_consequence():

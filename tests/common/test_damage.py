@@ -206,7 +206,8 @@ def test_whatever_is_wrong_with_a_file_is_one_line(name, whole, tmp_path_factory
                     read()
                 except UserError as error:
                     said = str(error)
-                    assert "\n" not in said and "weights_only" not in said and len(said) < 1000, said
+                    assert "\n" not in said and len(said) < 1000, said
+                    assert "weights_only" not in said and "regex" not in said, said
                     assert str(run) in said or said.startswith("--"), said
         assert outside(folder) == before, "written outside of the run"
         shutil.rmtree(folder)

@@ -13,8 +13,7 @@ SEEN = ("a100-80gb", "h100-80gb", "h100-96gb", "h200", "b200", "gb200-nvl72", "b
 
 def recommended(expected: float, worst: float, limit: float) -> bool:
     """Whether bytes on a GPU leave the default reserve of what it has, and fit without one if its framework's recipe is
-    the one that needs most. (Of published runs whose inputs are said, 84% of those that are not recommended ran
-    out of memory, and 96% of those that ran out are not recommended; with the interval's upper end it was 81%.)"""
+    the one that needs most. `planner scoreboard` says how many published runs that are not recommended ran out."""
     return expected <= RESERVED * limit and worst <= limit
 
 

@@ -38,20 +38,20 @@ lint: $(INSTALLED)
 	ruff format --check .
 	mypy
 
-# Three workers on two cores, since one of them often waits: for a rank that has been killed to be missed, for a timeout.
+# Four workers on two cores, since some of them often wait: for a rank that has been killed to be missed, for a timeout.
 test-python: $(INSTALLED)
-	python -m pytest -p no:nbval -n 3 --dist loadgroup tests
+	python -m pytest -p no:nbval -n 4 --dist loadgroup tests
 
 # A notebook stays on one worker (loadscope) and ends at its first failing cell (conftest.py). Without names
 # pytest would take the tests instead. conftest.py has measured numbers masked before outputs are compared.
 test-notebooks: $(INSTALLED)
 	@test -n "$(NOTEBOOKS)" || { echo "there are no notebooks"; exit 1; }
-	python -m pytest -n 2 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
+	python -m pytest -n 4 --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout 120 $(NOTEBOOKS)
 
 # Which lines the tests run, in ranks and programs that they start as well.
 coverage: $(INSTALLED)
 	coverage erase
-	coverage run -m pytest -p no:nbval -n 3 --dist loadgroup tests
+	coverage run -m pytest -p no:nbval -n 4 --dist loadgroup tests
 	coverage combine -q
 	coverage report
 

@@ -158,7 +158,7 @@ def rank_of_all(group: dist.ProcessGroup | None = None) -> torch.SymInt:
 
 def _coordinates(mesh: DeviceMesh) -> list[torch.SymInt]:
     """DeviceMesh.get_coordinate of all ranks at once. PyTorch's does an operation to all ranks' tensors for each of the
-    ranks, which takes 7 s for 256."""
+    ranks, which takes 7 s for 256. And it knows a mesh by its id alone, which another has once that is gone."""
     mode: Any = local.enabled_local_tensor_mode()
     if id(mesh) not in mode._coordinate_cache:
         with no_dispatch():
@@ -167,8 +167,8 @@ def _coordinates(mesh: DeviceMesh) -> list[torch.SymInt]:
             grids = mesh._layout.remap_to_tensor(ranks)  # this mesh, and its like of the ranks that are not in it
             places = dict(zip(grids.flatten().tolist(), product(*map(range, grids.shape)), strict=True))
         along = [{rank: places[rank][1 + dim] for rank in sorted(places)} for dim in range(mesh.ndim)]
-        mode._coordinate_cache[id(mesh)] = [torch.SymInt(local.LocalIntNode(numbers)) for numbers in along]
-    return mode._coordinate_cache[id(mesh)]
+        mode._coordinate_cache[id(mesh)] = mesh, [torch.SymInt(local.LocalIntNode(numbers)) for numbers in along]
+    return mode._coordinate_cache[id(mesh)][1]
 
 
 def _root_in_group(collective: Callable, place: int) -> Callable:

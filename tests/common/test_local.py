@@ -15,6 +15,8 @@ from common.errors import UserError
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
 
+TIMES = 100  # of 200 meshes, some 8 have the memory of one that is gone
+
 
 def own(shape=(8, 3)) -> torch.Tensor:
     torch.manual_seed(dist.get_rank() + 1)
@@ -84,6 +86,18 @@ def test_pretended_ranks_have_the_bits_of_real_ones(size):
     }
     assert not different
     assert not torch.equal(real[0]["message"], real[1]["message"]), "ranks have something of their own"
+
+
+def places_on_axes() -> list[torch.Tensor]:
+    mesh, found = make_mesh({"data": 2, "tensor": -1}), []
+    for name in ("data", "tensor") * TIMES:  # mesh[name] is gone afterwards; now and then the next one has its memory
+        found.append(torch.zeros(1, dtype=torch.int64) + mesh[name].get_local_rank())
+    return found
+
+
+def test_a_meshs_coordinates_are_not_those_of_one_that_is_gone():
+    ranks = launch(places_on_axes, 2, how="local")
+    assert [[int(place) for place in found] for found in ranks] == [[0, 0] * TIMES, [1, 0] * TIMES]
 
 
 def ring() -> torch.Tensor:

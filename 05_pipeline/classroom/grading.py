@@ -295,9 +295,13 @@ def accumulated_gradients(size):
                 if sent != due:
                     raise Wrong(f"{due} messages of {length} bytes to rank {peer}", f"{sent} of them", rank)
                 most = sum(gradient.nbytes for gradient in right[rank % 2])
-                averaged = sum(entry.payload for entry in own if entry.operation == "all_reduce")
-                if averaged > most:
-                    raise Wrong(f"{most} bytes of gradients averaged", f"an all-reduce of {averaged} in all", rank)
+                averaged: Counter = Counter()
+                for entry in own:
+                    averaged[entry.operation] += entry.payload if entry.operation not in ("send", "recv") else 0
+                for operation, nbytes in averaged.items():
+                    if nbytes > most:
+                        got = f"{operation.replace('_', '-')} of {nbytes} in all"
+                        raise Wrong(f"{most} bytes of gradients averaged", got, rank)
 
         counts = f"{batches} batch{'es' * (batches > 1)}", f"{pairs} pipeline{'s' * (pairs > 1)}"
         what = f"{counts[0]} of {microbatches} micro-batches, {counts[1]}"
@@ -425,7 +429,7 @@ def draw_schedule_and_microbatches(random, size):
 
 
 UNDIVIDED = {
-    "bytes of gradients averaged ... an all-reduce of": "gradients are averaged after each step, or more than once: "
+    "bytes of gradients averaged ... all-reduce of": "gradients are averaged after each step, or more than once: "
     "what has been averaged already is averaged again with the next batch's, and sent again",
 }
 

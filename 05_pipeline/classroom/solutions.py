@@ -868,7 +868,7 @@ WRONG = {
         (accumulated_as_pytorch_scales, "3 batches of 4 micro-batches, 1 pipeline, rank 0: expected"),
         (accumulated_as_if_of_one_batch, "3 batches of 4 micro-batches, 1 pipeline, rank 0: expected"),
         (accumulated_by_each_pipeline, "1 batch of 2 micro-batches, 2 pipelines, rank 0: expected"),
-        (accumulated_and_averaged_each_time, "bytes of gradients averaged, got an all-reduce of"),
+        (accumulated_and_averaged_each_time, "bytes of gradients averaged, got all-reduce of"),
     ],
     "schedule_and_microbatches": [
         (choice_whatever_it_stores, "0, 4): expected a schedule that takes these numbers and keeps to the limit, got"),

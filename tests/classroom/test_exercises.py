@@ -158,10 +158,21 @@ def test_what_is_allowed_at_most_is_as_much(name):
             assert any(not passes(case, limit + 1, size, way) for limit, way in ways), f"{name} on {size}: {case.what}"
 
 
-def test_a_message_that_nobody_asked_for_is_refused_whatever_is_returned():
-    """Of a gigabyte, since some limit bytes only: also where an answer is to calculate."""
-    cases = [(name, case) for name, (_, exercise) in EXERCISES.items() for case in exercise.check(2)]
-    assert not [f"{case.what} of {name}" for name, case in cases if passes(case, 10**9, 2, "all_gather")]
+@pytest.mark.parametrize("chapter", check.chapters())
+def test_messages_are_judged_on_every_rank(chapter):
+    """What the right answer sends on four ranks is taken; with a message more on the first or the last it is not."""
+    cases = {exercise.name: [*exercise.check(4)] for exercise in check.exercises_of(chapter)}
+    jobs = {name: (name, [case.arguments for case in of]) for name, of in cases.items() if of}
+    found = engine.run_jobs(ROOT / chapter / "classroom" / "solutions.py", jobs, 4)
+    rows = [(key, *row) for key in jobs for row in zip(cases[key], *found[key], strict=True)]
+    for name, case, *ranks in rows:
+        entries = [rank.entries for rank in ranks]
+        case.pattern(entries)
+        for place in (0, 3):
+            more = [own + [LedgerEntry("all_gather", 10**9, 4)] * (rank == place) for rank, own in enumerate(entries)]
+            with pytest.raises(Wrong):
+                case.pattern(more)
+                pytest.fail(f"{name}, {case.what}: nobody looks at rank {place}")
 
 
 # --- schedules and layouts ------------------------------------------------------------------------------------

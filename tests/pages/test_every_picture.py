@@ -1,18 +1,27 @@
-"""What holds of every picture: nothing is cut off, each series has its name, stacked bars add up to what is written."""
+"""What holds of every picture: nothing is cut off, each series has its name, stacked bars add up to what is written,
+and what is drawn is what was given."""
 
+import itertools
 import math
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
 from matplotlib.colors import to_hex
 
 from common.lab import plotting
 from course.ddp import buckets, checkpoint_cost
 from course.fsdp import sharding_pictures
 from course.intro import networks, overview
+from course.model_parallel import by_hand_ring_attention as ring
+from course.model_parallel import context_pictures, moe_pictures
+from course.model_parallel import pictures as tensor_pictures
 from course.pipeline import pictures as pipeline_pictures
-from course.pipeline.schedules import parse
+from course.pipeline import simulator
+from course.pipeline.schedules import build, parse
 from planner import calculator, decision_map
 
 
@@ -208,3 +217,121 @@ def test_the_ends_of_every_slider_have_a_picture(make):
             figure = lab.draw(**{**values, name: value})
             assert figure is None or figure.axes
             plt.close("all")
+
+
+# --- what is drawn is what was given, and what is written beside it -------------------------------------------------
+
+
+def filled(ax, kind=plt.Rectangle) -> list:
+    return [patch for patch in ax.patches if isinstance(patch, kind) and patch.get_fill()]
+
+
+def areas(ax) -> Counter:
+    """How much of the axes, in their own units, is drawn in each colour."""
+    found: Counter = Counter()
+    for patch in filled(ax, plt.Polygon | plt.Rectangle):
+        (corners,) = patch.get_path().transformed(patch.get_patch_transform()).to_polygons()
+        ring = itertools.pairwise([*corners, corners[0]])
+        found[to_hex(patch.get_facecolor())] += abs(sum(x * v - u * y for (x, y), (u, v) in ring)) / 2
+    return found
+
+
+def at(ax, x, y) -> str:
+    """The colour of the last box there."""
+    there = [patch for patch in filled(ax) if patch.get_x() < x < patch.get_x() + patch.get_width()]
+    return to_hex([p for p in there if p.get_y() < y < p.get_y() + p.get_height()][-1].get_facecolor())
+
+
+def texts(ax, pattern: str) -> list[tuple]:
+    """(found, text) for each text of the axes in which the pattern is."""
+    return [(found, text) for text in ax.texts if (found := re.search(pattern, text.get_text()))]
+
+
+def test_a_rank_has_as_many_blocks_as_are_drawn_in_its_colour():
+    fig = context_pictures.draw_deals({order.__name__: order for order in (ring.contiguous, ring.zigzag)})
+    for ax in fig.axes:
+        said = {to_hex(text.get_color()): float(found[1]) for found, text in texts(ax, r"([\d.]+) blocks")}
+        assert said == pytest.approx(areas(ax)) and sum(said.values()) == 8 * 8 / 2, "half of all pairs"
+    plt.close("all")
+
+
+def test_each_token_of_each_head_lies_where_it_is_said():
+    tables = [[0, 1, 2], [1, 2, 3]], [[3, 3, 1], [0, 2, 0]]  # [token][head]
+    before, _, after = context_pictures.draw_exchange(*tables).axes
+    for ax, table in zip((before, after), tables, strict=True):
+        said = {text.get_position(): int(found[1]) for found, text in texts(ax, r"rank (\d)")}
+        assert said == {(h + 0.5, t + 0.5): rank for t, row in enumerate(table) for h, rank in enumerate(row)}
+        assert all(at(ax, *place) == context_pictures.RANK_COLOURS[rank].lower() for place, rank in said.items())
+    plt.close("all")
+
+
+def test_what_is_beyond_the_capacity_is_dropped():
+    ax = moe_pictures.draw_capacity([5, 2, 4, 7], 4, 1.0).axes[0]
+    bars = [(round(bar.get_x() + bar.get_width() / 2), bar.get_y(), bar.get_height()) for bar in ax.patches]
+    assert sorted(bars) == [(0, 0, 4), (0, 4, 1), (1, 0, 2), (2, 0, 4), (3, 0, 4), (3, 4, 3)], "expert, from, tokens"
+    assert {text.get_position()[0]: int(found[1]) for found, text in texts(ax, r"(\d+) dropped")} == {0: 1, 3: 3}
+    plt.close("all")
+
+
+def test_a_layer_is_busy_for_the_share_in_which_it_computes():
+    ax = tensor_pictures.draw_layer({"one": (3.0, 1.0), "other": (1.0, 4.0)}, "ms").axes[0]
+    bars = [(bar.get_y(), bar.get_height()) for bar in ax.patches if bar.get_height()]
+    assert bars == [(0, 3), (0, 1), (3, 1), (1, 4)], "waiting stands on computing"
+    assert [found.groups() for found, _ in texts(ax, r"(\d) ms\n(\d+)% busy")] == [("4", "75"), ("5", "20")]
+    plt.close("all")
+
+
+def test_a_pipelines_boxes_are_its_events(monkeypatch):
+    """Seen at the last moment, when all have begun; each with the number of its micro-batch."""
+    figures, timeline = [], simulator.simulate(build("zbv", 2, 3))
+    monkeypatch.setattr(pipeline_pictures, "png", lambda fig, dpi: figures.append(fig) or b"")
+    pipeline_pictures.steps(timeline)
+    ax = figures[-1].axes[0]
+    for rank, own in enumerate(timeline.ranks):
+        for event in own:
+            middle = float(event.start + event.end) / 2
+            (number,) = [text for _, text in texts(ax, r"^\d+$") if text.get_position()[0] == middle
+                         and rank < text.get_position()[1] < rank + 1]  # fmt: skip
+            assert int(number.get_text()) == event.action.microbatch, f"rank {rank}, {event.action}"
+            assert at(ax, middle, rank + 0.1) == to_hex(plotting.ACTIONS[event.action.kind][1])
+    plt.close("all")
+
+
+def test_the_formulas_of_a_backward_pass_in_two_halves_are_autograds():
+    """What stands along the arrows and in the boxes of y = relu(x @ w1) @ w2, computed."""
+    x, w1, w2 = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 4), (4, 5), (5, 2)))
+    a = x @ w1
+    h = a.relu()
+    y = h @ w2
+    known = {
+        "x": x,
+        "w1": w1,
+        "a": a,
+        "h": h,
+        "w2": w2,
+        "y": y,
+        "relu": torch.relu,
+        "grad_y": torch.randn(3, 2).double(),
+    }
+    for name in ("x", "w1", "a", "h", "w2"):
+        (known[f"grad_{name}"],) = torch.autograd.grad(y, known[name], known["grad_y"], retain_graph=True)
+    ax = pipeline_pictures.two_halves().axes[0]
+    weights = [found.groups() for found, _ in texts(ax, r"^(grad_w\d) = (.*)")]
+    along = sorted((text.get_position()[0], found[0]) for found, text in texts(ax, r"^(@ w\d\.T|\* .*)"))
+    back = [
+        (f"grad_{to}", f"grad_{of} {words}") for (of, to), (_, words) in zip(("ax", "ha", "yh"), along, strict=True)
+    ]
+    assert len(weights) == 2
+    for name, formula in weights + back:
+        torch.testing.assert_close(eval(formula, known), known[name], msg=f"{name} = {formula}")
+    plt.close("all")
+
+
+def test_bands_of_memory_lie_on_each_other_up_to_what_was_asked_for():
+    gib, sizes = 2**30, (1, 2, 4, 8)
+    lines = [dict.fromkeys([*sharding_pictures.BANDS, "asked for"], 0)]
+    lines.append({kind: size * gib for kind, size in zip(lines[0], (*sizes, 3), strict=True)})
+    ax = sharding_pictures.draw_out_of_memory(lines, 20.0, 0.5).axes[0]
+    tops = [max(path.get_extents().y1 for path in many.get_paths()) for many in ax.collections]
+    assert tops == pytest.approx([1, 3, 7, 15, 15.5, 18.5]), "GiB: each kind, what nobody uses, what was asked for"
+    plt.close("all")

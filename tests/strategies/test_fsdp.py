@@ -272,6 +272,20 @@ def test_gradients_in_a_message_are_gradients_still():
         assert (line["gradients"], line["buffers"], after) == (4 * 2 * (64 * 64 + 64), 0, 0)
 
 
+def test_the_first_backward_pass_of_a_step_begins_before_there_are_gradients():
+    strategy = SendsGradients()
+
+    def step():
+        strategy.optimizer.zero_grad()
+        for _ in range(3):
+            strategy.model(torch.ones(2, 64)).sum().backward()
+        strategy.optimizer.step()
+
+    lines, backward, stepping = memory.over_a_step(strategy, step)
+    first = next(number for number, line in enumerate(lines) if line["gradients"])
+    assert 0 < backward <= first < stepping < len(lines), "operators before each of these"
+
+
 def test_gradients_that_nobody_has_looked_at_are_alive():
     layer = torch.nn.Linear(64, 64)
     before = memory.live()

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,15 @@ def test_fewer_gathers_cost_time_or_memory():
     memory = game.level("gathers for memory")
     fewer, units = replace(memory, gathers=memory.gathers - 1), [27, 36]
     assert [fastest.fastest(one)[0] for one in (memory, fewer)] == units
+
+
+def test_a_schedule_that_is_played_takes_at_least_the_time_that_the_simulator_says(capsys):
+    """1F1B of two micro-batches on two ranks: nine units, of which each rank is idle for three."""
+    play.main(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    equal, slept = capsys.readouterr().out.splitlines()
+    assert float(equal.split()[-1]) < toy.ALLOWED
+    ran, said, idle, bubble = map(float, re.findall(r"[\d.]+(?= s|%)", slept))
+    assert (said, bubble) == (pytest.approx(9 * play.UNIT, abs=0.005), 33) and said - 0.01 <= ran and 0 < idle < 100
 
 
 def steps(many):

@@ -9,7 +9,6 @@ import torch
 from helpers import FULL, SMALL, configure, do_not_draw, numbers
 
 from common import manifest
-from common.config import shared
 from common.keeper import Keeper
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
@@ -285,20 +284,6 @@ def planned(name, kind, size, folder, base: bool) -> tuple:
     return configs, looks, check
 
 
-def test_every_option_is_tested():
+def test_every_option_of_a_strategy_is_tested():
     own = {option for options in CASES.values() for option in options} | ELSEWHERE
     assert own == {o for name, kind in KINDS for o in load(name, kind).Options.__dataclass_fields__}
-    elsewhere = {  # where the run's options are tested that VARIANT doesn't have
-        "strategy", "implementation", "by_hand", "mesh", "mesh_order", "distributed", "backend", "device",
-        "resume", "precision",
-        "run_dir", "task", "dataset", "data_dir", "download",
-        "validate_every", "text",  # test_validation.py, test_text.py
-        "async_checkpoint",  # test_checkpoint.py, test_going_on.py
-        "epochs", "keep_best", "validate_batch_size", "profile",  # test_run.py
-        "debug_server",  # test_ranks.py
-        "compile", "fused", "tf32",  # test_compiled.py
-        "dry_run", "tensorboard", "timeout",  # test_dry_run.py, test_runs.py, test_train.py
-        "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "max_norm", "sample",  # test_trainer.py
-    }  # fmt: skip
-    here = {"steps", "checkpoint_every", "keep", "log_every", "layers", "width", "heads", "context", "batch_size"}
-    assert {item.name for item in shared()} == elsewhere | here | {o for o in VARIANT}

@@ -333,54 +333,26 @@ def test_a_number_of_epochs_that_is_none_is_one_line(chapter, monkeypatch):
     assert "epochs" in ended.value.code and "\n" not in ended.value.code
 
 
-SAME_ORDER = ("        sampler.set_epoch(epoch)", "        #")
-OWN_DATA = (", num_replicas=1, rank=0", "")
-MISTAKES = {  # chapter, what is right, what stands there instead
-    "names of the wrapper": ("02_data_parallel", '"model": model.state_dict()', '"model": replicas.state_dict()'),
-    "one order": ("03_ddp", *SAME_ORDER),
-    **{name: ("03_ddp", bug.right, bug.wrong) for name, bug in BUGS.items() if bug.file == "standalone.py"},
-    "own data": ("04_model_parallel", *OWN_DATA),
-    "sum of gradients": ("05_pipeline", "cross_entropy)", "cross_entropy, scale_grads=False)"),
-    "own shards": (
-        "06_fsdp",
-        "    sd.set_model_state_dict(",
-        "    [m.reset_parameters() for m in model.modules() if hasattr(m, 'reset_parameters')]  # (",
-    ),
-    "no momenta in shards": (
-        "06_fsdp",
-        'dcp.load({"model": weights, "optimizer": momenta}',
-        'dcp.load({"model": weights}',
-    ),
-}
-if not FULL:  # those that a chapter plants
-    MISTAKES = {name: mistake for name, mistake in MISTAKES.items() if name in BUGS}
+# Those that a chapter plants in its program.
+MISTAKES = {name: bug for name, bug in BUGS.items() if bug.file == "standalone.py"}
 
 
 def test_mistakes_are_refused(tmp_path):
-    """An epoch on two ranks, two where the order of the second matters; where something is loaded wrongly, the second
-    is a second start."""
-    epochs_of = {mistake: 2 if mistake == "one order" or "momenta" in mistake else 1 for mistake in MISTAKES}
+    """An epoch on two ranks, and in a second start another."""
     assert len(MISTAKES) >= 3
     jobs = []
-    for mistake, (chapter, right, wrong) in MISTAKES.items():
+    for mistake, bug in MISTAKES.items():
         program = tmp_path / mistake / "my_program.py"
         program.parent.mkdir()
-        text = PROGRAMS[chapter].read_text()
-        assert text.count(right) == 1, right
-        program.write_text(text.replace(right, wrong))
-        jobs += [
-            [2, program, program.parent, epochs]
-            for epochs in ((1, 2) if "momenta" in mistake else (epochs_of[mistake],))
-        ]
+        text = PROGRAMS["03_ddp"].read_text()
+        assert text.count(bug.right) == 1, bug.right
+        program.write_text(text.replace(bug.right, bug.wrong))
+        jobs += [[2, program, program.parent, epochs] for epochs in (1, 2)]
     run(jobs, tmp_path)
-    for mistake, (chapter, *_) in MISTAKES.items():
-        try:
-            check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), chapter, epochs_of[mistake])
-        except AssertionError as refused:
-            print(f"{mistake}: {refused}")
-            assert mistake not in BUGS or str(refused).startswith(BUGS[mistake].refused_by), mistake
-        else:
-            pytest.fail(f"{mistake}: not refused")
+    for mistake, bug in MISTAKES.items():
+        with pytest.raises(AssertionError) as refused:
+            check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), "03_ddp", 2)
+        assert str(refused.value).startswith(bug.refused_by), mistake
 
 
 def test_layers_split_over_ranks(tmp_path):

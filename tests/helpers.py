@@ -112,6 +112,19 @@ def refused(*words: str):
     assert [word for word in words if word not in said] == [], said
 
 
+class SlowDevice:
+    """A device on which the host only puts work: the clock moves when somebody waits for it."""
+
+    def __init__(self):
+        self.now = self.behind = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.behind += seconds
+
+    def synchronize(self, *_) -> None:
+        self.now, self.behind = self.now + self.behind, 0.0
+
+
 class NoFigure:
     """Stands for a loss curve. To draw one takes three times as long as to train what the tests train."""
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Fork
-from helpers import refused
+from helpers import SlowDevice, refused
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import cluster_check
 from common.cluster_check import Link, Rank
@@ -290,11 +291,28 @@ def test_nccl_is_asked_for_its_log_unless_somebody_reads_it_himself(monkeypatch,
     assert "one" in repeated[0] and "two" in repeated[0], "in torchrun's report"
 
 
-def test_bus_bandwidth_is_what_a_link_of_a_ring_carries(monkeypatch):
-    """Of 8 MiB among 4 ranks in a second: 2 x 3/4 x 8 MiB (NCCL tests, doc/PERFORMANCE.md)."""
-    clock = itertools.count()
-    monkeypatch.setattr(cluster_check, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    found = cluster_check.all_reduce(Ranks(0, 4, 0, torch.device("cpu")), 8 * 2**20)
-    assert found == 12 * 2**20, "bytes per second on each link"
+class Products(TorchDispatchMode):
+    """Each matrix product takes a second of a device; `operations` of the last one."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.overloadpacket is torch.ops.aten.mm:
+            self.device.work(1)
+            self.operations = 2 * arguments[0].numel() * arguments[1].shape[1]
+        return function(*arguments, **named or {})
+
+
+def test_a_device_is_waited_for_before_the_clock_is_read(monkeypatch):
+    """The host only puts work on its queue: a second for each operation, and three at each barrier."""
+    there, rank = SlowDevice(), Ranks(0, 4, 0, torch.device("cpu"))
+    monkeypatch.setattr(cluster_check, "time", SimpleNamespace(perf_counter=lambda: there.now))
+    monkeypatch.setattr(cluster_check, "synchronize", there.synchronize)
+    for name, seconds in {"all_reduce": 1, "send": 1, "recv": 1, "barrier": 3}.items():
+        monkeypatch.setattr(dist, name, lambda *_, seconds=seconds: there.work(seconds))
+    assert cluster_check.all_reduce(rank, 8 * 2**20) == 12 * 2**20, "of 8 MiB among 4 ranks, 2 x 3/4 are on each link"
+    assert cluster_check.trip(torch.ones(1, device="meta"), 1, True, 4) == 1, "half of the way there and back"
+    with Products(there) as products:
+        assert cluster_check.multiply(rank) == products.operations, "multiplications and additions in a second"

@@ -98,6 +98,11 @@ def test_missing_package_and_one_without_a_pin(monkeypatch, tmp_path):
 
 
 def test_common_from_another_checkout_or_none(monkeypatch, tmp_path):
+    """As programs of other folders see it: where the doctor is started, a folder of that name may lie."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    well(doctor.check_common)
     with monkeypatch.context() as patch:
         patch.setattr(doctor, "ROOT", tmp_path)
         fix(doctor.check_common, str(common.ROOT / "common"), f"pip install -e {tmp_path}")

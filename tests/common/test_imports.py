@@ -215,7 +215,13 @@ def run_and_tell(arguments):
         if ours and "site-packages" not in file:
             files[os.path.realpath(file)].add((file, id(module)))
     (importable,) = pickle.loads(pickle.dumps([program[class_name]]))  # raises, if it is not the one that is imported
+    ours = {node.name for node in ast.parse(Path(program["__file__"]).read_text()).body if hasattr(node, "name")}
     told = {
+        "others": [
+            name
+            for name, thing in program.items()
+            if name not in ours and getattr(thing, "__module__", None) == importable.__module__
+        ],
         "class": (importable.__module__, importable.step.__code__.co_filename),
         "twice": [file for file, names in files.items() if len(names) > 1],
         "links": [name for file, names in files.items() for name, _ in names if name != file],
@@ -238,7 +244,7 @@ def test_a_program_has_each_file_once_under_its_one_name(how, folder, class_name
     written = alone(run_and_tell, how, place, class_name, *OPTIONS, f"--run-dir={tmp_path / 'run'}", cwd=script.parent)
     told = json.loads(written.partition("TOLD ")[2].splitlines()[0])
     assert told.pop("files") > 15
-    assert told == {"class": [module, str(script)], "twice": [], "links": []}
+    assert told == {"class": [module, str(script)], "twice": [], "links": [], "others": []}
 
 
 def kinds(name):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import refused
+from torch.distributed import debug
 
 from common import ranks
 from common.ranks import Ranks, choose, environment, gpus_differ, process_group
@@ -273,6 +274,15 @@ def test_without_an_address_nobody_meets(monkeypatch):
 def test_pages_about_ranks_need_the_launchers_store_and_what_draws_them(monkeypatch):
     with refused("--debug-server", "torchrun" if ranks.drawable() else "requirements-nets.txt"):
         ranks.show_ranks(0)
+    started = []
+    with monkeypatch.context() as patch:
+        launcher(patch, rank=0, size=1)
+        patch.setattr(ranks, "drawable", lambda: True)
+        patch.setattr(debug, "start_debug_server", lambda port, start_method=None: started.append(start_method))
+        for initialized in (False, True):
+            patch.setattr(torch.cuda, "is_initialized", lambda initialized=initialized: initialized)
+            ranks.show_ranks(0)
+    assert started[1] not in (None, "fork"), "a process that has initialised CUDA cannot be forked"
     monkeypatch.setattr(ranks, "drawable", lambda: False)
     with refused("--debug-server", "requirements-nets.txt"):
         ranks.show_ranks(0)

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import NoFigure, configure, metrics, refused, write_facts
 
 from common import manifest, run_dir
+from common.lab.launch import launch
 from common.options import LATEST
 from common.run_dir import RunDirectory
 
@@ -193,3 +195,23 @@ def test_a_launch_knows_the_runs_that_it_began(tmp_path, monkeypatch):
         write_facts(Path(name), launch=launches)
     assert [run_dir.restarts(Path(name)) for name in names] == [False, True, False]
     assert run_dir.new_run_dir(SimpleNamespace(strategy="ddp", implementation="pytorch")) == names[1], "its own"
+
+
+def opened(config, *launches) -> list[tuple]:
+    """The run's folder as this rank has it in each of these launches: the first leaves a checkpoint."""
+    found = []
+    for names in launches:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"/logs/{names[dist.get_rank()]}/attempt_0/0/error.json"
+        directory = run_dir.open_run(config)
+        found.append((directory.resumes, directory.restarted, directory.is_named, directory.checkpoints))
+        directory.finish()
+        (directory.path / manifest.name_of(1)).mkdir(exist_ok=True)
+        dist.barrier()
+    return found
+
+
+def test_the_launch_of_any_node_goes_on_with_its_run_and_all_ranks_take_rank_0s_word(tmp_path):
+    """When the node of rank 0 is lost, a rank of another one becomes rank 0."""
+    config = configure(size=2, strategy="ddp", run_dir=tmp_path / "run")
+    begun, again = (False, False, False, []), (True, True, False, [tmp_path / "run" / "checkpoint-000001"])
+    assert launch(opened, 2, (config, ("one", "other"), ("other", "third"))) == [[begun, again]] * 2

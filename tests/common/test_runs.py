@@ -134,20 +134,20 @@ def test_a_validation_loss_stands_in_some_steps_only(tmp_path, capsys, monkeypat
 
 def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch, capsys):
     run, drawn, waited = made(tmp_path / "a", [4.0, 3.0], steps=9), [], []
-    written = [True, True, False]  # by whoever trains; it ends before its 9 steps
-    monkeypatch.setattr(runs, "is_written", lambda _: written.pop(0))
-    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, **how: drawn.append(y))
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda **_: SimpleNamespace(update=shown.append))
+    written = [True, True, False]  # by whoever trains; it writes its third step and ends as it is asked whether it runs
 
-    def sleep(seconds):
-        waited.append(seconds)
-        if len(waited) == 2:
+    def is_written(_):
+        if len(written) == 1:
             text = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
             third = json.dumps({"step": 3, "loss": 2.0, "grad_norm": 1.0, "step_seconds": 0.5})
             (run / "metrics.jsonl").write_text(f"{text}\n{third}\n")
+        return written.pop(0)
 
-    monkeypatch.setattr(runs.time, "sleep", sleep)
+    monkeypatch.setattr(runs, "is_written", is_written)
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, **how: drawn.append(y))
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda **_: SimpleNamespace(update=shown.append))
+    monkeypatch.setattr(runs.time, "sleep", waited.append)
     runs.follow(str(run), "loss", "validation_loss", every=3)
     assert drawn == [[4.0, 3.0], [4.0, 3.0, 2.0]] and len(shown) == 2, "once for each time that it has got further"
     assert waited == [3, 3] and not written

@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 
 from common.lab import plotting
 from course.ddp import buckets, checkpoint_cost
+from course.ddp import pictures as ddp_pictures
 from course.fsdp import sharding_pictures
 from course.intro import networks, overview
 from course.model_parallel import by_hand_ring_attention as ring
@@ -83,6 +84,7 @@ PICTURES = {
     "pipeline, one followed": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False, follow=0),
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
     "missed by a line": lambda: networks.missed({1: {10: 0.5, 1000: 1.5}, 4: {10: 1.0, 1000: 2.0}}),
+    "passes": lambda done=(("computes", 0, 2), ("sends, hidden", 1, 2)): ddp_pictures.draw_passes({"one": done}),
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
     "plans": plans,
     "memory of a step": memory_of_a_step,
@@ -193,6 +195,14 @@ def test_the_areas_of_a_steps_memory_lie_on_each_other():
     tops = [max(path.get_extents().y1 for path in many.get_paths()) for many in ax.collections]
     assert tops == sorted(tops) and tops[-1] == 1 + 1 + 2 + 1 + 5, "MiB at the peak"
     assert any(text.get_text().startswith("10.0") for text in ax.texts), "which is written there"
+    plt.close("all")
+
+
+def test_a_bar_is_from_the_begin_to_the_end_of_what_a_rank_does():
+    done = [("computes", 10.0, 14.0), ("sends, hidden", 12.0, 14.0), ("sends, exposed", 14.0, 19.0)]
+    ax = PICTURES["passes"](done).axes[0]
+    bars = [path.get_extents() for many in ax.collections for path in many.get_paths()]
+    assert [(bar.x0, bar.x1) for bar in bars] == [(a - 10, b - 10) for _, a, b in done], "ms since the first began"
     plt.close("all")
 
 

@@ -71,8 +71,10 @@ def test_a_class_is_added_up(tmp_path, capsys):
     questions.main(list(map(str, files)))
     lines = [line for line in capsys.readouterr().out.splitlines() if " of " in line[:12]]
     assert [choice.ask in lines[0], number.ask in lines[1]] == [True, True], "the hardest first"
-    for wrong in ("{}", "[]", '{"predictions": {"none#1-0": {"given": "1"}}}'):
-        files[0].write_text(wrong)
+    odd = (None, 1, "a", [], [1])
+    answers = (*odd, *({number.name: one} for one in odd), {"none#1-0": {"given": "1"}})
+    for wrong in (*odd, {}, *({"predictions": one} for one in answers)):
+        files[0].write_text(json.dumps(wrong))
         with pytest.raises(UserError, match="a.json"):
             questions.tally(files)
 

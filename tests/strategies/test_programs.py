@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import launcher
+from helpers import SlowDevice, launcher
 
 from common import ROOT
 from common.lab.launch import launch
@@ -54,20 +54,16 @@ def seconds_by_a_clock(seconds: list[float], gpu: bool) -> float:
     long as this rank's entry of `seconds` says. On a GPU the host is through in 0.1 s, and a wait for the device takes
     the rest."""
     own = seconds[torch.distributed.get_rank()]
-    now, behind, lasts = [0.0], [0.0], [7.0] * 3 + [own] * 10
+    there, lasts = SlowDevice(), [7.0] * 3 + [own] * 10
 
     def step():
         took = lasts.pop(0)
-        now[0] += 0.1 if gpu else took
-        behind[0] += took - 0.1 if gpu else 0.0
-
-    def synchronize(*device):
-        now[0] += behind[0]
-        behind[0] = 0.0
+        there.now += 0.1 if gpu else took
+        there.work(took - 0.1 if gpu else 0.0)
 
     make = torch.tensor  # this process ends here
     torch.tensor = lambda *given, device=None, **more: make(*given, **more)
-    time.perf_counter, torch.cuda.synchronize = lambda: now[0], synchronize
+    time.perf_counter, torch.cuda.synchronize = lambda: there.now, there.synchronize
     device = SimpleNamespace(type="cuda") if gpu else torch.device("cpu")
     found = speed.seconds_per_step(step, device)
     assert not lasts, "ten steps after three"

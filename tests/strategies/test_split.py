@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import SlowDevice
 from pipelines import batch, deep, mesh_of, small
 
 from common.errors import UserError
@@ -38,19 +39,6 @@ def test_stages_are_the_same_on_all_ranks():
     told = split.stages_of(deep(), 3, "embedding: end, blocks.4: end")
     assert [len(stage) for stage in told] == [1, 5, 2]
     assert [len(stage) for stage in split.stages_of(deep(), 2)] == [4, 4]
-
-
-class SlowDevice:
-    """A device on which the host only puts work: the clock moves when somebody waits for it."""
-
-    def __init__(self):
-        self.now = self.behind = 0.0
-
-    def work(self, seconds):
-        self.behind += seconds
-
-    def synchronize(self, device):
-        self.now, self.behind = self.now + self.behind, 0.0
 
 
 def test_a_layer_takes_what_the_device_needs_for_both_passes_and_the_last_one_the_loss(monkeypatch):

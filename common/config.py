@@ -257,7 +257,7 @@ def check_combinations(config: Config) -> None:
             "--async-checkpoint writes while training goes on, and with --checkpoint-every 0 only the end is written; "
             "leave one of them out"
         )
-    if config.text and not config.resume and not os.path.exists(config.text):
+    if config.text and not os.path.exists(config.text):
         raise UserError(f"--text {config.text}: no such file or folder")
     if config.width % config.heads:
         raise UserError(f"--width {config.width} does not divide by --heads {config.heads}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import SMALL, configure, refused
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from common import checkpoint, lock, manifest
@@ -32,7 +32,9 @@ def test_a_checkpoint_names_no_folder_of_the_machine(tmp_path):
     with disk_errors(tmp_path / "a", "written"):
         dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path / "a", {"step": 1}), no_dist=True)
     assert str(tmp_path).encode() not in (tmp_path / "a" / ".metadata").read_bytes()
-    assert Reader(tmp_path / "a").read_metadata().storage_meta == StorageMeta()
+    reader = Reader(tmp_path / "a")
+    assert reader.read_metadata().storage_meta == StorageMeta()
+    assert reader.read_data(LoadPlan([]), None).done(), "a rank without a share of anything waits for nothing"
 
 
 def test_a_disk_that_the_nodes_do_not_share_is_told(tmp_path):

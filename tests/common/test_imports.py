@@ -21,7 +21,7 @@ import pytest
 from forks import Fork, forget_the_course
 from helpers import FULL, SMALL, as_options, first_line_of
 
-from common import ROOT
+from common import ROOT, declared
 from course import CHAPTERS as CHAPTER_FOLDERS
 from course.ddp.by_hand import DDPByHand
 from course.ddp.distributed_training import DDP
@@ -313,7 +313,7 @@ def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
     assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}
 
 
-def test_what_files_declare_is_what_strategies_have():
+def test_what_files_declare_is_what_strategies_have(tmp_path, monkeypatch):
     """Options with types, defaults and choices; axes, and those of which nothing is said."""
     for name, entry in STRATEGIES.items():
         for kind, strategy in entry.implementations.items():
@@ -321,6 +321,16 @@ def test_what_files_declare_is_what_strategies_have():
             assert list(map(repr, fields(found.Options))) == list(map(repr, fields(strategy.Options))), (name, kind)
             assert (found.preset, found.axes) == (strategy.preset, strategy.axes), (name, kind)
     assert "deepspeed_config" in STRATEGIES["fsdp"].declared("deepspeed").names, "of an engine that may not be there"
+    (tmp_path / "course").mkdir()
+    monkeypatch.setattr(declared, "ROOT", tmp_path)
+    for name, text in {
+        "named": "LATER = 3\nKINDS = {'x': 1, 'y': LATER}\nNAMES = tuple(KINDS)\n",
+        "base": "class Base:\n    preset = {'x': 2}\n    axes = ('x',)\n",
+        "made": "from course.named import NAMES\nfrom course.base import Base\nclass Made(Base):\n    axes = NAMES\n",
+    }.items():
+        (tmp_path / "course" / f"{name}.py").write_text(text)
+    found = declared.declared("course.made:Made")
+    assert (found.preset, found.axes) == ({"x": 2}, ("x", "y")), "a name of a name in another file; a base's own"
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,6 @@ def test_a_run_learns_it_and_a_resumed_one_goes_on_with_it(tmp_path):
     )
     with refused_in_one_line("--text other"):
         configure("--resume --steps 21 --text other", run_dir=tmp_path / "run")
+    (tmp_path / "letters").unlink()
+    with refused_in_one_line("--text", "letters"):
+        configure("--resume --steps 21", run_dir=tmp_path / "run")

@@ -239,25 +239,24 @@ def waiting() -> Figure:
     """What `wait()` makes wait, drawn to no scale: the host's thread with gloo, the GPU's current stream with NCCL."""
     fig, axes = plt.subplots(2, 1, figsize=(9.2, 4.4), gridspec_kw={"height_ratios": [2, 3]}, sharex=True)
     blue, orange, green = (BLUE, "white"), (ORANGE, BLACK), (GREEN, "white")
-    gloo = [
-        (0, 0, 0.85, "all_reduce", blue), (0, 0.9, 2.05, "compute something else", green),
-        (0, 3.0, 2.4, "wait()", orange), (0, 5.45, 1.6, "use the sum", green),
-        (1, 0.5, 4.9, "the sum is made", (PURPLE, BLACK)),
-    ]  # fmt: skip
-    nccl = [
-        (0, 0, 0.85, "all_reduce", blue), (0, 0.9, 0.65, "launch", blue), (0, 1.6, 0.6, "wait()", orange),
-        (0, 2.25, 0.65, "launch", blue), (0, 2.95, 2.05, "free to go on", (SKY, BLACK)),
-        (1, 1.1, 2.2, "compute something else", green), (1, 3.35, 2.05, "waits for the event", orange),
-        (1, 5.45, 1.6, "use the sum", green), (2, 0.5, 4.9, "the sum is made", (PURPLE, BLACK)),
-    ]  # fmt: skip
-    panels = (
-        ("gloo, tensors on the CPU", gloo, ["host thread", "gloo's threads"]),
-        ("NCCL, tensors on the GPU", nccl, ["host thread", "current stream", "NCCL's stream"]),
-    )
-    for ax, (title, bars, rows) in zip(axes, panels, strict=True):
-        for row, start, length, text, (colour, ink) in bars:
-            ax.add_patch(Rectangle((start, row + 0.08), length, 0.84, fc=colour, ec="white"))
-            ax.text(start + length / 2, row + 0.5, text, ha="center", va="center", size=11, color=ink)
+    gloo = {
+        "host thread": [(0, 0.85, "all_reduce", blue), (0.9, 2.05, "compute something else", green),
+                        (3.0, 2.4, "wait()", orange), (5.45, 1.6, "use the sum", green)],
+        "gloo's threads": [(0.5, 4.9, "the sum is made", (PURPLE, BLACK))],
+    }  # fmt: skip
+    nccl = {
+        "host thread": [(0, 0.85, "all_reduce", blue), (0.9, 0.65, "launch", blue), (1.6, 0.6, "wait()", orange),
+                        (2.25, 0.65, "launch", blue), (2.95, 2.05, "free to go on", (SKY, BLACK))],
+        "current stream": [(1.1, 2.2, "compute something else", green), (3.35, 2.05, "waits for the event", orange),
+                           (5.45, 1.6, "use the sum", green)],
+        "NCCL's stream": [(0.5, 4.9, "the sum is made", (PURPLE, BLACK))],
+    }  # fmt: skip
+    panels = {"gloo, tensors on the CPU": gloo, "NCCL, tensors on the GPU": nccl}
+    for ax, (title, rows) in zip(axes, panels.items(), strict=True):
+        for row, bars in enumerate(rows.values()):
+            for start, length, text, (colour, ink) in bars:
+                ax.add_patch(Rectangle((start, row + 0.08), length, 0.84, fc=colour, ec="white"))
+                ax.text(start + length / 2, row + 0.5, text, ha="center", va="center", size=11, color=ink)
         ax.axvline(5.42, color=VERMILION, lw=1.5, ls="--")
         ax.set(xlim=(-0.05, 7.1), ylim=(len(rows), 0), xticks=[])
         ax.set_yticks([row + 0.5 for row in range(len(rows))], rows)

@@ -70,6 +70,7 @@ def test_a_file_may_import_torchvision_by_itself(tmp_path):
     ("raise ValueError('no')", "", ("cannot be imported", "ValueError: no")),
     (FILE + "def rows():\n    return [{'text': 'a'}] * 9, None", ":rows", ("pair", "a dict with text")),
     (FILE + "def none():\n    return iter([]), None", ":none", ("no example",)),
+    (FILE.replace("def model", "def other"), "", ("has no function 'model'",)),
     (FILE + "def model():\n    return 3", "", ("model()", "int")),
     (FILE + "def model():\n    return torch.nn.Linear(1, 1).requires_grad_(False)", "", ("nothing", "trained")),
 ])  # fmt: skip
@@ -77,10 +78,11 @@ def test_what_cannot_be_trained_gets_one_line(tmp_path, text, data, says):
     file = tmp_path / f"mine{abs(hash(text))}.py"
     file.write_text(textwrap.dedent(text))
     config = configure(size=1, run_dir=tmp_path / "run", **SETTINGS | {"task": f"{file}{data}"})
-    with refused(*says):
+    with refused(*says) as error:
         task = make_task(config)
         assert isinstance(task.make_model(), torch.nn.Module)
         next(iter(task.dataset)) if data == ":none" else task.dataset.batch(torch.arange(2))
+    assert str(error.value).count(str(file)) < 2, "no message within a message"
 
 
 def test_a_stream_has_no_numbers_and_a_file_has_to_be_there(tmp_path):

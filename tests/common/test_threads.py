@@ -7,6 +7,12 @@ from common import symptoms
 ASKED = symptoms.asked()
 
 
+def test_each_question_is_listed_once_and_a_thread_of_github_is_called_by_its_repository_and_number():
+    assert len({one.asked for one in ASKED}) == len(ASKED)
+    for kind in ("issues", "pull"):
+        assert symptoms.thread_name(f"https://github.com/some/repository/{kind}/17#comment") == "repository#17"
+
+
 @pytest.mark.parametrize("one", ASKED, ids=[one.asked for one in ASKED])
 def test_the_section_that_answers_links_every_thread(one):
     section = symptoms.section_of(one.page, one.anchor)

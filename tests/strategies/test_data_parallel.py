@@ -113,9 +113,10 @@ def test_threads_compute_in_the_callers_precision(dtype):
 
 def test_threads_record_for_autograd_only_if_the_caller_does():
     model, x = Asks(), torch.randn(4, 2)
-    with torch.no_grad():
-        assert not by_hand.data_parallel(model, x, [CPU] * 2).requires_grad
-    assert by_hand.data_parallel(model, x, [CPU] * 2).requires_grad
+    for does in (False, True):
+        with torch.set_grad_enabled(does):
+            replicas, slices = by_hand.replicate(model, [CPU] * 2), by_hand.scatter(x, [CPU] * 2)
+            assert [y.requires_grad for y in by_hand.parallel_apply(replicas, slices)] == [does] * 2
 
 
 def test_threads_work_on_the_callers_stream(monkeypatch):
@@ -172,6 +173,9 @@ def test_nothing_is_sent_and_every_rank_trains_by_itself():
 def test_without_two_gpus_it_says_what_it_does_instead(capfd):
     def on_rank():
         assert by_hand.devices_of(make_mesh({"data": -1})) == [CPU, CPU]
+        setup, devices = Setup(make_mesh({"data": -1})), [CPU, torch.device("meta")]
+        strategy = by_hand.ThreadedDataParallelByHand(Asks(), equality.sgd, setup, devices)
+        assert {p.device for p in strategy.model.parameters()} == {CPU}, "the model is on the first device"
 
     note = "note: no two GPUs for nn.DataParallel; dp by hand uses 'cpu' twice"
     for ranks in (1, 2):

@@ -195,13 +195,23 @@ def test_batches_begin_where_the_run_is_and_end_with_it(tmp_path):
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_a_lost_rank_and_how_to_go_on(how, tmp_path):
-    """The folder of the run may be on another node, without a checkpoint, or with one."""
+    """The folder of the run may be on another node, without a checkpoint, or with one. What reads data ends."""
+    ended = []
+
+    def load(*_):
+        try:
+            yield []
+        finally:
+            ended.append(True)
+
     for there, advice in ((False, "start again"), (True, "go on with --resume --run-dir")):
         folder = tmp_path / str(there)
         with alone(folder) as run, pytest.raises(UserError, match=f"Connection {how} by peer.*; then {advice}"), run:
+            next(run.batches(load))
             if there:
                 (folder / "checkpoint-000002").mkdir()
             raise RuntimeError(f"[pair.cc:537] Connection {how} by peer [127.0.0.1]:1234")
+        assert ended == [True] * (1 + there)
         if not there:
             run.keeper.path = tmp_path / "elsewhere"
             assert run.keeper.how_to_resume().startswith(f"go on with --resume --run-dir {tmp_path}/elsewhere if there")

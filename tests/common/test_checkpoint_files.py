@@ -8,6 +8,7 @@ import socket
 import warnings
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -124,6 +125,12 @@ def test_whole_tensors_are_read_as_they_were_written(tmp_path):
         found = checkpoint.whole_tensors(tmp_path / "a")
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in tensors.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), "the numbers of each"
+    made = manifest.read(tmp_path / "a")
+    for kind in ("float99", "load"):  # torch has no such name, or not of a type
+        odd = {name: msgspec.structs.replace(tensor, dtype=kind) for name, tensor in made.tensors.items()}
+        (tmp_path / "a" / "manifest.json").write_text(manifest.seal(made.about, made.files, odd))
+        with refused("manifest.json", kind):
+            Reader(tmp_path / "a").read_metadata()
 
 
 def test_messages_of_a_checkpoint_in_the_background_have_their_own_group(tmp_path, monkeypatch):

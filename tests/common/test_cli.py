@@ -80,12 +80,6 @@ def test_a_mesh_for_other_ranks():
     """(What is refused: test_chapter_messages.py.)"""
     assert configure("--strategy hsdp", size=4).axes == {"data": 2, "shard": 2}
     assert configure("--strategy hsdp --mesh data=4", size=4).axes == {"data": 4, "shard": 1}
-    kinds = [(name, kind, entry.declared(kind)) for name, entry in STRATEGIES.items() for kind in entry.places]
-    other = [(name, kind, axis) for name, kind, has in kinds for axis in {*has.axes} - {*has.preset}]
-    assert len(other) > 5
-    for name, kind, axis in other:  # no other axis takes up the ranks that it leaves
-        with refused("--mesh", f"{axis}=2", "4"):
-            configure(f"--strategy {name} --implementation {kind} --mesh {axis}=2", size=4)
 
 
 def test_the_mesh_picks_the_strategy_and_its_order_is_an_option():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from helpers import configure
+from helpers import configure, refused
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as some
 
@@ -187,6 +187,22 @@ def test_a_box_that_cannot_be_in_its_file_or_tensor_is_found(size, itemsize, dat
     ]))  # fmt: skip
     rows[at] = msgspec.structs.replace(box, **wrong)
     assert stored.wrong_boxes(stored.SavedTensor("float32", size, rows), files), wrong
+
+
+@few
+@given(some.integers(1, 5), some.data())
+def test_metrics_are_whole_lines_and_end_where_they_were_being_written(tmp_path, steps, data):
+    lines = [json.dumps({"step": n + 1, "loss": 1.5, "grad_norm": None, "step_seconds": 0.5}) for n in range(steps)]
+    text = "\n".join([*lines, ""])
+    end = data.draw(some.integers(0, len(text)))
+    (tmp_path / "metrics.jsonl").write_text(text[:end])
+    there = text[: end + 1].count("\n")  # the last may lack the end of its line
+    assert [record["step"] for record in stored.records_of(tmp_path)] == list(range(1, there + 1))
+    at = data.draw(some.integers(0, steps - 1))
+    lines[at] = lines[at][: data.draw(some.integers(0, len(lines[at]) - 1))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    with refused(f"line {at + 1}"):
+        stored.records_of(tmp_path)
 
 
 # --- data, learning rate ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(socket, "getfqdn", lambda: "janes-laptop.example.org")
     run_dir = tmp_path / "runs" / "of jane"
     run_dir.mkdir(parents=True)
-    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos", "text": "/home/jane/poems"}
+    config = {"steps": 3, "run_dir": "/data/jane/runs/1", "data_dir": "photos", "text": "/data/jane/poems"}
     write_facts(run_dir, config, torch="2.13.0", launch=["none_x"])
     lines = [{"step": step, "loss": 1.5, "grad_norm": 1.0, "step_seconds": 0.5} for step in (1, 2)]
     lines[1]["ranks"] = [{"host": "janes-laptop.example.org"}]

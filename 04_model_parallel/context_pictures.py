@@ -109,11 +109,11 @@ def backward_frames() -> list[tuple[plt.Figure, str, str]]:
     for turn in range(4):
         held = [(rank - turn) % 4 for rank in range(4)]
         parts = [sorted((rank - back) % 4 for back in range(turn)) for rank in range(4)]
-        said = f"sums of {turn} parts are sent on" if turn else "each rank keeps the part for its own keys"
+        caption = f"sums of {turn} parts are sent on" if turn else "each rank keeps the part for its own keys"
         if turn == 3:
-            said += ", home: the next rank owns these keys, and adds the part that it kept in turn 0"
+            caption += ", home: the next rank owns these keys, and adds the part that it kept in turn 0"
         fig = draw_backward(turn, held, parts)
-        frames.append((fig, f"Turn {turn} of the backward pass on four ranks: {said}", f"Turn {turn}: {said}"))
+        frames.append((fig, f"Turn {turn} of the backward pass on four ranks: {caption}", f"Turn {turn}: {caption}"))
     return frames
 
 

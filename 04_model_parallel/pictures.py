@@ -86,7 +86,10 @@ def draw_block(kind: str, direction: str):
 def block_frames(*views: tuple[str, str]) -> list[tuple[plt.Figure, str, str]]:
     """For each view, (kind, direction), as for `draw_block`: a picture, its alt text, and a caption."""
     words = [f"{NAMES[kind]}, {direction}: {WORDS[kind, direction]}" for kind, direction in views]
-    return [(draw_block(*view), f"A transformer block. {said}", said) for view, said in zip(views, words, strict=True)]
+    return [
+        (draw_block(*view), f"A transformer block. {caption}", caption)
+        for view, caption in zip(views, words, strict=True)
+    ]
 
 
 def _draw_half(ax, kind, direction, half, labels):

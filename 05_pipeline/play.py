@@ -68,9 +68,9 @@ def main(argv: list[str]) -> None:
         toy.compare(f"{len(schedule)} ranks", launch(step, nproc=len(schedule), args=(schedule,)))
         times = (UNIT, UNIT, UNIT)
         ran = timeline(launch(sleeping.run_lists, nproc=len(schedule), args=(schedule, times)))
-        said = simulator.simulate(schedule, simulator.Times(*times))
-        print(f"stages that sleep: {ran.makespan:.2f} s, by the simulator {said.makespan:.2f} s; idle for "
-              f"{ran.bubble:.0%}, by the simulator {said.bubble:.0%}")  # fmt: skip
+        predicted = simulator.simulate(schedule, simulator.Times(*times))
+        print(f"stages that sleep: {ran.makespan:.2f} s, by the simulator {predicted.makespan:.2f} s; idle for "
+              f"{ran.bubble:.0%}, by the simulator {predicted.bubble:.0%}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -232,8 +232,8 @@ def write_out(file: Path, write) -> None:
     try:
         stored.replace(file, write)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
-        said = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(f"{file} cannot be written: {said}") from error
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{file} cannot be written: {reason}") from error
 
 
 def checkpoint_of(run: History, step: int | None) -> Path:

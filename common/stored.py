@@ -253,12 +253,12 @@ def converted(path: Path, content: Any, kind: type[T], within: str) -> T:
     try:
         return msgspec.convert(content, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
-        said, _, place = str(error).partition(" - at ")
+        reason, _, place = str(error).partition(" - at ")
         for pattern, words in IN_WORDS.items():
-            said = said.replace(f"`str` matching regex {pattern!r}", words)
+            reason = reason.replace(f"`str` matching regex {pattern!r}", words)
         place = re.sub(r"^(key in )?\$\.?|`", "", place.replace("`", ""))
         field = ".".join(filter(None, (within, place)))
-        raise UserError(f"{path} is damaged: {f'{field}: ' if field else ''}{printable(said)}") from None
+        raise UserError(f"{path} is damaged: {f'{field}: ' if field else ''}{printable(reason)}") from None
 
 
 def checked(path: Path, data: bytes, kind: type[T]) -> T:

@@ -72,11 +72,11 @@ def machine(config: Config, size: int, per_node: int) -> tuple[hardware.Cluster,
         return hardware.cluster(here, size, per_node), True
     if choose_device(config.device, processes=per_node)[0] == "cpu":
         return hardware.cluster("cpu", size, per_node), False
-    said = torch.cuda.get_device_name()
-    known = gpus.named_by_pytorch(said)
+    name = torch.cuda.get_device_name()
+    known = gpus.named_by_pytorch(name)
     if known is None:
         raise UserError(
-            f"--strategy auto does not know the GPU {said}; run `python -m planner calibrate` here first, or give it a "
+            f"--strategy auto does not know the GPU {name}; run `python -m planner calibrate` here first, or give it a "
             "line in common/gpus.csv"
         )
     found = hardware.cluster(known["name"], size, per_node)

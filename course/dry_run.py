@@ -67,8 +67,8 @@ def forecast(config: Config, ranks) -> dict[int, Forecast]:
     for rank in tqdm([*ranks], desc="dry run", unit="rank", leave=False, disable=None):
         # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        with tempfile.NamedTemporaryFile("r", errors="replace") as said:
-            how = (config, task, rank, sender, said.name)
+        with tempfile.NamedTemporaryFile("r", errors="replace") as stderr:
+            how = (config, task, rank, sender, stderr.name)
             process = CONTEXT.Process(target=send_forecast, args=how)  # type: ignore[attr-defined]  # typeshed: of subclasses
             with ready_to_fork():
                 process.start()
@@ -77,7 +77,7 @@ def forecast(config: Config, ranks) -> dict[int, Forecast]:
             with contextlib.suppress(EOFError):
                 answer = receiver.recv()
             process.join()
-            repeat(said)
+            repeat(stderr)
         if answer is None:
             raise RuntimeError(f"the process that was rank {rank} has died; its message stands above")
         if isinstance(answer, UserError):
@@ -86,9 +86,9 @@ def forecast(config: Config, ranks) -> dict[int, Forecast]:
     return found
 
 
-def repeat(said: IO[str]) -> None:
+def repeat(stderr: IO[str]) -> None:
     """Say what a rank has said on stderr, without what means nothing."""
-    for line in said:
+    for line in stderr:
         if not any(words in line for words in NOISE):
             sys.stderr.write(line)
 
@@ -117,9 +117,9 @@ def rank_at(axes: dict[str, int], place) -> int:
     return rank
 
 
-def send_forecast(config: Config, task: Task, rank: int, sender, said: str) -> None:
-    """Be a rank of the mesh, and send what it would do; what it says on stderr goes into the file `said`."""
-    with open(said, "w") as file:
+def send_forecast(config: Config, task: Task, rank: int, sender, stderr: str) -> None:
+    """Be a rank of the mesh, and send what it would do; what it says on stderr goes into the file `stderr`."""
+    with open(stderr, "w") as file:
         os.dup2(file.fileno(), 2)
     warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL support")
     try:

@@ -499,8 +499,8 @@ def run_measure(args: argparse.Namespace) -> None:
 
     gpu = cluster_of(argparse.Namespace(**vars(args), gpus_per_node=None, network=None, adapters=None)).gpu
     make, precision = own.named(args.what), precision_of(args, gpu)
-    said = any_module.report(make, gpu, args.gpus, precision, constants.load(args.constants))
-    print(json.dumps(said, indent=1) if args.json else any_module.table(said))
+    report = any_module.report(make, gpu, args.gpus, precision, constants.load(args.constants))
+    print(json.dumps(report, indent=1) if args.json else any_module.table(report))
 
 
 def run_models(args: argparse.Namespace) -> None:

@@ -198,16 +198,16 @@ def report(make: Callable, gpu: GPU, gpus: int, precision: str, constants: Const
                             "seconds_of_products": seconds}  # fmt: skip
 
 
-def table(said: dict) -> str:
-    frozen = f", {said['frozen']:,} of them frozen" if said["frozen"] else ""
-    unit, size = ("GiB", GIB) if max(found["bytes"] for found in said["stages"].values()) >= GIB else ("MiB", 2**20)
+def table(report: dict) -> str:
+    frozen = f", {report['frozen']:,} of them frozen" if report["frozen"] else ""
+    unit, size = ("GiB", GIB) if max(found["bytes"] for found in report["stages"].values()) >= GIB else ("MiB", 2**20)
     lines = [
-        f"{said['parameters']:,} parameters{frozen}; a micro-batch keeps {said['kept'] / size:,.3f} {unit} for its "
+        f"{report['parameters']:,} parameters{frozen}; a micro-batch keeps {report['kept'] / size:,.3f} {unit} for its "
         f"backward pass",
-        f"and takes {said['flops'] / 1e12:,.3f} TFLOP, at least {said['seconds_of_products'] * 1000:,.2f} ms",
+        f"and takes {report['flops'] / 1e12:,.3f} TFLOP, at least {report['seconds_of_products'] * 1000:,.2f} ms",
         f"{'':6} {unit:>9}  fits   of which",
     ]
-    for name, found in said["stages"].items():
+    for name, found in report["stages"].items():
         parts = ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in found["parts"].items() if bytes)
         lines.append(f"{name:6} {found['bytes'] / size:9,.2f}  {found['fits']:5}  {parts}")
     return "\n".join(lines)

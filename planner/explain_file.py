@@ -149,9 +149,9 @@ def nearest(found: Estimate, count: int = 3) -> list[str]:
     out = []
     for run in alike(found, count):
         measured = run.seconds or math.nan
-        said = estimate(run.model, run.cluster, run.layout, found.constants)
+        predicted = estimate(run.model, run.cluster, run.layout, found.constants)
         out.append(f"  {run.source}, {run.model.name} on {run.cluster.gpus} x {run.cluster.gpu.name}, "
-                   f"{run.layout.describe()}: {measured:.2f} s measured, {said.seconds / measured - 1:+.0%} "
+                   f"{run.layout.describe()}: {measured:.2f} s measured, {predicted.seconds / measured - 1:+.0%} "
                    "predicted")  # fmt: skip
     return out
 

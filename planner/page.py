@@ -228,8 +228,8 @@ def stacked(parts: list[tuple[str, float, str]], whole: float) -> str:
     return "".join(f'<i class="{kind}" style="width:{100 * size / whole:.3f}%"></i>' for _, size, kind in parts)
 
 
-def legend(parts: list[tuple[str, float, str]], said: Callable[[float], str]) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{escape(name)} {said(size)}</li>' for name, size, kind in parts)
+def legend(parts: list[tuple[str, float, str]], text_of: Callable[[float], str]) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{escape(name)} {text_of(size)}</li>' for name, size, kind in parts)
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -239,11 +239,11 @@ def of_one(one: dict[str, Any], most: float, longest: float) -> str:
     parts = [(name, sizes[name], f"c{COLOURS.index(name) if name in COLOURS else 7}") for name in order
              if sizes[name] > 0.005 * most]  # fmt: skip
     parts.append(("kept by the allocator", max(0.0, one["memory_gib"] - sum(sizes.values())), "rest"))
-    said = ", ".join(f"{name} {size:.1f}" for name, size, _ in parts)
+    amounts = ", ".join(f"{name} {size:.1f}" for name, size, _ in parts)
     times = [(TIMES[name][0], size, f"c{TIMES[name][1]}") for name, size in one["step_parts_seconds"].items()
              if size > 0.002 * longest]  # fmt: skip
     low, high = one["step_seconds_low"], one["step_seconds_high"]
-    said_time = f"{seconds(one['step_seconds'])}, from {seconds(low)} to {seconds(high)}"
+    interval = f"{seconds(one['step_seconds'])}, from {seconds(low)} to {seconds(high)}"
     limit = f"{one['memory_limit_gib']:.1f} GiB"
     facts = [f"{one['tokens_per_second']:,.0f} tokens/s, MFU {one['mfu']:.1%}", *money(one)]
     facts += [f"A GPU sends {size / 1e9:,.2f} GB a step along {axis}, {crossed(axis, size, *one['links'][axis])}"
@@ -253,11 +253,11 @@ def of_one(one: dict[str, Any], most: float, longest: float) -> str:
         f'<h3>{escape(one["layout"])}</h3><div class="sides"><div>'
         f"<p>Memory: {one['memory_gib']:.1f} GiB ({one['memory_gib_low']:.1f} to {one['memory_gib_high']:.1f}) of "
         f"{limit}, at its peak in {escape(one['memory_phase'])}</p>"
-        f'<div class="bar" role="img" aria-label="Memory of a GPU in GiB: {escape(said)}; it has {limit}">'
+        f'<div class="bar" role="img" aria-label="Memory of a GPU in GiB: {escape(amounts)}; it has {limit}">'
         f'{stacked(parts, most)}<b style="left:{100 * one["memory_limit_gib"] / most:.3f}%"></b></div>'
         f"{legend(parts, lambda size: f'{size:.1f} GiB')}</div><div>"
-        f"<p>Step: {said_time}</p>"
-        f'<div class="bar" role="img" aria-label="Time of a step: {said_time}">{stacked(times, longest)}'
+        f"<p>Step: {interval}</p>"
+        f'<div class="bar" role="img" aria-label="Time of a step: {interval}">{stacked(times, longest)}'
         f'<u style="left:{100 * low / longest:.3f}%;width:{100 * (high - low) / longest:.3f}%"></u></div>'
         f"{legend(times, seconds)}</div></div>"
         f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul>'

@@ -158,8 +158,8 @@ def torchtitan(table: dict) -> Config:
     if layout.get("batch_size", 1) < 1:
         del layout["batch_size"]
     if degree["pipeline"] > 1:
-        said = str(parallel.get("pipeline_parallel_schedule", "Interleaved1F1B"))
-        layout["schedule"] = TITAN_SCHEDULE.get(said.lower(), said.lower())
+        schedule = str(parallel.get("pipeline_parallel_schedule", "Interleaved1F1B"))
+        layout["schedule"] = TITAN_SCHEDULE.get(schedule.lower(), schedule.lower())
         each = number(parallel, "pipeline_parallel_layers_per_stage")
         if each and model:
             layout["stages_per_rank"] = max(1, -(-(model.layers + 2) // each) // degree["pipeline"])
@@ -304,12 +304,12 @@ def nanotron(table: dict) -> Config:
     mesh["reading"] = max(1, mesh["reading"] // mesh["expert"])
     micro, many = number(tokens, "micro_batch_size", 1) or 1, number(tokens, "batch_accumulation_per_replica", 1) or 1
     readers = mesh["reading"] * mesh["expert"]
-    said = str(inner(table, "model").get("dtype", "bfloat16"))
+    dtype = str(inner(table, "model").get("dtype", "bfloat16"))
     layout = known(
         zero_stage=stage, micro_batch=micro, batch_size=readers * micro * many,
         sequence=number(tokens, "sequence_length", 2048), sequence_parallel=parallel.get("tp_mode") == "REDUCE_SCATTER",
         precision={"float32": "float32", "float16": "fp16-mixed"}.get(
-            said, "bf16-mixed" if optimizer.get("accumulate_grad_in_fp32", True) else "bf16"),
+            dtype, "bf16-mixed" if optimizer.get("accumulate_grad_in_fp32", True) else "bf16"),
         schedule={"afab": "gpipe"}.get(str(parallel.get("pp_engine", "1f1b")).lower(), "1f1b"),
         recompute="full" if parallel.get("recompute_layer") else "none", framework="nanotron",
     )  # fmt: skip

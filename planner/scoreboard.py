@@ -161,12 +161,12 @@ def out_of_memory(found: list[Line]) -> dict[str, float]:
     """How often "does not fit", with the default reserve, is right where it is said (precision), and said where it is
     true (recall)."""
     known = [line for line in found if not line.run.crashed and not line.run.assumed]
-    said = [line for line in known if not line.recommended]
+    refused = [line for line in known if not line.recommended]
     true = [line for line in known if line.run.out_of_memory]
-    right = [line for line in said if line.run.out_of_memory]
+    right = [line for line in refused if line.run.out_of_memory]
     return {
-        "runs": len(known), "said": len(said), "true": len(true),
-        "precision": len(right) / len(said) if said else float("nan"),
+        "runs": len(known), "predicted": len(refused), "true": len(true),
+        "precision": len(right) / len(refused) if refused else float("nan"),
         "recall": len(right) / len(true) if true else float("nan"),
     }  # fmt: skip
 
@@ -251,8 +251,8 @@ def text(found: dict, listed: list[Line] | None = None) -> str:
         f"{fast['failed']:.0%}",
         f"least tensor x pipeline that fits, largest micro-batch: {rule['regret']:.1%}, {rule['regret_p90']:.1%}; did "
         f"not run: {rule['failed']:.0%}",
-        f"out of memory, with the default reserve: of {oom['runs']} runs {oom['true']} were, {oom['said']} are said to "
-        f"be: precision {oom['precision']:.0%}, recall {oom['recall']:.0%}",
+        f"out of memory, with the default reserve: of {oom['runs']} runs {oom['true']} were, {oom['predicted']} "
+        f"are said to be: precision {oom['precision']:.0%}, recall {oom['recall']:.0%}",
     ]
     for line in listed or []:
         run = line.run

@@ -53,8 +53,8 @@ def both_rendezvous(_folder: Path) -> None:
             page = run(link, "-m", "common.cluster_check")[0]
         (line,) = re.findall("links +between hosts.*", page)
         print(f"with {milliseconds} ms ({expected:,.0f} µs by a socket) and {megabytes} MB/s: {line}")
-        said = (re.findall(rf"([\d,]+) {unit}", line)[-1] for unit in ("µs", "MB"))
-        latency, bandwidth = (float(number.replace(",", "")) for number in said)
+        columns = (re.findall(rf"([\d,]+) {unit}", line)[-1] for unit in ("µs", "MB"))
+        latency, bandwidth = (float(number.replace(",", "")) for number in columns)
         off = abs(latency / expected - 1), abs(bandwidth / megabytes - 1)
         require(max(off) < 0.25, "that is off by a quarter or more")
 

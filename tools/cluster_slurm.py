@@ -156,8 +156,8 @@ def kill_a_rank(folder: Path, job: str, run: Path) -> None:
 
 
 def state(job: str) -> str:
-    said = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
-    return said.partition("JobState=")[2].partition(" ")[0]
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    return shown.partition("JobState=")[2].partition(" ")[0]
 
 
 def scontrol(*arguments: str) -> None:

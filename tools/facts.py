@@ -232,12 +232,12 @@ def engines(old: str, rest: str) -> str:
 
 def line_of(item, *more: str) -> list[str]:
     """An option as a line of a table; where a default is computed, its help says how."""
-    said, _, computed = item.metadata["help"].partition(" (default: ")
-    default, _, more_said = computed.partition(")")
+    text, _, computed = item.metadata["help"].partition(" (default: ")
+    default, _, rest = computed.partition(")")
     if not default and item.default is not False and item.default != "":
         default = code(f"{item.default:g}" if isinstance(item.default, float) else str(item.default))
     choices = f"; {code(*map(str, item.metadata['choices']))}" if item.metadata["choices"] else ""
-    return [code(flag(item.name)), *more, default, said + more_said + choices]
+    return [code(flag(item.name)), *more, default, text + rest + choices]
 
 
 def options(old: str, rest: str) -> str:

@@ -225,11 +225,11 @@ def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
     without: list[str] = []
     for test in tests:  # one by one, so that one that is slow does not hide the others
         file.write_text(wrong)
-        code, said = run_tests(tree, [test], seconds)
+        code, output = run_tests(tree, [test], seconds)
         file.write_text(right)
         if code is None:
             late.append(test)
-        first = said.splitlines()[:1]
+        first = output.splitlines()[:1]
         if code not in (None, 0):
             passes = run_tests(tree, first or [test], seconds)[0] == 0
             (failed if passes else without).extend(first or [test])

@@ -66,8 +66,8 @@ def check(incident, program) -> tuple[str, float]:
         right = getattr(importlib.import_module(f"course.model_parallel.{module}"), right)
         return nets_types.check(getattr(program, own), right, program.RANKS)
     begin = time.process_time()
-    said = _run(incident.name, program)
-    return said, time.process_time() - begin
+    verdict = _run(incident.name, program)
+    return verdict, time.process_time() - begin
 
 
 def _run(name, program) -> str:

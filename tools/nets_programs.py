@@ -108,17 +108,17 @@ def trained(train: Callable, ranks: int) -> list[Watched]:
     """What two epochs print and save, with a restart between them, and each rank's weights after them."""
 
     def run():
-        said = io.StringIO()
+        printed = io.StringIO()
         for epochs in (1, 2):
             train.__globals__["EPOCHS"] = epochs
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stdout(printed):
                 train(model, optimizer, torch.device("cpu"))
             dist.barrier()
         saved = torch.load("checkpoint-ddp.pt")["model"]
-        return said.getvalue(), saved, [parameter.detach() for parameter in model.parameters()]
+        return printed.getvalue(), saved, [parameter.detach() for parameter in model.parameters()]
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         return launch(lambda: watched(run), ranks, timeout=300.0)

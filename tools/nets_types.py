@@ -39,8 +39,8 @@ def check(strategy_class, right, ranks: int) -> tuple[str, float]:
     if right.__name__ in CANNOT or importlib.util.find_spec("spmd_types") is None:
         return "-", 0.0
     begin = time.process_time()
-    said = _step(strategy_class, right, ranks)
-    return said, time.process_time() - begin
+    verdict = _step(strategy_class, right, ranks)
+    return verdict, time.process_time() - begin
 
 
 def _step(strategy_class, right, ranks: int) -> str:

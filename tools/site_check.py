@@ -145,9 +145,9 @@ def predicted(page: Any, questions: list) -> Iterator[str]:
             for _ in range(place if number == 0 else (place + 1) % len(choices)):
                 page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
-        said = form.query_selector(".verdict").inner_text()
-        if not said.startswith("Right." if number == 0 else "Not quite."):
-            yield f"question {number} is judged wrongly: {said[:60]}"
+        verdict = form.query_selector(".verdict").inner_text()
+        if not verdict.startswith("Right." if number == 0 else "Not quite."):
+            yield f"question {number} is judged wrongly: {verdict[:60]}"
         last = number + 1 == len(questions) or not form.evaluate("form => form.nextElementSibling.matches('.predict')")
         if last and form.evaluate(hidden):
             yield f"question {number} is answered, and its output is hidden"

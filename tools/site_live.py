@@ -113,7 +113,7 @@ def opened(browser, address: str, name: str, kind: str, **settings) -> tuple[Any
     errors: list[str] = []
     page.on(
         "console",
-        lambda said: errors.append(f"{said.text} {said.location['url']}") if said.type == "error" else None,
+        lambda message: errors.append(f"{message.text} {message.location['url']}") if message.type == "error" else None,
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.route(lambda url: not url.startswith(address), lambda route: route.abort())  # no network is needed
@@ -184,7 +184,7 @@ def by_keyboard_sliders(page) -> list[str]:
     for lab in page.query_selector_all("[data-live=sliders]"):
         cell, first = lab.get_attribute("data-cell"), len(shown)
         for control in lab.query_selector_all("form [name]"):
-            kind, said = control.get_attribute("type"), []
+            kind, values = control.get_attribute("type"), []
             keys = {"checkbox": ("Space", "Space"), "range": ("End", "Home", "ArrowRight")}
             for key in keys.get(kind, ("Home", "ArrowDown")):
                 if control.is_disabled():
@@ -195,9 +195,9 @@ def by_keyboard_sliders(page) -> list[str]:
                 # the worker answers in order: so what the key has asked for is shown before
                 reply = page.evaluate("text => course.call('page_sliders', text)", json.dumps(asked[-1]))
                 shown.append(json.loads(reply)["html"])
-                said.append(control.get_attribute("aria-valuetext"))
+                values.append(control.get_attribute("aria-valuetext"))
                 faults += [] if lab.evaluate(IS_SHOWN, shown[-1]) else [f"{asked[-1]}: not what is shown"]
-            if kind == "range" and said and said[0] == said[1]:
+            if kind == "range" and values and values[0] == values[1]:
                 faults.append(f"{cell}: {control.get_attribute('name')} does not say where it is")
         faults += [f"{cell}: nothing changes its picture"] if len({*shown[first:]}) < 2 else []
     for question, ours, theirs in zip(asked, drawn_here(asked), shown, strict=True):

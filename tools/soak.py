@@ -94,8 +94,8 @@ def attempt(command, folder, timeout=TIMEOUT):
             process.wait(GRACE)
         psutil.wait_procs(left, timeout=1)
         output.seek(0)
-        said = "".join(process.communicate(GRACE)) if callable(command) else output.read()
-        return "\n".join([*wrong, *said.splitlines()[-30:]]) if wrong else ""
+        printed = "".join(process.communicate(GRACE)) if callable(command) else output.read()
+        return "\n".join([*wrong, *printed.splitlines()[-30:]]) if wrong else ""
 
 
 def marked(mark):

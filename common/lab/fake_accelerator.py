@@ -57,15 +57,15 @@ class Refused(AssertionError):
 class Phase:
     """A part of a run, such as a step, and what was seen in it.
 
-    said:     the bytes that may be alive on one device, by what they are for; None: any number
+    budget:   the bytes that may be alive on one device, by what they are for; None: any number
     peak:     the most bytes that were alive on one device
-    crossed:  where there were first more than `said`, and what they were
+    crossed:  where there were first more than `budget`, and what they were
     waits:    (kind, place) -> how often the host waited for the device
     messages: (operation, kind of device, place) -> how many
     """
 
     name: str
-    said: dict[str, int] | None = None
+    budget: dict[str, int] | None = None
     peak: int = 0
     crossed: str = ""
     waits: Counter = field(default_factory=Counter)
@@ -79,9 +79,9 @@ class Phase:
         """
         found = []
         if self.crossed:
-            said = self.said or {}
-            may = ", ".join(f"{size:,} {what}" for what, size in said.items())
-            found.append(f"{self.name}: more than {sum(said.values()):,} bytes ({may}): {self.crossed}")
+            budget = self.budget or {}
+            may = ", ".join(f"{size:,} {what}" for what, size in budget.items())
+            found.append(f"{self.name}: more than {sum(budget.values()):,} bytes ({may}): {self.crossed}")
         if waits is not None:
             seen: Counter[str] = Counter()
             for (kind, _), number in self.waits.items():
@@ -108,8 +108,8 @@ class Watch(TorchDispatchMode):
         self.now: Counter = Counter()  # bytes alive on each device, by its number
         self.alive: dict[int, list] = {}  # storage -> [bytes, number of its device, where it was made]
 
-    def begin(self, name: str, said: dict[str, int] | None = None) -> Phase:
-        self.phase = Phase(name, said, max(self.now.values(), default=0))
+    def begin(self, name: str, budget: dict[str, int] | None = None) -> Phase:
+        self.phase = Phase(name, budget, max(self.now.values(), default=0))
         return self.phase
 
     def waited(self, kind: str) -> None:
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
         self.now[device] += size
         phase, now = self.phase, self.now[device]
         phase.peak = max(phase.peak, now)
-        if phase.said is not None and now > sum(phase.said.values()) and not phase.crossed:
+        if phase.budget is not None and now > sum(phase.budget.values()) and not phase.crossed:
             made: Counter[str] = Counter()
             for nbytes, there, where in self.alive.values():
                 made[where] += nbytes if there == device else 0

@@ -182,7 +182,7 @@ GUESS = re.compile(r"\*\*(write|predict|decide|sketch|choose|before)|before you 
 def asked(question: Question, guessed: bool) -> str:
     """A question as HTML. It is hidden where no script runs, and so hides nothing itself. guessed: whether the text
     above it has asked already."""
-    told = html.escape(json.dumps([text for text in question.found if len(text) > 3]))
+    answers = html.escape(json.dumps([text for text in question.found if len(text) > 3]))
     first = "Lock in your guess on this" if guessed else "Before you look"
     if question.choices is None:
         low, high = question.interval
@@ -197,7 +197,7 @@ def asked(question: Question, guessed: bool) -> str:
         )
     return (
         f'<form class="predict" id="predict-{question.number}" data-predict="{question.name}" {judged} '
-        f'data-told="{told}" hidden><fieldset><legend>{first}: {markup(question.ask)}</legend>'
+        f'data-answers="{answers}" hidden><fieldset><legend>{first}: {markup(question.ask)}</legend>'
         f"{fields}</fieldset><button>Lock it in</button> "
         '<button type="button" class="skip">Show it without</button><p class="verdict" role="status" tabindex="-1"></p>'
         f"<template><span>{markup(question.filled(question.because))}</span></template></form>"

@@ -10,11 +10,11 @@
   // does with each later cell whose output has all that the answer was found in.
   function hidden(form) {
     const found = [], place = form.closest(".bd-article") || document;
-    const told = JSON.parse(form.dataset.told), cells = [...place.querySelectorAll(".cell")];
+    const answers = JSON.parse(form.dataset.answers), cells = [...place.querySelectorAll(".cell")];
     const later = cells.filter((cell) => form.compareDocumentPosition(cell) & Node.DOCUMENT_POSITION_FOLLOWING);
-    const tells = (cell) => told.length && told.every((text) => [...cell.querySelectorAll(".cell_output")].some((one) => one.textContent.includes(text)));
+    const shows = (cell) => answers.length && answers.every((text) => [...cell.querySelectorAll(".cell_output")].some((one) => one.textContent.includes(text)));
     for (const [number, cell] of later.entries()) {
-      if (number && !tells(cell)) continue;
+      if (number && !shows(cell)) continue;
       found.push(...cell.querySelectorAll(".cell_output"));
       for (let one = cell.nextElementSibling; one && one.tagName !== "SECTION" && !one.matches(".predict"); one = one.nextElementSibling) found.push(one);
     }

@@ -14,7 +14,7 @@ CELLS = site_cells.all_cells()
 MOVED = """
 import html, json, sys, page_sliders as page
 def drawn(reply):  # without the controls' values in words, which stand beside the picture
-    return reply["html"].replace(html.escape(page.said_of(lab)), "")
+    return reply["html"].replace(html.escape(page.description_of(lab)), "")
 for cell in {cells!r}:
     lab, failed = page.of(cell), []
     first = json.loads(page.reply(json.dumps(dict(cell=cell))))

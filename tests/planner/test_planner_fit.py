@@ -74,7 +74,7 @@ def test_the_cost_of_a_choice():
 def test_precision_and_recall_of_what_does_not_fit():
     found = [line("a", 1, None, fits=False)] * 2 + [line("a", 1, 1.0, fits=False)] + [line("a", 1, None)] * 2
     assert scoreboard.out_of_memory(found + [line("a", 1, 1.0)] * 5) == {
-        "runs": 10, "said": 3, "true": 4, "precision": 2 / 3, "recall": 2 / 4}  # fmt: skip
+        "runs": 10, "predicted": 3, "true": 4, "precision": 2 / 3, "recall": 2 / 4}  # fmt: skip
 
 
 def test_measures():

@@ -52,16 +52,16 @@ def reply(text: str) -> str:
     except UserError as error:
         return json.dumps({"error": str(error)})
     drawn = lab.picture.value if lab.picture.layout.display is None else None
-    said = getattr(lab, "text", None)
-    words = said.value if said is not None else ""
-    picture = drawn.svg(said_of(lab)) if drawn is not None else ""
+    text = getattr(lab, "text", None)
+    words = text.value if text is not None else ""
+    picture = drawn.svg(description_of(lab)) if drawn is not None else ""
     html = f"<p>{escape(words)}</p>{picture}"
     closed = [name for name, control in lab.controls.items() if control.disabled]
     readouts = {name: readout(control) for name, control in lab.controls.items()}
     return json.dumps({"html": html, "closed": closed, "readouts": readouts})
 
 
-def said_of(lab) -> str:
+def description_of(lab) -> str:
     """What the sliders are at, in words, for who can't see the picture."""
     return "; ".join(f"{control.description} {readout(control)}" for control in lab.controls.values())
 

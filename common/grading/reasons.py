@@ -79,9 +79,9 @@ def of_an_error(text: str) -> str:
         return "This is a number of Python where a tensor is meant: sum() of no tensors at all is 0, without a method."
     if "is not connected" in text:
         return "Messages go to another rank, and one that exists: is the partner this rank itself? Print it."
-    if "not NoneType" in text or "of type torch.Tensor" in text or "'NoneType' object" in text:
+    if "NoneType" in text or "of type torch.Tensor" in text:
         return "One of the arguments is None on this rank: its docstring says on which ranks, and what they do instead."
-    if "must match the size" in text or "cannot be multiplied" in text:
+    if re.search("must match the size|cannot be multiplied|same number of dimensions", text):
         return "Two tensors of different shapes meet in this line: print both. Is one whole, and the other a part?"
     if "doesn't match" in text and "dimension" in text or "invalid for input of size" in text:
         return "The shape is not what this line takes it for: print it. Lengths need not divide by the world size."

@@ -42,6 +42,7 @@ INSIDE = TEMPORARY / "submission"
 MOST_PROCESSES = 64
 BUSY_FACTOR = 6  # times the limit by the clock, on a busy machine
 MOST_ANSWER = 2**25  # bytes of one answer of one rank
+CGROUPS = Path("/sys/fs/cgroup")
 STARTING, LEEWAY = 240.0, 5.0  # seconds: for Python and PyTorch to start, on a busy machine; beyond a rank's own limit
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/etc/ld.so.cache",
           "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")  # fmt: skip
@@ -125,7 +126,7 @@ class Group:
                     limits = {"": ("memory.max", "pids.max"), "memory": ("memory.limit_in_bytes",),
                               "pids": ("pids.max",)}.get(kind, ())  # fmt: skip
                     if limits:
-                        self._make(Path("/sys/fs/cgroup", kind), path.strip("/"), name, limits)
+                        self._make(CGROUPS / kind, path.strip("/"), name, limits)
 
     def _make(self, mount: Path, path: str, name: str, limits: tuple[str, ...]) -> None:
         for parent in (mount / path, mount):

@@ -67,12 +67,32 @@ def left(marks: list[str]) -> list[int]:
     return found
 
 
+# Of an honest submission too, for which a wall that is missing is no points. What a rank has open are its own pipes.
+LOOKS = """
+import stat
+assert os.path.exists("{SHOWN}/open.txt"), "nothing is shown"
+seen = [name for folder in ("class", "pages", "exports") for name in os.listdir("{SHOWN}/" + folder)]
+kinds = []
+for descriptor in range(3, 256):
+    try:
+        kinds.append(stat.S_IFMT(os.fstat(descriptor).st_mode))
+    except OSError:
+        pass
+assert seen == [] and stat.S_IFSOCK not in kinds and kinds.count(stat.S_IFIFO) <= 2, (seen, kinds)
+"""
+
+
 @walled
 def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks, monkeypatch):
     monkeypatch.setattr(engine, "CALL_LIMIT", 20.0)  # of processor time, which a busy machine does not lengthen
-    folder, secret = tmp_path / "class", tmp_path / "secret.txt"
-    folder.mkdir()
-    secret.write_text("secret")
+    shown, secret = tmp_path / "shown", tmp_path / "secret.txt"
+    folder, more = shown / "class", shown / "exports"
+    for path in (folder, more):
+        path.mkdir(parents=True)
+    for path in (shown / "open.txt", more / "canvas.csv", secret):
+        path.write_text("secret")
+    of_the_course = sandbox.course()
+    monkeypatch.setattr(sandbox, "course", lambda: [*of_the_course, shown])  # the class lies in what is shown
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(tmp_path / "socket"))
@@ -87,9 +107,9 @@ def test_nobody_harms_another_or_gains_by_it(tmp_path, capfd, marks, monkeypatch
             (folder / f"{name}.py").write_text(text)
         honest = ["ann", "zoe"] if FULL else ["zoe"]  # the first and the last
         for name in honest:
-            (folder / f"{name}.py").write_text(f"# {name}\n{ALL}")
+            (folder / f"{name}.py").write_text(f"# {name}\n{ALL}{LOOKS.format(SHOWN=str(shown))}")
         before = {path: path.read_bytes() for path in (*folder.iterdir(), secret, ROOT / "01_intro" / "exercises.py")}
-        rows = grade(classes.submissions(folder), capfd, pages=tmp_path / "pages")
+        rows = grade(classes.submissions(folder), capfd, pages=shown / "pages", hidden=(more,))
     assert {path: path.read_bytes() for path in before} == before and len(list(folder.iterdir())) == len(before) - 2
     assert heard == [] and rows.pop("stderr") == "" and left(marks) == []
     assert list(rows) == sorted([*HERE, *honest])
@@ -422,6 +442,25 @@ def test_limits(tmp_path, monkeypatch, marks):
     assert left(marks) == []
 
 
+@walled
+def test_a_cgroup_that_takes_no_limits_is_not_used(tmp_path, monkeypatch):
+    """On made-up mounts of both versions: each limit is written down, or the group is left out, and removed."""
+    monkeypatch.setattr(sandbox, "CGROUPS", tmp_path)
+    for mount in (tmp_path, tmp_path / "memory", tmp_path / "pids"):
+        mount.mkdir(exist_ok=True)
+        (mount / "cgroup.procs").touch()
+    for taken in (True, False):
+        with monkeypatch.context() as context:
+            if not taken:
+                context.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError("Invalid argument")))
+            folders = sandbox.Group().folders
+        numbers = {int(path.read_text()) for folder in folders for path in folder.iterdir()}
+        assert {*tmp_path.rglob("submission-*")} == {*folders} and bool(folders) is taken
+        assert numbers == ({sandbox.MOST_MEMORY, sandbox.MOST_TASKS} if taken else set())
+        for folder in folders:
+            shutil.rmtree(folder)
+
+
 def test_the_time_of_a_submission_is_not_that_of_a_busy_machine():
     """But neither is what it computes free, nor does a submission gain by many processes that wait for each other."""
     waiting, sleeping, computing, crowd = (sandbox.Allowance(10.0, 0.0) for _ in range(4))
@@ -475,6 +514,14 @@ def test_a_rank_that_reads_nothing_is_not_waited_for(tmp_path):
         runner._ask(None, 60.0)
     for descriptor in (ask_there, ask, tell, tell_there):
         os.close(descriptor)
+
+
+def test_a_starter_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    runner, looks = sandbox.Runner(tmp_path, 600.0), []
+    monkeypatch.setattr(runner, "_look", lambda: looks.append(None) or len(looks) < 50 or pytest.fail("waits on"))
+    runner.control, silent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with runner.control, silent, pytest.raises(sandbox.GradingEnded):
+        runner._reply(0.2)
 
 
 # --- data -----------------------------------------------------------------------------------------------------
@@ -599,9 +646,10 @@ def test_names_that_look_the_same_are_told_apart(tmp_path):
 
 def test_without_a_sandbox_nothing_is_graded_unless_told(tmp_path, monkeypatch, capfd):
     """Told it is: test_check.py grades a class so."""
-    monkeypatch.setattr(sandbox, "available", lambda: "a test")
+    monkeypatch.setattr(sandbox, "available", sandbox.available.__wrapped__)  # which asks anew
+    monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "ann.py").write_text(ALL)
-    with refused("a test", "--unprotected"):
+    with refused("bwrap", "--unprotected"):
         check.main(["01_intro", "--submission", str(tmp_path), "--csv"])
     assert capfd.readouterr().out == ""
 
@@ -634,6 +682,7 @@ def exported(tmp_path) -> Path:
     exercises = [Exercise(name, points, "", None, "") for name, points in (("first", 1), ("second", 3))]
     verdicts = [Verdict(exercises[0], "right"), Verdict(exercises[1], "wrong", "2 ranks", "1", "=cmd|'x'\x1b")]
     rows = [Graded("jane", verdicts), Graded('=Bob, "x"', "not finished"), Graded("../../Jane", verdicts)]
+    rows.append(Graded("_.._Jane", verdicts))  # which has the same name without what is no letter
     exports.write_all(tmp_path / "out", "01_intro", exercises, rows)
     assert not (tmp_path.parent / "Jane").exists()
     return tmp_path / "out"
@@ -644,7 +693,12 @@ def test_what_canvas_takes(exported):
     header, possible, *rows = csv.reader((exported / "canvas.csv").open(encoding="utf-8", newline=""))
     assert header[:5] == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section"] and len(header) == 6
     assert possible[0].strip() == "Points Possible" and float(possible[5]) == 4
-    assert [(row[3], float(row[5])) for row in rows] == [("jane", 1), ('\'=Bob, "x"', 0), ("../../Jane", 1)]
+    assert [(row[3], float(row[5])) for row in rows] == [
+        ("jane", 1),
+        ('\'=Bob, "x"', 0),
+        ("../../Jane", 1),
+        ("_.._Jane", 1),
+    ]
 
 
 def test_what_moodle_takes(exported):
@@ -658,13 +712,13 @@ def test_what_moodle_takes(exported):
 def test_what_github_classroom_takes(exported):
     """As its reporter reads it: sums of scores, and a status of its own for what has not run."""
     found = {path.stem: json.loads(path.read_text()) for path in (exported / "github").iterdir()}
-    assert len(found) == 3
+    assert len(found) == 4
     for name, result in found.items():
         assert result["version"] == 1 and result["max_score"] == 4
         assert {type(test["score"]) for test in result["tests"]} == {int}
         assert {"name", "status", "score", "message"} <= set(result["tests"][0]), name
     assert sum(test["score"] for test in found["jane"]["tests"]) == 1 and found["jane"]["status"] == "fail"
-    assert sorted(result["status"] for result in found.values()) == ["error", "fail", "fail"]
+    assert sorted(result["status"] for result in found.values()) == ["error", "fail", "fail", "fail"]
 
 
 def test_what_gradescope_takes(exported):
@@ -680,7 +734,7 @@ def test_what_gradescope_takes(exported):
                 and 0 <= test["score"] <= test["max_score"]
             )
             assert test["visibility"] == "visible" and test["output"].isprintable()
-    assert len(list((exported / "gradescope").iterdir())) == 3 + 2, "and setup.sh and run_autograder"
+    assert len(list((exported / "gradescope").iterdir())) == 4 + 2, "and setup.sh and run_autograder"
 
 
 def test_what_gradescope_runs_hands_out_what_was_graded(tmp_path):

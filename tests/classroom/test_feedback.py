@@ -88,12 +88,37 @@ def test_how_other_wrong_results_are_related_to_right_ones():
         (["waiting in send, line 3 of f"], "isend"),
         (["waiting in recv, line 3 of f", "waiting for a message, line 4 of f"], "nobody has sent"),
         (["waiting in recv, line 3 of f", "had returned"], "returned"),
+        (["waiting in send, line 3 of f", "had returned"], "returned"),
         (["waiting in recv, line 3 of f", "waiting in send, line 3 of f"], "exactly this rank"),
         (["waiting in all_reduce, line 3 of f", "waiting in broadcast, line 4 of f"], "same order"),
     ],
 )
 def test_why_ranks_wait_for_each_other(ends, says):
     assert says in reasons.of_a_deadlock(ends)
+
+
+@pytest.mark.parametrize(
+    "fails, says",
+    [
+        (lambda: torch.ones(3).view(2), "print it"),
+        (lambda: torch.tensor([1, 2, 3]).reshape(2, 2), "print it"),
+        (lambda: torch.cat([torch.ones(2, 3), torch.ones(2)]), "print both"),
+        (lambda: torch.ones(2) + torch.ones(3), "print both"),
+        (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "print both"),
+        (lambda: sum([]).item(), "number of Python"),
+        (lambda: torch.cat([torch.ones(2), None]), "None on this rank"),
+        (lambda: torch.add(None, torch.ones(2)), "None on this rank"),
+        (lambda: None + torch.ones(2), "None on this rank"),
+        (lambda: None.sum(), "None on this rank"),
+        (lambda: [][1], ""),
+    ],
+)
+def test_an_error_of_python_or_pytorch_has_its_reason(fails, says):
+    """As the installed versions put it."""
+    with pytest.raises(Exception) as error:  # noqa: B017  # of any kind
+        fails()
+    found = reasons.of_an_error(f"{type(error.value).__name__}: {error.value}")
+    assert says in found and bool(says) == bool(found), error.value
 
 
 def test_a_factor_of_two_is_the_number_of_ranks_only_where_three_ranks_say_so():

@@ -134,7 +134,7 @@ def test_a_ring_of_many_and_a_sum_over_a_thousand():
         (lambda: 1 if make_mesh({"data": -1}).get_rank() > 1 else 2, "Python"),
         (lambda: [5, 6, 7, 8][dist.get_rank()], "index"),
         (lambda: [*range(dist.get_rank())], "index"),
-        (lambda: DistributedDataParallel(nn.Linear(2, 2)), "DistributedDataParallel"),
+        (lambda: DistributedDataParallel(module=nn.Linear(2, 2)), "DistributedDataParallel"),
         (lambda: fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,))), "fully_shard"),
         (lambda: dist.recv(torch.empty(1), (dist.get_rank() + 1) % 4), "sent"),
         (lambda: dist.reduce(torch.ones(1), 0), "reduce"),

@@ -2,11 +2,14 @@
 
 That both give the same numbers in a real browser is for tools/site_live.py."""
 
+import csv
 import json
+import re
 import zipfile
 
 import pytest
 
+from common import ROOT
 from common.errors import UserError
 from planner import page
 from planner.__main__ import main
@@ -42,7 +45,20 @@ def test_a_dropped_file_stays_in_the_address():
     found = page.answer(SMALL | {"config": json.dumps(config)})
     assert "model" not in found["state"]
     assert page.answer(found["state"]) == found
+    shape = json.loads(found["state"]["shape"])
+    for name in shape:
+        for other in ("4", -1, 2**40, 2.5, None):
+            if other != "4" or type(shape[name]) is not str:
+                with pytest.raises(UserError, match="shape: "):
+                    page.model_of({"shape": json.dumps(shape | {name: other})})
     assert page.answer(SMALL)["layouts"][0]["parameters"] != found["layouts"][0]["parameters"]
+
+
+def test_the_form_offers_the_gpus_of_the_table_and_no_processor():
+    with open(ROOT / "common" / "gpus.csv", newline="") as file:
+        names = {row["name"] for row in csv.DictReader(file)}
+    (offered,) = re.findall(r'<select name="gpu">(.*?)</select>', page.form())
+    assert {*re.findall(r">([^<]+)</option>", offered)} == names - {"cpu"}
 
 
 def test_a_file_that_needs_more_gpus_stays_while_one_asks_on():

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from common.lab import plotting
+from course.pipeline import schedules, simulator
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,31 @@ def test_timeline_is_in_milliseconds_from_the_first_start():
     assert ax.yaxis_inverted(), "rank 0 at the top"
     fig = plotting.timeline([(0, "send", 0.0, 1.0)], colours={"send": plotting.GREEN})
     assert to_hex(fig.axes[0].collections[0].get_facecolor()[0]).upper() == plotting.GREEN, "the colour that was given"
+
+
+@pytest.mark.parametrize("follow", [None, 0, 1, 2])
+def test_a_micro_batch_that_is_followed_alone_has_colours_and_numbers(follow):
+    """Of three, each with a forward and a backward box on either rank."""
+    fig = plotting.pipeline({"": simulator.simulate(schedules.build("1f1b", 2, 3))}, follow=follow, memory=False)
+    ax, shown = fig.axes[0], range(3) if follow is None else [follow]
+    pale = [box for box in ax.patches if to_hex(box.get_facecolor()) == plotting.OTHERS]
+    assert (len(ax.patches), len(pale)) == (2 * 3 * 2, 2 * 2 * (3 - len(shown)))
+    assert sorted(text.get_text() for text in ax.texts) == sorted(f"{one}" for one in shown for _ in range(2 * 2))
+
+
+def test_strips_of_stored_activations_are_compared_by_layers():
+    """An activation of a rank with two stages is of half as many layers. The highest fills its strip."""
+    timelines = {chunks: simulator.simulate(schedules.build("interleaved", 2, 4, chunks)) for chunks in (2, 4)}
+    timelines[1] = simulator.simulate(schedules.build("1f1b", 2, 4))
+    highest = []
+    for shown in ((1,), (2,), (4,), (1, 2, 4)):
+        fig = plotting.pipeline({f"{chunks} stages": timelines[chunks] for chunks in shown})
+        drawn = [one for ax in fig.axes for one in ax.collections]
+        strips = [one for one in drawn if to_hex(one.get_facecolor()[0]) == plotting.STORED]
+        heights = [one.get_paths()[0].get_extents().height for one in strips]
+        layers = [
+            max(held for _, held in timelines[chunks].stored(rank)) / chunks for chunks in shown for rank in (0, 1)
+        ]
+        highest.append(max(heights))
+        assert [height / max(heights) for height in heights] == pytest.approx([one / max(layers) for one in layers])
+    assert highest == pytest.approx([highest[0]] * 4)

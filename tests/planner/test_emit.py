@@ -309,6 +309,16 @@ def test_what_is_emitted_is_what_is_planned(capsys):
     assert best.describe() in note, "what is planned, and not emitted"
 
 
+@pytest.mark.parametrize("tool", ["megatron", "nanotron"])
+def test_what_is_emitted_for_a_framework_is_predicted_for_it(tool, capsys):
+    line, sizes = f"{LLAMA} --gpus 8 --mesh data=4,tensor=2 --max-memory-gb 900".split(), {}
+    for framework in (tool, "torch"):
+        main(["estimate", *line, "--framework", framework, "--json"])
+        sizes[framework] = f"{json.loads(capsys.readouterr().out)['memory_gib']:.1f} GiB"
+    main(["emit", "--format", tool, *line])
+    assert sizes[tool] in capsys.readouterr().out.partition("---")[0] and sizes[tool] != sizes["torch"]
+
+
 def test_torchtitan_counts_embedding_and_output_among_the_layers_of_a_stage(capsys):
     """32 layers and those two over 4 stages: 9 at most."""
     line = f"{LLAMA} --gpus 16 --mesh shard=8,pipeline=2 --zero-stage 3 --schedule interleaved --stages-per-rank 2"

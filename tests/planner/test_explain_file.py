@@ -67,9 +67,44 @@ def test_files_of_other_tools(tmp_path, capsys):
 
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     assert read_config.read(str(tmp_path / "config.json")).model.parameters == models.find("qwen2.5-7b").parameters
+    for name in (
+        "text_config",
+        "attn_config",
+        "ffn_config",
+        "moe_config",
+    ):  # DBRX's inner ones have an empty model_type
+        within = {"model_type": "", "num_key_value_heads": 1, "intermediate_size": 64, "tie_word_embeddings": True}
+        (tmp_path / "nested.json").write_text(json.dumps({name: within, "tie_word_embeddings": False} | QWEN))
+        assert read_config.read(str(tmp_path / "nested.json")).model == read_config.read(
+            str(tmp_path / "config.json")
+        ).model, "what stands outside wins"  # fmt: skip
     main(["explain", str(tmp_path / "config.json"), "--gpu", "rtx-4090", "--gpus", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] == "no" and "memory" in found["risks"][0]
+
+
+def test_the_nearest_published_runs_are_as_many_as_are_asked_for_and_of_different_layouts():
+    model, nodes = models.find("llama-3-8b"), cluster("h100-80gb", 8)
+    found = estimate(model, nodes, make_layout(model, nodes, {"shard": 8}, batch_size=16, zero_stage=3))
+    for count in (1, 3, 12):
+        runs = explain_file.alike(found, count)
+        assert len({(run.source, run.model.name, run.layout.mesh) for run in runs}) == count == len(runs)
+        assert runs == explain_file.alike(found, 12)[:count], "the nearest ones"
+    assert runs[0].cluster.gpus == 8 and "8b" in runs[0].model.name.lower()
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_torchtitan_deals_out_the_layers_and_both_ends(pipeline, tmp_path):
+    """To as many stages as `each` layers at most make of 32 and two, where each rank has equally many."""
+    for each in range(3, 35):
+        stages = len([*range(0, 1 + 32 + 1, each)])
+        if stages % pipeline == 0:
+            (tmp_path / "c.toml").write_text(
+                '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n'
+                f"pipeline_parallel_degree = {pipeline}\npipeline_parallel_layers_per_stage = {each}\n"
+            )
+            layout = read_config.read(str(tmp_path / "c.toml")).layout
+            assert layout["stages_per_rank"] == stages // pipeline, each
 
 
 @pytest.mark.parametrize(

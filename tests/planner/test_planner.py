@@ -54,23 +54,6 @@ def test_a_name_stands_for_its_shape(capsys):
     assert {**json.loads(say(capsys, name)), "model": "given"} == shape, "a name, and its shape"
 
 
-def test_recomputation_and_stages_move_what_they_should(capsys):
-    def found(**changes):
-        line = EXACT
-        for before, after in changes.values():
-            assert before in line
-            line = line.replace(before, after)
-        return json.loads(say(capsys, line))
-
-    base = found()
-    full = found(recompute=("--json", "--json --recompute full"))
-    assert full["memory_gib"] < base["memory_gib"] and full["step_seconds"] > 1.2 * base["step_seconds"], "recomputed"
-    ddp = found(stage=("--zero-stage 3", "--zero-stage 0"))
-    assert ddp["memory_gib"] > base["memory_gib"] and ddp["sent_bytes_per_gpu"].keys() >= {"data", "tensor"}
-    interleaved = found(schedule=("--stages-per-rank 1", "--stages-per-rank 2"))
-    assert interleaved["bubble"] < base["bubble"] and "interleaved" in interleaved["notes"][0]
-
-
 def test_the_layout_outside_of_what_was_checked_is_named(capsys):
     line = "estimate --model mixtral-8x7b --gpu b200 --gpus 8 --mesh expert=8 --zero-stage 0 --batch-size 64"
     found = json.loads(say(capsys, line + " --sequence 4096 --json"))

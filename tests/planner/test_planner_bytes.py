@@ -217,6 +217,8 @@ def test_recipes_of_frameworks():
     assert deep.low / deep.expected == pytest.approx(inside.low / inside.expected), "one interval for both"
     assert deep.high / deep.expected == pytest.approx(inside.high / inside.expected), "one interval for both"
     tiny = {"sequence": 10}  # so that the optimizer's step is the peak
+    added = memory.estimate(GPT, layout("shard=2", framework="transformers", **fields, **tiny), PRIOR)
+    assert added.phase == "backward", "in the step two ranks have as much again in temporaries as was reduced"
     lists = memory.estimate(GPT, layout("data=2", framework="course", **tiny), PRIOR)
     assert lists.phase == "optimizer step", "the phase of the peak"
     assert lists.parts["temporaries of the optimizer"] == pytest.approx(4 * 50.009e6), "in float32"

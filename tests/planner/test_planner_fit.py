@@ -80,7 +80,18 @@ def test_precision_and_recall_of_what_does_not_fit():
 def test_measures():
     found = scoreboard.summary([0.1, -0.3])
     assert (found["mean"], found["median"], found["p90"], found["bias"]) == pytest.approx((0.2, 0.2, 0.3, -0.1))
+    lines = [line(source, 1.0, 1.0, in_scope=inside, time_error=error) for source, inside, error in (
+        ("a", True, -0.5), ("a", True, None), ("b", True, 0.1), ("b", True, 0.3), ("b", False, 9.0))]  # fmt: skip
+    assert scoreboard.over_sources(lines, max) == pytest.approx((0.5 + 0.3) / 2), "what is out of scope has no part"
     assert scoreboard.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3), "one pair of three is wrong"
+
+
+def test_a_run_fits_if_what_is_expected_does():
+    """As is said of it, and not by the interval's lower end; "recommended" leaves room, too."""
+    rows = [scoreboard.predict(one, PRIOR, PRIOR) for one in published.runs()[::25]]
+    assert len({(row.fits, row.recommended) for row in rows}) == 3, "some fit, and some of these with a reserve"
+    for row in rows:
+        assert row.fits == (row.gib * GIB <= row.run.cluster.gpu.memory) >= row.recommended, row.run.name
 
 
 def test_out_of_scope_is_said_and_the_interval_is_wide():

@@ -116,13 +116,6 @@ def test_layers_and_ends_of_each_rank():
     assert [stages.stages_of(ring, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
-def test_a_step_without_a_pipeline_is_all_work():
-    one = Layout((("data", 1),), 5)
-    assert stages.makespan(one, [2.0], [4.0], 0.0) == (30.0, 30.0) and stages.held(one) == (1,), (
-        "five times six seconds"
-    )
-
-
 def test_some_layers_of_each_stage_are_computed_again(tmp_path):
     """Four of eight in each of four stages are every second layer; Megatron-LM's method "block" says the same."""
     model, nodes = models.find("llama-7b"), cluster("h100-80gb", 4)
@@ -134,6 +127,10 @@ def test_some_layers_of_each_stage_are_computed_again(tmp_path):
     assert half.seconds == second.seconds and half.memory == second.memory
     assert half.layout.recompute_share == 0.5 and full.layout.recompute_share == 1
     assert half.seconds < full.seconds and half.memory.expected > full.memory.expected
+    for pipeline, chunks in ((2, 2), (4, 2), (2, 4)):  # and so it is where a rank has several stages
+        one = make_layout(model, cluster("h100-80gb", pipeline), {"pipeline": pipeline}, batch_size=16,
+                          stages_per_rank=chunks, recompute="full", recompute_layers=2)  # fmt: skip
+        assert one.recompute_share * 32 == pipeline * chunks * 2, "layers of all stages"
     file = tmp_path / "run.sh"
     file.write_text("--num-layers 32 --recompute-granularity full --recompute-method block --recompute-num-layers 4")
     assert read_config.read(str(file)).layout["recompute_layers"] == 4

@@ -51,6 +51,13 @@ def test_each_option_of_a_shape_reaches_the_model(more, parameters):
     assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
 
 
+@pytest.mark.parametrize("gpus, nodes", [(1, 1), (2, 1), (8, 1), (16, 2)])
+def test_fewer_gpus_than_a_node_has_are_a_node(gpus, nodes):
+    """They alone use its host's memory, and what each keeps there is updated by all of its cores."""
+    found = cluster_of(read(ESTIMATE.replace("--gpus 8", f"--gpus {gpus}").split()))
+    assert (found.gpus_per_node, found.nodes) == (gpus / nodes, nodes)
+
+
 def test_each_option_of_a_cluster_reaches_it():
     line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
     found = cluster_of(read(line.split()))

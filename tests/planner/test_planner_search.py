@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from helpers import refused
 
 from common.constants import GIB
-from planner import models, search
+from planner import models, output, search
 from planner.hardware import cluster
 from planner.layout import Layout
 from planner.search import Candidate
@@ -77,6 +77,8 @@ def test_experts_are_divided_where_their_number_divides():
 
 
 def test_what_limits_micro_batches_pipelines_and_tensor_parallelism():
+    deepest = {line for line in looked_at(SMALL, 4, 4, 8, 1024) if line.startswith("pipeline=4 ")}
+    assert deepest == {"pipeline=4 0 1f1b-1: 1 2", "pipeline=4 0 gpipe-1: 4"}, "1F1B takes a micro-batch for each rank"
     assert looked_at(SMALL, 1, 1, 128, 1024) == {"one 0 1f1b-1: 1 2 4 8 16 32"}
     assert looked_at(SMALL, 1, 1, 12, 1024, offload=True) == {"one 0 1f1b-1: 1 2 4"}
     wide = looked_at(SMALL, 8, 8, 8, 1024)
@@ -110,13 +112,18 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_fits_else():
 
 
 def test_what_can_be_trusted_comes_first_and_what_may_be_faster_last():
-    chosen = [one.estimate for one in search.plan(models.find("llama-2-7b"), cluster("h100-80gb", 8), 64, 4096)]
+    choices = search.plan(models.find("llama-2-7b"), cluster("h100-80gb", 8), 64, 4096)
+    chosen = [one.estimate for one in choices]
+    lines = output.table(choices).splitlines()
+    rows = [next(at for at, text in enumerate(lines) if text.startswith(f"{number:2} ")) for number in range(1, 6)]
+    below = [at > lines.index(output.WITH_CARE) for at in rows]
+    assert below == [not one.trusted for one in chosen], "the line that says so stands between them"
     fastest = min(chosen, key=lambda one: one.seconds)
     trusted = [one.trusted for one in chosen]
     assert trusted == sorted(trusted, reverse=True) and {*trusted} == {True, False}
     assert fastest is chosen[-1] and fastest.out_of_scope
     # a kind of GPU without published runs: nothing can be trusted, and after the simplest the fastest come first
-    chosen = [one.estimate for one in search.plan(models.find("gpt2-xl"), cluster("a100-40gb", 8), 64, 1024)]
+    chosen = [one.estimate for one in search.plan(models.find("llama-7b"), cluster("rtx-4090", 8), 64, 1024)]
     assert len(chosen) > 1 and not any(one.trusted for one in chosen)
     assert chosen[1:] == sorted(chosen[1:], key=lambda one: one.seconds)
 

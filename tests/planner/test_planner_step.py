@@ -29,11 +29,11 @@ def step(text: str, model=GPT, constants=BARE, per_node: int | None = None, hbm:
     return time.estimate(model, machine, layout(text, many, **fields), constants)
 
 
-def compare(part: str, rows: list) -> None:
+def compare(part: str, rows: list, rel: float = 1e-6) -> None:
     for text, more, expected in rows:
         found = 1000 * step(text, **more).parts[part]
         told = {name: value for name, value in more.items() if name not in ("model", "constants")}
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), f"ms of {part} on {text}, {told}"
+        assert found == pytest.approx(expected, rel=rel, abs=1e-9), f"ms of {part} on {text}, {told}"
 
 
 FULL, THIRD = {"recompute": "full"}, {"zero_stage": 3}
@@ -177,6 +177,7 @@ def test_messages_of_state():
         ("expert=2", {"model": MIXED}, 4 * 34.013),
         ("data=2 expert=2", {"model": MIXED}, 1.5 * 4 * 34.013 + 4 * 16),
         ("expert=2", {"model": MIXED} | THIRD, ends + 3 * 8.003 + 4 * 4 * 8.003),
+        ("data=2 shard=2 expert=2", {"model": MIXED, "zero_stage": 1}, (1.5 * 3 + 1) * 34.013 + 3 * 16 + 2 * 16),
         ("shard=2 expert=2", {"model": MIXED} | THIRD, 1.5 * (ends + 3 * 8.003 + 4 * 4 * 8.003) + 3 * 4 + 4 * 4 * 4),
     ])  # fmt: skip
 
@@ -212,10 +213,22 @@ def test_the_host_that_launches_kernels_sets_a_floor():
 
 
 def test_waiting_is_the_bubble():
-    """In a pipeline of two, the first stage waits for one micro-batch of the other, and for messages."""
+    """In a pipeline of two, the rank with the head waits for the other's forward and backward pass and for two messages
+    of the stream, of which each tensor rank sends its part: half of it, or all where each has it whole."""
+    one, two = (52, 106), (34, 61)  # ms of a stage of two layers, alone and beside a tensor rank, with their messages
+    compare("bubble", [
+        ("data=2", {}, 0),
+        ("pipeline=2", {}, sum(one) + 2 * 2),
+        ("pipeline=2", {"per_node": 1}, sum(one) + 2 * 20),
+        ("pipeline=2", {"precision": "float32"}, 2 * sum(one) + 2 * 4),
+        ("pipeline=2 tensor=2", {}, sum(two) + 2 * 1),
+        ("pipeline=2 tensor=2", {"per_node": 2}, sum(two) + 2 * 10),
+        ("pipeline=2 tensor=2", {"sequence_parallel": False}, sum(two) + 2 * 2),
+        ("pipeline=2 context=2", {}, sum(one) / 2 + 2 * 3 * 2 + 2 * 1),
+    ], rel=4e-3)  # fmt: skip  # times are rounded, so that layouts share a run of the simulator
     found = step("pipeline=2 tensor=2", many=4, model=TIED)
     one = found.parts
-    assert 1000 * one["bubble"] == pytest.approx(35 + 63, abs=8) and found.bubble == one["bubble"] / found.seconds
+    assert found.bubble == one["bubble"] / found.seconds
     assert found.exposed == pytest.approx(one["messages in layers"] + one["messages of state"]), "what nothing hides"
     assert found.seconds == sum(one.values()) and found.links == traffic.sent(TIED, layout("pipeline=2 tensor=2", 4))
 

@@ -149,6 +149,10 @@ def test_a_file_that_names_another_one_needs_it(tmp_path, capsys):
     file = written(one, tmp_path)
     main(["explain", str(file), "--gpu", "h100", "--model", "gpt2", "--batch-size", "16", "--json"])
     assert json.loads(capsys.readouterr().out)["zero_stage"] == 1, "the stage is that of the file beside it"
-    (tmp_path / "deepspeed_config_templates/zero_stage1_config.json").unlink()
+    beside = tmp_path / "deepspeed_config_templates/zero_stage1_config.json"
+    beside.write_text(json.dumps({"x": 10**400}))
+    with refused(file.name, "x", "too large"):
+        read_config.read(str(file))
+    beside.unlink()
     with pytest.raises(UserError, match="deepspeed_config.deepspeed_config_file: .*zero_stage1_config.json"):
         read_config.read(str(file))

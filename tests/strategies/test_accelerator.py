@@ -210,7 +210,10 @@ def count_bytes() -> list[int]:
         parameter.data = parameter.data.to("gpu")
         del y
         other = torch.zeros(20, device="gpu:1")
-        return [*numbers, watch.now[0], watch.phase.peak, watch.now[other.device.index]]
+        numbers += [watch.now[0], watch.phase.peak, watch.now[other.device.index]]
+        phase, one_more = watch.begin("with a budget", {"all": 300}), torch.zeros(50, device="gpu")
+        named = re.findall(r"([\d,]+) of ", phase.crossed)
+        return [*numbers, one_more.nbytes, sum(int(number.replace(",", "")) for number in named)]
 
 
 def test_each_kind_of_wait_is_counted(elsewhere):
@@ -222,7 +225,8 @@ def test_each_kind_of_wait_is_counted(elsewhere):
 
 def test_bytes_are_those_of_living_storages(elsewhere):
     found = elsewhere(count_bytes)
-    assert found == [400, 400 + 360, 400, 200, 400 + 360, 80], "bytes alive, in the end on the second device"
+    assert found[:6] == [400, 400 + 360, 400, 200, 400 + 360, 80], "bytes alive, in the end on the second device"
+    assert found[6:] == [200, 200 + 200], "what is named where a budget is crossed is all that is alive there"
 
 
 def test_every_strategy_is_examined():

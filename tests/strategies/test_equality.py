@@ -317,12 +317,13 @@ def test_what_another_rank_than_0_holds_is_compared():
         return ranks
 
     equality.compare(CASES[0], reference, held(expected), "right")
-    off = expected.clone()
-    off[3, 5] *= 1.01
-    off[3, 5] += 0.01
-    with pytest.raises(NotEqual, match=r"as rank 1 holds it, differs by .* one process has") as refusal:
-        equality.compare(CASES[0], reference, held(off), "off")
-    assert refusal.value.what == "parameters"
+    for wrong in (1.01 * expected[3, 5] + 0.01, float("nan")):
+        off = expected.clone()
+        off[3, 5] = wrong
+        with pytest.raises(NotEqual, match=r"as rank 1 holds it, differs by .* one process has") as refusal:
+            equality.compare(CASES[0], reference, held(off), "off")
+            pytest.fail(f"{wrong} is taken for equal")
+        assert refusal.value.what == "parameters"
     near = equality.compare(CASES[0], reference, held(expected + 1e-5 * expected.abs().max()), "near")
     assert near.parameters == pytest.approx(1e-5, rel=0.1), "the largest difference, told of all ranks"
     with pytest.raises(NotEqual, match="rank 1 holds model/other, one process does not"):
@@ -347,8 +348,9 @@ def test_the_numbers_of_every_rank_and_step_are_compared():
     near = equality.compare(CASES[0], reference, ranks(losses=1 + 1e-5, grad_norms=1 - 2e-5), "near")
     assert (near.loss, near.grad_norm) == pytest.approx((1e-5, 2e-5), rel=0.1), "the largest differences, of all ranks"
     assert not near.bitwise and near.parameters == 0
-    (_, row) = equality.table([near]).splitlines()
+    (_, row, other) = equality.table([near, dataclasses.replace(near, parameters=3e-5, optimizer=4e-5)]).splitlines()
     assert re.fullmatch(r"sgd, accumulate 1, tied, clipped +1\.0e-05 +2\.0e-05 +bitwise +bitwise ", row)
+    assert other.split()[-4:] == ["1.0e-05", "2.0e-05", "3.0e-05", "4.0e-05"]
     step = len(reference.losses)
     for numbers, what in (("losses", "loss"), ("grad_norms", "grad_norm")):
         for factor in (1.001, 0.999, float("nan")):

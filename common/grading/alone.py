@@ -40,6 +40,7 @@ def alone(folder: str, room: int, run: Callable[[], None]) -> None:
     ended, ends = os.pipe()
     first = os.fork()  # the first of its namespace, which no signal from within ends, and with which all in it end
     if first == 0:
+        os.close(ended)  # or what is alone could take from it what is written for this process
         _first(folder, room, run, ends)
     os.close(ends)
     ended_by = os.read(ended, 1)  # the signal that has ended it, if one has

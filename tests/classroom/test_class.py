@@ -409,6 +409,18 @@ def test_the_walls_of_the_sandbox(tmp_path, monkeypatch):
     assert "--die-with-parent" in command[:4], "the sandbox ends with the process that judges"
 
 
+@walled
+@pytest.mark.parametrize(
+    "act, code", [("None", 0), ("os._exit(3)", 3), *[(f"os.kill(os.getpid(), {n})", 128 + n) for n in (9, 15)]]
+)
+def test_who_is_alone_ends_as_its_function_ends(act, code):
+    """By a signal too, which bwrap tells as a shell does."""
+    program = f"import os, sys; sys.path[:0] = [{str(ROOT / 'common/grading')!r}]; from alone import alone\n"
+    program += f"alone({str(sandbox.OWN)!r}, 4096, lambda: {act})"
+    done = subprocess.run([*sandbox._bwrap(), sys.executable, "-S", "-c", program])
+    assert done.returncode == code
+
+
 def python_and_course() -> list[Path]:
     return [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
 

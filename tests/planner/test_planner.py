@@ -134,15 +134,11 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     PLAN + " --max-memory-gb 0": "--max-memory-gb 0",
     PLAN + " --max-memory-gb -1": "--max-memory-gb 0 1",
     PLAN + " --max-memory-gb 0.1": "8 0.1",
-    PLAN + " --count 0": "--count 1 0",
-    PLAN.replace("512", "0"): "--batch-size 1 0",
-    PLAN + " --sequence 0": "--sequence 1 0",
     ESTIMATE.replace("estimate", "emit") + " --format nosuch": "nosuch torchtitan deepspeed",
     "calibrate --ranks 100000": "--ranks 100000 cores",
     PLAN + " --precision bf17": "bf17 float32 bf16-mixed fp16-mixed",
     PLAN + " --constants nowhere.json": "--constants",
     PLAN.replace("--gpus 8", "--gpus 12"): "--gpus 12 8",
-    PLAN.replace("--gpus 8", "--gpus 0"): "--gpus 1 0",
     "plan --layers 1 --width 63 --heads 1 --vocabulary 99 --gpus 8 --gpu h100 --batch-size 7": "--batch-size 7 8",
     PLAN.replace("512", "many"): "--batch-size many",
     f"{ESTIMATE} --mesh tensor=3,data=2": "--mesh tensor=3 data=2 6",
@@ -159,17 +155,21 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     f"{ESTIMATE} --width 100": "--width 100 --heads 32",
     f"{ESTIMATE} --kv-heads 5": "--kv-heads 5 --heads 32",
     f"{ESTIMATE} --flash true": "--flash true",
-    f"{ESTIMATE} --gpus-per-node 0": "--gpus-per-node 1 0",
-    f"{ESTIMATE} --layers 0": "--layers 1 0",
-    f"{ESTIMATE} --mlp-width 0": "--mlp-width 1 0",
     f"{ESTIMATE} --kv-heads 0": "--kv-heads 0 --heads 32",
     f"{ESTIMATE} --experts 8 --top-k 9": "--top-k 9 1 --experts",
     f"{ESTIMATE} --experts 8 --top-k 0": "--top-k 0 1 --experts",
-    "benchmark --max-gpus 0": "--max-gpus 1 0",
-    "benchmark --steps 0": "--steps 1 0",
-    "benchmark --batch-size -1": "--batch-size 1",
     "measure mine.py:f --gpu h101 --gpus 8": "h101 h100",
-    "calibrate --ranks 0": "--ranks 1 0",
+    "benchmark --models tinny": "'tinny' 'tiny'",
+    **{
+        f"{command} --{name} 0": f"--{name} 1 0"
+        for command, names in (
+            (PLAN, ("count", "batch-size", "sequence", "gpus")),
+            (ESTIMATE, ("gpus-per-node", "layers", "mlp-width")),
+            ("benchmark", ("max-gpus", "steps", "batch-size")),
+            ("calibrate", ("ranks",)),
+        )
+        for name in names
+    },
     f"{ESTIMATE} --mlp relu": "--mlp relu",
     f"{ESTIMATE.replace('estimate', 'probe')} --seconds 0": "--seconds 0",
     f"{ESTIMATE} --nf4": "--nf4 --lora 1 0",
@@ -236,20 +236,6 @@ def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
     assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here", "of this machine"
 
 
-def test_processes_that_share_cores_take_turns():
-    found = {"peak": 100e9, "hbm": 10e9, "link": 1e9, "cores": 2}
-    hardware.GPUS["here"] = hardware.here(found)
-    try:
-        rates = {ranks: hardware.cluster("here", ranks, ranks).gpu for ranks in (1, 2, 4)}
-    finally:
-        del hardware.GPUS["here"]
-    assert {ranks: (gpu.peak, gpu.hbm) for ranks, gpu in rates.items()} == {
-        1: (100e9, 10e9),
-        2: (100e9, 10e9),
-        4: (50e9, 5e9),
-    }, "four ranks on two cores have half a core each"
-
-
 def test_a_calibrated_block_takes_as_long_as_it_took():
     """What products do not explain is element-wise work; of a block that took 50 ms the planner says 50 ms."""
     gpu = hardware.here({"peak": 100e9, "hbm": 10e9, "link": 1e9, "cores": 2})
@@ -283,7 +269,9 @@ def test_calibrate_takes_what_is_usual_among_ranks(monkeypatch, tmp_path):
     assert written["constants"]["kept"] == 0, "a processor that copies a message does not compute meanwhile"
     hardware.GPUS["here"] = hardware.read_here(tmp_path / "here.json")
     try:
-        assert hardware.cluster("here", 4, 4).gpu.peak == pytest.approx(5.5e10 / 2 / 1.2), "half a core, less a sixth"
+        one, two, four = (hardware.cluster("here", ranks, ranks).gpu for ranks in (1, 2, 4))
+        assert (one.peak, one.hbm) == (two.peak, two.hbm) == (5.5e10, 1.5e10)
+        assert (four.peak, four.hbm) == pytest.approx((5.5e10 / 2 / 1.2, 1.5e10 / 2 / 1.2)), "half a core, less a sixth"
     finally:
         del hardware.GPUS["here"]
 

@@ -33,8 +33,6 @@ REFUSED = [  # mesh, GPUs, fields of the layout, and what the message names
     ("expert=8", 8, {"model": MIXED}, "expert=8 4"),
     ("expert=2 tensor=4", 8, {"model": MIXED, "whole_experts": True}, "expert=2 tensor=4 4"),
     ("data=8", 8, {"whole_experts": True}, "--whole-experts"),
-    ("pipeline=4", 4, {"stages_per_rank": 4}, "16 pipeline=4 4 10"),
-    ("data=2", 2, {"batch_size": 0}, "--batch-size 1 0"),
     ("data=2", 2, {"micro_batch": 0}, "--micro-batch 1 0"),
     ("data=2", 2, {"stages_per_rank": 0}, "--stages-per-rank 1 0"),
     ("context=2 tensor=4", 8, {"sequence": 12}, "context=2 tensor=4 --sequence 12"),

@@ -8,7 +8,7 @@ import pytest
 from helpers import refused
 
 from planner import __main__ as commands
-from planner import benchmark, constants, models, search
+from planner import constants, search
 from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
@@ -120,9 +120,3 @@ def test_a_file_of_something_else_gets_one_line(text, says, tmp_path):
     (tmp_path / "c.json").write_text(text)
     with refused("c.json", says):
         constants.load(tmp_path / "c.json")
-
-
-def test_an_unknown_model_of_a_benchmark_is_named():
-    with refused("'tinny'", "'tiny'"):
-        benchmark.grid(["tinny"], 1, "cpu", PRIOR)
-    assert models.find("GPT2").name == "gpt2"

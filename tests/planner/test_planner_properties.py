@@ -59,17 +59,6 @@ def test_a_larger_message_never_takes_less_time(operation, local, nodes, payload
     assert group.seconds(operation, payload) <= group.seconds(operation, payload * factor)
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.integers(1, 3), st.sampled_from([2, 4]), st.sampled_from([16, 32]))
-def test_more_shards_never_hold_more(stage, few, many):
-    found = []
-    for ranks in (few, many):
-        machine = hardware.cluster("a100-80gb", ranks)
-        layout = make_layout(MODEL, machine, {"shard": ranks}, batch_size=ranks, sequence=512, zero_stage=stage)
-        found.append(memory.estimate(MODEL, layout, PRIOR).needed)
-    assert found[1] <= found[0]
-
-
 @settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_what_leaves_a_node_is_counted_rank_by_rank(drawn):

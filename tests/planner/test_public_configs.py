@@ -65,8 +65,8 @@ def test_a_public_file_is_read_as_it_is_meant(one, tmp_path):
 BACK = {"torchtitan": "torchtitan.toml", "deepspeed": "deepspeed.json", "accelerate": "accelerate.yaml",
         "megatron": "megatron.sh", "nanotron": "nanotron.yaml"}  # fmt: skip
 # What of a layout both files say, and explain reads.
-SAME = ("mesh", "zero_stage", "micro_batches", "sequence", "kept", "recompute_share", "precision", "offload",
-        "ends")  # fmt: skip
+SAME = ("mesh", "zero_stage", "micro_batch", "micro_batches", "schedule", "stages_per_rank", "sequence", "kept",
+        "recompute_share", "precision", "offload", "ends")  # fmt: skip
 
 
 def differences(layout, again) -> list[str]:

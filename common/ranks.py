@@ -304,7 +304,6 @@ def join(device: str, backend: str, timeout: float, store: dist.Store | None) ->
     try:
         if store is None:
             store = next(iter(dist.rendezvous("env://", rank, size, timeout=wait)))[0]
-            store.set_timeout(wait)
         store = dist.PrefixStore("default_pg", store)
         if not on_one_node():
             introduce(store, rank)

@@ -161,9 +161,10 @@ def test_the_lock_names_who_writes(tmp_path, monkeypatch):
 
         return lockf
 
+    (tmp_path / ".lock").write_text("process 7 on a node")
     for number in (errno.EACCES, errno.EAGAIN):
         monkeypatch.setattr(lock.fcntl, "lockf", refuse(number))
-        with refused(str(tmp_path), "process"):
+        with refused(str(tmp_path), "process 7 on a node"):
             Lock(tmp_path)
     monkeypatch.setattr(lock.fcntl, "lockf", refuse(errno.ENOLCK))
     Lock(tmp_path).release()  # a file system without locks keeps nobody out

@@ -47,6 +47,8 @@ def test_every_option_is_there_once_with_its_default(strategy, implementation, c
         assert len(text.split()) > 2, f"no help: {text}"
         if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
             assert re.search(rf"(?<![\w.]){re.escape(str(item.default))}(?![\w.])", text), f"its default: {text}"
+    starts = [line.split()[0] for line in page.splitlines() if line.startswith("  --")]
+    assert [name for name in {*starts} if starts.count(name) > 1] == [], "an option twice"
     assert {f"--{name.replace('_', '-')}" for name in others} <= found.keys(), "options of other strategies"
     assert all(re.search(rf"(?<![\w+]){re.escape(name)}(?![\w+])", page) for name in STRATEGIES), "strategies"
     assert entries(shown(f"--strategy {strategy} --implementation {implementation} -h", capsys)) == found

@@ -21,6 +21,7 @@ def model():
 
 inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
 whole = TensorDataset(inputs, inputs[:, :3].argmax(1))
+held_out = TensorDataset(inputs[:6], inputs[:6, :3].argmin(1))
 
 class Stream(IterableDataset):
     def set_epoch(self, epoch):
@@ -29,7 +30,7 @@ class Stream(IterableDataset):
         return (whole[(self.first + n) % 30] for n in range(30))
 
 def data():
-    return whole, whole
+    return whole, held_out
 
 def stream():
     return Stream(), None
@@ -87,6 +88,8 @@ def test_what_cannot_be_trained_gets_one_line(tmp_path, text, data, says):
 
 def test_a_stream_has_no_numbers_and_a_file_has_to_be_there(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
+    task = make_task(configure(strategy="ddp", batch_size=6, task=str(tmp_path / "mine.py"), run_dir=tmp_path / "run"))
+    assert (task.dataset.size, task.validation_data().size) == (30, 6), "what is trained on, and what is not"
     with refused("stream", "--loading shard"):
         make_task(configure(epochs=2, strategy="ddp", task=f"{tmp_path / 'mine.py'}:stream", run_dir=tmp_path / "a"))
     for task in ("nowhere.py", "image"):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers import NoFigure, configure, metrics, refused, write_facts
 
 from common import manifest, run_dir
+from common.errors import UserError
 from common.lab.launch import launch
 from common.options import LATEST
 from common.run_dir import RunDirectory
@@ -27,11 +28,21 @@ def begun(folder: Path, **settings) -> RunDirectory:
     return RunDirectory(config, 1)
 
 
-def test_a_run_that_begins_anew_begins_with_nothing(tmp_path):
+def test_a_run_that_begins_anew_begins_with_nothing(tmp_path, monkeypatch):
     """In a folder where another was killed before its first checkpoint was whole."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / ".checkpoint-000001.partial").mkdir()
     (tmp_path / ".checkpoint-000001.partial" / "file").touch()
+    config = configure(run_dir=tmp_path / "new", strategy="single")
+    config.run_dir = str(tmp_path)
+
+    def is_held(folder):
+        raise UserError(f"a living run writes to {folder}")
+
+    with monkeypatch.context() as patch, refused("living"):
+        patch.setattr(run_dir, "Lock", is_held)
+        RunDirectory(config, 1)
+    assert manifest.unfinished(tmp_path), "what another one is writing"
     directory = begun(tmp_path)
     assert not manifest.unfinished(tmp_path), "what was left of a checkpoint"
     assert not directory.resumes and (tmp_path / "metrics.jsonl").read_text() == "", "metrics of the run before"

@@ -11,12 +11,13 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from matplotlib.patches import FancyArrowPatch
 
 from common.lab import plotting
 from course.ddp import buckets, checkpoint_cost
 from course.ddp import pictures as ddp_pictures
 from course.fsdp import sharding_pictures
-from course.intro import networks, overview
+from course.intro import networks, overview, rank_pictures
 from course.model_parallel import by_hand_ring_attention as ring
 from course.model_parallel import context_pictures, moe_pictures
 from course.model_parallel import pictures as tensor_pictures
@@ -203,6 +204,41 @@ def test_a_bar_is_from_the_begin_to_the_end_of_what_a_rank_does():
     ax = PICTURES["passes"](done).axes[0]
     bars = [path.get_extents() for many in ax.collections for path in many.get_paths()]
     assert [(bar.x0, bar.x1) for bar in bars] == [(a - 10, b - 10) for _, a, b in done], "ms since the first began"
+    plt.close("all")
+
+
+def test_thick_arrows_of_a_ring_are_those_between_nodes():
+    """Of four GPUs on two nodes: two of one ring's steps leave a node, and all of the other's."""
+    widths = [sorted(patch.get_linewidth() for patch in ax.patches if isinstance(patch, FancyArrowPatch))
+              for ax in networks.rings([[0, 1, 3, 2], [0, 2, 1, 3]], per_node=2).axes]  # fmt: skip
+    thin, thick = widths[0][0], widths[1][0]
+    assert thin < thick and widths == [[thin] * 2 + [thick] * 2, [thick] * 4]
+    plt.close("all")
+
+
+def test_what_a_step_has_changed_is_lit_and_nothing_else():
+    held = [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+    def looks(before):
+        return Counter(
+            (round(patch.get_x()), round(patch.get_y()), patch.get_facecolor())
+            for patch in rank_pictures.circle(before, held, []).axes[0].patches
+            if isinstance(patch, plt.Rectangle)
+        )
+
+    assert looks(held) == looks(None), "nothing has changed"
+    other = looks([[1, 2], [9, 4], [5, 6], [7, 8]]) - looks(None)
+    assert len({place[:2] for place in other}) == 1, "one of eight numbers"
+    plt.close("all")
+
+
+def test_each_rank_has_a_colour_of_its_own_until_gradients_are_shared():
+    *first, shared, _ = overview.step_pictures(ROWS, "-102", "-51")
+    for fig in (*first[1:], shared):
+        filled = [patch for patch in fig.axes[0].patches if patch.get_facecolor()[3] and patch.get_x() > 2]
+        one, other = ([to_hex(patch.get_facecolor()) for patch in filled if patch.get_y() == top] for top in (0, 1.9))
+        assert one[0] != other[0], "examples"
+        assert fig is not shared or one[1:] == other[1:] == [one[0], other[0]], "a sum of both"
     plt.close("all")
 
 

@@ -712,7 +712,7 @@ def reducer_that_leaves_unused_out_of_the_mean(steps, shapes):
     for gradients in steps:
         have = dist.get_world_size() - sum(gradient is None for gradient in gradients)
         full = [torch.zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-        results.append([x * dist.get_world_size() / max(have, 1) for x in average(full)])
+        results.append([x * dist.get_world_size() / have for x in average(full)])
     return results
 
 

@@ -81,7 +81,6 @@ def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path, undisturbed, lost)
     one, other = agents("1:2", tmp_path)
     wait_for_step(tmp_path / "run", 12)
     before = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert len(before["launch"]) == 2, f"config.json names the launches of both nodes, not {before['launch']}"
     rank = ranks_of(other)[0]
     os.kill(other.pid, signal.SIGKILL)
     rank.kill()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Fork
-from helpers import SlowDevice, refused
+from helpers import SlowDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import cluster_check
@@ -155,12 +155,6 @@ def test_the_exit_code(tmp_path):
     process = Fork(as_one_types_it, "--device=cpu", cwd=tmp_path)
     said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-
-
-def test_a_message_of_no_size_is_refused():
-    for size in ("0", "-1"):
-        with refused("--megabytes", "1", str(size)):
-            cluster_check.main(["--megabytes", size])
 
 
 def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):

@@ -1,6 +1,7 @@
 """The last line on the screen says what is wrong and what to do: errors of use, alone and under torchrun."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -164,8 +165,10 @@ def without(*names: str):
     return hide
 
 
-@pytest.mark.parametrize("package", ["torch", "matplotlib"])
-@pytest.mark.parametrize("program", ["distributed_training.py", "common/check.py"])
+@pytest.mark.parametrize("program, package", [
+    *itertools.product(("distributed_training.py", "common/check.py"), ("torch", "matplotlib")),
+    *((f"common/{name}.py", "torch") for name in ("generate", "runs", "cluster_check")),
+])  # fmt: skip
 def test_a_package_that_is_missing_is_named_before_anything_starts(program, package, tmp_path):
     process = Fork(ROOT / program, "--steps=1", "--run-dir=run", cwd=tmp_path, preexec_fn=without(package))
     (line,) = ended(process).splitlines()
@@ -183,15 +186,6 @@ def test_ctrl_c_while_packages_are_imported(tmp_path):
         told = done.stderr.decode().splitlines()
         assert told[-1].startswith(last) and (len(told) == 1) == (line == "import slow"), told
         assert done.returncode in (1, -2)
-
-
-@pytest.mark.parametrize("program", ["generate", "runs", "cluster_check"])
-def test_programs_that_look_at_runs_name_a_missing_package_too(program):
-    hide = "import importlib.util as u; find = u.find_spec; "
-    hide += "u.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)"
-    told = f"{hide}; import runpy; runpy.run_module('common.{program}', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and "has no package torch; " in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_pictures_need_torchvision(tmp_path):

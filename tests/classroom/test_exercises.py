@@ -159,20 +159,31 @@ def test_what_is_allowed_at_most_is_as_much(name):
 
 
 @pytest.mark.parametrize("chapter", check.chapters())
-def test_messages_are_judged_on_every_rank(chapter):
-    """What the right answer sends on four ranks is taken; with a message more on the first or the last it is not."""
-    cases = {exercise.name: [*exercise.check(4)] for exercise in check.exercises_of(chapter)}
-    jobs = {name: (name, [case.arguments for case in of]) for name, of in cases.items() if of}
-    found = engine.run_jobs(ROOT / chapter / "classroom" / "solutions.py", jobs, 4)
-    rows = [(key, *row) for key in jobs for row in zip(cases[key], *found[key], strict=True)]
-    for name, case, *ranks in rows:
-        entries = [rank.entries for rank in ranks]
-        case.pattern(entries)
-        for place in (0, 3):
-            more = [own + [LedgerEntry("all_gather", 10**9, 4)] * (rank == place) for rank, own in enumerate(entries)]
-            with pytest.raises(Wrong):
-                case.pattern(more)
-                pytest.fail(f"{name}, {case.what}: nobody looks at rank {place}")
+def test_right_answers_are_right_and_messages_are_judged_on_every_rank(chapter, monkeypatch):
+    """What the right answer returns and sends is taken; with a message more on the first or the last of four ranks it
+    is not."""
+    ran = {}
+
+    def run(file, jobs, size):
+        ran[size] = engine.run_jobs(file, jobs, size)
+        return ran[size]
+
+    monkeypatch.setattr(engine, "SIZES", (2, 4))
+    others = getattr(answers_of(chapter), "RIGHT", {})  # that are right in another way
+    exercises = check.exercises_of(chapter)
+    attempts = [(e, name) for e in exercises for name in (e.name, *(f.__name__ for f in others.get(e.name, ())))]
+    verdicts = engine.grade(attempts, ROOT / chapter / "classroom" / "solutions.py", run)
+    said = [(name, v.text) for (_, name), v in zip(attempts, verdicts, strict=True) if v.status != "right"]
+    assert said == [], "right answers that are refused"
+    for number, found in ran[4].items():
+        exercise, name = attempts[number]
+        for case, *ranks in zip(exercise.check(4), *found, strict=True):
+            for place in (0, 3):
+                entries = [rank.entries + [LedgerEntry("all_gather", 10**9, 4)] * (n == place)
+                           for n, rank in enumerate(ranks)]  # fmt: skip
+                with pytest.raises(Wrong):
+                    case.pattern(entries)
+                    pytest.fail(f"{name}, {case.what}: nobody looks at rank {place}")
 
 
 # --- schedules and layouts ------------------------------------------------------------------------------------

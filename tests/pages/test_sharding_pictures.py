@@ -53,13 +53,17 @@ def test_no_unit_computes_before_it_is_gathered_and_messages_do_not_overlap():
 
 
 def test_more_tokens_hide_messages_in_the_lab():
+    lab = StreamLab()
+
     def waits(**values):
-        fig = StreamLab().draw(**{"tokens": 4096, "bandwidth": 50, "ahead": 1, "larger": 1} | values)
+        fig = lab.draw(**{"tokens": 4096, "bandwidth": 50, "ahead": 1, "larger": 1} | values)
         return float(fig.axes[0].get_title(loc="left").split("idle ")[1].split(" ms")[0])
 
     assert waits(tokens=16384) < waits() / 4
     assert waits(bandwidth=300) < waits() / 4
     assert waits(larger=4) > waits()
+    nothing, one = lab.controls["ahead"].options[:2]
+    assert waits(ahead=nothing, tokens=16384) > 2 * waits(ahead=one, tokens=16384), "for each unit's own gather"
     plt.close("all")
 
 

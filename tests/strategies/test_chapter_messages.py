@@ -52,6 +52,8 @@ LINES = [  # ranks, the command line, and words of its refusal; none where nothi
      ("--batch-size 48", "5 pipeline", "--accumulation-steps 2", "--microbatches 4", "40")),
     (30, "--strategy pipeline+ddp --by-hand --mesh data=15,pipeline=2 --accumulation-steps 2",
      ("--batch-size 48", "nearest", "120")),  # and not 0
+    (4, "--strategy pipeline+fsdp --mesh shard=2,pipeline=2 --batch-size 8", ()),  # 2 x 4
+    (10, "--strategy pipeline+fsdp --mesh shard=5,pipeline=2", ("--batch-size 48", "5 pipeline", "20", "40")),
     (2, "--strategy pipeline --by-hand --recompute full", ()),
     (2, "--strategy pipeline --by-hand --recompute selective", ("--recompute selective", "full", "none")),
     (6, "--strategy pipeline --by-hand", ()),

@@ -599,6 +599,14 @@ def test_a_base_with_dropout_is_evaluated_without():
     assert before == after == {True}
 
 
+def test_ranks_evaluate_equal_parts_of_a_batch():
+    """Of three examples two ranks take one each, as one process does that is told to take two."""
+    three, two = (SMALL_LORA | {"training": SMALL_LORA["training"] | {"batch_size": size}} for size in (3, 2))
+    (losses, *_), *_ = launch(evaluated_with_dropout, 2, (three,))
+    (expected, *_), *_ = launch(evaluated_with_dropout, 1, (two,))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_cannot_be_fine_tuned_gets_one_line(tmp_path, base):
     other = SMALL_LORA | {"model": SMALL_LORA["model"] | {"hidden_size": 32}}
     adapters, unknown = str(tmp_path / "adapters"), SMALL_LORA["lora"] | {"target_modules": ["no_such_layer"]}

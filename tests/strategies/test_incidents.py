@@ -1,6 +1,7 @@
 """The museum of incidents: each mistake has the effect that was reported, and without it all equals one process."""
 
 import inspect
+import math
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from helpers import FULL, code_of_page
 
 from common import ROOT
-from course.fsdp.museum import TOLERANCE, compared, differences, incidents, together
+from course.fsdp.museum import TOLERANCE, compared, differences, in_words, incidents, together
 
 UNSEEN = ("growing_index",)  # every number is right: only the memory is not
 HANG = [name for name, incident in incidents().items() if hasattr(incident.broken, "WAIT")]
@@ -68,6 +69,13 @@ def test_what_hangs_comes_to_no_numbers_and_without_the_mistake_to_those_of_one_
     assert max(differences(broken).values()) == float("inf")
     least, most = broken.REPORTED
     assert least <= broken.effect() <= most and fixed.effect() == fixed.EXPECTED
+
+
+def test_only_where_no_number_comes_a_program_never_ends():
+    """A tensor of another shape is as far off, and is named."""
+    said = [in_words({"loss": loss, "bias": bias}) for loss in (0.0, math.inf) for bias in (0.0, math.inf)]
+    assert ["loss" in words for words in said] == [False, False, True, False]
+    assert ["bias" in words for words in said] == [False, True, False, False] and len({*said}) == 4
 
 
 @pytest.mark.parametrize("name", incidents())

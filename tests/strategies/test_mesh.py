@@ -3,6 +3,7 @@ says; what cannot be combined is refused."""
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -106,7 +107,7 @@ JOBS = [
         if FULL or axes.keys() in ({"pipeline", "shard"}, {"pipeline", "tensor"})
     ),
     Job("experts and replicas", ExpertParallel, TWO, {"data": 2, "expert": 2}),
-    Job("stages balanced by time", MeshByHand, TWO[:1], {"pipeline": 2, "tensor": 2}, BY_TIME),
+    Job("stages balanced by time", MeshByHand, TWO[:1], {"pipeline": 2, "tensor": 2}, replace(BY_TIME, schedule="zbv")),
     *(
         Job(
             f"{name}, twice",
@@ -192,6 +193,32 @@ def test_shards_and_contexts_send_what_their_formulas_say():
         # and the gradients of this rank's shards, in one message
         assert sent["context", "all_reduce"] == (1, float32 * (ends + layers * block) // 2)
         assert sent["all", "all_reduce"] == (1, float32)  # the loss
+
+
+ONE_AXIS = {"shard": "fsdp", "tensor": "tensor", "pipeline": "pipeline", "context": "context"}
+
+
+def sent_with_one_axis():
+    """For each axis and implementation: what a step sends but scalars, of the mesh and of the axis's own strategy."""
+    found = []
+    for (name, strategy), kind in itertools.product(ONE_AXIS.items(), ("by-hand", "pytorch")):
+        for one in [("mesh", kind), (strategy, kind)] * (kind == "by-hand" or name != "context"):
+            torch.manual_seed(0)
+            trained = load(*one)(equality.tied(), equality.sgd, Setup(make_mesh({name: 2})))
+            tokens = equality.Batches().tokens[:8]
+            batch = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(2)]
+            trained.step(batch)
+            with Ledger() as ledger:
+                trained.step(batch)
+            large = [entry for entry in ledger.entries if entry.payload > 200 and entry.ranks > 1]
+            found.append((*one, Counter((entry.operation, entry.payload) for entry in large)))
+    return found
+
+
+def test_a_mesh_of_one_axis_sends_what_the_strategy_of_that_axis_sends():
+    for found in launch(sent_with_one_axis, 2):
+        for (*_, mesh), (name, kind, own) in zip(found[::2], found[1::2], strict=True):
+            assert mesh == own and own, f"{name}, {kind}"
 
 
 # --- what does not go together --------------------------------------------------------------------------------

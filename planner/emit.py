@@ -7,6 +7,7 @@ config_tiny_llama.yaml at 2411b022); `python -m planner explain` reads the last 
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -105,24 +106,13 @@ def trained(found: Estimate, tool: str, command: str) -> tuple[dict[str, str], l
     return {SCRIPT: train_file.written(found, tool, command)}, notes
 
 
-NOT_TEXT = ("", "no", "yes", "off", "on", "false", "true", "null")  # to YAML, where they are not quoted
+def in_yaml(settings: dict) -> str:
+    import yaml  # not at the top: only who emits needs it
+
+    return yaml.safe_dump(settings, sort_keys=False, width=math.inf)
 
 
-def yaml(settings: dict, indent: str = "") -> str:
-    lines = []
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}:", yaml(value, indent + "  ").rstrip("\n")]
-        else:
-            text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-            if isinstance(value, float) and "e" in text and "." not in text:
-                text = text.replace("e", ".0e")  # which YAML 1.1 takes for a number
-            quoted = isinstance(value, str) and value.lower() in NOT_TEXT
-            lines.append(f"{indent}{name}: {chr(39) + text + chr(39) if quoted else text}")
-    return "\n".join(lines) + "\n"
-
-
-def toml(tables: dict[str, dict]) -> str:
+def in_toml(tables: dict[str, dict]) -> str:
     """Values of JSON's kinds, which are written alike in both."""
     return "\n".join(
         f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
@@ -136,7 +126,7 @@ def toml(tables: dict[str, dict]) -> str:
 def torchrun(found: Estimate) -> Emitted:
     """This course's own script, whose command line reads the file here already."""
     settings = as_course.settings(found.model, found.layout) | as_course.shape(found.model, found.layout)
-    text = f"# {predicted(found)}\n{yaml(settings)}"
+    text = f"# {predicted(found)}\n{in_yaml(settings)}"
     check(text)
     notes = []
     if unlike := as_course.differences(found.model):
@@ -219,7 +209,7 @@ def accelerate(found: Estimate) -> Emitted:
             raise UserError("on CPUs it replicates; take --zero-stage 0")
         command = f"{torchrun_words(cluster)} {SCRIPT}"
     files, notes = trained(found, "accelerate", command)
-    return Emitted(command, {"accelerate.yaml": f"# {predicted(found)}\n{yaml(settings)}"} | files, notes)
+    return Emitted(command, {"accelerate.yaml": f"# {predicted(found)}\n{in_yaml(settings)}"} | files, notes)
 
 
 def deepspeed_settings(found: Estimate) -> dict:
@@ -352,7 +342,7 @@ def torchtitan(found: Estimate) -> Emitted:
         "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
     }  # fmt: skip
     command = f"{torchrun_words(cluster)} -m torchtitan.train --job.config_file torchtitan.toml"
-    return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{toml(tables)}"})
+    return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{in_toml(tables)}"})
 
 
 MEGATRON_PRECISION: dict[str, dict] = {
@@ -508,11 +498,11 @@ def nanotron(found: Estimate) -> Emitted:
         "tokenizer": {"tokenizer_name_or_path": "gpt2", "tokenizer_max_length": None, "tokenizer_revision": None},
         "tokens": {"batch_accumulation_per_replica": layout.micro_batches, "micro_batch_size": layout.micro_batch,
                    "sequence_length": layout.sequence, "train_steps": 100, "val_check_interval": -1},
+        "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": 42}}],
     }  # fmt: skip
-    stages = "data_stages:\n- name: all\n  start_training_step: 1\n  data:\n    dataset: null\n    seed: 42\n"
     command = f"{torchrun_words(cluster)} run_train.py --config-file nanotron.yaml"
     notes = ["it trains on random tokens (dataset: null); run_train.py is that of a checkout of huggingface/nanotron"]
-    return Emitted(command, {"nanotron.yaml": f"# {predicted(found)}\n{yaml(settings)}{stages}"}, notes)
+    return Emitted(command, {"nanotron.yaml": f"# {predicted(found)}\n{in_yaml(settings)}"}, notes)
 
 
 FORMATS: dict[str, Callable[[Estimate], Emitted]] = {

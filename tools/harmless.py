@@ -1,6 +1,6 @@
-"""Thirty changes that make nothing wrong, one at a time: which of them makes a test fail?
+"""Thirty changes that make nothing wrong: which of them makes a test fail?
 
-    python -m tools.harmless                  all of them, with the tests that are near each changed file
+    python -m tools.harmless                  all of them at once, with the tests that are near a changed file
     python -m tools.harmless --only words     those whose name has this word
     python -m tools.harmless --list           what they are
 
@@ -8,12 +8,13 @@ A message, a hint, a help text, a printed line or a label in other words; anothe
 lines that do not depend on each other in another order; a comprehension as a loop; a set in place of a tuple; one more
 GPU and one more model. A test that fails then has pinned how the code says or does something, and no reader or user
 would miss that. The changed file stands in a copy of the working tree; the tests are those that `tools.mutate` chooses,
-and those in which words of the old text stand.
+and those in which words of the old text stand. Since no change should matter, all are made together, and each test runs
+once; for one that fails, halves of the changes are tried until it is known which of them it minds.
 """
 
 import argparse
 import ast
-import json
+import functools
 import re
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.mutate import ROOT, copy_of_the_tree, files_of, run_tests, tests_of, warm_up
 
@@ -165,7 +167,7 @@ CHANGES = [
     reword("message", "common/config.py", "must be at least", "has to be at least"),
     reword("message", "common/axes.py", "is given twice", "stands there twice"),
     reword("message", "05_pipeline/options.py", "cannot be cut into", "do not split into"),
-    reword("message", "common/check.py", "name an exercise, as in", "which exercise? Write"),
+    reword("message", "common/grading/command.py", "name an exercise, as in", "which exercise? Write"),
     reword("message", "planner/layout.py", "make them equal", "they have to be the same"),
     reword("message", "common/run_dir.py", "holds a run already", "has a run in it already"),
     reword("hint", "01_intro/classroom/grading.py", "as much as a rank with a thousand", "as much as one with 1000"),
@@ -211,45 +213,83 @@ def tests_near(change: Change, most: int) -> list[str]:
     return list(dict.fromkeys(test for test in chosen if "engines" not in test))
 
 
-def verdict(tree: Path, change: Change, most: int, seconds: float) -> dict:
-    file = tree / change.file
-    right = file.read_text() if file.exists() else ""
-    wrong = change.apply(right)
-    if wrong is None or wrong == right:
-        return {"verdict": "no longer applies"}
+def changed(change: Change, text: str) -> str:
+    """The file's text with the change, or as it was where there is no such place."""
+    made = change.apply(text) or text
     if change.file.endswith(".py"):
-        compile(wrong, change.file, "exec")
-    tests, begun = tests_near(change, most), time.monotonic()
-    failed: list[str] = []
-    late: list[str] = []
-    without: list[str] = []
-    for test in tests:  # one by one, so that one that is slow does not hide the others
-        file.write_text(wrong)
-        code, output = run_tests(tree, [test], seconds)
-        file.write_text(right)
+        compile(made, change.file, "exec")
+    return made
+
+
+def make(tree: Path, changes: list[Change], files: set[str]) -> None:
+    """Have these changes, and no others, in the files of the tree."""
+    for file in files:
+        text = (ROOT / file).read_text()
+        for change in changes:
+            text = changed(change, text) if change.file == file else text
+        (tree / file).write_text(text)
+
+
+def culprits(changes: list[Change], fails: Callable[[list[Change]], bool]) -> list[Change]:
+    """Those of the changes with which a test fails, by halves: all of them together, if neither half makes it fail."""
+    if len(changes) == 1:
+        return changes
+    middle = len(changes) // 2
+    found = [one for half in (changes[:middle], changes[middle:]) if fails(half) for one in culprits(half, fails)]
+    return found or changes
+
+
+def verdicts(tree: Path, changes: list[Change], most: int, seconds: float) -> list[dict]:
+    """All changes are made at once, and each test near any of them runs once. A test that fails then, and passes
+    without them, is run again with half of them, until it is known which of them it minds."""
+    there = [one for one in changes if (ROOT / one.file).exists() and one.apply((ROOT / one.file).read_text())]
+    files = {change.file for change in there}
+    near = {change: tests_near(change, most) for change in there}
+    failed: dict[Change, list[str]] = {change: [] for change in there}
+    late: set[str] = set()
+    without: set[str] = set()
+
+    def fails(test: str, some: list[Change]) -> bool:
+        make(tree, some, files)
+        return run_tests(tree, [test], seconds)[0] != 0
+
+    for test in sorted({test for tests in near.values() for test in tests}):
+        make(tree, there, files)
+        begun = time.monotonic()
+        code, report = run_tests(tree, [test], seconds)  # a file at a time, so that one that is slow hides no other
+        print(f"{test}: {'too slow' if code is None else code}, {time.monotonic() - begun:.0f} s", flush=True)
         if code is None:
-            late.append(test)
-        first = output.splitlines()[:1]
-        if code not in (None, 0):
-            passes = run_tests(tree, first or [test], seconds)[0] == 0
-            (failed if passes else without).extend(first or [test])
-    if failed:
-        found = "changes a test's verdict"
-    elif without:
-        found = f"no verdict: {', '.join(without)} does not pass without it"
-    else:
-        found = "slow tests left out" if late else "harmless"
-    return {"verdict": found, "tests": len(tests), "failed": failed, "late": late,
-            "seconds": round(time.monotonic() - begun)}  # fmt: skip
+            late.add(test)
+        for one in (report.splitlines() or [test]) if code else ():
+            if fails(one, []):
+                without.add(one)
+                continue
+            for change in culprits(there, functools.partial(fails, one)):
+                failed[change].append(one)
+    rows = []
+    for change in changes:
+        row: dict[str, Any] = {"kind": change.kind, "file": change.file, "what": change.what, "tests": 0, "failed": []}
+        if change in near:
+            row |= {"tests": len(near[change]), "failed": failed[change]}
+        unknown = [
+            test for test in near.get(change, ()) if test in late or any(one.startswith(test) for one in without)
+        ]
+        if change not in near:
+            row["verdict"] = "no longer applies"
+        elif failed[change]:
+            row["verdict"] = "changes a test's verdict"
+        else:
+            row["verdict"] = f"no verdict of {', '.join(unknown)}" if unknown else "harmless"
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", default="", help="changes of a kind or a file with this in its name")
     parser.add_argument("--list", action="store_true", help="show the changes, and whether their places are there")
-    parser.add_argument("--most", type=int, default=4, help="test files of each sort for a change (default: 4)")
+    parser.add_argument("--most", type=int, default=8, help="test files of each sort for a change (default: 8)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a test file (default: 300)")
-    parser.add_argument("--results", type=Path, help="a JSON line for each change; those in it are not made again")
     args = parser.parse_args()
     chosen = [change for change in CHANGES if args.only in f"{change.kind} {change.file}"]
     if args.list:
@@ -258,29 +298,16 @@ def main() -> int:
             near = ", ".join(Path(test).stem for test in tests_near(change, args.most))
             print(f"{'there' if there else 'GONE '}  {change.kind}: {change.file}: {change.what}  [{near}]")
         return 0
-    rows = []
-    if args.results and args.results.exists():
-        rows = [json.loads(line) for line in args.results.read_text().splitlines()]
-    done = {(row["file"], row["what"], row["kind"]) for row in rows}
     warm_up()
     with tempfile.TemporaryDirectory(prefix="harmless-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder, "tree")
         copy_of_the_tree(tree)
-        for change in chosen:
-            about = {"kind": change.kind, "file": change.file, "what": change.what}
-            if (change.file, change.what, change.kind) in done:
-                continue
-            rows.append(about | verdict(tree, change, args.most, args.timeout))
-            print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
-            if args.results:
-                with args.results.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+        rows = verdicts(tree, chosen, args.most, args.timeout)
     print("\n| change | place | tests | verdict |\n| --- | --- | --- | --- |")
     for row in rows:
-        failed = f": {', '.join(row['failed'])}" if row.get("failed") else ""
-        place = f"`{row['file']}`: {row['what']}"
-        print(f"| {row['kind']} | {place} | {row.get('tests', 0)} files | {row['verdict']}{failed} |")
-    kept = sum(row["verdict"] in ("harmless", "slow tests left out") for row in rows)
+        minded = f": {', '.join(row['failed'])}" if row["failed"] else ""
+        print(f"| {row['kind']} | `{row['file']}`: {row['what']} | {row['tests']} files | {row['verdict']}{minded} |")
+    kept = sum(row["verdict"] == "harmless" for row in rows)
     print(f"\n{kept} of {len(rows)} change no test's verdict")
     return 0
 

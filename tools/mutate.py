@@ -191,8 +191,8 @@ def copy_of_the_tree(folder: Path) -> None:
         subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
 
 
-def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
-    """pytest's exit code, None after so many seconds, and the tests that failed."""
+def run_tests(tree: Path, tests: list[str], seconds: float, *more: str) -> tuple[int | None, str]:
+    """pytest's exit code, None after so many seconds, and the tests that failed. more: options of pytest's."""
     report = tree.parent / "report"
     report.write_text("")
     pid = os.fork()
@@ -200,7 +200,7 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int | None,
         code = 99
         try:
             os.setsid()
-            code = _in_the_fork(tree, tests, report)
+            code = _in_the_fork(tree, [*more, *tests], report)
         finally:
             os._exit(code)
     deadline, status = time.monotonic() + seconds, None
@@ -215,7 +215,7 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int | None,
     return status, report.read_text()
 
 
-def _in_the_fork(tree: Path, tests: list[str], report: Path) -> int:
+def _in_the_fork(tree: Path, words: list[str], report: Path) -> int:
     import pytest
 
     os.chdir(tree)
@@ -225,8 +225,8 @@ def _in_the_fork(tree: Path, tests: list[str], report: Path) -> int:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     with contextlib.redirect_stdout(io.StringIO()) as written:
-        code = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--confcutdir=tests",
-                                f"--basetemp={tree.parent / 'tests'}", *tests]))  # fmt: skip
+        code = int(pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", "--confcutdir=tests",
+                                f"--basetemp={tree.parent / 'tests'}", *words]))  # fmt: skip
     lines = written.getvalue().splitlines()
     failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     report.write_text("\n".join(line.split(" - ")[0] for line in failed))
@@ -256,7 +256,7 @@ def verdict(tree: Path, mutant: Mutant, seconds: float) -> dict:
     try:
         file.write_bytes(right[: mutant.begin] + mutant.new.encode() + right[mutant.end :])
         begun = time.monotonic()
-        code, failed = run_tests(tree, tests, seconds)
+        code, failed = run_tests(tree, tests, seconds, "-x")
         took = time.monotonic() - begun
     finally:
         file.write_bytes(right)

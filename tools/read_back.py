@@ -214,11 +214,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
                 tool == "torchrun") else ["start.py", "train.py"]  # fmt: skip
             command += ["--steps", "2", *(["--deepspeed_config", "deepspeed.json"] if tool == "deepspeed" else [])]
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            said = done.stdout + done.stderr
+            output = done.stdout + done.stderr
             if done.returncode:
-                print(said[-3000:])
-            steps = said.count("step 2: loss") if tool in ("accelerate", "deepspeed") else int(
-                ("train_runtime" if tool == "hf-trainer" else "step 2") in said)  # fmt: skip
+                print(output[-3000:])
+            steps = output.count("step 2: loss") if tool in ("accelerate", "deepspeed") else int(
+                ("train_runtime" if tool == "hf-trainer" else "step 2") in output)  # fmt: skip
             same(f"{about}: exit, second steps", (done.returncode, steps), (0, 1))
 
 

@@ -54,7 +54,7 @@ def chapter_with(exercise: str) -> str:
     return names[exercise]
 
 
-def meant(word: str, exercise: str | None) -> tuple[str, str | None]:
+def resolved(word: str, exercise: str | None) -> tuple[str, str | None]:
     """The chapter and the exercise of a command line's one or two words. Raises UserError for what is not there."""
     chapter = chapter_named(word)
     if chapter not in chapters() and exercise is None and not chapter[:1].isdigit():
@@ -110,7 +110,7 @@ def read(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.submission and options.submission.is_dir() and not options.csv:
         raise UserError("a folder of submissions is graded with --csv")
     if options.chapter:
-        options.chapter, options.exercise = meant(options.chapter, options.exercise)
+        options.chapter, options.exercise = resolved(options.chapter, options.exercise)
     if options.hint is not None and not options.csv and options.exercise is None:
         raise UserError("--hint: name an exercise, as in python -m common.check ring_shift --hint")
     return options

@@ -362,6 +362,8 @@ def main(arguments=None):
     parser.add_argument("--report", action="store_true", help="also write doctor-report.txt, without names and paths")
     parser.add_argument("--symptom", metavar="WORDS", help="check nothing; say where the course explains this")
     options = parser.parse_args(arguments)
+    if options.symptom is not None and not options.symptom.strip():
+        parser.error("--symptom is empty; give it words of the message, or of what you see")
     if options.symptom is not None:
         from common import symptoms
 

@@ -7,7 +7,6 @@ in the stored output of a cell, which `make test` compares with that of a new ru
 readers export from it are added up by this program, question by question, for a teacher.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import yaml
 
 from common import ROOT, stored
-from common.errors import UserError, one_line_errors
+from common.errors import Parser, UserError, one_line_errors
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,8 @@ def tally(paths: list[Path]) -> dict[str, Tally]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="How a class has predicted, question by question; hardest first.")
+    about = "How a class has predicted, question by question; hardest first."
+    parser = Parser("python -m common.questions", description=about)
     parser.add_argument("files", nargs="+", type=Path, help="what readers have exported from the site")
     with one_line_errors():
         found = tally(parser.parse_args(argv).files)

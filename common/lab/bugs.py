@@ -4,13 +4,15 @@ A bug is written down as what is right and what stands there instead, and made b
 by_hand.py, or in another file of the chapter. So all the rest is right, and stays so when that file changes.
 """
 
-import argparse
 import ast
 import linecache
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from common.did_you_mean import did_you_mean
+from common.errors import Parser, UserError, one_line_errors
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,14 @@ class Bugs(dict):
         return "\n\n\n".join(ast.get_source_segment(text, node) or "" for node in nodes)
 
     def command_line(self) -> None:
-        parser = argparse.ArgumentParser(description="Code with one mistake in it. Can you find it?")
-        parser.add_argument("name", nargs="?", choices=self)
+        parser = Parser(description="Code with one mistake in it. Can you find it?")
+        parser.add_argument("name", nargs="?", help="which; without one, all are listed")
         parser.add_argument("--answer", action="store_true", help="show the mistake")
-        options = parser.parse_args()
+        with one_line_errors():
+            options = parser.parse_args()
+            if options.name is not None and options.name not in self:
+                hint = did_you_mean(options.name, self, otherwise="without a name, all are listed")
+                raise UserError(f"there is no bug '{options.name}' here; {hint}")
         if options.name is None:
             print("\n".join(self))
         elif options.answer:

@@ -73,7 +73,8 @@ class Run:
         return self
 
     def steps(self) -> Iterator[int]:
-        """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop."""
+        """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop.
+        Going on to the next one is collective: all ranks agree on stopping, and write their checkpoints."""
         progress, record, every = self.progress, self.record, self.config.checkpoint_every
         record.begin_step()
         while not progress.complete:

@@ -191,22 +191,3 @@ def test_of_the_checker(line, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     with refused(*words.split()):
         check.main(line.split())
-
-
-PROGRAMS = [
-    ("distributed_training.py --accumulation-steps 5", "--batch-size 32 5 30"),
-    ("common/check.py 07_nowhere", "07_nowhere 01_intro"),
-    ("common/doctor.py --nosuch", "--nosuch --help"),
-    ("common/doctor.py --symptom=", "--symptom words"),
-    ("common/questions.py", "files --help"),
-    ("03_ddp/classroom/bugs.py too_larg", "too_larg too_large"),
-]
-
-
-@pytest.mark.parametrize("line, words", PROGRAMS)
-def test_of_programs_as_they_are_started(line, words, tmp_path):
-    script, *arguments = line.split()
-    process = Fork(ROOT / script, *arguments, cwd=tmp_path)
-    said, errors = process.communicate(timeout=300)
-    assert (process.returncode, said, errors.count("\n")) == (2, "", 1), errors
-    assert errors.startswith("error: ") and all(word in errors for word in words.split()), errors

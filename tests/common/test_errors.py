@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from helpers import LAUNCHER, configure, refused
 
 from common import ROOT, errors
 from common.errors import UserError, one_line_errors, out_of_memory
-from common.keeper import Keeper
 from common.lab.launch import free_port
 
 SCRIPT = ROOT / "distributed_training.py"
@@ -194,22 +192,6 @@ def test_pictures_need_torchvision(tmp_path):
     assert line.startswith("error: --task images: ") and "has no package torchvision; " in line
     process = Fork(SCRIPT, *SMALL, "--steps=1", cwd=tmp_path, preexec_fn=without("torchvision"))
     assert process.wait(timeout=300) == 0
-
-
-# --- a lost rank ----------------------------------------------------------------------------------------------
-
-
-def test_advice_after_a_lost_rank_is_true(tmp_path):
-    def advice(folder: Path) -> str:
-        return Keeper.how_to_resume(SimpleNamespace(path=folder))
-
-    run = tmp_path / "run"
-    resume, again = f"--resume --run-dir {run}", "start again"
-    assert resume in advice(run) and again in advice(run), "both, where nobody here can see the folder"
-    run.mkdir()
-    assert resume not in advice(run) and again in advice(run)
-    (run / "checkpoint-000006").mkdir()
-    assert resume in advice(run) and again not in advice(run)
 
 
 # --- resume, interrupt ----------------------------------------------------------------------------------------

@@ -95,17 +95,6 @@ def test_nothing_imports_a_chapters_file_by_its_bare_name():
             assert not bare, f"{path} imports {bare}; say `from course.CHAPTER import ...`"
 
 
-def borrowed(code: str) -> set[str]:
-    """Files of tests that a program imports from."""
-    return {name.split(".")[0] for name in imported(code) if name.startswith("test_")}
-
-
-def test_tests_borrow_from_helpers_and_not_from_each_other():
-    assert borrowed("from test_train import start\nfrom helpers import TEXT") == {"test_train"}
-    found = {path.name: borrowed(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert {name: others for name, others in found.items() if others} == {} and len(found) > 40
-
-
 def test_the_checks_bite():
     assert imported("from course.ddp import by_hand\nimport by_hand") >= {"course.ddp.by_hand", "by_hand"}
     assert len(by_string("x = load('03_ddp.by_hand')\nsys.path.append(folder)")) == 2

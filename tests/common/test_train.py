@@ -48,13 +48,9 @@ def test_the_run_directory(tmp_path):
     assert names == ["checkpoint-000002", "checkpoint-000004", "config.json", "loss.png", "metrics.jsonl"]
     names = sorted(path.name for path in (folder / "checkpoint-000004").iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
-    facts = json.loads((folder / "config.json").read_text())
-    assert facts["config"] == config.settings()
-    assert (facts["strategy"], facts["world_size"], facts["torch"]) == ("ddp", 2, torch.__version__)
+    assert json.loads((folder / "config.json").read_text())["config"] == config.settings()
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    rates = [record["learning_rate"] for record in records]
-    assert rates == pytest.approx([0.0001, 0.0002, 0.0003, 0.0004]), "warm-up to 2e-3 in 20 steps"
     speeds = [12 * 16 / record["step_seconds"] for record in records]
     told = [record["tokens_per_second"] for record in records]
     assert told == pytest.approx(speeds), "tokens of all ranks per second"

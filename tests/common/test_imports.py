@@ -337,6 +337,7 @@ def test_what_files_declare_is_what_strategies_have(tmp_path, monkeypatch):
         *[(f"{script} --nosuch", 2) for script in (*ENGINES, "06_fsdp/with_qlora.py", "05_pipeline/play.py")],
         ("distributed_training.py --help", 0), ("03_ddp/distributed_training.py --help", 0),
         *[(f"-m common.check {words}", 2) for words in ("--csv", "nosuch", "01_intro nosuch", "--hint")],
+        ("-m common.questions", 2), ("-m common.doctor --symptom=", 2), ("03_ddp/classroom/bugs.py too_larg", 2),
         ("common/doctor.py --nosuch", 2), ("-m common.runs nosuch", 2), ("-m common.cluster_check --megabytes 0", 2),
     ],
 )  # fmt: skip

@@ -259,6 +259,17 @@ def own_options(old: str, rest: str) -> str:
     return table(["option", "of", "default", "what it sets"], lines)
 
 
+def torch_pin(old: str, rest: str) -> str:
+    (pin,) = re.findall(r"^torch==.*", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    return code(pin)
+
+
+def pythons(old: str, rest: str) -> str:
+    """The oldest and the newest, with which CI runs everything."""
+    ((oldest, newest),) = re.findall(r'python: \["(.*)", "(.*)"\]', (ROOT / ".github/workflows/test.yml").read_text())
+    return f"{oldest} to {newest}"
+
+
 def seconds_of_a_collective(old: str, rest: str) -> str:
     return f"{Config.timeout:g}"
 
@@ -351,7 +362,8 @@ FACTS: dict[str, Callable[[str, str], str]] = {
     made.__name__.replace("_", " "): made
     for made in (
         chapters, trail, library, trail_hours, path_hours, week_hours, weeks, exercises, strategies, engines, options,
-        own_options, configs, commands, seconds_of_a_collective, slow_rank, slow_link, asked_in_public, predictions,
+        own_options, configs, commands, torch_pin, pythons, seconds_of_a_collective, slow_rank, slow_link,
+        asked_in_public, predictions,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from helpers import SMALL, as_options, configure, do_not_draw, metrics, numbers,
 from torch import nn
 
 from common import ROOT, engine_files, manifest, own, runs
-from common.data import Plan, micro_batches, shard
+from common.data import Plan, global_batch, micro_batches, shard
 from common.errors import UserError
 from common.lab.equality import COVERING, Batches, NotEqual, prove, sgd, tied
 from common.lab.launch import RankFailed, free_port, launch
 from common.lab.ledger import Ledger
+from common.learning_rate import learning_rate
 from common.mesh import make_mesh
 from common.strategy import Setup
 from common.task import make_task
@@ -247,6 +249,8 @@ def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_opt
     recorded = configured(settings | {"gradient_clipping": 0.5}, "--max-norm 0.5").settings()
     told = {"precision": "bf16", "accumulation_steps": 2, "max_norm": 0.5, "offload": True}
     assert {name: recorded[name] for name in told} == told
+    of_one = configured({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}).settings()
+    assert of_one["batch_size"] == 3 * 4 * 2, "examples of a micro-batch, micro-batches, ranks"
     for wrong, line, text in [
         ({"zero_optimization": {"stage": 3}}, "", "has stage 3, and --strategy zero2 is stage 2"),
         ({"zero_optimization": {"stage": 2}}, "--offload", "no offload_optimizer"),
@@ -536,6 +540,36 @@ def test_qlora_trains_adapters_alone_and_shards_all_but_the_scales():
         assert found == {part: size // 2 for part, size in whole.items() if part in found}
     shapes = with_qlora.bytes_by_part(with_qlora.make_model(SMALL_QLORA, "meta"))
     assert shapes == whole, "what is computed from shapes is what was counted"
+
+
+def test_adapters_are_trained_as_a_plain_loop_trains_them():
+    """With micro-batches, warm-up, a cosine, weight decay and clipping."""
+
+    def plainly():
+        how, found = SMALL_LORA["training"], []
+        model, text = (
+            with_qlora.make_model(SMALL_LORA),
+            with_qlora.Data(SMALL_LORA["training"]["context"], "", 256).parts[0],
+        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, weight_decay=how["weight_decay"])
+        for step in range(how["steps"]):
+            optimizer.param_groups[0]["lr"] = learning_rate(SimpleNamespace(**how), step)
+            losses = []
+            for part in global_batch(how["seed"], step, how["batch_size"], text.size).chunk(how["accumulation_steps"]):
+                inputs, targets = text.batch(part)
+                logits = model(input_ids=inputs).logits.float()
+                losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            loss = torch.stack(losses).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(trained, how["max_norm"])
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    ((losses, *_),), (expected,) = launch(qlora, 1, (SMALL_LORA,)), launch(plainly, 1)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def again(settings, base: str, adapter: str, merge: str) -> list[float]:

@@ -13,7 +13,7 @@ from proofs import Job, prove_all, prove_each
 
 from common.lab import equality
 from common.lab.equality import ALL_CASES, CASES, COVERING, Case, NotEqual, agree, prove
-from common.lab.launch import RankFailed, launch
+from common.lab.launch import RankFailed
 from common.state import whole
 from course.data_parallel.classroom.bugs import BUGS as DATA_PARALLEL_BUGS
 from course.ddp.classroom.bugs import BUGS as DDP_BUGS
@@ -199,18 +199,6 @@ def examine(strategy_class, nproc, who, timeout=60.0):
 
 def test_without_a_bug_the_cases_that_refuse_bugs_pass():
     assert len(examine(load("ddp", True), 2, "ddp")) == len(TELLING) == 2
-
-
-def test_every_rank_holds_the_same_buffers():
-    """Of four, by hand, which read different slices: those of replicas and shards alike."""
-    case = Case(equality.WithBatchNorm, equality.sgd, accumulate=1, max_norm=100.0)
-    names = [name for name, kind, nproc, _ in PROOFS if (kind, nproc) == ("by-hand", 4)]
-    kinds = {name: kind for name in names if "images" in (kind := load(name, "by-hand")).tasks}
-    ranks = launch(lambda: [equality.on_ranks(kind, [case])[0].own for kind in kinds.values()], 4)
-    for name, *owns in zip(kinds, *ranks, strict=True):
-        first, *others = ({of: value for of, _, value in own if "running" in of} for own in owns)
-        assert len(first) == 2, name
-        assert all(torch.equal(other[of], value) for of, value in first.items() for other in others), name
 
 
 def test_adamw_of_the_proofs_makes_no_steps_of_rounding():

@@ -176,49 +176,37 @@ def test_each_axis_sends_what_its_formula_says():
         assert calls == micro * 4 * blocks + (micro if first else micro + 2 * micro) + 1
 
 
-def test_shards_and_contexts_send_what_their_formulas_say():
-    """On shard=2, context=2: the same GPT, whose embedding and head share a weight and so a unit; one micro-batch."""
-    found = launch(sent_along_each_axis, 4, ({"shard": 2, "context": 2},), timeout=600)
-    width, float32, vocabulary, layers, examples = 16, 4, 64, 2, equality.BATCH // 2
-    ends = vocabulary * width + equality.CONTEXT * width + 2 * width  # tokens, positions, the last norm
-    block = 2 * 2 * width + 3 * width**2 + (width**2 + width) + (4 * width**2 + 4 * width) + (4 * width**2 + width)
-    kv = 2 * examples * (equality.CONTEXT // 2) * width * float32  # of a rank's tokens, in one layer
-    for sent, _, _ in found:
-        # shard: a block is gathered forward and backward, the unit that the forward pass ends with once; all gradients
-        assert sent["shard", "all_gather"] == (1 + 2 * layers, float32 * (ends + 2 * layers * block))
-        assert sent["shard", "reduce_scatter"] == (1 + layers, float32 * (ends + layers * block))
-        assert sent["shard", "all_reduce"] == (2, 2 * float32)  # the squares of both parts of the norm
-        # context: keys and values once round the ring forward and backward, and their gradients after them
-        assert sent["context", "send"] == sent["context", "recv"] == (3 * layers, 3 * layers * kv)
-        # and the gradients of this rank's shards, in one message
-        assert sent["context", "all_reduce"] == (1, float32 * (ends + layers * block) // 2)
-        assert sent["all", "all_reduce"] == (1, float32)  # the loss
+SAME = [  # axes, and the strategy that has those alone
+    *((axes, strategy, kind) for kind in ("by-hand", "pytorch") for axes, strategy in (
+        ({"shard": 2}, "fsdp"), ({"tensor": 2}, "tensor"), ({"pipeline": 2}, "pipeline"))),
+    ({"context": 2}, "context", "by-hand"),
+    ({"pipeline": 2, "shard": 2}, "pipeline+fsdp", "pytorch"),
+]  # fmt: skip
 
 
-ONE_AXIS = {"shard": "fsdp", "tensor": "tensor", "pipeline": "pipeline", "context": "context"}
-
-
-def sent_with_one_axis():
-    """For each axis and implementation: what a step sends but scalars, of the mesh and of the axis's own strategy."""
+def sent_by_both(rows):
+    """What a step of two micro-batches sends but scalars: of the mesh, and of the strategy."""
     found = []
-    for (name, strategy), kind in itertools.product(ONE_AXIS.items(), ("by-hand", "pytorch")):
-        for one in [("mesh", kind), (strategy, kind)] * (kind == "by-hand" or name != "context"):
+    for axes, *who in rows:
+        for kind in (load("mesh", who[1]), load(*who)):
+            options = kind.Options(schedule="interleaved") if axes.keys() > {"pipeline"} else None
             torch.manual_seed(0)
-            trained = load(*one)(equality.tied(), equality.sgd, Setup(make_mesh({name: 2})))
-            tokens = equality.Batches().tokens[:8]
-            batch = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(2)]
+            trained = kind(equality.tied(), equality.sgd, Setup(make_mesh(axes), options))
+            batch = [(part[:, :-1], part[:, 1:]) for part in equality.Batches().tokens[:8].chunk(2)]
             trained.step(batch)
             with Ledger() as ledger:
                 trained.step(batch)
             large = [entry for entry in ledger.entries if entry.payload > 200 and entry.ranks > 1]
-            found.append((*one, Counter((entry.operation, entry.payload) for entry in large)))
+            found.append(Counter((entry.operation, entry.payload) for entry in large))
     return found
 
 
-def test_a_mesh_of_one_axis_sends_what_the_strategy_of_that_axis_sends():
-    for found in launch(sent_with_one_axis, 2):
-        for (*_, mesh), (name, kind, own) in zip(found[::2], found[1::2], strict=True):
-            assert mesh == own and own, f"{name}, {kind}"
+@pytest.mark.parametrize("nproc", (2, 4))
+def test_a_mesh_sends_what_the_strategy_of_its_axes_sends(nproc):
+    rows = [row for row in SAME if math.prod(row[0].values()) == nproc]
+    for found in launch(sent_by_both, nproc, (rows,)):
+        for row, mesh, own in zip(rows, found[::2], found[1::2], strict=True):
+            assert mesh == own and own, row
 
 
 # --- what does not go together --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ STRATEGIES = {
     ("zero1", "pytorch"): {"shard": 4},
     ("zero2", "by-hand"): {"shard": 4},
     ("fsdp", "by-hand"): {"shard": 4},
+    ("hsdp", "by-hand"): {"data": 2, "shard": 2},
     ("mesh", "by-hand"): {"shard": 2, "tensor": 2},
 }
 
@@ -54,7 +55,7 @@ def noting(name):
 
 def look(name: str, kind: str) -> dict:
     cls = load(name, kind)
-    model = (equality.frozen if name in ("zero1", "zero2", "fsdp") else equality.tied)(cls.model_class)
+    model = (equality.frozen if name in ("zero1", "zero2", "fsdp", "hsdp") else equality.tied)(cls.model_class)
     if name != "mesh":
         model.register_buffer("place", torch.tensor([float(dist.get_rank())]))
     strategy = cls(model, equality.sgd, Setup(make_mesh(STRATEGIES[name, kind]), precision="fp16"))

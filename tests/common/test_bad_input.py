@@ -113,6 +113,7 @@ YAML = {
     "batch_sise: 3": "batch_sise batch-size",
     "Accumulation_Steps: 3": "Accumulation_Steps accumulation-steps",
     "lay-ers: 3": "lay-ers layers",
+    "replicas: 2": "replicas data=2",
     "learning-rate: 3": "learning-rate lr",
     "schedule: gpipe": "--schedule pipeline single",
     "steps: true": "steps True",

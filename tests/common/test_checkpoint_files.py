@@ -91,6 +91,11 @@ def test_hyperparameters_and_random_numbers_are_taken_up(tmp_path, monkeypatch):
         torch.manual_seed(9)
         load(folder, other)
         assert not torch.equal(torch.rand(3), expected), "of two ranks, no random numbers are this one's"
+        for key, value in {"lr": True, "amsgrad": 1, "betas": [0.5]}.items():
+            about = whole.about | {"optimizer": whole.about["optimizer"] | {key: value}}
+            (folder / "manifest.json").write_text(manifest.seal(about, whole.files, whole.tensors))
+            with refused("manifest.json", key):
+                load(folder, other)
 
 
 def test_the_loss_scale_is_taken_up():

@@ -141,8 +141,9 @@ def test_nccls_own_view():
     )
     lines, wrong = cluster_check.network_of(log)
     assert lines[0].endswith("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>") and not wrong
-    lines, wrong = cluster_check.network_of("n1:7:7 [0] NCCL INFO Using network Socket\n")
-    says(lines, ("Using network Socket",))
+    log = "n1:7:7 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nn1:7:7 [0] NCCL INFO Using network Socket\n"
+    lines, wrong = cluster_check.network_of(log)
+    says(lines, ("eth0",), ("Using network Socket",))
     says(wrong, ("TCP", "NCCL_IB_HCA", "docs/cluster.md"))
 
 
@@ -232,6 +233,15 @@ def test_of_two_slow_links_the_fault_may_be_at_their_other_ends():
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
+
+
+def test_a_link_has_a_bandwidth_where_all_is_latency(monkeypatch):
+    """A byte is under way for a second, and so many bytes for three seconds, or for one."""
+    for seconds in (3.0, 1.0):
+        monkeypatch.setattr(cluster_check, "trip", lambda data, *_, s=seconds: 1.0 if data.numel() == 1 else s)
+        ((link,), nothing) = launch(lambda: cluster_check.measure_links(Ranks.here(), 8), 2)
+        assert not nothing and (link.a, link.b, link.latency) == (0, 1, 1.0)
+        assert link.bandwidth == 4.0 if seconds == 3.0 else 8.0 <= link.bandwidth < float("inf")
 
 
 def test_what_is_compared_of_a_rank(monkeypatch):

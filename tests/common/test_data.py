@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import refused
+from helpers import configure, refused
 
 from common.data import Images, Plan, Text, digits, epoch_order, global_batch, shard, validation_text
+from common.task import make_dataset
 
 
 def test_order_depends_on_seed_and_step_alone():
@@ -121,7 +122,7 @@ def test_torchvision_datasets_where_they_are(tmp_path):
         patch.setattr(torchvision.datasets, "CIFAR10", no_network)
         patch.setattr(torchvision.datasets, "FashionMNIST", lambda *args, **more: grey)
         with refused("--dataset cifar10", "no route to host"):
-            torchvision_images("cifar10", str(tmp_path), download=True)
+            make_dataset(configure(f"--task images --dataset cifar10 --data-dir {tmp_path} --download --dry-run"))
         assert asked == [((str(tmp_path),), {"train": True, "download": True})], "what torchvision is asked for"
         assert torchvision_images("fashion-mnist", "", download=False).pixels.shape == (2, 1, 28, 28), "one channel"
     cifar = torchvision.datasets.CIFAR10

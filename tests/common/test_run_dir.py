@@ -158,6 +158,12 @@ def test_what_cannot_be_resumed(tmp_path, monkeypatch):
         Path("runs", name, "checkpoint-000001").mkdir(parents=True)
         write_facts(Path("runs", name), {"steps": 3})
     os.utime("runs/early/config.json", (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "damage_at_sight", lambda folder: "damaged" * folder.name.endswith("2"))
+        Path("runs/late/checkpoint-000002").mkdir()
+        assert run_dir.saved_settings({"resume": LATEST})["steps"] == 3, "from the newest that is whole"
+        with refused("--resume", "damaged"):
+            run_dir.saved_settings({"resume": "2"})
     found = run_dir.saved_settings({"resume": LATEST})
     assert (found["steps"], found["run_dir"]) == (3, "runs/late"), "of the runs under runs/ the newest"
 

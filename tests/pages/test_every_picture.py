@@ -8,13 +8,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import numpy
 import pytest
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from common.lab import plotting
-from course.ddp import buckets, checkpoint_cost
+from course.ddp import buckets, checkpoint_cost, rates
 from course.ddp import pictures as ddp_pictures
 from course.fsdp import sharding_pictures
 from course.intro import networks, overview, rank_pictures
@@ -229,6 +230,21 @@ def test_what_a_step_has_changed_is_lit_and_nothing_else():
     assert looks(held) == looks(None), "nothing has changed"
     other = looks([[1, 2], [9, 4], [5, 6], [7, 8]]) - looks(None)
     assert len({place[:2] for place in other}) == 1, "one of eight numbers"
+    plt.close("all")
+
+
+def test_as_many_calls_are_lit_as_have_met():
+    fig = rank_pictures.paired([["a", "b", "c"]] * 2, pairs=1, notes=["the sum"])
+    faces = [to_hex(patch.get_facecolor()) for patch in fig.axes[0].patches]
+    assert [face != "#ffffff" for face in faces] == [True, False, False] * 2
+    plt.close("all")
+
+
+def test_the_ring_is_around_the_lowest_loss():
+    middles = numpy.linspace(1.0, 2.0, len(rates.FACTORS))[:, None] + [0.0] * 3
+    for ax in rates.draw({(name, batch): middles for name in rates.BASE for batch in rates.BATCHES}).axes:
+        rings = [line.get_ydata()[0] for line in ax.lines if len(line.get_ydata()) == 1]
+        assert rings == [1.0] * len(rates.BATCHES)
     plt.close("all")
 
 

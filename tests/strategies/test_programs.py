@@ -1,5 +1,6 @@
 """What the programs that readers copy leave on disk, and how the one that measures speed measures it."""
 
+import itertools
 import runpy
 import sys
 import time
@@ -7,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import SlowDevice, launcher
 
 from common import ROOT
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from course.ddp import speed
+from course.intro import costs
 
 
 def run(program: str, monkeypatch, folder, epochs: int = 0) -> None:
@@ -76,15 +79,37 @@ def test_seconds_of_a_step_are_those_of_the_slowest_rank(gpu):
     assert launch(seconds_by_a_clock, 2, ([2.5, 2.0], gpu)) == pytest.approx([2.5, 2.5], abs=1e-5)
 
 
+def test_ranks_begin_each_call_that_is_measured_together():
+    def spans() -> list[tuple]:
+        found = []
+
+        def call():
+            begin = time.monotonic()  # one clock for all processes of a machine
+            time.sleep(0.02 * dist.get_rank())
+            found.append((begin, time.monotonic()))
+
+        costs.durations(call, repeats=3)
+        return found[-3:]
+
+    for before, after in itertools.pairwise(zip(*launch(spans, 2), strict=True)):
+        assert max(end for _, end in before) <= min(begin for begin, _ in after), "one rank is a call ahead"
+
+
 def test_a_rank_trains_on_its_part_of_the_batch():
     def shapes() -> list:
         seen = []
-        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.append(args[0]))
         step = speed.make_step(*speed.make_model(torch.device("cpu")), 64, torch.device("cpu"))
         with Ledger() as ledger:
             step()
         hook.remove()
-        return [seen[0][0], sum(entry.payload for entry in ledger.entries if entry.operation == "all_reduce")]
+        return [
+            seen[0].sum().item(),
+            len(seen[0]),
+            sum(entry.payload for entry in ledger.entries if entry.operation == "all_reduce"),
+        ]
 
     examples, gradients = 64 // 4, 4 * 6 * (speed.WIDTH**2 + speed.WIDTH)
-    assert launch(shapes, 4) == [[examples, gradients]] * 4
+    found = launch(shapes, 4)
+    assert [rank[1:] for rank in found] == [[examples, gradients]] * 4
+    assert len({total for total, *_ in found}) == 4, "of its own"

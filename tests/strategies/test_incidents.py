@@ -62,6 +62,21 @@ def test_the_fixed_program_equals_one_process_and_the_broken_one_does_not(name, 
     assert (max(compared(ran.broken, ran.one).values()) > TOLERANCE) == (name not in UNSEEN)
 
 
+def differ(ranks) -> set[str]:
+    """Of what must be the same on all ranks: which kinds are not."""
+    found = {"replicas that are compared": [{k: v.tolist() for k, v in rank.copies.items()} for rank in ranks]}
+    found["the logged norm"] = [rank.norms for rank in ranks]
+    return {what for what, of_ranks in found.items() if any(other != of_ranks[0] for other in of_ranks)}
+
+
+@pytest.mark.parametrize("name", END)
+def test_a_net_that_compares_ranks_catches_the_mistake_and_nothing_else(name, ran):
+    """Of shards that are drawn, the program itself counts the different ones."""
+    nets = ["replicas that are compared"] * (name != "replicas_drawn_apart") + ["the logged norm"]
+    assert not differ(ran[name].fixed)
+    assert {net for net in nets if net in incidents()[name].net} <= differ(ran[name].broken)
+
+
 @pytest.mark.parametrize("name", HANG if FULL else HANG[:1])
 def test_what_hangs_comes_to_no_numbers_and_without_the_mistake_to_those_of_one_process(name):
     broken, fixed = incidents()[name].broken, incidents()[name].fixed

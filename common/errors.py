@@ -24,6 +24,15 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
+def writing(path):
+    """Raise UserError, which names the file or folder, where what is done inside cannot write it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
 def one_line_errors():
     """Turn a UserError, memory that is used up, and a message to a rank that is gone into one line and exit code 2:
     once per node where all ranks have the same error. The line goes to stderr; under torchrun it stands at the end of

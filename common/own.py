@@ -41,6 +41,8 @@ def module_of(path: str) -> ModuleType:
     """A Python file, imported. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file")
+    if Path(path).suffix != ".py":
+        raise UserError(f"{path} is no file of Python, whose name ends in .py")
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)
     assert spec and spec.loader  # as for every .py file
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -19,7 +19,7 @@ from common import ROOT
 from common.axes import parse_axes, resolve
 from common.constants import GIB
 from common.did_you_mean import did_you_mean
-from common.errors import UserError, one_line_errors
+from common.errors import UserError, one_line_errors, writing
 from planner import as_course, constants, hardware, models
 from planner.adapters import ON
 from planner.emit import COURSE, FORMATS, FRAMEWORK_OF, emit, predicted
@@ -396,9 +396,10 @@ def run_emit(args: argparse.Namespace) -> None:
         folder = Path(args.out)
         # This course's own script stays where it is.
         command = f"cd {shlex.quote(args.out)} && " + command.replace(COURSE, shlex.quote(str(ROOT / COURSE)))
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in found.files.items():
-            (folder / name).write_text(text)
+        with writing(f"--out {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in found.files.items():
+                (folder / name).write_text(text)
     if args.json:
         print(json.dumps(vars(found), indent=1))
         return
@@ -462,7 +463,8 @@ def run_benchmark(args: argparse.Namespace) -> None:
     if args.run:
         runs = benchmark.compare(runs, args.steps)
     if args.output:
-        Path(args.output).write_text(json.dumps(runs, indent=1) + "\n")
+        with writing(f"--output {args.output}"):
+            Path(args.output).write_text(json.dumps(runs, indent=1) + "\n")
     print(json.dumps(runs, indent=1) if args.json or not args.run else benchmark.table(runs))
 
 

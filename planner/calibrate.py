@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, writing
 from common.meter import BUSY, busy
 from planner.constants import PRIOR, Constants
 from planner.hardware import GPU, here
@@ -188,7 +188,8 @@ def calibrate(path: Path | str, ranks: int) -> str:
     if found["cores"]:
         constants["kept"] = 0.0  # a processor that copies a message does not compute meanwhile
         constants["passes"] = passes(here(found), replace(PRIOR, **constants), found["block"])
-    Path(path).write_text(json.dumps({"constants": constants, "here": found}, indent=1) + "\n")
+    with writing(path):
+        Path(path).write_text(json.dumps({"constants": constants, "here": found}, indent=1) + "\n")
     doubt = f"\nnote: {before:.0%} of this machine's cores were busy before: measure again when it is quiet"
     return (
         f"products     {found['peak'] / 1e9:,.1f} GFLOP/s, {found['kernel'] * 1e6:,.0f} us before each begins\n"

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, writing
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,5 @@ def save(constants: Constants, path: Path | str = STORED, halves: Sequence[tuple
         written["halves"] = [{"projects": sorted(own), "constants": rounded(found)} for own, found in halves]
     if probes:
         written["probes"] = list(probes)
-    Path(path).write_text(json.dumps(written, indent=1) + "\n")
+    with writing(path):
+        Path(path).write_text(json.dumps(written, indent=1) + "\n")

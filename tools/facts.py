@@ -1,7 +1,7 @@
 """Write what pages repeat from code and data: `make facts`.
 
-Between `<!-- facts: NAME -->` and `<!-- end -->` on one of PAGES stands what the function NAME makes, from code or
-data. It is given what stands there now: a table keeps the columns that somebody has written, and a
+Between `<!-- facts: NAME -->` and `<!-- end -->` in README.md, CONTRIBUTING.md or docs/ stands what the function NAME
+makes, from code or data. It is given what stands there now: a table keeps the columns that somebody has written, and a
 new line has "..." in them, which has to be replaced by words. Notebooks have one such place without marks, the minutes
 that their first cell promises.
 
@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, check, cluster_check, gpus, questions, symptoms
+from common import ROOT, check, cluster_check, questions, symptoms
 from common.axes import AXES
 from common.config import Config, shared
 from common.options import flag
@@ -29,12 +29,7 @@ MINUTES = re.compile(r"(\*\*Time:\*\* )\d+( minutes)")
 PRINTS_CODE = re.compile(r"print\(.*(getsource|read_text)\(")
 TO_WRITE = "..."  # in a cell that somebody has to write
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "planner/published/README.md",
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9][0-9]_*/*.ipynb"))  # in reading order
 FRONT = "distributed_training.ipynb"  # the whole subject on one page; it belongs to no chapter
 EVERY_NOTEBOOK = [FRONT, *NOTEBOOKS]
@@ -264,11 +259,6 @@ def own_options(old: str, rest: str) -> str:
     return table(["option", "of", "default", "what it sets"], lines)
 
 
-def published_runs(old: str, rest: str) -> str:
-    sources = [row["source"] for row in gpus.rows(ROOT / "planner/published/runs.csv")]
-    return f"{len(sources):,} runs of {len(set(sources))} sources"
-
-
 def torch_pin(old: str, rest: str) -> str:
     (pin,) = re.findall(r"^torch==.*", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     return code(pin)
@@ -372,8 +362,8 @@ FACTS: dict[str, Callable[[str, str], str]] = {
     made.__name__.replace("_", " "): made
     for made in (
         chapters, trail, library, trail_hours, path_hours, week_hours, weeks, exercises, strategies, engines, options,
-        own_options, configs, commands, published_runs, torch_pin, pythons, seconds_of_a_collective, slow_rank,
-        slow_link, asked_in_public, predictions,
+        own_options, configs, commands, torch_pin, pythons, seconds_of_a_collective, slow_rank, slow_link,
+        asked_in_public, predictions,
     )
 }  # fmt: skip
 

@@ -198,6 +198,8 @@ def groups(mine):
         dist.broadcast(mine, 1, group=pair)
     work = dist.all_reduce(mine, async_op=True)
     work.wait()
+    mine.neg_()
+    work.wait()  # anew, which writes nothing
     mesh = init_device_mesh("cpu", (size,))
     sharded = distribute_tensor(torch.arange(2.0 * size), mesh, [Shard(0)])
     total = (sharded * mine.sum()).sum().full_tensor()
@@ -434,7 +436,7 @@ def test_a_class_within_the_course_is_hidden(monkeypatch, tmp_path):
     (shown / "class" / "jane.py").touch()
     monkeypatch.setattr(sandbox, "ROOT", tmp_path)
     code = f"import os; print(os.listdir({str(shown / 'class')!r}))"
-    for hidden, says in (((), "['jane.py']"), ((shown / "class",), "[]")):
+    for hidden, says in (((), "['jane.py']"), ((shown / "class",), "[]"), ((shown,), "")):
         command = [*sandbox._bwrap(None, hidden), sys.executable, "-S", "-c", code]
         assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == says
 
@@ -587,7 +589,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     request.addfinalizer(lambda: subprocess.run(["rm", "-rf", folder], check=True))  # deeper than Python can delete
     (folder / "both").mkdir(parents=True)
     os.mkfifo(folder / "pipe.py")
-    for name in ("nobody", "__pycache__", "linked", "hard", "huge", "deep/er"):
+    for name in ("nobody", "__pycache__", "linked", "hard", "huge", "heavy", "deep/er"):
         (folder / name).mkdir(parents=True)
     (folder / "large.py").write_text("#" * (2**20 + 1))
     with open(folder / "sparse.py", "wb") as file:
@@ -598,6 +600,9 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     (folder / "hard" / "exercises.py").touch()
     os.link(tmp_path / "secret", folder / "hard" / "notes.txt")
     (folder / "huge" / "exercises.py").touch()
+    for number in range(17):
+        (folder / "heavy" / f"{number}.bin").write_bytes(b"x" * 2**20)
+    (folder / "heavy" / "exercises.py").touch()
     (folder / "huge" / "data.bin").write_bytes(b"x" * (2**20 + 1))
     (folder / "deep" / "exercises.py").write_text("import er.x")
     (folder / "deep" / "er" / "x.py").write_text("raise ValueError('its own file\\n```\\n# all right')")
@@ -632,6 +637,7 @@ def test_whatever_lies_in_the_folder_has_its_row(tmp_path, capfd, monkeypatch, r
     expected = {
         "'=cmd": "", "UPPER": "", "_x": "", r"a\nb\x1b[31m": "", "both.py": "", r"\xff": "", "utf16": "", "twin": "",
         "both": "no exercises.py in this folder", "nobody": "no exercises.py", "deep": "its own file",
+        "heavy": "more than 16 MiB",
         "huge": "data.bin is larger", "exercises": "No module named 'both'", "large": "larger than 1 MiB",
         "sparse": "larger than 1 MiB", "link": "a link", "linked": "exercises.py is a link", "pipe": "not a file",
         "hard": "notes.txt is a hard link", "notes.txt": "neither", "x.tar.gz": "archive",

@@ -176,6 +176,8 @@ def test_a_receive_that_nobody_waits_for_is_told_from_one_that_is_missing():
 def test_how_other_messages_are_related_to_those_asked_for(got, says):
     found = reasons.of_messages([("send", 4), ("send", 8)], got)
     assert says in found and bool(says) == bool(found)
+    few, many = ([("send", 4)] * times + [("send", 8)] * (3 - times) for times in (1, 2))
+    assert "another size" in reasons.of_messages(few, many)
 
 
 CATALOGUE = """

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -340,6 +341,14 @@ def test_a_file_is_a_module_that_knows_its_place(tmp_path):
     assert (module.Point().x, module.here) == (3, str(tmp_path / "mine.py")), "what a file has defined"
     (tmp_path / "mine.py").write_text("here = 2\n")
     assert engine.load(tmp_path / "mine.py").here == 2, "its present text"
+
+
+def test_who_has_replaced_something_once_is_not_believed_again(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(x):\n    return x\n")
+    rank, broken = engine.CheckedRank(tmp_path / "mine.py"), iter([False, False, True, False])
+    rank.seal = SimpleNamespace(broken=lambda: next(broken, False))
+    assert rank.load() is None
+    assert [rank.call("f", (n,)).status for n in range(4)] == ["returned", *["raised"] * 3]
 
 
 SEALED = [

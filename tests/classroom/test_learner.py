@@ -173,6 +173,9 @@ def test_inputs_are_shown_so_that_numbers_can_be_computed_again():
     ):
         shown = values.argument(value)
         assert len(shown) <= 60 and not [word for word in words.split() if word not in shown], shown
+    for size in (values.SHOWN, values.SHOWN + 1):
+        for value in (torch.ones(size), [1] * size, (1,) * size):
+            assert ("..." in values.argument(value)) == (size > values.SHOWN), "cut where it is longer"
 
 
 def test_of_what_is_printed_the_beginning_is_kept():

@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 from common import ROOT, doctor, symptoms
 from course.ddp import catalogue
@@ -58,6 +60,20 @@ def test_a_place_names_a_section_that_its_page_has(page):
     headings = {symptoms.plain(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
     named = {place.section for place in symptoms.all_places() if place.page == page}
     assert named and not [section for section in named - headings if f'"{section}"' not in text]  # a program's name
+
+
+def test_terms_weigh_what_scikit_learn_makes_of_them():
+    """Rarer and more frequent words more, in places of any length; rarity once more, for the question."""
+    all_places = symptoms.all_places()
+    counted = TfidfVectorizer(analyzer=symptoms.terms_of, sublinear_tf=True, norm=None)
+    table = counted.fit_transform([place.text for place in all_places]).toarray()
+    length = np.maximum(symptoms.SHORT, np.linalg.norm(table, axis=1, keepdims=True))
+    expected = 1000 * table / length * counted.idf_ * np.array([[place.known] for place in all_places])
+    found = np.zeros_like(expected)
+    for term, weighed in symptoms.weights().items():
+        for place, weight in weighed:
+            found[place, counted.vocabulary_[term]] = weight
+    assert np.abs(found - expected).max() < 0.501 and found.max() > 100
 
 
 def test_a_guess_is_called_one():

@@ -54,6 +54,12 @@ def test_a_dropped_file_stays_in_the_address():
     assert page.answer(SMALL)["layouts"][0]["parameters"] != found["layouts"][0]["parameters"]
 
 
+def test_what_is_shown_with_care_is_numbered_on():
+    found = page.answer(dict(model="llama-2-7b", gpu="h100-80gb", gpus="8", batch_size="64", sequence="4096"))
+    trusted = [one["trusted"] for one in found["layouts"]].index(False)
+    assert re.findall(r'<ol class="layouts"(.*?)>', page.html(found)) == ["", f' start="{trusted + 1}"'] and trusted > 0
+
+
 def test_the_form_offers_the_gpus_of_the_table_and_no_processor():
     with open(ROOT / "common" / "gpus.csv", newline="") as file:
         names = {row["name"] for row in csv.DictReader(file)}

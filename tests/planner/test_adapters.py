@@ -64,6 +64,8 @@ def test_only_adapters_are_reduced_and_kept_in_the_optimizer():
     trained = 32 * 8 * 2 * (4096 + 4096)  # layers, rank, queries and values: [4096, 8] and [8, 4096] each
     assert found.step.links["data"] == wire_bytes("all_reduce", 4 * trained, 8)
     assert found.memory.parts["optimizer"] == 8 * trained
+    sharded = estimate(SMALL, cluster("h100-80gb", 8), layout(8, mesh={"shard": 8}, zero_stage=3, lora=8, lora_on="qv"))
+    assert sharded.memory.parts["unsharded gradients"] == (2 + 4) * trained / 32, "those of a layer"
     assert found.seconds < whole.seconds and found.memory.expected < whole.memory.expected
     cut = estimate(SMALL, cluster("h100-80gb", 8), layout(8, mesh={"tensor": 8}, lora=8)).memory.parts
     every = 32 * adapters.parameters(SMALL, 8, "all")

@@ -191,6 +191,8 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
     job, course = one.files["job.sbatch"], yaml.safe_load(one.files["course.yaml"])
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job, re.MULTILINE))
     assert asked | {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8"} == asked
+    by_hand = (ROOT / "launch" / "slurm.sbatch").read_text()
+    assert re.findall(r"^srun (.*) torchrun", job, re.M) == re.findall(r"^srun (.*) torchrun", by_hand, re.M)
     assert "--nproc_per_node=8" in job and course["mesh"] == "data=2,shard=8"
     assert subprocess.run(["bash", "-n"], input=job, text=True).returncode == 0
     assert "128,256" in one.notes[0], "a vocabulary that the course's GPT has not"

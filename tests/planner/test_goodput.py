@@ -65,5 +65,13 @@ def test_gpus_are_compared_for_a_job(capsys):
     assert h100["dollars"] / a100["dollars"] == pytest.approx(4 * h100["step_seconds"] / a100["step_seconds"])
     assert h100["kilowatt_hours"] == pytest.approx(0.7 * 1e9 / h100["tokens_per_second"] / 3600)
     assert found["v100-32gb"]["precision"] == "fp16-mixed"
+    large = job.replace("llama-3.2-1b", "llama-2-13b").split()
+    main([*large, "--json"])
+    without = {one["gpu"]: one["why"] for one in json.loads(capsys.readouterr().out) if "step_seconds" not in one}
+    for gpu in [*without][:2]:
+        with pytest.raises(SystemExit):
+            main([*large, "--gpu", gpu])
+        assert capsys.readouterr().err == f"error: {without[gpu]}\n", "as a plan for this GPU alone says"
+    assert 2 <= len(without) < len(found)
     main([*job.split(), "--price", "a100=0.01", "--by", "money"])
     assert capsys.readouterr().out.splitlines()[1].startswith("a100-80gb"), "the cheapest first"

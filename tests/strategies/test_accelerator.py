@@ -184,6 +184,7 @@ def wait_in_all_ways() -> dict[str, int]:
         x.cpu(), x.to("cpu", non_blocking=True)  # copy to the host: 1
         x.copy_(torch.ones(4, 3)), torch.ones(3).to("gpu", non_blocking=True)  # copy to the device: 1
         x[[0, 2]], x[torch.tensor([0, 2])], torch.tensor([1, 2], device="gpu")  # copy to the device: 4
+        assert x[torch.tensor([0, 2]), torch.tensor([1, 1])].shape == (2,)  # copy to the device: 2
         torch.gpu.synchronize()
         torch.gpu.Event().synchronize()  # synchronize: 2
         # None of these waits.
@@ -219,7 +220,7 @@ def count_bytes() -> list[int]:
 def test_each_kind_of_wait_is_counted(elsewhere):
     assert elsewhere(wait_in_all_ways) == {
         "item": 3, "tolist": 1, "nonzero": 1, "equal": 1, "masked_select": 1, "indexing by a mask": 2,
-        "copy to the host": 1, "copy to the device": 4, "synchronize": 2,
+        "copy to the host": 1, "copy to the device": 6, "synchronize": 2,
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def written(one: dict, folder: Path) -> Path:
     elif one["engine"] == "megatron":
         text = yaml.safe_dump({"MODEL_ARGS": {f"--{name}": value for name, value in values.items()}})
     else:
-        text = {".json": json.dumps, ".toml": emit.toml}.get(kind, yaml.safe_dump)(values)
+        text = {".json": json.dumps, ".toml": emit.in_toml}.get(kind, yaml.safe_dump)(values)
     file = folder / "inner" / f"config{kind}"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)

@@ -1,9 +1,9 @@
 """A layout as the launch command and the configuration file of a tool that trains: `python -m planner emit`.
 
-What a tool cannot express is refused. Fields are those of Accelerate 1.15, DeepSpeed 0.19, Transformers 5.23 (each read
-back by the tool itself in tools/read_back.py), torchtitan's JobConfig in TOML (torchtitan/config/job_config.py, as of
-2025), Megatron-LM's arguments (megatron/training/arguments.py at d98e8a64) and nanotron's YAML (examples/
-config_tiny_llama.yaml at 2411b022); `python -m planner explain` reads the last three back (planner/read_config.py).
+What a tool cannot express is refused. Fields are those of Accelerate 1.15, DeepSpeed 0.19, Transformers 5.23, of
+torchtitan's JobConfig in TOML (0.2.2: torchtitan/config/job_config.py), Megatron-LM's arguments (megatron/training/
+arguments.py at d98e8a64) and nanotron's YAML (examples/config_tiny_llama.yaml at 2411b022). Each is read back by the
+tool's own parser in tools/read_back.py, and the last three by `python -m planner explain` (planner/read_config.py).
 """
 
 import json
@@ -21,6 +21,7 @@ from planner.stages import layers_of_stages
 
 COURSE = "distributed_training.py"  # the script of this repository
 SCRIPT = "train.py"  # planner/train_file.py
+JOB = "job.sbatch"
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def slurm(found: Estimate) -> Emitted:
         '    --rdzv_backend=c10d --rdzv_endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))" '
         '--rdzv_id="$SLURM_JOB_ID" \\\n    distributed_training.py --distributed --config course.yaml\n'
     )
-    return Emitted("sbatch job.sbatch", {"job.sbatch": job, **inner.files}, inner.notes)
+    return Emitted(f"sbatch {JOB}", {JOB: job, **inner.files}, inner.notes)
 
 
 def accelerate(found: Estimate) -> Emitted:
@@ -342,7 +343,8 @@ def torchtitan(found: Estimate) -> Emitted:
         "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
     }  # fmt: skip
     command = f"{torchrun_words(cluster)} -m torchtitan.train --job.config_file torchtitan.toml"
-    return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{in_toml(tables)}"})
+    notes = ["torchtitan reads such a TOML up to 0.2.2; since 0.3 its configurations are Python"]
+    return Emitted(command, {"torchtitan.toml": f"# {predicted(found)}\n{in_toml(tables)}"}, notes)
 
 
 MEGATRON_PRECISION: dict[str, dict] = {
@@ -358,9 +360,10 @@ MEGATRON_RECOMPUTE: dict[str, dict] = {
 }  # fmt: skip
 MEGATRON_ZERO: dict[int, dict] = {
     0: {}, 1: {"use-distributed-optimizer": ""},
-    2: {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": "optim_grads", "use-distributed-optimizer": ""},
+    2: {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": "optim_grads", "use-distributed-optimizer": "",
+        "ckpt-format": "fsdp_dtensor"},  # the one that it takes then
     3: {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": "optim_grads_params",
-        "use-distributed-optimizer": ""},
+        "use-distributed-optimizer": "", "ckpt-format": "fsdp_dtensor"},
 }  # fmt: skip
 
 
@@ -438,7 +441,10 @@ def megatron(found: Estimate) -> Emitted:
               "mock-data": "", "use-mcore-models": "", "transformer-impl": "transformer_engine"}  # fmt: skip
     start = torchrun_words(cluster).replace("_", "-")  # torchrun reads both
     lines = [f"    --{name}{f' {value}' if value != '' else ''}" for name, value in words.items()]
-    text = f"#!/bin/bash\n# {predicted(found)}\n{start} pretrain_gpt.py \\\n" + " \\\n".join(lines) + "\n"
+    # Which it asks for before Blackwell, so that messages start in the order of the kernels; beside Megatron-FSDP not.
+    cut = (layout.tensor > 1 or layout.context > 1) and stage < 2
+    head = f"#!/bin/bash\n# {predicted(found)}\n" + ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if cut else "")
+    text = f"{head}{start} pretrain_gpt.py \\\n" + " \\\n".join(lines) + "\n"
     notes = ["megatron.sh starts in a checkout of NVIDIA/Megatron-LM; --mock-data is its stand-in for your tokens"]
     return Emitted("bash megatron.sh", {"megatron.sh": text}, notes)
 

@@ -203,6 +203,24 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
         assert yaml.safe_load(emit.emit(one, "accelerate").files["accelerate.yaml"])["use_cpu"], f"{name}: use_cpu"
 
 
+@pytest.mark.parametrize("mesh, stage, ordered, checkpoint", [
+    ({"data": 8}, 0, False, False), ({"shard": 4, "tensor": 2}, 1, True, False), ({"shard": 8}, 3, False, True),
+    ({"data": 4, "context": 2}, 0, True, False), ({"shard": 4, "tensor": 2}, 2, False, True),
+])  # fmt: skip
+def test_megatrons_own_checks_let_the_script_start(mesh, stage, ordered, checkpoint):
+    """Megatron-LM's validate_args at d98e8a64 refuses tensor and context ranks on Hopper without the variable, and its
+    FSDP with the variable, or with another format of checkpoints; tools/read_back.py lets it validate."""
+    text = emitted("megatron", 8, mesh, zero_stage=stage, sequence=4096).files["megatron.sh"]
+    assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in text) is ordered
+    assert ("--ckpt-format fsdp_dtensor" in text) is checkpoint
+
+
+def test_a_job_in_another_folder_starts_the_courses_own_script(tmp_path):
+    main(["emit", "--format", "slurm", *TOY.split(), "--gpus", "2", "--batch-size", "8", "--out", str(tmp_path)])
+    job = shlex.split((tmp_path / "job.sbatch").read_text(), comments=True)
+    assert str(ROOT / "distributed_training.py") in job and "distributed_training.py" not in job
+
+
 def test_the_head_of_a_file_says_what_was_predicted():
     found = estimated(8, {"data": 8})
     c, (first, _) = found.constants, emit.emit(found, "accelerate").files["accelerate.yaml"].split("\n", 1)

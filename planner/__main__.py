@@ -22,7 +22,7 @@ from common.did_you_mean import did_you_mean
 from common.errors import UserError, one_line_errors, writing
 from planner import as_course, constants, hardware, models
 from planner.adapters import ON
-from planner.emit import COURSE, FORMATS, FRAMEWORK_OF, emit, predicted
+from planner.emit import COURSE, FORMATS, FRAMEWORK_OF, JOB, Emitted, emit, predicted
 from planner.estimate import Estimate, estimate
 from planner.frameworks import FRAMEWORKS
 from planner.hardware import cluster
@@ -45,6 +45,8 @@ class Parser(argparse.ArgumentParser):
             wrong = message.split("invalid choice: ")[1].split("'")[1]
             hint = did_you_mean(wrong, COMMANDS, otherwise=f"there are {', '.join(COMMANDS)}")
             message = f"unknown command '{wrong}'; {hint}"
+        elif message.endswith("required: command"):
+            message = f"give a command: {', '.join(COMMANDS)}"
         raise UserError(message)
 
 
@@ -62,7 +64,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
             for name, help_ in COMMANDS.items()}  # fmt: skip
     for name in ("plan", "estimate", "emit", "probe"):
         add = subs[name].add_argument
-        add("--model", help="a name (python -m planner models); what follows changes its shape, or gives one")
+        add("--model", help="a name (python -m planner models), or a config.json; what follows changes its shape")
         for what in ("layers", "width", "heads", "kv-heads", "mlp-width", "vocabulary", "experts", "top-k",
                      "expert-width", "shared-experts", "head-width"):  # fmt: skip
             add(f"--{what}", type=int)
@@ -211,7 +213,31 @@ def read(argv: list[str]) -> argparse.Namespace:
     args, rest = main.parse_known_args(argv)
     if rest:
         subs[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    for name in ("output", "plot") if args.command not in ("probe", "calibrate") else ("out",):
+        if file := getattr(args, name, None):
+            require_writable(name, Path(file))
     return args
+
+
+def require_writable(option: str, file: Path) -> None:
+    """Raise UserError where the file can't be written, which is known now, and not only when all has been measured."""
+    with writing(f"--{option} {file}"):
+        there = file.exists()
+        file.open("a").close()
+        if not there:
+            file.unlink()
+
+
+def model_named(name: str) -> models.Model:
+    """A model of the planner's table, or of a file that has its shape. Raises UserError."""
+    if Path(name).suffix != ".json":
+        return models.find(name)
+    from planner import read_config
+
+    config = read_config.read(name)
+    if config.model is None:
+        raise UserError(f"{name} ({config.kind}) has no shape of a model; give the config.json of one")
+    return config.model
 
 
 def model_of(args: argparse.Namespace) -> models.Model:
@@ -220,7 +246,7 @@ def model_of(args: argparse.Namespace) -> models.Model:
     given = {name: getattr(args, name) for name in names}
     if args.model is None and (args.mlp or "gelu") == "gelu":
         given |= {"bias": "all", "positions": args.sequence, "tied": True}
-    model = models.custom(models.find(args.model) if args.model else None, **given)
+    model = models.custom(model_named(args.model) if args.model else None, **given)
     return replace(model, expert_width=model.hidden) if model.experts and not model.expert_width else model
 
 
@@ -376,7 +402,8 @@ def run_goodput(args: argparse.Namespace) -> None:
     print(json.dumps(vars(found) | wall, indent=1) if args.json else goodput.text(found, work))
 
 
-def run_emit(args: argparse.Namespace) -> None:
+def emitted(args: argparse.Namespace) -> tuple[Estimate, Emitted]:
+    """The layout that is named or searched for, and its files. Raises UserError for what can't be written."""
     lookup(args.format, FORMATS, "format")
     args.framework = args.framework or FRAMEWORK_OF.get(args.format, FRAMEWORK)
     if args.lora or args.nf4:
@@ -391,11 +418,19 @@ def run_emit(args: argparse.Namespace) -> None:
     one, notes = (named(args), []) if args.mesh else recommended(args)
     found = emit(one, args.format)
     found.notes[:0] = notes
+    return one, found
+
+
+def run_emit(args: argparse.Namespace) -> None:
+    one, found = emitted(args)
     command = found.command
     if args.out:
         folder = Path(args.out)
         # This course's own script stays where it is.
-        command = f"cd {shlex.quote(args.out)} && " + command.replace(COURSE, shlex.quote(str(ROOT / COURSE)))
+        script = shlex.quote(str(ROOT / COURSE))
+        command = f"cd {shlex.quote(args.out)} && {command.replace(COURSE, script)}"
+        if JOB in found.files:
+            found.files[JOB] = found.files[JOB].replace(COURSE, script)
         with writing(f"--out {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in found.files.items():
@@ -472,7 +507,7 @@ def run_explain(args: argparse.Namespace) -> None:
     from planner import explain_file, read_config
 
     config = read_config.read(args.file)
-    model = models.find(args.model) if args.model else config.model
+    model = model_named(args.model) if args.model else config.model
     if model is None:
         raise UserError(f"{args.file} ({config.kind}) has no shape of a model; give --model")
     args.gpus = args.gpus or config.gpus

@@ -56,7 +56,7 @@ def table(offers: list[Offer], by: str = "time") -> str:
     def key(pair):
         one, found = pair
         value = {"time": found.seconds, "money": one.dollars, "energy": one.kilowatt_hours}[by]
-        return value is None, value or 0.0
+        return value is None, value or found.seconds
 
     out = [f"{'GPU':12} {'step':>9} {'tokens/s':>12} {'$/10^9 tok':>11} {'kWh/10^9 tok':>13} {'memory':>10}  layout"]
     for one, found in sorted(able, key=key):

@@ -7,7 +7,7 @@ from common.errors import UserError
 from planner import memory, scope, time
 from planner.constants import Constants, load
 from planner.hardware import Cluster
-from planner.layout import Layout
+from planner.layout import LOW, Layout
 from planner.models import Model
 
 
@@ -60,8 +60,14 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Share of the 16-bit peak, in 8 bit as well."""
-        return self.flops_per_gpu / self.cluster.gpu.peak
+        """Share of the peak of the products' own precision: of the 8-bit peak where most of them have 8 bits."""
+        return self.flops_per_gpu / self.peak
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of a GPU's dense products in this precision; the 16-bit peak, where that isn't known."""
+        gpu = self.cluster.gpu
+        return (self.layout.precision in LOW and gpu.low_peak(self.layout.precision)) or gpu.peak
 
     @property
     def trusted(self) -> bool:

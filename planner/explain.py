@@ -72,7 +72,7 @@ def lines(found: Estimate) -> list[str]:
     out += [
         f"MFU             {flops / 1e9:,.1f} GFLOP per token ({4 if layout.lora else 6} per parameter of a product, "
         "12 layers x width x sequence for attention: Chowdhery et al. 2022, appendix B) x "
-        f"{found.tokens_per_second:,.0f} tokens/s / {cluster.gpus} GPUs / {gpu.peak / 1e12:,.0f} TFLOP/s = "
+        f"{found.tokens_per_second:,.0f} tokens/s / {cluster.gpus} GPUs / {found.peak / 1e12:,.0f} TFLOP/s = "
         f"{found.mfu:.1%}",
         f"GPU             {gpu.name}: {gpu.source}",
         f"network         {cluster.name}: {cluster.adapters} x {cluster.network / 1e9:g} GB/s per node",

@@ -100,7 +100,7 @@ def risks(found: Estimate, config: Config) -> list[str]:
     if found.fits == "no":
         largest = max(memory.parts, key=memory.parts.__getitem__)
         out.append(f"it runs out of memory: {memory.expected / GIB:.1f} GiB of {gpu.memory / GIB:.1f}, most of it "
-                   f"'{largest}', in the phase '{memory.phase}'")  # fmt: skip
+                   f"'{largest}', in the phase '{memory.phase}'; `python -m planner plan` finds what fits")  # fmt: skip
     elif found.fits == "tight":
         out.append(f"it may run out of memory: {memory.high / GIB:.1f} GiB in the worst case of {gpu.memory / GIB:.1f}")
     if layout.tensor > cluster.gpus_per_node:

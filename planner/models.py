@@ -171,8 +171,9 @@ ALIASES = {alias: row["name"] for row in _ROWS for alias in row["aliases"].split
 
 
 def find(name: str) -> Model:
-    """The model of that name. Raises UserError with the nearest name."""
-    return lookup(name.lower(), MODELS, "model", ALIASES)
+    """The model of that name, also with an organization before it, as on Hugging Face. Raises UserError with the
+    nearest name."""
+    return lookup(name.lower().rpartition("/")[2], MODELS, "model", ALIASES)
 
 
 def course_gpt(layers: int, width: int, heads: int, context: int, vocabulary: int = 256) -> Model:

@@ -60,6 +60,57 @@ def test_a_grid_of_batches_and_precisions_is_written_to_a_file(capsys, tmp_path)
     assert per_rank == expected and len(runs) > 8
 
 
+@pytest.mark.parametrize("line", [
+    "benchmark --max-gpus 1 --output", "calibrate --out",
+    "plan --model gpt2 --gpus 2 --gpu h100 --batch-size 64 --plot",
+    "probe --model gpt2 --gpus 2 --gpu h100 --batch-size 64 --seconds 1 --out",
+    "emit --format deepspeed --model gpt2 --gpus 2 --gpu h100 --batch-size 64 --out",
+])  # fmt: skip
+def test_what_cannot_be_written_is_said_before_anything_is_measured(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("planner.calibrate.measure", lambda ranks: pytest.fail("measured first"))
+    (tmp_path / "a file").write_text("kept")
+    with pytest.raises(SystemExit) as leaving:
+        main([*line.split(), str(tmp_path / "a file" / "x.json")])
+    said = capsys.readouterr().err
+    assert leaving.value.code and line.split()[-1] in said and len(said.splitlines()) == 1, said
+    assert (tmp_path / "a file").read_text() == "kept"
+
+
+def test_a_file_has_the_model_as_well_as_a_name_has(capsys, tmp_path):
+    """What is on Hugging Face beside the weights; and a name as it is written there."""
+    file, job = tmp_path / "config.json", "--gpus 8 --gpu h100 --batch-size 64 --json"
+    shape = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+             "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+    file.write_text(json.dumps(shape))
+    for command in ("plan", "estimate", "emit --format deepspeed"):
+        by_name, by_file, by_owner = (json.loads(said(capsys, f"{command} --model {model} {job}"))
+                                      for model in ("llama-3-8b", file, "meta-llama/Llama-3.1-8B"))  # fmt: skip
+        assert by_owner == by_name
+        if command != "emit --format deepspeed":  # whose train.py names the model
+            name = {"model": "llama-3-8b"}
+            one = [found | name for found in by_file] if command == "plan" else by_file | name
+            assert one == by_name, command
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 8}))
+    with pytest.raises(SystemExit):
+        main(f"plan --model {file} {job}".split())
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_a_share_of_the_peak_is_of_what_computes(capsys):
+    """Products of four bits are several times as fast as the 16-bit peak, and the share is of theirs."""
+    line = "estimate --model llama-3-8b --gpu b300 --gpus 8 --mesh data=8 --batch-size 64 --sequence 8192 --json"
+    gpu = commands.hardware.GPUS["b300"]
+    for precision, peak in (("bf16-mixed", gpu.peak), ("fp8-mixed", gpu.peak_fp8), ("nvfp4-mixed", gpu.peak_fp4)):
+        found = json.loads(said(capsys, f"{line} --precision {precision}"))
+        assert found["mfu"] == pytest.approx(1e12 * found["model_tflops_per_gpu"] / peak) and found["mfu"] < 1
+
+
+def test_a_command_that_is_missing_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert set(commands.COMMANDS) <= set(capsys.readouterr().err.replace(",", " ").split())
+
+
 def test_head_may_stop_reading(monkeypatch):
     def closed(args):
         raise BrokenPipeError

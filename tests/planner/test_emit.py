@@ -89,10 +89,6 @@ SETTINGS = [  # tool, GPUs, mesh, fields of the layout, and what the tool is tol
         "parallelism.tensor_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "1F1B",
         "parallelism.pipeline_parallel_microbatch_size": 2, "training.local_batch_size": 8,
         "training.global_batch_size": 64, "activation_checkpoint.mode": "full", "model.flavor": "8B"}),
-    *[("deepspeed", 16, {"shard": 16}, {"zero_stage": stage, "micro_batch": 2, "offload": True}, {
-        "zero_optimization.stage": stage, "zero_optimization.offload_optimizer.device": "cpu",
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": 64})
-      for stage in (1, 2, 3)],
     ("hf-trainer", 8, {"shard": 8}, {"zero_stage": 3, "recompute": "full"}, {
         "fsdp": True, "fsdp_config.activation_checkpointing": True}),
     ("torchtitan", 8, {"data": 2, "shard": 2, "pipeline": 2}, {"schedule": "looped-bfs", "stages_per_rank": 2}, {

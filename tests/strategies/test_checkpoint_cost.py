@@ -26,13 +26,14 @@ def test_time_per_work():
 
 def test_the_picture_says_which_interval_is_best():
     fig = checkpoint_cost.draw(0.5, 180.0, 10.0)
-    said = [text.get_text() for text in fig.axes[0].texts]
+    texts = [text.get_text() for text in fig.axes[0].texts]
     best = daly(0.5, 180.0)
-    assert f"best: every {best:.1f} min,\n{100 * lost(best, 0.5, 180.0, 10.0):.1f}% lost" in said
+    numbers = f"{best:.1f} min", f"{100 * lost(best, 0.5, 180.0, 10.0):.1f}%"
+    assert any(all(number in text for number in numbers) for text in texts), texts
     whole, writing, again = (line.get_ydata() for line in fig.axes[0].lines[:3])
     intervals = fig.axes[0].lines[1].get_xdata()
     for interval, share in zip(intervals, writing, strict=True):
         expected = 100 * 0.5 / interval / time_per_work(interval, 0.5, 180.0, 10.0)
         assert share == pytest.approx(expected), "of each stretch and its checkpoint, half a minute writes"
-    assert fig.axes[0].get_xlabel().startswith("minutes of training")
+    assert "minutes" in fig.axes[0].get_xlabel(), "the unit of the intervals"
     assert [a + b for a, b in zip(writing, again, strict=True)] == pytest.approx([*whole]), "the two shares add up"

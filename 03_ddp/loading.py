@@ -9,6 +9,7 @@ on, on the slices that common/data.py defines. Start one with
 a stream, as from a file or a socket: size, record(index) for the raw bytes, decode(record).
 """
 
+import ctypes
 import itertools
 import os
 import signal
@@ -117,8 +118,12 @@ def shard_stream_workers(dataset, plan: Plan, start: int = 0) -> Iterator[list]:
 
 def leave_signals_to_the_rank(_worker: int) -> None:
     """A terminal sends Ctrl-C to a rank's whole process group, and torchrun SIGTERM: a worker that heard them would end
-    before the rank has finished its step and saved. The rank ends its workers, and they end by themselves without it.
+    before the rank has finished its step and saved. The rank ends its workers, and they end by themselves without it:
+    PyTorch's look every 5 seconds whether it lives. On Linux the system tells them at once, since a forked worker has
+    the rank's connections, too, and while one is open the other ranks wait for a rank that is dead.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
     else:  # on Windows

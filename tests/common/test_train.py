@@ -94,9 +94,12 @@ def test_who_is_asked_to_stop_leaves_a_usable_checkpoint(nproc, stop, tmp_path):
 
 
 def test_a_rank_that_is_killed_ends_them_all(tmp_path):
-    process = start("--steps=100000", "--run-dir=run", "--distributed", nproc=2, cwd=tmp_path)
+    """Processes that load data, too, and in silence."""
+    line = ["--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers"]
+    process = start(*line, nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
+    assert len(everyone) == 1 + 2 + 2 * WORKERS
     ranks_of(process)[1].kill()
     _, errors = process.communicate(timeout=300)
     assert process.returncode != 0
@@ -104,7 +107,7 @@ def test_a_rank_that_is_killed_ends_them_all(tmp_path):
     (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
     assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
     assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
-    assert "RuntimeError" not in errors  # one line, and no traceback
+    assert "RuntimeError" not in errors and "DataLoader worker" not in errors  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=100)[1] == []
     newest = manifest.checkpoints(tmp_path / "run")[-1]
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import hold_after, ranks_of, start, torchrun, wait_for_step
+from forks import hold_after, ranks_of, torchrun, wait_for_step
 from helpers import FULL, TEXT, as_options, configure, metrics, numbers, saved, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,22 +133,6 @@ def test_training_is_bitwise_the_same_and_goes_on_from_anywhere(tmp_path):
     for name in ways:
         one, other = (saved(tmp_path / n / "checkpoint-000004") for n in ("shard", name))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
-
-
-def test_workers_end_with_a_rank_that_is_killed(tmp_path):
-    """(For Ctrl-C see tests/common/test_train.py.)"""
-    process = start(
-        "--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers", nproc=2, cwd=tmp_path
-    )
-    wait_for_step(tmp_path / "run", 3)
-    ranks = ranks_of(process)
-    workers = [child for rank in ranks for child in rank.children()]
-    assert len(ranks) == 2 and len(workers) == 2 * loading.WORKERS
-    ranks[1].kill()
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1 and "SIGKILL" in errors, errors
-    assert "DataLoader worker" not in errors, errors  # in the place of the line that says that a rank has died
-    assert psutil.wait_procs([*ranks, *workers], timeout=100)[1] == []
 
 
 def two_steps_then_close():

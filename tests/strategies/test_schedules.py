@@ -247,13 +247,9 @@ def test_what_the_illegal_ones_were_made_of_is_legal():
 
 
 @pytest.mark.parametrize(
-    "action, refusal",
-    [
-        (Action(0, "X", 0), "unknown: X is no kind of action"),
-        (Action(0, "F", -1), "unknown: 0F-1: stages and micro-batches are counted from 0"),
-        (Action(-1, "F", 0), "unknown: -1F0: stages and micro-batches are counted from 0"),
-    ],
+    "action, what", [(Action(0, "X", 0), " X "), (Action(0, "F", -1), " 0F-1"), (Action(-1, "F", 0), " -1F0")]
 )
-def test_what_is_no_action(action, refusal):
-    with pytest.raises(IllegalSchedule, match=refusal):
+def test_what_is_no_action(action, what):
+    with pytest.raises(IllegalSchedule) as refused:
         simulate([[Action(0, "F", 0), action, Action(0, "B", 0)]])
+    assert str(refused.value).startswith("unknown") and what in str(refused.value)

@@ -102,6 +102,9 @@ def torchrun_words(cluster: Cluster) -> str:
 def trained(found: Estimate, tool: str, command: str) -> tuple[dict[str, str], list[str]]:
     """The training file, and what a reader should know of it."""
     notes = [f"{SCRIPT} reads bytes of text; put your own tokens there, or a checkpoint's weights"]
+    if on_cpu(found.cluster):
+        notes.append("should Transformers not find its model: PyPI's torchvision doesn't load beside a CPU-only torch, "
+                     f"and {SCRIPT} needs none; uninstall it")  # fmt: skip
     if unlike := train_file.differences(found.model):
         notes.append(f"{SCRIPT} makes a model of this depth and width; {found.model.name} has {', '.join(unlike)}")
     return {SCRIPT: train_file.written(found, tool, command)}, notes

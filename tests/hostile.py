@@ -95,7 +95,8 @@ HOSTILE = {
     "asks_git": (EVIL + "exec(subprocess.check_output(['git', '-C', '{ROOT}', 'show', "
                  "'HEAD:01_intro/classroom/solutions.py']))", 0, "Error"),
     "reads_the_history": (EVIL + "open('{ROOT}/.git/HEAD').read()", 0, "FileNotFoundError"),
-    "looks_for_results": (EVIL + "print(os.listdir('{FOLDER}'), os.listdir('{FOLDER}/../pages'))", 0, "FileNotFound"),
+    "looks_for_results": (EVIL + "print(os.listdir('{FOLDER}'), open('{FOLDER}/../pages/ann.md').read())", 0,
+        "FileNotFound"),
     "reads_the_starter": (EVIL + "open('/proc/%d/mem' % os.getppid(), 'rb')", 0, "FileNotFoundError"),
     "traces_the_starter": (EVIL + "import ctypes\nif ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0):\n"
         "    raise OSError('not traced')\n" + ALL, 0, "not traced"),

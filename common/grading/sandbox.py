@@ -91,7 +91,8 @@ def _bwrap(folder: Path | None = None, hidden: tuple[Path, ...] = ()) -> list[st
     shown = [Path(command[at + 2]) for at, word in enumerate(command) if word == "--ro-bind"]
     for path in hidden:
         if any(place == path or place in path.parents for place in shown):
-            command += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+            empty = ["--tmpfs", str(path), "--remount-ro", str(path)]  # or ranks would tell each other things in it
+            command += empty if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     if folder:
         command += ["--ro-bind", str(folder), str(INSIDE)]
     return [*command, "--dir", str(OWN), "--remount-ro", "/", "--chdir", str(TEMPORARY)]

@@ -78,6 +78,12 @@ for descriptor in range(3, 256):
         kinds.append(stat.S_IFMT(os.fstat(descriptor).st_mode))
     except OSError:
         pass
+for folder in ("class", "pages", "exports"):
+    try:
+        open("{SHOWN}/" + folder + "/for another rank", "w")
+    except OSError:
+        continue
+    raise AssertionError(folder + " carries messages")
 assert seen == [] and stat.S_IFSOCK not in kinds and kinds.count(stat.S_IFIFO) <= 2, (seen, kinds)
 """
 

@@ -8,6 +8,7 @@ an option of another strategy as unknown, and would need this file's second half
 import argparse
 import math
 import re
+import reprlib
 import shutil
 import sys
 import textwrap
@@ -416,10 +417,10 @@ def convert(where: str, value, item):
         value = item.type(value)
     except (ValueError, TypeError, OverflowError):  # of a word, a date, infinity
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
-        raise UserError(f"{where}: expected {names[item.type]}, got {value!r}") from None
+        raise UserError(f"{where}: expected {names[item.type]}, got {reprlib.repr(value)}") from None
     choices = item.metadata["choices"]
     if choices and value not in choices:
-        raise UserError(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
+        raise UserError(f"{where}: expected one of {', '.join(choices)}, got {reprlib.repr(value)}")
     return value
 
 

@@ -5,6 +5,7 @@ common/command_line.py reads these settings.
 """
 
 import os
+import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,7 +213,8 @@ def check_values(config: Config) -> None:
         if least is not None and value < least:
             raise UserError(f"{flag(item.name)} must be at least {least}, got {value}")
         if item.metadata["choices"] and value not in item.metadata["choices"]:
-            raise UserError(f"{flag(item.name)}: expected one of {', '.join(item.metadata['choices'])}, got {value!r}")
+            choices, given = ", ".join(item.metadata["choices"]), reprlib.repr(value)  # a file's may be very long
+            raise UserError(f"{flag(item.name)}: expected one of {choices}, got {given}")
     if config.task not in ("text", "images") and not is_own(config.task):
         hint = did_you_mean(config.task, ("text", "images"))
         raise UserError(f"--task {config.task}: expected text, images, or a FILE.py of yours; {hint}".rstrip("; "))

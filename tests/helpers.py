@@ -247,20 +247,24 @@ def arrive(folder: Path) -> None:
 def time_is_up_when_all_have_arrived(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let `launch` lose its patience when each rank has come to where it stays, or is stopped; not earlier on a busy
     machine, and not later on a quiet one. From then on its clock goes slowly: what it waits for comes in time."""
-    wait, ranks, up = launching._wait, [], False
+    wait, ranks, ahead = launching._wait, [], 0.0
 
     def remember(processes, *args):
         ranks[:] = processes
-        return wait(processes, *args)
+        try:
+            return wait(processes, *args)
+        finally:
+            ranks.clear()
 
     def arrived(rank, process):
         with suppress(psutil.NoSuchProcess):
             return Path(folder, f"arrived-{rank}").exists() or psutil.Process(process.pid).status() == "stopped"
 
     def monotonic():
-        nonlocal up
-        up = up or bool(ranks) and all(arrived(rank, process) for rank, process in enumerate(ranks))
-        return 1e9 + time.monotonic() / 50 if up else time.monotonic()
+        nonlocal ahead
+        if ranks and all(arrived(rank, process) for rank, process in enumerate(ranks)):
+            ahead += 1e6  # each time that it looks: who looks late begins to wait when all have arrived
+        return ahead + time.monotonic() / (50 if ahead else 1)
 
     patch.setattr(launching, "_wait", remember)
     patch.setattr(launching, "time", SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic))

@@ -376,7 +376,9 @@ root, status = pathlib.Path(ROOT), dict(line.split(":\\t") for line in open("/pr
 room = lambda folder: os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize // 2**20
 secrets = [root / ".git", root / "01_intro" / "classroom", root / "01_intro" / "exercises.py", root / "runs",
            *map(pathlib.Path, (HOME, OUTSIDE, "/run", "/var", "/etc/passwd"))]
-places = [str(root / "x"), str(root / "common/x"), "/x", INSIDE + "/x", "/usr/x", "/dev/x"]
+places = [str(root / "common/x"), "/x", INSIDE + "/x", "/usr/x", "/dev/x"]
+if pathlib.Path(INSIDE).parent not in root.parents:  # else it is a folder in memory, which ranks can't write either
+    places += [str(root / "x")]
 def writes(path):
     try:
         with open(path, "w"): return True

@@ -46,7 +46,7 @@ STEP = "checkpoint-000001"
 FILES = ("config.json", "metrics.jsonl", f"{STEP}/manifest.json", f"{STEP}/__0_0.distcp")
 ODD = some.sampled_from([
     None, True, -1, 0, 10**14, 10**400, 1.5, float("inf"), "", "x", "\0", "../x", "/etc/hostname", "\x1b[2J", [], {},
-    [1], {"x": 5}, "é\ud800", [[[[]]]],
+    [1], {"x": 5}, "é\ud800", "x" * 3000, [[[[]]]],
 ])  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def layout_of(config: Config, model: Model, cluster: Cluster, given: dict) -> La
     taken = math.prod(size for size in mesh.values() if size > 0)
     if cluster.gpus % taken:
         text = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
-        raise UserError(f"{config.kind}: {text} do not divide --gpus {cluster.gpus}; give a multiple of {taken}")
+        raise UserError(f"{config.kind}: {text} do not divide {cluster.gpus} GPUs; give --gpus a multiple of {taken}")
     mesh = {axis: size if size > 0 else cluster.gpus // taken for axis, size in mesh.items()}
     if "reading" in mesh:
         axis = "shard" if fields.get("zero_stage", 0) else "data"

@@ -37,11 +37,16 @@ def yaml(text: str) -> list[str]:
 
 
 def test_yaml_has_forms_of_its_own(capsys):
-    """Mappings, older names, --resume without a value; and a strategy that is picked by the planner."""
+    """Mappings, older names, --resume without a value, values that are far too long; and a strategy that is picked by
+    the planner."""
     config = parse(argv=yaml("strategy: hsdp\nmesh: {data: 1, shard: 1}\naccumulation-steps: 3\nresume: false"))
     assert (config.axes, config.accumulation_steps, config.resume) == ({"data": 1, "shard": 1}, 3, "")
     with refused("blocks.1", "middle"):
         parse(argv=yaml("strategy: pipeline\nschedule: zbv\nsplit-spec: {blocks.1: middle}"))
+    for name in ("lr-schedule", "steps"):
+        with refused(name, "expected") as refusal:
+            parse(argv=yaml(f"{name}: {'x' * 3000}"))
+        assert len(str(refusal.value)) < 300, "a long value is not repeated whole"
     argv = yaml("strategy: auto\nsteps: 7")
     picked = parse_table(STRATEGIES, None, argv, BY_AXES, auto=lambda argv: [*argv, "--strategy", "ddp"])
     assert (picked.strategy, picked.steps) == ("ddp", 7)

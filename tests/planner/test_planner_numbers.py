@@ -11,16 +11,18 @@ import json
 import random
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from common.axes import AXES
 from common.errors import UserError
 from planner import adapters, hardware, models
 from planner.constants import PRIOR
 from planner.estimate import estimate
 from planner.frameworks import FRAMEWORKS
-from planner.layout import ATTENTION, PRECISIONS, RECOMPUTE, make_layout
+from planner.layout import ATTENTION, PRECISIONS, RECOMPUTE, Layout, make_layout
 
 NUMBERS = Path(__file__).with_name("numbers.jsonl")
 GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200", "gb200-nvl72", "v100-32gb", "l4", "cpu")
@@ -47,7 +49,7 @@ def rounded(value):
 
 def drawn(source: random.Random) -> dict:
     """Some layout, that may not work."""
-    mesh = {"data": 1, "shard": 1, "context": 1, "expert": 1, "tensor": 1, "pipeline": 1}
+    mesh = dict.fromkeys(("data", "shard", "context", "expert", "tensor", "pipeline"), 1)
     for axis in source.choices([*mesh], (2, 3, 1, 2, 3, 3), k=source.randint(1, 3)):
         mesh[axis] = source.choice([2, 2, 4, 8, 16])
     gpus = 1
@@ -105,6 +107,12 @@ def differences(before, now, name: str = "") -> list[str]:
         return [line for key in keys for line in differences(before.get(key), now.get(key), f"{name} {key}".strip())]
     near = isinstance(before, float) and isinstance(now, float) and before == pytest.approx(now, rel=2e-5, abs=1e-12)
     return [] if near or before == now else [f"{name}: {before} -> {now}"]
+
+
+def test_every_setting_and_axis_is_there():
+    cases = [case for case, _ in stored()]
+    assert {name for case in cases for name in case["layout"]} | {"mesh", "notes"} == {f.name for f in fields(Layout)}
+    assert {axis for case in cases for axis in case["mesh"]} == set(AXES)
 
 
 def test_numbers_are_those_of_before():

@@ -120,7 +120,7 @@ def first(group: list[Line]) -> Line | None:
     """What the planner puts first: the simplest of those that it cannot tell from the fastest (planner/search.py)."""
     fits = [line for line in group if line.recommended] or [line for line in group if line.fits]
     least = min((line.seconds for line in fits), default=0.0)
-    near = [line for line in fits if line.seconds <= (1 + line.error) * least]
+    near = [line for line in fits if search.tied(line.seconds, least, line.error)]
     return min(near, key=lambda line: (search.simplicity(line.run.layout), line.seconds), default=None)
 
 

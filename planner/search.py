@@ -1,5 +1,6 @@
 """All layouts of a cluster that could work, the memory and time of each, and the best of them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,7 @@ from planner.constants import Constants, load
 from planner.estimate import Estimate, estimate, limited
 from planner.hardware import Cluster
 from planner.layout import FRAMEWORK, Layout, computes, cut_by_tensor
+from planner.layout import RECOMPUTE as LEAST_AGAIN_FIRST
 from planner.models import Model
 
 LONGEST_PIPELINE = 64  # stages in all, of a pipeline that is looked at
@@ -155,11 +157,20 @@ def candidates(model: Model, cluster: Cluster, batch_size: int, sequence: int, p
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
     """Less is simpler: ranks along "tensor", for which layers have to be written, then axes beside copies and shards,
-    then how much of the state is divided. Ranks along "tensor" stand first for another reason as well: in each
-    published source that compares layouts, these cost more against the others than the planner says.
+    then how much of the state is divided, how much is computed again, and how many micro-batches a step has. Ranks
+    along "tensor" stand first for another reason as well: in each published source that compares layouts, these cost
+    more against the others than the planner says. So do small micro-batches, in two sources of three.
     """
     beside = sum(layout.size(axis) > 1 for axis in ("pipeline", "context", "expert", "tensor"))
-    return layout.tensor, beside + layout.offload, layout.zero_stage
+    again = LEAST_AGAIN_FIRST.index(layout.recompute)
+    return layout.tensor, beside + layout.offload, layout.zero_stage, again, -layout.micro_batch
+
+
+def tied(one: float, fastest: float, error: float) -> bool:
+    """Whether the planner can't tell the seconds of one layout from those of the fastest. error: how far off it is for
+    one of them; a ratio of two is off by sqrt(2) times as much where their errors have nothing to do with each other.
+    """
+    return one <= (1 + math.sqrt(2) * error) * fastest
 
 
 def plan(
@@ -168,7 +179,7 @@ def plan(
     accept: Callable[[Estimate], bool] = lambda _: True, framework: str = FRAMEWORK, adapted: dict | None = None,
 ) -> list[Choice]:  # fmt: skip
     """What can be trusted comes first: layouts in scope that leave the reserve of memory. Of these, first the simplest
-    that the planner cannot tell from the fastest, since they are closer to it than its own error; then the fastest. If
+    that the planner cannot tell from the fastest, since its own error is larger; then the fastest. If
     a layout out of scope is predicted to be faster still, it has the last place. Raises UserError where none fits, with
     the least memory that would do.
 
@@ -236,7 +247,7 @@ def preferred(model, cluster, fitting, found, count, constants, accept, inside) 
     best: list[Estimate] = []
     simple: dict = {}  # by simplicity, the fastest
     for one in fitting:
-        near = best and one.seconds <= (1 + constants.error) * best[0].seconds
+        near = best and tied(one.seconds, best[0].seconds, constants.error)
         if len(best) >= max(20, 4 * count) and (not near or simplicity(one.layout) in simple):
             if not near:
                 break
@@ -249,12 +260,12 @@ def preferred(model, cluster, fitting, found, count, constants, accept, inside) 
         return []
     best.sort(key=by_time)
     fastest = best[0]
-    same = [one for one in best if one.seconds <= (1 + constants.error) * fastest.seconds]
+    same = [one for one in best if tied(one.seconds, fastest.seconds, constants.error)]
     first = min(same, key=lambda one: (simplicity(one.layout), by_time(one)))
     why = ""
     if first is not fastest:
         why = (
-            f"the simplest within {constants.error:.0%} of the fastest, which is as exact as the planner is: "
+            f"the simplest of those that it can't tell from the fastest, being off by {constants.error:.0%} for each: "
             f"{first.seconds / fastest.seconds - 1:+.1%} to {fastest.layout.describe()}"
         )
     chosen = [first, *(one for one in best if one is not first)][:count]

@@ -79,9 +79,10 @@ def test_plan_prints_layouts_the_best_first(capsys):
 
 
 def test_less_memory_gives_a_layout_that_needs_less(capsys):
-    at = {gib: json.loads(say(capsys, f"{PLAN} --json --count 1 --max-memory-gb {gib}"))[0] for gib in (79, 40, 24)}
-    assert at[79]["step_seconds"] <= at[40]["step_seconds"] <= at[24]["step_seconds"]
-    assert all(one["memory_gib"] <= gib for gib, one in at.items())
+    at = {gib: json.loads(say(capsys, f"{PLAN} --json --count 3 --max-memory-gb {gib}")) for gib in (79, 40, 24)}
+    fastest = [min(one["step_seconds"] for one in plan) for plan in at.values()]
+    assert fastest == sorted(fastest) and fastest[0] < fastest[-1]
+    assert all(one["memory_gib"] <= gib for gib, plan in at.items() for one in plan)
 
 
 def test_a_plan_is_what_estimate_says_of_its_layout(capsys):
@@ -102,7 +103,7 @@ def test_a_plan_of_few_layouts_is_the_best_of_all(capsys):
     chosen = [choice.estimate for choice in search.plan(model, gpus, 32, 1024)]
     fastest = min(one.seconds for one in fits)
     assert len(every) > 100 and min(one.seconds for one in chosen) == pytest.approx(fastest, rel=1e-3)
-    near = [one for one in fits if one.seconds <= (1 + chosen[0].constants.error) * fastest]
+    near = [one for one in fits if one.seconds <= (1 + 2**0.5 * chosen[0].constants.error) * fastest]
     assert search.simplicity(chosen[0].layout) == min(search.simplicity(one.layout) for one in near)
 
 

@@ -29,7 +29,7 @@ class LayersOnDevices(Strategy):
         ends = ends or by_hand.cut([by_hand.count(layer) for layer in layers.values()], len(self.devices))
         self.places = [self.devices[sum(end <= number for end in ends)] for number in range(len(layers))]
         self.layers = list(layers.values())
-        self.tied = model.head.out.weight is model.embedding.tokens.weight
+        self.ties_weights = model.head.out.weight is model.embedding.tokens.weight
         for layer, device in reversed(list(zip(self.layers, self.places, strict=True))):
             layer.to(device)  # a tied weight moves with each of its two layers: the embedding, moved last, keeps it
         self.optimizer = make_optimizer(self.model.parameters())
@@ -58,7 +58,7 @@ class LayersOnDevices(Strategy):
         with self.autocast():
             for layer, device in zip(self.layers, self.places, strict=True):
                 x = x.to(device)
-                if self.tied and layer is self.model.head:
+                if self.ties_weights and layer is self.model.head:
                     # its weight lives with the embedding: a copy for this pass
                     x = functional_call(layer, {"out.weight": layer.out.weight.to(device)}, (x,))
                 else:

@@ -7,6 +7,7 @@ interchangeable, so what counts is how many of them have come how far, which lea
 all. A position is given up where what is left of one rank's work, or of one micro-batch's way, is longer than the time.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -159,6 +160,7 @@ def lists_of(search: Search, position: Position, units) -> Schedule:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m course.pipeline.fastest", description=__doc__.partition("\n")[0]).parse_args()
     found: dict[str, Any] = {}
     for game in LEVELS:
         par, lists = fastest(game)

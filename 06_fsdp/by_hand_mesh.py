@@ -96,7 +96,7 @@ class MeshByHand(Strategy):
             broadcast_buffers(self.model, self.everyone)
             self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
             self.reducer = ShardedReducer(self.model, self.flats, data_size=1)
-            optimized = [flat.shard for flat in self.flats if flat.trained]
+            optimized = [flat.shard for flat in self.flats if flat.requires_grad]
         self.optimizer = make_optimizer(optimized)
         self.optimized = [parameter for parameter in optimized if parameter.requires_grad]
 
@@ -209,7 +209,7 @@ class MeshByHand(Strategy):
         cut, rest = [], []
         if self.hooks:
             for flat in self.flats:
-                for parameter, _, place in flat.pieces() if flat.trained else ():
+                for parameter, _, place in flat.pieces() if flat.requires_grad else ():
                     (cut if parameter in self.cut else rest).append(flat.shard.grad[place])
         else:
             twice = self.stages.tied if self.stages and self.stages.last else None  # counts once, on the first stage

@@ -35,7 +35,7 @@ class FlatParameter:
     """
 
     def __init__(self, parameters, axis, dtype, device, start):
-        self.parameters, self.axis, self.trained = parameters, axis, parameters[0].requires_grad
+        self.parameters, self.axis, self.requires_grad = parameters, axis, parameters[0].requires_grad
         self.length = sum(p.numel() for p in parameters)
         vector = torch.zeros(self.length + -self.length % axis.size, device=device)
         for parameter, view in zip(parameters, self.views(vector), strict=True):
@@ -44,7 +44,7 @@ class FlatParameter:
         self.vector = vector.to(dtype)
         self.point_parameters_at(self.vector)
         self.part, own = self.own(self.vector), self.own(vector)
-        self.shard = nn.Parameter(own if self.vector is vector else own.clone(), requires_grad=self.trained)
+        self.shard = nn.Parameter(own if self.vector is vector else own.clone(), requires_grad=self.requires_grad)
         self.gradient = self.gradient_of = None
 
     def views(self, vector):
@@ -122,7 +122,7 @@ def parts_of(model, flats, box=whole):
         for parameter, elements, place in flat.pieces():
             name, *aliases = names.pop(parameter)
             where = interval(box(parameter), elements.start, elements.stop)
-            owner = flat.shard if flat.trained else None
+            owner = flat.shard if flat.requires_grad else None
             parts.append(Part(name, flat.shard.detach()[place], where, owner, place, tuple(aliases)))
     buffers = [(tensor, own) for tensor, own in names.items() if not isinstance(tensor, nn.Parameter)]
     return parts + [Part(own[0], tensor, whole(tensor), aliases=tuple(own[1:])) for tensor, own in buffers]
@@ -144,7 +144,7 @@ class Zero1ByHand(Strategy):
         parameters, start = list(self.model.parameters()), self.axis.group
         self.flats = flats_of(parameters, self.axis, DTYPES[self.precision], self.device, start)
         broadcast_buffers(self.model, start)
-        self.trained = [flat for flat in self.flats if flat.trained]  # one vector, or none
+        self.trained = [flat for flat in self.flats if flat.requires_grad]  # one vector, or none
         for flat in self.trained:
             flat.allocate_gradient()
             for parameter in flat.parameters:

@@ -33,7 +33,7 @@ class ShardedReducer:
 
     def __init__(self, model, flats, data_size):
         self.model, self.scale = model, 1 / data_size
-        self.flats = [flat for flat in flats if flat.trained]
+        self.flats = [flat for flat in flats if flat.requires_grad]
         for flat in self.flats:
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self.ready, flat))
@@ -94,7 +94,7 @@ class Zero2ByHand(Strategy):
             parameters, start = [order[index] for index in bucket], self.axis.group
             self.flats += flats_of(parameters, self.axis, DTYPES[self.precision], self.device, start)
         broadcast_buffers(self.model, self.axis.group)
-        self.trained = [flat for flat in self.flats if flat.trained]
+        self.trained = [flat for flat in self.flats if flat.requires_grad]
         self.reducer = ShardedReducer(self.model, self.flats, self.data_size)
         self.optimizer = make_optimizer([flat.shard for flat in self.trained])
 
@@ -247,7 +247,7 @@ class FSDPByHand(Strategy):
         self.hooks = UnitHooks(units_of(self.model, self.axis, DTYPES[self.precision], self.device, start))
         broadcast_buffers(self.model, start)
         self.flats = [flat for unit in self.hooks.units for flat in unit.flats]
-        self.trained = [flat for flat in self.flats if flat.trained]
+        self.trained = [flat for flat in self.flats if flat.requires_grad]
         self.reducer = ShardedReducer(self.model, self.flats, self.data_size)
         self.optimizer = make_optimizer([flat.shard for flat in self.trained])
 

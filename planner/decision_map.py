@@ -5,6 +5,7 @@ Every cell is a whole search, so the cells are stored in decision_map.csv; the p
     python -m planner.decision_map        search all cells anew, which takes minutes
 """
 
+import argparse
 import csv
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: s
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m planner.decision_map", description=__doc__.partition("\n")[0]).parse_args()
     rows = [cell(model, gpus, network) for network in NETWORKS for model in MODELS for gpus in GPUS]
     names = dict.fromkeys(name for row in rows for name in row)
     with open(STORED, "w", newline="") as file:

@@ -190,8 +190,9 @@ class TypeDeclarations:
                 if kind is self.spmd.P or (kind is self.spmd.V and parameter not in self.cut):
                     self.refuse(f"the optimizer takes a gradient that is {kind}")
         for flat in self.flats:
-            if flat.trained and flat.shard.grad is not None and self.of(flat.shard.grad) not in (self.spmd.V, None):
-                self.refuse(f"the optimizer takes a shard's gradient that is {self.of(flat.shard.grad)}")
+            kind = None if flat.shard.grad is None else self.of(flat.shard.grad)
+            if flat.requires_grad and kind not in (self.spmd.V, None):
+                self.refuse(f"the optimizer takes a shard's gradient that is {kind}")
 
     def stand_ins(self, namespace):  # noqa: C901  one for each helper
         """What stands for helpers of common/collectives.py and PyTorch: the types that they ask for and give."""

@@ -220,7 +220,7 @@ def test_flat_shards_of_any_parameters_are_all_of_them_once(sizes, frozen, ranks
             flats = by_hand_zero1.flats_of(list(own.parameters()), place, dtype, "cpu", dist.group.WORLD)
             for flat in flats:
                 assert len(flat.shard) * ranks == len(flat.vector) < flat.length + ranks
-                assert flat.shard.dtype == torch.float32 and flat.shard.requires_grad == flat.trained
+                assert flat.shard.dtype == torch.float32 and flat.shard.requires_grad == flat.requires_grad
                 assert torch.equal(flat.own(flat.vector), flat.part)
                 flat.shard.data += 0.5  # as if it were stepped
                 flat.round()

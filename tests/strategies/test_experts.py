@@ -9,7 +9,6 @@ from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
-from common.model import cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_experts as by_hand
 from course.model_parallel import moe_model as mixture
@@ -161,24 +160,3 @@ def test_a_mixture_waits_for_the_gpu_once(nproc):
     for forward, backward, seen in launch(waits, nproc):
         assert forward == ["tolist"] and backward == []
         assert {"item", "index", "repeat_interleave"} <= {*seen}
-
-
-def norms_only():
-    """The gradient norm of a step in which no expert is trained, and that of one process."""
-    torch.manual_seed(0)
-    model, whole = make_model(), make_model()
-    whole.load_state_dict(model.state_dict())
-    for gpt in (model, whole):
-        for name, parameter in gpt.named_parameters():
-            parameter.requires_grad_("norm" in name)
-    strategy = by_hand.ExpertParallel(model, equality.sgd, Setup(make_mesh({"expert": -1})))
-    _, norm = strategy.step(own_batches(strategy))
-    tokens = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
-    (cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]) + whole.auxiliary_loss()).backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.requires_grad])
-    return norm.item(), expected.item()
-
-
-def test_only_norms_are_trained():
-    for norm, expected in launch(norms_only, 2):
-        assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.01

@@ -293,26 +293,6 @@ def test_gradients_that_nobody_has_looked_at_are_alive():
     assert sum(size for place, size in memory.live().items() if place not in before) == 4 * (64 * 64 + 64)
 
 
-def frozen_below() -> list[bool]:
-    """A unit whose last layer alone is trained: its frozen layers are needed after the last gradient is there."""
-    gradients = []
-    for name in ("single", "fsdp"):
-        torch.manual_seed(0)
-        model = equality.tied()
-        for parameter in model.blocks[1].parameters():
-            parameter.requires_grad_(False)
-        model.blocks[1].mlp.down.bias.requires_grad_(True)
-        strategy = make(name, name == "fsdp", model, equality.sgd)
-        torch.manual_seed(1)
-        norms = [strategy.step(micro_batches())[1] for _ in range(3)]
-        gradients.append(torch.stack(norms))
-    return torch.allclose(*gradients, rtol=1e-5)
-
-
-def test_frozen_layers_in_a_trained_unit():
-    assert launch(frozen_below, 1) == [True]
-
-
 def go_on(versions, begin, state) -> list[dict]:
     """A step by each of these strategies, which hand on their state; what each leaves on rank 0."""
     torch.manual_seed(0)

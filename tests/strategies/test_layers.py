@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import first_layers_frozen, tied_frozen
 from torch import nn
 
 from common.lab import equality
@@ -66,16 +65,6 @@ def test_what_crosses_the_boundary_and_what_stays_equal(nproc, precision, nbytes
 def test_untied_weights_are_not_added():
     for entries, tied, _ in launch(one_step, 2, (equality.frozen, 1)):
         assert tied is None and [e[0] for e in entries].count("all_reduce") == 1
-
-
-CASES = [equality.Case(make, equality.sgd, 3, 0.3) for make in (first_layers_frozen, tied_frozen)]
-
-
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_frozen_layers_before_the_cut(nproc):
-    """Nobody needs the gradient that comes back. Whoever sends it must find somebody who takes it."""
-    rows = equality.prove(by_hand.SplitLayers, nproc, cases=CASES)
-    assert [row.case for row in rows] == CASES
 
 
 def test_any_cut_is_right():

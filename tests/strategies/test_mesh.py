@@ -4,7 +4,7 @@ says; what cannot be combined is refused."""
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from proofs import Job, prove_all
 from common import data
 from common.errors import UserError
 from common.lab import equality
-from common.lab.equality import CASES
+from common.lab.equality import CASES, Case
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import AXES, axis, in_order, make_mesh, parse_order
@@ -25,7 +25,7 @@ from course.fsdp.by_hand_mesh import MeshByHand
 from course.fsdp.torch_mesh import MeshParallel
 from course.model_parallel.by_hand_experts import ExpertParallel
 from course.pipeline.options import PipelineOptions
-from course.strategies import load
+from course.strategies import STRATEGIES, load
 
 EIGHT = {"pipeline": 2, "data": 2, "tensor": 2}
 
@@ -88,15 +88,45 @@ TORCH = [
 BY_TIME = PipelineOptions(microbatches=2, split_spec="auto-time")
 
 
-def alike(model_class=GPT):
-    torch.manual_seed(equality.SEED)
-    return equality.tied(model_class)
+@dataclass(frozen=True)
+class Barely:
+    """A model of which little is trained, of sizes that are no powers of two; all ranks begin with equal weights."""
+
+    trained: tuple[str, ...]
+    vocabulary: int
+
+    @property
+    def __name__(self):
+        return f"only {' and '.join(self.trained)} trained"
+
+    def __call__(self, model_class=GPT):
+        torch.manual_seed(equality.SEED)
+        model = model_class(layers=3, width=20, heads=4, context=equality.CONTEXT, vocabulary=self.vocabulary)
+        for name, parameter in equality.scaled_up(model).named_parameters():
+            parameter.requires_grad_(name.startswith(self.trained))
+        return model
 
 
-# Strategies of one axis, twice side by side, on equal models: a rank's number in its group is not that in the world,
-# and nobody's messages or norms are the others'.
-APART = {"model": "pipeline", "pipeline": "pipeline", "context": "context", "ulysses": "context", "tensor": "tensor",
-         "sequence": "tensor", "zero1": "shard", "zero2": "shard", "fsdp": "shard"}  # fmt: skip
+def barely(preset) -> list[Case]:
+    """The weight at both ends is frozen, and every large one. In the first, nobody before the last block wants a
+    gradient; in the second, it has to come all the way through what is frozen, also in a block of which only what
+    comes last is trained."""
+    vocabulary = 68 if "tensor" in preset else 65  # only tensor parallelism has to divide it
+    last = "blocks.1.mlp.down.bias", "blocks.1.mlp.experts.down_bias"
+    return [
+        Case(Barely(("blocks.2.norm", "head.norm"), vocabulary), equality.sgd, 3, 0.05, steps=2),
+        Case(Barely(("embedding.positions", *last), vocabulary), equality.adamw, 1, 100.0, steps=2),
+    ]
+
+
+def apart(preset) -> dict[str, int]:
+    """Two ranks along each axis; where there is one, that twice side by side: a rank's number in its group is not that
+    in the world, and nobody's messages or norms are the others'."""
+    beside = {} if len(preset) > 1 else {"tensor" if "pipeline" in preset else "pipeline": 2}
+    return in_order({**dict.fromkeys(preset, 2), **beside})
+
+
+SLOW = {("hsdp", "pytorch"), ("tensor+fsdp", "pytorch")}  # for the rules of DTensors of two axes
 # Of PyTorch's, stages of what is sharded (FULL=1: every two axes, and eight ranks; in one process of "tensor+fsdp"
 # test_equality.py has the other two ways to cut a model); by hand every mesh meets SGD, and one AdamW too.
 JOBS = [
@@ -109,13 +139,10 @@ JOBS = [
     Job("experts and replicas", ExpertParallel, TWO, {"data": 2, "expert": 2}),
     Job("stages balanced by time", MeshByHand, TWO[:1], {"pipeline": 2, "tensor": 2}, replace(BY_TIME, schedule="zbv")),
     *(
-        Job(
-            f"{name}, twice",
-            load(name, "by-hand"),
-            [replace(TWO[0], make_model=alike)],
-            {along: 2, "tensor" if along == "pipeline" else "pipeline": 2},
-        )
-        for name, along in APART.items()
+        Job(f"{name}, {kind}, of which little is trained", cls, barely(cls.preset), apart(cls.preset))
+        for name, entry in STRATEGIES.items()
+        for kind, cls in entry.implementations.items()
+        if max(entry.sizes(kind)) > 1 and name != "mesh" and (FULL or (name, kind) not in SLOW)
     ),
     *([Job("stages balanced by time", MeshParallel, TWO[:1], {"pipeline": 2, "tensor": 2}, BY_TIME)] if FULL else []),
 ]

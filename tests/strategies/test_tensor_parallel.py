@@ -6,15 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_waits import Alive
-from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import get_total_norm
 
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
-from common.model import cross_entropy as whole_cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_tensor as by_hand
 from course.strategies import load
@@ -98,7 +95,7 @@ def sent_in_a_step(strategy, hand, accumulate):
     training = build(strategy, hand)
     with Ledger() as ledger:
         training.step(tokens(accumulate))
-    return Counter((entry.operation, entry.payload) for entry in ledger.entries), ledger.sent
+    return Counter((entry.operation, entry.payload) for entry in ledger.entries)
 
 
 def expected_calls(strategy, hand, accumulate):
@@ -117,11 +114,21 @@ def expected_calls(strategy, hand, accumulate):
     return calls
 
 
-def test_ledger_is_the_formula():
+def gradient_of_the_words():
+    """DTensor's, of an untied embedding: where it lies, and the numbers of it that this rank keeps."""
+    training = build("tensor", False, equality.frozen())
+    training.step(tokens())
+    words = training.model.embedding.tokens.weight
+    return words.grad.placements == words.placements, words.grad.to_local().numel()
+
+
+def test_ledger_is_the_formula_and_gradients_lie_as_their_weights():
     rows = [(*version, accumulate) for version in VERSIONS for accumulate in (1, 3)]
-    for found in launch(lambda: [sent_in_a_step(*row) for row in rows], 2, timeout=600):
-        for row, (calls, _) in zip(rows, found, strict=True):
+    ranks = launch(lambda: ([sent_in_a_step(*row) for row in rows], gradient_of_the_words()), 2, timeout=600)
+    for found, words in ranks:
+        for row, calls in zip(rows, found, strict=True):
             assert calls == expected_calls(*row), row
+        assert words == (True, VOCABULARY * WIDTH // 2)
 
 
 # What is held
@@ -159,40 +166,3 @@ def test_memory_of_a_rank():
             elements, kept[strategy, size] = found[strategy, hand]
             assert elements == cut / size + whole
     assert kept["tensor", 1] > 2 * kept["tensor", 4] > 2.4 * kept["sequence", 4]
-
-
-# Models of which little is trained
-
-
-def norms_only() -> nn.Module:
-    torch.manual_seed(0)
-    model = equality.tied()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    return model
-
-
-def norm_of_norms(strategy, hand):
-    return build(strategy, hand, norms_only(), make_optimizer=equality.sgd).step(tokens())[1].item()
-
-
-def test_only_norms_are_trained():
-    """No parameter that is trained is cut."""
-    model = norms_only()
-    ((inputs, targets),) = tokens()
-    whole_cross_entropy(model(inputs), targets).backward()
-    expected = get_total_norm([p.grad for p in model.parameters() if p.requires_grad]).item()
-    for norms in launch(lambda: [norm_of_norms(*who) for who in VERSIONS], 2, timeout=600):
-        assert norms == pytest.approx([expected] * len(VERSIONS), rel=1e-5)
-
-
-def gradient_of_the_words():
-    """Where the gradient of an untied embedding lies; and the numbers of it that this rank keeps."""
-    training = build("tensor", False, equality.frozen())
-    training.step(tokens())
-    words = training.model.embedding.tokens.weight
-    return words.grad.placements == words.placements, words.grad.to_local().numel()
-
-
-def test_dtensor_keeps_only_its_words_of_an_embeddings_gradient():
-    assert launch(gradient_of_the_words, 4) == [(True, VOCABULARY * WIDTH // 4)] * 4

@@ -19,6 +19,8 @@ def settings(model: Model, layout: Layout) -> dict:
         axes["data"] = axes.get("data", 1) * axes.pop("shard")
     if stage and "context" in axes and layout.shard_context:
         raise UserError("the course's ranks along 'context' copy the state; give a --mesh with --zero-stage 0")
+    if stage and "expert" in axes:
+        raise UserError("the course's ranks along 'expert' copy what all of them use; take --zero-stage 0")
     if stage in (1, 2) and "shard" in axes:
         if set(axes) != {"shard"}:
             raise UserError(f"the course has ZeRO-{stage} along 'shard' alone; take --zero-stage 3 or another --mesh")

@@ -332,8 +332,12 @@ def torchtitan(found: Estimate) -> Emitted:
         parallelism["pipeline_parallel_schedule"] = among(layout.schedule, TITAN_SCHEDULES, "schedule")
         parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
         if layout.stages_per_rank > 1:
-            # it counts the embedding and the output layer as a layer each
-            parallelism["pipeline_parallel_layers_per_stage"] = -(-(model.layers + 2) // layout.stages)
+            # it counts the embedding and the output layer as a layer each, and fills one stage after the other
+            each = -(-(model.layers + 2) // layout.stages)
+            if -(-(model.layers + 2) // each) != layout.stages:
+                raise UserError(f"{model.layers} layers and both ends, {each} to each stage, are fewer stages than "
+                                f"{layout.stages}; take another --stages-per-rank")  # fmt: skip
+            parallelism["pipeline_parallel_layers_per_stage"] = each
     compiled = ["model"] * layout.fused + ["loss"] * layout.fused_loss
     tables = {
         "model": {"name": name, "flavor": flavor, "converters": ["float8"] if "fp8" in layout.precision else []},
@@ -456,13 +460,14 @@ def nanotron(found: Estimate) -> Emitted:
     """A YAML for nanotron's run_train.py."""
     model, layout, cluster = found.model, found.layout, found.cluster
     axes = only(layout, "nanotron", "pipeline", "data", "shard", "context", "expert", "tensor")
-    if model.mlp != "swiglu" or model.bias != "none" or model.attention is not None or model.dense_layers:
+    own_heads = model.attention is not None or model.query != model.width
+    if model.mlp != "swiglu" or model.bias != "none" or own_heads or model.dense_layers:
         raise UserError(
             f"it has the shapes of Llama and Qwen2 alone, and '{model.name}' is another; take another model"
         )
     stage = layout.zero_stage
-    if stage > 1 or (stage and {"data", "shard"} <= set(axes)):
-        raise UserError("it has ZeRO-1 over all its copies; take --zero-stage 0 or 1, and one of data and shard")
+    if stage > 1 or (stage and "data" in axes):
+        raise UserError("it has ZeRO-1 over all its copies; take --zero-stage 0 or 1, and shard in place of data")
     if layout.offload or layout.schedule not in ("1f1b", "gpipe"):
         what = "offload" if layout.offload else f"schedule '{layout.schedule}'"
         raise UserError(f"it has no {what}; leave it out")

@@ -308,8 +308,9 @@ def check(model: Model, cluster: Cluster, layout: Layout) -> None:
     if layout.tensor > model.vocabulary:  # which is padded otherwise
         raise UserError(f"tensor={layout.tensor} is more than --vocabulary {model.vocabulary}; take fewer")
     check_experts(model, layout)
-    if layout.ends and layout.pipeline == 1:
-        raise UserError("--ends: without a pipeline there are no stages to deal layers out to; leave it out")
+    if layout.pipeline == 1 and (layout.ends or layout.stages_per_rank > 1):
+        what = "--ends" if layout.ends else f"--stages-per-rank {layout.stages_per_rank}"
+        raise UserError(f"{what}: without a pipeline there are no stages to deal layers out to; leave it out")
     if layout.stages > model.layers + 2 * layout.ends:
         raise UserError(
             f"{layout.stages} stages (pipeline={layout.pipeline}, {layout.stages_per_rank} per rank) are more than "

@@ -419,9 +419,10 @@ def course(table: dict) -> Config:
     batch = number(table, "batch-size", 16) or 16
     many = number(table, "microbatches", number(table, "accumulation-steps", 1)) or 1
     readers = axes.get("data", 1) * axes.get("shard", 1) * axes.get("expert", 1)
+    kept, again = str(table.get("recompute", "none")), {"selective": "products"}  # as common/recompute.py has it
     layout = known(
         zero_stage=stage, batch_size=batch, micro_batch=max(1, batch // (readers * many)),
-        sequence=number(table, "context", 64), recompute=str(table.get("recompute", "none")),
+        sequence=number(table, "context", 64), recompute=again.get(kept, kept),
         schedule=table.get("schedule"), stages_per_rank=number(table, "stages-per-rank"), offload=table.get("offload"),
         precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(str(table.get("precision", "fp32")), "float32"),
         sequence_parallel=strategy == "sequence", framework="course", shard_context=False,

@@ -11,35 +11,9 @@ from other_tools import MEGATRON, NANOTRON, QWEN
 
 from planner import explain_file, models, published, read_config
 from planner.__main__ import main
-from planner.emit import emit
 from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import make_layout
-
-BACK = [  # beside test_public_configs.py: tool, its file, GPUs, mesh, fields of the layout
-    ("torchtitan", "torchtitan.toml", 64, {"data": 2, "shard": 4, "pipeline": 4, "tensor": 2}, {
-        "zero_stage": 3, "micro_batch": 2, "recompute": "operators"}),
-    ("torchtitan", "torchtitan.toml", 32, {"shard": 8, "context": 4}, {"zero_stage": 3, "recompute": "full"}),
-    ("torchtitan", "torchtitan.toml", 16, {"shard": 8, "pipeline": 2}, {
-        "zero_stage": 3, "schedule": "interleaved", "stages_per_rank": 2, "precision": "fp8-mixed"}),
-    ("hf-trainer", "training.json", 8, {"shard": 8}, {"zero_stage": 3, "micro_batch": 4, "recompute": "full"}),
-    ("torchrun", "course.yaml", 8, {"data": 2, "shard": 4}, {"zero_stage": 3, "precision": "float32"}),
-    ("torchrun", "course.yaml", 8, {"shard": 8}, {"zero_stage": 1, "micro_batch": 2}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("tool, name, gpus, mesh, fields", BACK)
-def test_what_is_emitted_is_read_back(tmp_path, tool, name, gpus, mesh, fields):
-    model, nodes = models.find("llama-3-8b"), cluster("h100-80gb", gpus, 8)
-    asked = make_layout(model, nodes, mesh, batch_size=64, sequence=2048, **fields)
-    file = tmp_path / name
-    file.write_text(emit(estimate(model, nodes, asked, max_memory_gib=2000), tool).files[name])
-    config = read_config.read(str(file))
-    given = {} if tool in ("torchtitan", "torchrun") else {"batch_size": 64, "sequence": 2048}
-    found = explain_file.layout_of(config, model, nodes, given)
-    for what in ("mesh", "zero_stage", "micro_batch", "micro_batches", "kept", "precision", "offload", "sequence",
-                 "schedule", "stages_per_rank"):  # fmt: skip
-        assert getattr(found, what) == getattr(asked, what), f"{what}, read from {name}"
 
 
 def test_files_of_other_tools(tmp_path, capsys):

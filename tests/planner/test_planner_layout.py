@@ -35,6 +35,7 @@ REFUSED = [  # mesh, GPUs, fields of the layout, and what the message names
     ("data=8", 8, {"whole_experts": True}, "--whole-experts"),
     ("data=2", 2, {"micro_batch": 0}, "--micro-batch 1 0"),
     ("data=2", 2, {"stages_per_rank": 0}, "--stages-per-rank 1 0"),
+    ("data=2", 2, {"stages_per_rank": 2}, "--stages-per-rank 2 pipeline"),
     ("context=2 tensor=4", 8, {"sequence": 12}, "context=2 tensor=4 --sequence 12"),
     ("data=2 shard=2 expert=2", 8, {"model": MIXED, "micro_batch": 3}, "--batch-size 16 8 3 24"),
 ]

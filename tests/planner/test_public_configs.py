@@ -5,14 +5,13 @@ given with it on the command line, and what it means, written down by hand.
 """
 
 import json
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import FULL, refused
+from helpers import refused
 
 from common.errors import UserError
 from planner import emit, explain_file, models, read_config, stages
@@ -115,33 +114,6 @@ def test_embedding_and_head_are_counted_as_megatron_counts_them(tmp_path):
         assert stages.shares(model, again) == stages.shares(model, layout), pipeline
         with refused("--format nanotron", "embedding and head") if layout.ends else nullcontext():
             emit.emit(found, "nanotron")
-
-
-MODELS = ["gpt2", "gpt2-xl", "opt-1.3b", "pythia-1.4b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b", "mistral-7b",
-          "qwen2.5-14b", "mixtral-8x7b"]  # fmt: skip
-LIMITS = [24, 60, 170]  # GiB
-CASES = [(tool, model, limit) for tool in BACK for model in MODELS for limit in LIMITS]
-CHEAP = {("megatron", "mixtral-8x7b", 170), ("nanotron", "llama-3.2-1b", 24)}
-
-
-@pytest.mark.parametrize("tool, model, limit", [case for case in CASES if FULL or case in CHEAP])
-def test_what_is_planned_is_read_back_as_it_was(tool, model, limit, tmp_path, capsys):
-    """`emit` searches a layout, writes it, and `explain` reads the same one; or it says in a line why there is none."""
-    line = f"--model {model} --gpu b200 --gpus 8 --batch-size 64 --max-memory-gb {limit}"
-    try:
-        main(["emit", "--format", tool, *line.split(), "--out", str(tmp_path)])
-    except SystemExit:
-        said = capsys.readouterr().err
-        assert re.search("does not fit|other layouts that fit", said) and (tool, model, limit) not in CHEAP, said
-        return
-    nodes, config = cluster("b200", 8), read_config.read(str(tmp_path / BACK[tool]))
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: "))
-    given = {} if tool != "accelerate" else {"batch_size": 64, "micro_batch": int(line.split("micro-batch ")[1][0])}
-    shape = models.find(model)
-    again = explain_file.layout_of(config, config.model or shape, nodes, given)
-    assert again.describe() in line
-    if config.model and not shape.positions:  # which are as many as the sequence has tokens
-        assert config.model.parameters == pytest.approx(shape.parameters, rel=0.001)
 
 
 def test_a_file_that_names_another_one_needs_it(tmp_path, capsys):

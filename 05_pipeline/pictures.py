@@ -122,8 +122,9 @@ def _input(action, known):
 
 def _stored(own, now):
     """The micro-batches whose forward has begun and whose backward, weight part included, is not over."""
-    begun = {event.action.microbatch for event in own if event.action.kind == "F" and event.start <= now}
-    return begun - {event.action.microbatch for event in own if event.action.kind in "BW" and event.end <= now}
+    begun = {event.action[::2] for event in own if event.action.kind == "F" and event.start <= now}
+    over = {event.action[::2] for event in own if event.action.kind in "BW" and event.end <= now}
+    return {microbatch for _, microbatch in begun - over}  # some stage of the rank stores it
 
 
 def stage_times(cuts: dict[str, Sequence[int]], seconds: Sequence[float]) -> plt.Figure:

@@ -17,7 +17,6 @@ from course.fsdp.sharding_pictures import (
     simulate,
     snapshot_bands,
     snapshot_of_step,
-    step_by_step,
 )
 
 
@@ -64,31 +63,6 @@ def test_more_tokens_hide_messages_in_the_lab():
     assert waits(larger=4) > waits()
     nothing, one = lab.controls["ahead"].options[:2]
     assert waits(ahead=nothing, tokens=16384) > 2 * waits(ahead=one, tokens=16384), "for each unit's own gather"
-    plt.close("all")
-
-
-def test_what_is_on_its_way_is_told_as_long_as_it_is():
-    """A step of three units, of which one is gathered and one reduced ahead: in the words and in the picture."""
-    steps = "gather 0, gather 1, forward 0, free 0, gather 2, forward 1, free 1, forward 2, gather 1, backward 2, " \
-        "reduce 2, free 2, gather 0, backward 1, reduced 2, reduce 1, free 1, backward 0, reduced 1, reduce 0, " \
-        "reduced 0, step 0"  # fmt: skip
-    events = [(what, int(unit)) for what, unit in map(str.split, steps.split(", "))]
-    shown = iter(step_by_step(events, names := ["first", "second", "third"], ranks=2))
-    for number, (what, _) in enumerate(events):
-        if what not in ("forward", "backward", "step"):
-            continue
-        fig, words = next(shown)
-        for unit, name in enumerate(names):
-            so_far = [what for what, of in events[: number + 1] if of == unit]
-            gathering, reducing = (
-                [what for what in so_far if what in kinds][-1:] == [kinds[0]]
-                for kinds in (("gather", "forward", "backward"), ("reduce", "reduced"))
-            )
-            assert (f"{name} is gathered" in words, f"gradients of {name} are" in words) == (gathering, reducing), words
-            drawn = [
-                text.get_text() for text in fig.axes[0].texts if 1.25 * unit < text.get_position()[0] < 1.25 * unit + 1
-            ]
-            assert ("gathering" in drawn, "reducing" in drawn) == (gathering, reducing), (words, drawn)
     plt.close("all")
 
 

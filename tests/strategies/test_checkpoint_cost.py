@@ -3,7 +3,6 @@
 import pytest
 
 from common.checkpoint_interval import daly, lost, time_per_work, young
-from course.ddp import checkpoint_cost
 
 
 def test_the_best_interval():
@@ -22,18 +21,3 @@ def test_time_per_work():
     assert lost(10, 2, 1e9) == pytest.approx(1 - 1 / 1.2)
     assert time_per_work(10, 2, 100, 5) == pytest.approx(1.3403, abs=1e-4), "10 x 0.127497 x 1.051271"
     assert lost(1e6, 2, 100) == 1, "nothing is ever kept"
-
-
-def test_the_picture_says_which_interval_is_best():
-    fig = checkpoint_cost.draw(0.5, 180.0, 10.0)
-    texts = [text.get_text() for text in fig.axes[0].texts]
-    best = daly(0.5, 180.0)
-    numbers = f"{best:.1f} min", f"{100 * lost(best, 0.5, 180.0, 10.0):.1f}%"
-    assert any(all(number in text for number in numbers) for text in texts), texts
-    whole, writing, again = (line.get_ydata() for line in fig.axes[0].lines[:3])
-    intervals = fig.axes[0].lines[1].get_xdata()
-    for interval, share in zip(intervals, writing, strict=True):
-        expected = 100 * 0.5 / interval / time_per_work(interval, 0.5, 180.0, 10.0)
-        assert share == pytest.approx(expected), "of each stretch and its checkpoint, half a minute writes"
-    assert "minutes" in fig.axes[0].get_xlabel(), "the unit of the intervals"
-    assert [a + b for a, b in zip(writing, again, strict=True)] == pytest.approx([*whole]), "the two shares add up"

@@ -17,7 +17,6 @@ from course.intro import by_hand
 from course.model_parallel import by_hand_ring_attention as ring
 from course.model_parallel import by_hand_tensor as tensor
 from course.model_parallel import by_hand_ulysses as ulysses
-from course.model_parallel import context_pictures as pictures
 from course.pipeline.executor import All
 
 VERSIONS = {  # name -> (attention, order of the chunks)
@@ -264,19 +263,3 @@ def test_a_mistake_in_a_method_is_shown_with_its_class():
     for name in ("gradients_stay", "wrong_way_round", "own_gradients", "not_rescaled"):
         assert bugs[name].wrong in bugs.excerpt(name) and len(bugs.excerpt(name)) < len(bugs.source(name))
     assert bugs["gradients_stay"].right not in bugs.excerpt("gradients_stay")
-
-
-@pytest.mark.parametrize("share", [0.25, 1.0])
-def test_a_ring_waits_for_nothing_from_two_shares_of_rate_by_bandwidth_tokens_per_rank_on(share):
-    enough = 2 * share * 740e12 / 50e9  # tokens per rank; Liu et al. 2023, section 3, for half of the pairs
-    for factor, waits in ((0.99, True), (1.01, False)):
-        times = pictures.attention_times(8 * factor * enough, 8, share, rate=740e12, bandwidth=50e9)
-        assert (times["ring"][1] > 0) == waits
-
-
-def test_gathering_waits_for_seven_parts_and_ulysses_for_seven_eighths_of_four():
-    part = 2 * 4096 * 1000 / 50e9  # seconds for the keys of 1,000 tokens in 16 bits
-    times = pictures.attention_times(8000, 8, 1.0, rate=740e12, bandwidth=50e9)
-    assert times["all-gather"][1] == pytest.approx(7 * 2 * part)
-    assert times["Ulysses"][1] == pytest.approx(7 / 8 * 4 * part)
-    assert times["ring"][0] == times["Ulysses"][0] == pytest.approx(2 * 4096 * 8000**2 / 8 / 740e12)

@@ -1,0 +1,104 @@
+"""What is in a picture, read in the units of its axes: the areas that a line across it meets, texts, arrows, curves."""
+
+import itertools
+import math
+import re
+from weakref import WeakKeyDictionary
+
+import numpy
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Annotation
+
+KNOWN: WeakKeyDictionary = WeakKeyDictionary()  # axes -> how much was drawn on them, and the areas that were found
+
+
+def areas_of(ax) -> list[tuple[str, list]]:
+    """(look, corners) of each filled area, as they were drawn: its colour, with the pattern that it is hatched with."""
+    if (known := KNOWN.get(ax)) and known[0] == (len(ax.patches), len(ax.collections)):
+        return known[1]
+    patches = [patch for patch in ax.patches if patch.get_fill() and not isinstance(patch, FancyArrowPatch)]
+    shapes = [
+        (patch, patch.get_facecolor(), patch.get_path().transformed(patch.get_patch_transform())) for patch in patches
+    ]
+    many = [one for one in ax.collections if isinstance(one, PolyCollection) and len(one.get_facecolor())]
+    shapes += [(one, one.get_facecolor()[0], path) for one in many for path in one.get_paths()]
+    found = [(to_hex(colour) + (of.get_hatch() or ""), corners.tolist()) for of, colour, path in shapes if colour[3]
+             for corners in path.to_polygons()]  # fmt: skip
+    KNOWN[ax] = (len(ax.patches), len(ax.collections)), found
+    return found
+
+
+def cut(ax, x=None, y=None) -> list[tuple[str, float, float]]:
+    """(look, from, to) of each area that the vertical line at `x`, or the horizontal one at `y`, goes through."""
+    found, value, along = [], x if y is None else y, 0 if y is None else 1
+    for look, corners in areas_of(ax):
+        meets = [
+            a[1 - along] + (b[1 - along] - a[1 - along]) * (value - a[along]) / (b[along] - a[along])
+            for a, b in itertools.pairwise([*corners, corners[0]])
+            if (a[along] - value) * (b[along] - value) < 0
+        ]
+        if meets and max(meets) - min(meets) > 1e-9:
+            found.append((look, min(meets), max(meets)))
+    return found
+
+
+def bars(ax, x=None, y=None) -> list[tuple[float, float]]:
+    """(from, to) of these areas, in order."""
+    return sorted((low, high) for _, low, high in cut(ax, x, y))
+
+
+def kinds(ax, x=None, y=None) -> list[list[tuple[float, float]]]:
+    """(from, to) of these areas, those that look alike together, whatever the looks are."""
+    found: dict[str, list] = {}
+    for look, *stretch in cut(ax, x, y):
+        found.setdefault(look, []).append(tuple(stretch))
+    return sorted(map(sorted, found.values()))
+
+
+def look_at(ax, x, y) -> str:
+    """The look of the last area over a point; empty where there is none."""
+    return next((look for look, low, high in reversed(cut(ax, x=x)) if low < y < high), "")
+
+
+def said(ax, pattern: str = "(.*)") -> list[tuple[str, float, float]]:
+    """(what the pattern's group has found, x, y) of each text of the axes that has it."""
+    found = [(re.search(pattern, text.get_text(), re.DOTALL), text.get_position()) for text in ax.texts]
+    return [(match[1], *map(float, place)) for match, place in found if match]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)]
+
+
+def arrows(ax, places: dict) -> list[tuple]:
+    """(from, to) of each arrow, by the name of the place that is nearest."""
+    ends = [patch._posA_posB for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+    notes = [text for text in ax.texts if isinstance(text, Annotation) and text.arrow_patch and not text.get_text()]
+    return [tuple(nearest(end, places) for end in both) for both in [*ends, *((note.xyann, note.xy) for note in notes)]]
+
+
+def framed(ax) -> list:
+    """The boxes that are a thick frame and no more."""
+    empty = [patch for patch in ax.patches if not (patch.get_fill() and patch.get_facecolor()[3])]
+    return [patch for patch in empty if patch.get_linewidth() > 2]
+
+
+def nearest(place, places: dict):
+    return min(places, key=lambda name: math.dist(place, places[name]))
+
+
+def points(line) -> list[tuple[float, float]]:
+    return [*zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True)]
+
+
+def same(one, other) -> bool:
+    """Equal, where numbers may differ by rounding."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if not all(isinstance(number, int | float | numpy.number) for number in (one, other)):
+        return one == other
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)

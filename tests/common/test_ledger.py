@@ -1,17 +1,17 @@
 """The ledger: every operation of torch.distributed is entered, with the bytes that a reader can count by hand."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from operators import every_operator
 from torch.nn.parallel import DistributedDataParallel
 
 from common import data
 from common.lab import equality
 from common.lab.launch import launch
-from common.lab.ledger import BATCH, FUNCTIONAL, OPERATORS, SILENT, Ledger, LedgerEntry, group_of, wire_bytes
+from common.lab.ledger import BATCH, FUNCTIONAL, OPERATORS, SILENT, Ledger, LedgerEntry, group_of
 from common.mesh import make_mesh
 from common.strategy import Setup
 from course.strategies import load
@@ -31,83 +31,6 @@ class Names(Ledger):
         return result
 
 
-def together(call, *pairs):
-    with dist._coalescing_manager():
-        for pair in pairs:
-            call(*pair)
-
-
-def every_operator() -> dict[tuple[str, str], Callable]:
-    """For each operator of both tables a call that leads to it, with 6 floats (24 bytes) of each rank where it takes
-    one tensor, and 2 more floats (8 bytes) where it takes several. Root is rank 1."""
-    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    x, y, whole, whole_y = torch.ones(6), torch.ones(2), torch.ones(6 * size), torch.ones(2 * size)
-    parts, pieces = [torch.ones(6) for _ in range(size)], [torch.ones(6) for _ in range(size)]
-    lists = [[torch.ones(6), torch.ones(2)] for _ in range(size)]
-    root, f = rank == 1, torch.ops._c10d_functional
-
-    def message(send, receive):
-        return {0: send, 1: receive}.get(rank, lambda: None)
-
-    return {
-        ("c10d", "allreduce_"): lambda: dist.all_reduce(x),
-        ("c10d", "allreduce_coalesced_"): lambda: together(dist.all_reduce, (x,), (y,)),
-        ("c10d", "broadcast_"): lambda: dist.broadcast(x, src=1),
-        ("c10d", "reduce_"): lambda: dist.reduce(x, dst=1),
-        ("c10d", "allgather_"): lambda: dist.all_gather(parts, x),
-        ("c10d", "_allgather_base_"): lambda: dist.all_gather_single(whole, x),
-        ("c10d", "allgather_coalesced_"): lambda: dist.all_gather_coalesced(lists, [x, y]),
-        ("c10d", "allgather_into_tensor_coalesced_"): lambda: together(
-            dist.all_gather_single, (whole, x), (whole_y, y)
-        ),
-        ("c10d", "reduce_scatter_"): lambda: dist.reduce_scatter(x, parts),
-        ("c10d", "_reduce_scatter_base_"): lambda: dist.reduce_scatter_single(x, whole),
-        ("c10d", "reduce_scatter_tensor_coalesced_"): lambda: together(
-            dist.reduce_scatter_single, (x, whole), (y, whole_y)
-        ),
-        ("c10d", "scatter_"): lambda: dist.scatter(x, parts if root else None, src=1),
-        ("c10d", "gather_"): lambda: dist.gather(x, parts if root else None, dst=1),
-        ("c10d", "alltoall_"): lambda: dist.all_to_all(parts, pieces),
-        ("c10d", "alltoall_base_"): lambda: dist.all_to_all_single(whole.clone(), whole),
-        ("c10d", "barrier"): lambda: dist.barrier(),
-        ("c10d", "monitored_barrier_"): lambda: dist.monitored_barrier(),
-        ("c10d", "send"): message(lambda: dist.send(x, dst=1), lambda: dist.recv(x, src=0)),
-        ("c10d", "recv_"): message(lambda: dist.recv(x, src=1), lambda: dist.send(x, dst=0)),
-        ("c10d", "recv_any_source_"): message(lambda: dist.recv(x), lambda: dist.send(x, dst=0)),
-        ("_c10d_functional", "all_reduce"): lambda: f.all_reduce(x, "sum", name),
-        ("_c10d_functional", "all_reduce_"): lambda: f.all_reduce_(x, "sum", name),
-        ("_c10d_functional", "all_reduce_coalesced"): lambda: f.all_reduce_coalesced([x, y], "sum", name),
-        ("_c10d_functional", "all_reduce_coalesced_"): lambda: f.all_reduce_coalesced_([x, y], "sum", name),
-        ("_c10d_functional", "all_gather_into_tensor"): lambda: f.all_gather_into_tensor(x, size, name),
-        ("_c10d_functional", "all_gather_into_tensor_out"): lambda: f.all_gather_into_tensor_out(
-            x, size, name, out=whole
-        ),
-        ("_c10d_functional", "all_gather_into_tensor_coalesced"): lambda: f.all_gather_into_tensor_coalesced(
-            [x, y], size, name
-        ),
-        ("_c10d_functional", "reduce_scatter_tensor"): lambda: f.reduce_scatter_tensor(whole, "sum", size, name),
-        ("_c10d_functional", "reduce_scatter_tensor_out"): lambda: f.reduce_scatter_tensor_out(
-            whole, "sum", size, name, out=x
-        ),
-        ("_c10d_functional", "reduce_scatter_tensor_coalesced"): lambda: f.reduce_scatter_tensor_coalesced(
-            [whole, whole_y], "sum", size, name
-        ),
-        ("_c10d_functional", "all_to_all_single"): lambda: f.all_to_all_single(whole, [6] * size, [6] * size, name),
-        ("_c10d_functional", "broadcast"): lambda: f.broadcast(x, 1, name),
-        ("_c10d_functional", "broadcast_"): lambda: f.broadcast_(x, 1, name),
-        ("_c10d_functional", "isend"): message(
-            lambda: f.isend(torch.ones(6), 1, 0, name), lambda: f.irecv(torch.ones(6), 0, 0, name)
-        ),
-        ("_c10d_functional", "irecv"): message(
-            lambda: f.irecv(torch.ones(6), 1, 0, name), lambda: f.isend(torch.ones(6), 0, 0, name)
-        ),
-        ("_c10d_functional", "batch_p2p_ops"): message(
-            lambda: f.batch_p2p_ops(["isend", "irecv"], [1, 1], [0, 0], [torch.ones(6), torch.ones(2)], name),
-            lambda: f.batch_p2p_ops(["isend", "irecv"], [0, 0], [0, 0], [torch.ones(2), torch.ones(6)], name),
-        ),
-    }
-
-
 def entries_of_every_operator() -> dict[tuple[str, str], tuple[list, list[LedgerEntry]]]:
     """For each operator: by which operators this rank's entries came, and these."""
     found = {}
@@ -124,38 +47,18 @@ def entries_of_every_operator() -> dict[tuple[str, str], tuple[list, list[Ledger
     return found
 
 
-# operator -> operation, root, and per rank: payload and bytes sent on 2 ranks, the same on 4 ranks
-COLLECTIVES = {
-    "allreduce_": ("all_reduce", None, (24, 24), (24, 36)),
-    "allreduce_coalesced_": ("all_reduce", None, (32, 32), (32, 48)),
-    "broadcast_": ("broadcast", 1, (24, 12), (24, 18)),
-    "reduce_": ("reduce", 1, (24, 12), (24, 18)),
-    "allgather_": ("all_gather", None, (48, 24), (96, 72)),
-    "_allgather_base_": ("all_gather", None, (48, 24), (96, 72)),
-    "allgather_coalesced_": ("all_gather", None, (64, 32), (128, 96)),
-    "allgather_into_tensor_coalesced_": ("all_gather", None, (64, 32), (128, 96)),
-    "reduce_scatter_": ("reduce_scatter", None, (48, 24), (96, 72)),
-    "_reduce_scatter_base_": ("reduce_scatter", None, (48, 24), (96, 72)),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", None, (64, 32), (128, 96)),
-    "scatter_": ("scatter", 1, (48, 12), (96, 18)),  # of the root's 24 and 72, on average
-    "gather_": ("gather", 1, (48, 12), (96, 18)),  # of 24 from each rank but the root, on average
-    "alltoall_": ("all_to_all", None, (48, 24), (96, 72)),
-    "alltoall_base_": ("all_to_all", None, (48, 24), (96, 72)),
-    "barrier": ("barrier", None, (0, 0), (0, 0)),
-    "monitored_barrier_": ("monitored_barrier", None, (0, 0), (0, 0)),
-    "all_reduce": ("all_reduce", None, (24, 24), (24, 36)),
-    "all_reduce_": ("all_reduce", None, (24, 24), (24, 36)),
-    "all_reduce_coalesced": ("all_reduce", None, (32, 32), (32, 48)),
-    "all_reduce_coalesced_": ("all_reduce", None, (32, 32), (32, 48)),
-    "all_gather_into_tensor": ("all_gather", None, (48, 24), (96, 72)),
-    "all_gather_into_tensor_out": ("all_gather", None, (48, 24), (96, 72)),
-    "all_gather_into_tensor_coalesced": ("all_gather", None, (64, 32), (128, 96)),
-    "reduce_scatter_tensor": ("reduce_scatter", None, (48, 24), (96, 72)),
-    "reduce_scatter_tensor_out": ("reduce_scatter", None, (48, 24), (96, 72)),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", None, (64, 32), (128, 96)),
-    "all_to_all_single": ("all_to_all", None, (48, 24), (96, 72)),
-    "broadcast": ("broadcast", 1, (24, 12), (24, 18)),
-    "broadcast_ of _c10d_functional": ("broadcast", 1, (24, 12), (24, 18)),
+# operation -> is its payload what all ranks together have; and what a rank sends on average, as a multiple of its own
+COSTS = {
+    "all_reduce": (False, lambda n: 2 * (n - 1) / n),
+    "broadcast": (False, lambda n: (n - 1) / n),
+    "reduce": (False, lambda n: (n - 1) / n),
+    "all_gather": (True, lambda n: n - 1),
+    "reduce_scatter": (True, lambda n: n - 1),
+    "all_to_all": (True, lambda n: n - 1),
+    "scatter": (True, lambda n: (n - 1) / n),  # n - 1 by the root, nothing by the others
+    "gather": (True, lambda n: (n - 1) / n),  # one by each rank but the root
+    "barrier": (False, lambda _: 0),
+    "monitored_barrier": (False, lambda _: 0),
 }
 # operator -> what rank 0 enters and by which operator, and rank 1: (operator, operation, bytes, peer); others nothing
 MESSAGES = {
@@ -183,13 +86,16 @@ def test_every_operator_is_entered_with_its_bytes(size):
                     (payload, 0) if operation == "send" else (0, payload) for _, operation, payload, _ in expected
                 ], f"bytes sent and received by {name}"
             else:
-                row = COLLECTIVES.get(f"{name} of {space}") or COLLECTIVES[name]
-                operation, root, *bytes_of = row
-                payload, sent = bytes_of[[2, 4].index(size)]
                 assert names == [(space, name)]
                 (entry,) = entries
+                alike = [one for one in COSTS if one.replace("_", "") in name.replace("_", "")]
+                operation = max(alike, key=len)
+                whole, times = COSTS[operation]
+                own = 0 if "barrier" in name else 4 * (6 + 2 * ("coalesced" in name))
+                root = 1 if operation in ("broadcast", "reduce", "scatter", "gather") else None
+                payload = own * (size if whole else 1)
                 assert (entry.operation, entry.payload, entry.peer) == (operation, payload, root), name
-                assert entry.sent == entry.received == sent, name
+                assert entry.sent == entry.received == pytest.approx(own * times(size)), name
             assert all(e.ranks == size for e in entries)
             assert all(e.dtype == (None if "barrier" in e.operation else torch.float32) for e in entries)
 
@@ -206,17 +112,6 @@ def test_every_operator_that_pytorch_has_is_in_a_table():
     for space, name in launch(lambda: list(every_operator()), 1)[0]:
         tested[space].add(name)
     assert tested == {"c10d": set(OPERATORS), "_c10d_functional": {*FUNCTIONAL, BATCH}}
-
-
-def test_bytes_on_the_wire():
-    """Three ranks, 72 bytes: a ring's share is two thirds, 48; an all-reduce needs two rounds of it."""
-    assert wire_bytes("all_reduce", 72, 3) == 96, "two rounds of an all-reduce"
-    assert wire_bytes("all_gather", 72, 3) == wire_bytes("reduce_scatter", 72, 3) == 48
-    assert wire_bytes("all_to_all", 72, 3) == wire_bytes("broadcast", 72, 3) == wire_bytes("reduce", 72, 3) == 48
-    assert wire_bytes("scatter", 72, 3) == wire_bytes("gather", 72, 3) == 16
-    assert wire_bytes("barrier", 72, 3) == wire_bytes("monitored_barrier", 72, 3) == 0
-    for operation in ("all_reduce", "broadcast", "all_gather", "scatter"):
-        assert wire_bytes(operation, 72, 1) == 0
 
 
 def nothing_entered() -> tuple:

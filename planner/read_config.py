@@ -31,6 +31,7 @@ class Config:
     mesh:   sizes of axes; -1 for what is left of the GPUs; "reading" is data or shard, whatever the stage says
     layout: fields of planner.layout.Layout
     local:  sequences of a rank and step that the file gives in place of the batch of all ranks
+    many:   micro-batches of a step that it gives in place of their size
     notes:  what could not be read, or is a risk as it stands
     """
 
@@ -40,6 +41,7 @@ class Config:
     layout: dict[str, Any] = field(default_factory=dict)
     gpus: int | None = None
     local: int | None = None
+    many: int = 1
     notes: list[str] = field(default_factory=list)
 
 
@@ -158,7 +160,7 @@ def torchtitan(table: dict) -> Config:
     if layout.get("batch_size", 1) < 1:
         del layout["batch_size"]
     if degree["pipeline"] > 1:
-        schedule = str(parallel.get("pipeline_parallel_schedule", "Interleaved1F1B"))
+        schedule = str(parallel.get("pipeline_parallel_schedule", "1F1B"))
         layout["schedule"] = TITAN_SCHEDULE.get(schedule.lower(), schedule.lower())
         each = number(parallel, "pipeline_parallel_layers_per_stage")
         if each and model:
@@ -274,6 +276,8 @@ def megatron(table: dict) -> Config:
         layout |= known(recompute_layers=one("recompute-num-layers"))
     if layers and (mesh["pipeline"] or 1) > 1:
         layout |= megatron_stages(table, layers, mesh["pipeline"] or 1, one("num-layers-per-virtual-pipeline-stage"))
+        if (chunks := one("num-virtual-stages-per-pipeline-rank", 1)) > 1:
+            layout |= {"schedule": "interleaved", "stages_per_rank": chunks}
     nodes, local = one("nnodes", 1), one("nproc-per-node")
     notes = []
     if schedule := re.findall(r":(\d+)", str(table.get("step-batch-size-schedule", ""))):
@@ -343,7 +347,7 @@ def deepspeed(table: dict) -> Config:
     mesh = {"reading": -1} | ({"tensor": tensor} if tensor > 1 else {})
     if "auto" in json.dumps(table):
         notes.append("'auto' is filled in by the Trainer; give those values as options")
-    return Config("DeepSpeed", None, mesh, layout, local=local, notes=notes)
+    return Config("DeepSpeed", None, mesh, layout, local=local, many=many, notes=notes)
 
 
 FILE = "what deepspeed_config_file says"
@@ -399,12 +403,13 @@ def accelerate(table: dict) -> Config:
 
 
 def trainer(table: dict) -> Config:
-    fsdp = table.get("fsdp")
+    words, more = str(table.get("fsdp") or ""), inner(table, "fsdp_config")  # a list of words, or yes (since 5)
+    keeps = more.get("reshard_after_forward") is False or "shard_grad_op" in words
     layout = {
-        "zero_stage": 3 if fsdp else 0, "micro_batch": number(table, "per_device_train_batch_size", 8),
+        "zero_stage": 0 if not words or "no_shard" in words else 2 if keeps else 3, "offload": "offload" in words,
+        "micro_batch": number(table, "per_device_train_batch_size", 8),
         "precision": "bf16-mixed" if table.get("bf16") else "fp16-mixed" if table.get("fp16") else "float32",
-        "recompute": "full" if table.get("gradient_checkpointing") or inner(table, "fsdp_config").get(
-            "activation_checkpointing") else "none",
+        "recompute": "full" if table.get("gradient_checkpointing") or more.get("activation_checkpointing") else "none",
     }  # fmt: skip
     many = number(table, "gradient_accumulation_steps", 1) or 1
     local = many * (number(table, "per_device_train_batch_size", 8) or 8)

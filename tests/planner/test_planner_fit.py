@@ -47,6 +47,12 @@ def test_no_project_is_in_both_halves():
     assert {frozenset(own) for own, _ in stored} == {frozenset(first), frozenset(second)}, (
         "constants.json is of other sources: python -m planner scoreboard --refit"
     )
+    twice, thrice = (replace(PRIOR, step=times) for times in (2.0, 3.0))
+    for one in scoreboard.lines(halves=[(first, twice), (second, thrice)], source="torchtitan"):
+        own, other = (2.0, 3.0) if "torchtitan" in first else (3.0, 2.0)
+        plain = fit.seconds(one.run, PRIOR)
+        assert one.seconds == pytest.approx(other * plain), "by the half that its project is not in"
+        assert not one.run.seconds or one.fitted_error == pytest.approx(own * plain / one.run.seconds - 1)
 
 
 def test_a_fit_finds_constants_again():
@@ -73,6 +79,9 @@ def test_the_cost_of_a_choice():
 
 def test_precision_and_recall_of_what_does_not_fit():
     found = [line("a", 1, None, fits=False)] * 2 + [line("a", 1, 1.0, fits=False)] + [line("a", 1, None)] * 2
+    for more in ({"crashed": True}, {"assumed": True}):  # of these nobody knows
+        found.append(line("a", 1, None, fits=False))
+        vars(found[-1].run).update(more)
     assert scoreboard.out_of_memory(found + [line("a", 1, 1.0)] * 5) == {
         "runs": 10, "predicted": 3, "true": 4, "precision": 2 / 3, "recall": 2 / 4}  # fmt: skip
 

@@ -18,32 +18,6 @@ from course.ddp import speed
 from course.intro import costs
 
 
-def run(program: str, monkeypatch, folder, epochs: int = 0) -> None:
-    """As plain python would, in this process."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", [program, str(epochs)])
-    with launcher():
-        runpy.run_path(str(ROOT / program), run_name="__main__")
-
-
-@pytest.mark.parametrize("program", ["02_data_parallel/standalone.py", "03_ddp/standalone.py"])
-def test_a_crash_while_saving_leaves_the_old_checkpoint(program, monkeypatch, tmp_path):
-    run(program, monkeypatch, tmp_path, epochs=1)
-    (found,) = tmp_path.iterdir()
-    before = found.read_bytes()
-
-    def save(state, path):
-        with open(path, "wb") as file:
-            file.write(b"half of it")
-        raise OSError("the power is gone")
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError, match="power"):
-        run(program, monkeypatch, tmp_path, epochs=2)
-    torch.distributed.is_initialized() and torch.distributed.destroy_process_group()
-    assert found.read_bytes() == before
-
-
 def test_a_second_process_of_data_parallel_has_nothing_to_do(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["standalone.py", "0"])

@@ -1,6 +1,7 @@
 """The programs that readers copy: complete without the course, and on 1, 2 and 4 ranks equal to a plain loop here."""
 
 import ast
+import contextlib
 import itertools
 import json
 import os
@@ -226,17 +227,29 @@ def test_an_import_of_the_course_would_be_seen(line):
 ALONE = list(PROGRAMS) if FULL else ["06_fsdp"]
 
 
+def half(state, file):
+    with open(file, "wb") if isinstance(file, str) else contextlib.nullcontext(file) as stream:
+        stream.write(b"half of it")
+    raise OSError("the power is gone")
+
+
 @pytest.mark.parametrize("chapter", PROGRAMS)
-def test_plain_python(chapter, tmp_path):
-    """Started from elsewhere; as a program of its own, so with no imports but its own, where it is in ALONE."""
+def test_plain_python(chapter, tmp_path, monkeypatch):
+    """Started from elsewhere; as a program of its own, so with no imports but its own, where it is in ALONE. A crash
+    while it saves a second epoch leaves the first: the next start goes on there, and ends as if nothing had been."""
     output = start([PROGRAMS[chapter], *([] if chapter == HELLO else ["1"])], tmp_path, fork=chapter not in ALONE)
     if chapter == HELLO:
         assert re.search(r"^rank 0 of 1: .*, cpu, gloo\nrank 0: 1 \+ ... \+ 1 is 1, expected 1\n$", output)
     else:
         check(tmp_path, output, chapter, epochs=1)
-        again = start([PROGRAMS[chapter], "1"], tmp_path, fork=True)
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the power is gone"):
+            patch.setattr(torch, "save", half)
+            start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
+        output += start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
+        check(tmp_path, output, chapter, epochs=2)
+        again = start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
         found = next(tmp_path.glob("checkpoint-*")).name
-        assert found in again and "loss" not in again, "a second start has nothing to do, and says why"
+        assert found in again and "loss" not in again, "another start has nothing to do, and says why"
 
 
 def test_ranks(tmp_path):
@@ -325,7 +338,7 @@ def test_torchrun(chapter, tmp_path):
         check(tmp_path, output, chapter, epochs=1)
 
 
-@pytest.mark.parametrize("chapter", [name for name in PROGRAMS if name != HELLO] if FULL else [ONE_PROCESS])
+@pytest.mark.parametrize("chapter", TRAINING)
 def test_a_number_of_epochs_that_is_none_is_one_line(chapter, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["standalone.py", "many"])
     with pytest.raises(SystemExit) as ended:

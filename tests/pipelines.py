@@ -1,12 +1,16 @@
-"""What the tests of pipelines share, and of shards: small models, batches for them, a mesh."""
+"""What the tests of pipelines share, and of shards: small models, batches for them, a mesh, any lists of actions."""
+
+import itertools
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as some
 from torch import nn
 
 from common.lab import equality
 from common.mesh import in_order, make_mesh, resolve
 from common.model import GPT
+from course.pipeline import schedules
 
 
 def deep(model_class=GPT) -> nn.Module:
@@ -50,3 +54,27 @@ def micro_batches(count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def mesh_of(strategy_class, **axes):
     return make_mesh(axes or in_order(resolve(strategy_class.preset, dist.get_world_size())))
+
+
+@some.composite
+def lists(draw) -> schedules.Schedule:
+    """Any lists that come to their end, of up to 3 ranks: stages anywhere, a backward whole or in two parts, and always
+    some rank did something that was possible."""
+    stages, m = draw(some.integers(1, 5)), draw(some.integers(1, 4))
+    placed = draw(some.lists(some.integers(0, 2), min_size=stages, max_size=stages))
+    work = [
+        (s, k, n) for s, n in itertools.product(range(stages), range(m)) for k in draw(some.sampled_from(["FB", "FIW"]))
+    ]
+    made, left = [[] for _ in {*placed}], list(work)
+    while left:
+        ready = [action for action in left if not {*before(action, work)} & {*left}]
+        left.remove(action := draw(some.sampled_from(ready)))
+        made[sorted({*placed}).index(placed[action[0]])].append(schedules.Action(*action))
+    return made
+
+
+def before(action: tuple[int, str, int], work) -> list[tuple[int, str, int]]:
+    """What of all the work has to be over before an action."""
+    s, kind, n = action
+    needs = {"F": [(s - 1, "F", n)], "W": [(s, "I", n)]}.get(kind, [(s, "F", n), (s + 1, "B", n), (s + 1, "I", n)])
+    return [need for need in needs if need in work]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as some
+from pipelines import before, lists
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -120,13 +121,80 @@ def test_any_schedule_does_the_work_in_order_within_its_memory_and_ends(pipeline
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             peak = max(peak, held)
         assert peak <= most, f"rank {rank} stores {peak} activations"
-    times = simulator.Times(2, 1, 3, communication=1)
-    full, bare = simulator.with_messages(schedule), simulator.simulate(schedule, times)
+
+
+def spans_of(schedule, times: simulator.Times) -> dict:
+    """When each action begins and ends: moved on, over and over, until none of them is too early."""
+    lasts = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
+    lasts["B"] = [i + w for i, w in zip(lasts["I"], lasts["W"], strict=True)]
+    rank_of = {action.stage: rank for rank, own in enumerate(schedule) for action in own}
+    work = {action for own in schedule for action in own}
+    spans, moved = {action: (0, lasts[action.kind][action.stage]) for action in work}, True
+    while moved:
+        moved = False
+        for rank, place in ((rank, place) for rank, own in enumerate(schedule) for place in range(len(own))):
+            action = schedule[rank][place]
+            ends = [spans[schedule[rank][place - 1]][1]] if place else []
+            ends += [spans[b][1] + times.communication * (rank_of[b[0]] != rank) for b in before(action, work)]
+            start = max(ends, default=0)
+            moved |= start > spans[action][0]
+            spans[action] = start, start + lasts[action.kind][action.stage]
+    return spans
+
+
+def computing(actions) -> list:
+    return [action for action in actions if action.kind not in simulator.MESSAGES]
+
+
+@many
+@given(some.one_of(lists(), pipelines().map(lambda pipeline: schedules.build(*pipeline))), some.data())
+def test_any_lists_take_the_time_that_they_must(schedule, data):
+    """With messages and without, whatever times stages take; what is told of it is counted at each moment; and each
+    message stands on both ranks where it happens."""
+    stages = 1 + max(action.stage for own in schedule for action in own)
+    each = some.lists(some.integers(1, 4), min_size=stages, max_size=stages)
+    times = simulator.Times(*(data.draw(each) for _ in "FIW"), communication=data.draw(some.integers(0, 3)))
+    spans, timeline = spans_of(schedule, times), simulator.simulate(schedule, times)
+    assert timeline.ranks == [[(*spans[action], action) for action in own] for own in schedule]
+    end, busy = max(end for _, end in spans.values()), sum(end - start for start, end in spans.values())
+    assert (timeline.makespan, timeline.bubble) == (end, 1 - busy / (len(schedule) * end))
+    text = [line.split()[2:] for line in simulator.rows(timeline).splitlines()]
+    unit, several = (
+        min(end - start for start, end in spans.values()),
+        any(len({a.stage for a in own}) > 1 for own in schedule),
+    )
+    for rank, own in enumerate(schedule):
+        over = {(s, n): spans[s, k, n][1] for s, k, n in own if k in "BW"}
+        alive = [(spans[action][0], over[action.stage, action.microbatch]) for action in own if action.kind == "F"]
+        held = [sum(first <= moment < last for first, last in alive) for moment in range(end + 1)]
+        told = dict(timeline.stored(rank))  # at each moment what comes last
+        assert told == {moment: held[moment] for moment in told} and {*told} == {
+            moment for pair in alive for moment in pair
+        }
+        assert timeline.peaks[rank] == max(held) and text[rank][-2:] == [f"{max(held)}", "stored"]
+        if unit == 1:
+            cells = ["."] * end
+            for s, k, n in own:
+                first, last = spans[s, k, n]
+                cells[first:last] = [f"{s if several else ''}{k}{n}", *["-"] * (last - first - 1)]
+            assert [cell.strip("-") or "-" for cell in text[rank][:-2]] == cells
+    placed = data.draw(some.sampled_from([simulator.Times([1] * stages, [1] * stages, [1] * stages), times]))
+    full, happens = simulator.with_messages(schedule, placed), spans_of(schedule, placed)
     assert not meet(full), "ranks wait for each other for ever"
-    assert simulator.with_messages(full) == full
-    timeline = simulator.simulate(full, times)
-    compute = [[event for event in own if event.action.kind not in simulator.MESSAGES] for own in timeline.ranks]
-    assert compute == bare.ranks, "messages take no time of their ranks"
+    assert simulator.with_messages(full, placed) == full
+    for own in full:
+        for place, (s, kind, n) in enumerate(own):
+            if kind in simulator.MESSAGES:
+                source = s - (kind == "RECV_F") + (kind == "RECV_B")
+                (made,) = {
+                    happens[source, k, n][1] for k in (kind[-1], "I"[: kind[-1] == "B"]) if (source, k, n) in happens
+                }
+                assert all(happens[action][0] < made for action in computing(own[:place]))
+                assert all(happens[action][0] >= made for action in computing(own[place:]))
+    again = simulator.simulate(full, times).ranks
+    assert [[event for event in own if event.action.kind in "FBIW"] for own in again] == timeline.ranks
+    if placed is not times:
+        assert simulator.with_messages(schedule) == full, "without times each action takes one"
 
 
 @few

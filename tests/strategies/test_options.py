@@ -12,8 +12,9 @@ from common import manifest
 from common.keeper import Keeper
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
+from common.mesh import make_mesh
 from common.run import Run
-from course.pipeline.torch_schedules import InContext
+from common.task import make_task
 from course.strategies import STRATEGIES, load
 
 KINDS = [(name, kind) for name, entry in STRATEGIES.items() if name != "mesh" for kind in entry.implementations]
@@ -143,19 +144,6 @@ def test_the_mesh_reaches_the_strategy(name, kind, size, tmp_path):
 # --- the strategies' own options ------------------------------------------------------------------------------
 
 
-def blocks_recompute(run, seen):
-    return "checkpoint" in repr(run.strategy.model.blocks[0].forward)
-
-
-def stages_recompute(run, seen):
-    strategy = run.strategy
-    if hasattr(strategy, "own"):  # PyTorch's stages
-        modules = [module for stage in strategy.own for module in stage.submod.modules()]
-        (recompute,) = {module.recompute for module in modules if isinstance(module, InContext)}
-        return recompute
-    return strategy.executor.recompute
-
-
 def offloaded(run, seen):
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -184,15 +172,8 @@ def load_of(run, seen):
     return seen["load"]
 
 
-def is_pipeline(name, kind):
-    return "pipeline" in load(name, kind).preset and "schedule" in load(name, kind).Options.__dataclass_fields__
-
-
 # option -> (what is set, look, what is seen by default, what is seen then); a function of (name, kind) where it depends
 OWN = {
-    "recompute": lambda name, kind: (
-        {"recompute": "full"}, stages_recompute if is_pipeline(name, kind) else blocks_recompute, False, True
-    ),
     "offload": lambda name, kind: ({"offload": True}, offloaded, False, True),
     "loading": lambda name, kind: ({"loading": "dispatch"}, load_of, "shard", "dispatch"),
     "experts": lambda name, kind: ({"experts": 4}, lambda run, seen: run.strategy.model.blocks[0].mlp.number, 8, 4),
@@ -210,7 +191,8 @@ OWN = {
         {"split_spec": "blocks.0:end"}, cuts, None, [["blocks.1", "blocks.2", "blocks.3", "head"]]
     ),
 }  # fmt: skip
-ELSEWHERE = {"find_batch_size", "memory_budget"}  # they print and train nothing: tests/strategies/test_sharding.py
+# They print and train nothing: tests/strategies/test_sharding.py; and below.
+ELSEWHERE = {"find_batch_size", "memory_budget", "recompute"}
 # DDP in a pipeline knows the schedule 1f1b only, with one stage on each rank: tests/common/test_cli.py
 REFUSED = {("pipeline+ddp", "pytorch", "schedule"), ("pipeline+ddp", "pytorch", "stages_per_rank")}
 CASES = {
@@ -287,3 +269,44 @@ def planned(name, kind, size, folder, base: bool) -> tuple:
 def test_every_option_of_a_strategy_is_tested():
     own = {option for options in CASES.values() for option in options} | ELSEWHERE
     assert own == {o for name, kind in KINDS for o in load(name, kind).Options.__dataclass_fields__}
+
+
+# --- what is computed again -------------------------------------------------------------------------------------
+
+RECOMPUTING = [(name, kind) for name, kind in [*KINDS, ("mesh", "by-hand"), ("mesh", "pytorch")]
+               if "recompute" in load(name, kind).Options.__dataclass_fields__]  # fmt: skip
+
+
+def computed(configs) -> list[tuple]:
+    """On a rank: how often layers of blocks compute in a second step; its gradient's norm."""
+    found, times = [], []
+    for config in configs:
+        task, mesh = make_task(config), make_mesh(config.axes, "cpu")
+        strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
+        for layer in strategy.model.blocks.modules():
+            if isinstance(layer, torch.nn.LayerNorm):
+                layer.register_forward_pre_hook(lambda *_: times.append(1))
+        strategy.step(task.micro_batches(0, strategy))
+        times.clear()
+        found.append((float(strategy.step(task.micro_batches(0, strategy))[1]), len(times)))
+    return found
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_every_strategy_computes_again_what_it_is_told_to_with_the_same_numbers(size, tmp_path):
+    """On one rank; the stages of a mesh on two."""
+    rows = RECOMPUTING if size == 1 else [("mesh", kind) for kind in ("by-hand", "pytorch")]
+    configs, who = [], []
+    for name, kind in rows:
+        axes = {"pipeline": 2} if size == 2 else dict.fromkeys(load(name, kind).preset, 1)
+        mesh = ",".join(f"{axis}={n}" for axis, n in axes.items())
+        for what in ("none", "full", "selective")[: 2 if "pipeline" in axes else 3]:
+            line = f"--strategy {name} --implementation {kind} --recompute {what} --accumulation-steps 2"
+            configs.append(configure(line, size, **BASE | {"mesh": mesh, "run_dir": tmp_path / "run"}))
+            who.append((name, kind, what))
+    for found in launch(computed, size, (configs,), timeout=300):
+        once: dict[str, tuple[float, int]] = {}
+        for (name, kind, what), (norm, times) in zip(who, found, strict=True):
+            plain = once.setdefault(f"{name} {kind}", (norm, times))
+            assert times == plain[1] * (1 + (what != "none")) > 0, f"{name}, {kind}, --recompute {what}"
+            assert norm == pytest.approx(plain[0], rel=1e-5), f"{name}, {kind}, --recompute {what}"

@@ -89,27 +89,12 @@ def test_sends_what_pytorch_sends(name):
     assert ours == theirs
 
 
-# Every schedule runs, with messages and without
+# How it runs: test_any_size.py
 
 
-def test_communication_delays_only_what_comes_from_another_rank():
-    assert simulate(build("1f1b", 2, 1), Times(1, 1, 1, communication=10)).makespan == 6 + 20
-    # A V turns on the last rank: stages 1 and 2 are both there. Rank 1's first weight gradient is on the way, too.
-    assert simulate(build("zbv", 2, 1), Times(1, 1, 1, communication=10)).makespan == 10 + 40
-
-
-def test_times_per_stage():
-    timeline = simulate(build("gpipe", 3, 2), Times((1, 5, 1), 1, [1, 1, 2]))
-    assert [event[:2] for event in timeline.ranks[1]] == [(1, 6), (6, 11), (15, 17), (18, 20)]
-    assert timeline.makespan == 22
-
-
-def test_stored_activations_over_time():
-    assert simulate(build("zb-h1", 2, 2), Times(1, 1, 1)).stored(1) == [(1, 1), (3, 2), (6, 1), (7, 0)]
-    assert simulate(build("1f1b", 2, 2), UNIT).stored(0) == [(0, 1), (1, 2), (4, 1), (6, 0)]
+def test_a_rank_without_actions_stores_nothing_and_waits_all_the_time():
     idle = simulate([parse("0F0 0B0"), []])
-    assert idle.peaks == [1, 0], "a rank without actions stores nothing"
-    assert (idle.makespan, idle.bubble) == (3, 0.5), "and waits all the time"
+    assert (idle.peaks, idle.makespan, idle.bubble) == ([1, 0], 3, 0.5)
 
 
 def test_a_schedule_that_gets_stuck_tells_how_far_it_came():

@@ -5,8 +5,10 @@ import copy
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from common import ROOT, check
 from common.grading import engine
@@ -158,32 +160,76 @@ def test_what_is_allowed_at_most_is_as_much(name):
             assert any(not passes(case, limit + 1, size, way) for limit, way in ways), f"{name} on {size}: {case.what}"
 
 
+def other_values(value):
+    """What is not this result: other numbers by a thousandth, another type, another shape or length."""
+    if isinstance(value, torch.Tensor):
+        yield from (
+            value.unsqueeze(0),
+            value.to(torch.float16 if value.dtype == torch.float64 else torch.float64),
+            None,
+        )
+        if value.numel():
+            last = value.clone().flatten()
+            if value.is_floating_point():
+                last[-1] += max(0.001, 2 * torch.finfo(value.dtype).eps) * max(1, abs(last[-1]))
+            else:
+                last[-1] = ~last[-1]
+            yield last.reshape(value.shape)
+    elif isinstance(value, list):
+        yield from ([*value, 0], value[:-1] or [0])
+        yield from ([*value[:-1], other] for other in (other_values(value[-1]) if value else ()))
+    elif isinstance(value, bool) or value is None:
+        yield 7 if value is None else not value
+    else:
+        yield from (f"{value}x", value + 1) if isinstance(value, int) else (f"{value}x",)
+        yield from (1.001 * value + 0.001,) if isinstance(value, float) else ()
+
+
+def other_outcomes(case, outcomes):
+    """(what is wrong, the outcomes of all ranks) for what the first or the last rank may do wrong in a call."""
+    size = len(outcomes)
+    for rank in {0, size - 1}:
+        last, call = outcomes[rank], LedgerEntry("send", 4, size, peer=(rank + 1) % size)
+        wrong = [replace(last, status=status) for status in ("raised", "waited", "not attempted")]
+        wrong += [replace(last, changed_input=True)]
+        wrong += [
+            replace(last, entries=[*last.entries, more]) for more in (call, LedgerEntry("all_gather", 10**9, size))
+        ]
+        for n, entry in enumerate(last.entries):
+            if entry.operation == "recv":
+                longer = replace(entry, payload=entry.payload + 4)
+                wrong.append(replace(last, entries=[*last.entries[:n], longer, *last.entries[n + 1 :]]))
+        if not callable(case.expected[rank]):
+            wrong += [replace(last, value=value) for value in other_values(last.value)]
+        for one in wrong:
+            yield one, [[one if n == rank else own] for n, own in enumerate(outcomes)]
+        yield "no answer", [[own][: n != rank] for n, own in enumerate(outcomes)]
+
+
 @pytest.mark.parametrize("chapter", check.chapters())
-def test_right_answers_are_right_and_messages_are_judged_on_every_rank(chapter, monkeypatch):
-    """What the right answer returns and sends is taken; with a message more on the first or the last of four ranks it
-    is not."""
-    ran = {}
+def test_right_answers_are_right_and_whatever_one_rank_does_otherwise_is_wrong(chapter, monkeypatch):
+    ran: dict[int, tuple] = {}
 
     def run(file, jobs, size):
-        ran[size] = engine.run_jobs(file, jobs, size)
-        return ran[size]
+        found = engine.run_jobs(file, jobs, size)
+        ran.update({number: (size, ranks) for number, ranks in found.items()})
+        return found
 
     monkeypatch.setattr(engine, "SIZES", (2, 4))
+    file = ROOT / chapter / "classroom" / "solutions.py"
     others = getattr(answers_of(chapter), "RIGHT", {})  # that are right in another way
     exercises = check.exercises_of(chapter)
     attempts = [(e, name) for e in exercises for name in (e.name, *(f.__name__ for f in others.get(e.name, ())))]
-    verdicts = engine.grade(attempts, ROOT / chapter / "classroom" / "solutions.py", run)
+    verdicts = engine.grade(attempts, file, run)
     said = [(name, v.text) for (_, name), v in zip(attempts, verdicts, strict=True) if v.status != "right"]
     assert said == [], "right answers that are refused"
-    for number, found in ran[4].items():
+    for number, (size, ranks) in ran.items():
         exercise, name = attempts[number]
-        for case, *ranks in zip(exercise.check(4), *found, strict=True):
-            for place in (0, 3):
-                entries = [rank.entries + [LedgerEntry("all_gather", 10**9, 4)] * (n == place)
-                           for n, rank in enumerate(ranks)]  # fmt: skip
-                with pytest.raises(Wrong):
-                    case.pattern(entries)
-                    pytest.fail(f"{name}, {case.what}: nobody looks at rank {place}")
+        *_, case = exercise.check(size)
+        same = replace(exercise, check=lambda asked, case=case, size=size: [case] * (asked == size))
+        for what, spoiled in other_outcomes(case, [own[-1] for own in ranks]):
+            (verdict,) = engine.grade([(same, name)], file, lambda *_, spoiled=spoiled: {0: spoiled})
+            assert verdict.status == "wrong", f"{name} on {size} ranks: nobody minds {what}"
 
 
 # --- schedules and layouts ------------------------------------------------------------------------------------

@@ -58,12 +58,13 @@ def agreement(monkeypatch, first: dict, second: dict) -> tuple[str, str]:
 def test_ranks_agree_when_all_that_they_hold_is_equal(monkeypatch):
     mean, off = torch.full((16,), 0.5), torch.full((16,), 0.5)
     off[3] = 0.25
-    both = {"model/norm.running_mean": mean, "model/w": torch.ones(2)}
+    both = dict.fromkeys(("model/norm.running_mean", "model/w", "optimizer/w/momentum_buffer"), mean)
     assert agreement(monkeypatch, both, both)[0] == "agreed", "ranks that hold the same"
-    what, said = agreement(monkeypatch, both, both | {"model/norm.running_mean": off})
-    assert what == "agreement" and "running_mean" in said and "0.5" in said
-    what, said = agreement(monkeypatch, both, {"model/norm.running_mean": mean})
-    assert what == "agreement" and "model/w" in said
+    for name in both:
+        what, said = agreement(monkeypatch, both, both | {name: off})
+        assert what == "agreement" and name in said and "0.5" in said
+        what, said = agreement(monkeypatch, both, {other: mean for other in both if other != name})
+        assert what == "agreement" and name in said
     still = {"model/norm.running_mean": torch.zeros(16)}
     for nothing in ({"model/w": mean}, still):
         assert agreement(monkeypatch, nothing, nothing)[0] == "nothing changed", "a check of nothing"

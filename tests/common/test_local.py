@@ -1,5 +1,6 @@
 """Pretended ranks in one process: the numbers of real ones, bit for bit, and one line where they cannot be."""
 
+import itertools
 import logging
 
 import pytest
@@ -33,8 +34,6 @@ def all_that_the_course_calls() -> dict[str, torch.Tensor]:
 
     for dtype in (torch.float32, torch.bfloat16):
         note(f"sum of {dtype}", own((1001,)).to(dtype), dist.all_reduce)
-    for operation in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-        note(str(operation), own(), dist.all_reduce, op=operation)
     note("reduce-scatter", torch.empty(8 // size, 3), dist.reduce_scatter_single, own())
     note("all-gather", torch.empty(8 * size, 3), dist.all_gather_single, own())
     note("all-to-all", torch.empty(8, 3), dist.all_to_all_single, own())
@@ -86,6 +85,28 @@ def test_pretended_ranks_have_the_bits_of_real_ones(size):
     }
     assert not different
     assert not torch.equal(real[0]["message"], real[1]["message"]), "ranks have something of their own"
+
+
+REDUCTIONS = {"SUM": torch.sum, "AVG": torch.mean, "PRODUCT": torch.prod, "MAX": torch.amax, "MIN": torch.amin}
+
+
+def every_reduction() -> dict[tuple, torch.Tensor]:
+    mesh, found = make_mesh({"pipeline": 2, "data": 2, "tensor": 2}), {}
+    for how, names in itertools.product(REDUCTIONS, (("pipeline",), ("data",), ("tensor",), ("data", "tensor"))):
+        found[how, names] = 1.0 + torch.arange(3) + dist.get_rank()
+        dist.all_reduce(found[how, names], getattr(dist.ReduceOp, how), axis(mesh, *names).group)
+    return found
+
+
+def test_every_reduction_is_over_the_ranks_of_its_group():
+    """gloo has no average; and of eight ranks the groups along one axis are not neighbours."""
+    grid = torch.arange(8).reshape(2, 2, 2)
+    for rank, found in enumerate(launch(every_reduction, 8, how="local")):
+        place = dict(zip(("pipeline", "data", "tensor"), (grid == rank).nonzero()[0].tolist(), strict=True))
+        for (how, names), values in found.items():
+            members = grid[tuple(slice(None) if name in names else at for name, at in place.items())].flatten()
+            expected = REDUCTIONS[how](1.0 + torch.arange(3) + members[:, None], 0)
+            torch.testing.assert_close(values, expected, msg=f"{how} over {names} on rank {rank}")
 
 
 def places_on_axes() -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
 """What holds of every picture: nothing is cut off, each series has its name, numbers say of what they are."""
 
 import math
-from types import SimpleNamespace
 
 import IPython.display
 import matplotlib.pyplot as plt
@@ -16,36 +15,13 @@ from course.ddp import pictures as ddp_pictures
 from course.fsdp import sharding_pictures
 from course.intro import networks, overview
 from course.pipeline import pictures as pipeline_pictures
-from course.pipeline.schedules import parse
+from course.pipeline import simulator
+from course.pipeline.schedules import build, parse
 from planner import calculator, decision_map
 
 
-class Timeline:
-    ranks = [
-        [(0, 1, (0, "F", 1)), (3, 4, (0, "I", 1)), (4, 5, (0, "W", 1))],
-        [(1, 2, (1, "F", 1)), (2, 3, (1, "B", 1))],
-    ]
-
-    def stored(self, rank):
-        return [[(0, 2), (4, 1), (5, 0)], [(1, 1), (3, 0)]][rank]
-
-
 def plans():
-    """Two layouts on a GPU of 80 GiB: 1 to 6, and 20 to 25 GiB; a step of 10 s."""
-    sizes = {name: [1 + place, 20 + place] for place, name in enumerate(calculator.GROUPS)}
-    rows = {
-        f"plan {number}": SimpleNamespace(
-            number=number,
-            cluster=SimpleNamespace(gpu=SimpleNamespace(memory=80 * 2**30)),
-            seconds=10.0,
-            step=SimpleNamespace(parts={"optimizer": 2.0}),
-        )
-        for number in range(2)
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calculator, "grouped", lambda found: {name: both[found.number] for name, both in sizes.items()})
-        patch.setattr(calculator, "messages", lambda found: (3.0, 1.0))
-        return calculator.draw(rows)
+    return calculator.draw({f"plan {stage}": calculator.ask("llama-7b", 8, stage) for stage in (0, 3)})
 
 
 def memory_of_a_step():
@@ -60,29 +36,20 @@ def two_that_wait():
     return pipeline_pictures.meeting(lists, pipeline_pictures.moments(lists, blocking=True)[-1])
 
 
-def decisions():
-    cells = {
-        ("small", 8): {"kind": "DDP, ZeRO-1, ZeRO-2", "layout": "Z1", "mfu": "0.456", "later": "0.050"},
-        ("small", 1024): {"kind": "tensor", "layout": "T8 Z1", "mfu": "0.3", "later": "0.051"},
-        ("large", 8): {"kind": "does not fit"},
-        ("large", 1024): {"kind": "ZeRO-3 (FSDP)", "layout": ""},
-    }
-    return decision_map.draw_rows(cells, "a network", "GPUs of a kind")
-
-
+TIMELINES = {"a pipeline": simulator.simulate(build("zbv", 2, 3))}
 ROWS = [["0", "1 2", "-15", "0.5"], ["0", "3 4", "-87", "0.5"]]  # weight, examples, gradient, new weight
 PICTURES = {
     "collective": lambda: plotting.collective([[[11, None], [2]], [[13], [20]]], ("start", "end"), title="a sum"),
     "timeline": lambda: plotting.timeline([(0, "send", 7.0, 7.002), (1, "add", 7.001, 7.004)], title="two ranks"),
-    "pipeline": lambda: plotting.pipeline({"a pipeline": Timeline()}, unit="ms"),
-    "pipeline, one followed": lambda: plotting.pipeline({"a pipeline": Timeline()}, memory=False, follow=0),
+    "pipeline": lambda: plotting.pipeline(TIMELINES, unit="ms"),
+    "pipeline, one followed": lambda: plotting.pipeline(TIMELINES, memory=False, follow=0),
     "cluster": lambda: networks.cluster(450, 63, 50, nodes=2, gpus=1),
     "missed by a line": lambda: networks.missed({1: {10: 0.5, 1000: 1.5}, 4: {10: 1.0, 1000: 2.0}}),
     "passes": lambda done=(("computes", 0, 2), ("sends, hidden", 1, 2)): ddp_pictures.draw_passes({"one": done}),
     "overlap": lambda: buckets.draw_overlap(400, 200, 1.0, 12.5),
     "plans": plans,
     "memory of a step": memory_of_a_step,
-    "decisions": decisions,
+    "decisions": lambda: decision_map.draw(next(iter(decision_map.NETWORKS))),
     "own gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[2],
     "summed gradients": lambda: overview.step_pictures(ROWS, "-102", "-51")[3],
     "two graphs": pipeline_pictures.two_graphs,

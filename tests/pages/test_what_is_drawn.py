@@ -64,9 +64,8 @@ def everywhere(r) -> Found:
         yield draw, stripes, [plotting.PALETTE[rank].lower() for rank in ranks]
     draw = plotting.timeline
     for names in ([0, 1, 2], ["stream 7", "host", "stream 40"]):
-        events = r.sample(
-            all_ := [(name, kind, *span) for name in names for kind in "ab" for span in spans(r, 2)], len(all_)
-        )
+        events = [(name, kind, *span) for name in names for kind in "ab" for span in spans(r, 2)]
+        r.shuffle(events)
         ax, first = draw(events).axes[0], min(start for _, _, start, _ in events)
         for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True):
             own = [event[1:] for event in events if str(event[0]) == label.get_text().removeprefix("rank ")]
@@ -126,9 +125,9 @@ def intro(r) -> Found:
     yield draw, [sum(edge < x for edge in edges) - 1 for x, _ in ranks.values()], [rank // each for rank in ranks]
     for what in ("local rank", "GPU"):
         yield draw, [int(n) for n, *_ in said(ax, rf"{what} (\d+)")], [rank % each for rank in ranks]
-    draw, (before, after) = (
+    draw, before, after = (
         rank_pictures.moved,
-        [[[r.choice([None, 1, 4300]) for _ in "ab"] for _ in range(4)] for _ in "ab"],
+        *([[r.choice([None, 1, 43]) for _ in "ab"] for _ in range(4)] for _ in "ab"),
     )
     ax = draw("moved", before, after, pairs := r.sample(rank_pictures.ALL, 5), [2]).axes[0]
     cells = sorted((int(y), x, text) for text, x, y in said(ax, r"^(\d+)$"))
@@ -182,11 +181,7 @@ def data_parallel(r) -> Found:
         slices = [numbers(text) for text, x, _ in said(ax, r"inputs (.*)") if x > 5]
         yield draw, slices, [[2, 3], [4, 5], [6, 7]] * (0 < at < len(moves) - 1)
         results = [n / 10 for text, *_ in said(ax, r"outputs (\[\d+, \d+\])") for n in numbers(text)]
-        yield (
-            draw,
-            sorted({*results}),
-            [*range(8)] if move in ("apply", "gather") and len({*results}) == 8 else sorted({*results}),
-        )
+        yield draw, {*results} <= set(range(8)), True
         yield draw, len(said(ax, r"replica ([123])")), 3 * (1 < at < len(moves) - 1)
         ways = arrows(ax, {"home": (3.7, 1.5), "other": (5.7, 1.5)})
         yield draw, [end == "home" for _, end in ways], to_home.get(move, [])
@@ -198,11 +193,8 @@ def data_parallel(r) -> Found:
     launched = [row["launch_us"] / 1e3 - begin for row in rows if begin <= row["launch_us"] / 1e3 < end]
     yield draw, [float(one[0][0]) for one in starts], launched
     ends = [(row["start_us"] / 1e3, (row["start_us"] + row["duration_us"]) / 1e3) for row in rows]
-    yield (
-        draw,
-        bars(ax, y=0.5),
-        [(max(a, begin) - begin, min(b, end) - begin) for a, b in ends if b > begin and a < end],
-    )
+    inside = [(max(a, begin) - begin, min(b, end) - begin) for a, b in ends if b > begin and a < end]
+    yield draw, bars(ax, y=0.5), inside
 
 
 def ddp(r) -> Found:
@@ -228,19 +220,15 @@ def ddp(r) -> Found:
     dealt["d"] = [[0, 3], [1, 4], [2, 5]]
     for ax, shares in zip(draw(dealt, 9).axes, dealt.values(), strict=True):
         cards = {(int(x), int(y)): (int(n), look_at(ax, x, y + 0.3)) for n, x, y in said(ax, r"^(\d+)$")}
-        turns = [
-            (turn, rank, share[turn]) for turn in range(5) for rank, share in enumerate(shares) if turn < len(share)
-        ]
+        turns = sorted((turn, rank, card) for rank, share in enumerate(shares) for turn, card in enumerate(share))
         yield draw, [(*at, cards[at][0]) for at in sorted(cards)], turns
         again = [card in [other for *_, other in turns[:n]] for n, (*_, card) in enumerate(turns)]
         looks = {(seen, cards[at][1]) for seen, at in zip(again, sorted(cards), strict=True)}
         yield draw, len(looks), len({*again})
         left = sorted({*range(9)} - {card for *_, card in turns})
         yield draw, numbers(ax.get_xlabel()), [sum(again)] if any(again) else left
-    draw, panels = (
-        ddp_pictures.draw_late,
-        {t: [[(a, r.uniform(a, b), b) for a, b in spans(r, 3)] for _ in "abc"] for t in "ab"},
-    )
+    draw = ddp_pictures.draw_late
+    panels = {title: [[(a, r.uniform(a, b), b) for a, b in spans(r, 3)] for _ in "abc"] for title in "ab"}
     for ax, ranks in zip(draw(panels).axes, panels.values(), strict=True):
         first = min(own[0][0] for own in ranks)
         for rank, own in enumerate(ranks):
@@ -287,12 +275,8 @@ def ddp(r) -> Found:
         yield draw, [shown[::2], shown[1::2]], [curves, [[one] for one in best]]
         yield draw, [number for number, *_ in said(ax, r"^(\d\.\d\d)$")], [f"{y:.2f}" for _, y in best]
         for at in (1, 4):
-            bands = [(low, high) for low, high in bars(ax, x=each[at] * rate * (1 + 1e-9))]
-            yield (
-                draw,
-                [[round(n, 4) for n in one] for one in bands],
-                sorted([round(t[at][n], 4) for n in (0, -1)] for t in own),
-            )
+            bands = [[round(n, 4) for n in one] for one in bars(ax, x=each[at] * rate * (1 + 1e-9))]
+            yield draw, bands, sorted([round(table[at][n], 4) for n in (0, -1)] for table in own)
 
 
 def tensors(r) -> Found:
@@ -431,11 +415,9 @@ def experts(r) -> Found:
     for ax in draw(dict.fromkeys("ab", moe_pictures.shares(counts))).axes[:2]:
         yield draw, ax.images[0].get_array().tolist(), [*map(list, zip(*percent, strict=True))]
     draw, what = moe_pictures.draw_recorded_exchange, [("compute", ""), ("comm", "x"), ("comm", ""), ("comm", "y")]
-    rows = [
-        {"rank": rank, "stream": 7, "kind": kind, "label": label, "start_us": 1e3 * a, "duration_us": 500 * (b - a)}
-        for rank in range(8)
-        for (a, b), (kind, label) in zip(spans(r, 4, 1.2), r.sample(what, 4), strict=True)
-    ]
+    some = [(rank, *one) for rank in range(8) for one in zip(spans(r, 4, 1.2), r.sample(what, 4), strict=True)]
+    rows = [{"rank": rank, "stream": 7, "kind": kind, "label": label, "start_us": 1e3 * a, "duration_us": 500 * (b - a)}
+            for rank, (a, b), (kind, label) in some]  # fmt: skip
     ax, begin = draw(rows).axes[0], min(row["start_us"] for row in rows)
     first = [min(row["start_us"] for row in rows if row["rank"] == rank and row["label"]) for rank in range(8)]
     order = sorted(range(8), key=first.__getitem__)
@@ -478,20 +460,15 @@ def pipelines(r) -> Found:
             sums = [1e3 * sum(seconds[layer] for layer in some) for some in (layers, blocks)]
             yield draw, [b for _, _, b in cut(ax, x=stage)], sums if blocks else sums[:1]
             yield draw, [int(n) for n, x, _ in said(ax, r"(\d+) block") if x == stage], [len(blocks)]
-    draw, sizes, took = (
-        pipeline_pictures.times_by_size,
-        [1, 2, 4],
-        {n: [r.uniform(1, 3) for _ in "abc"] for n in (2, 4, 8)},
-    )
+    draw, sizes = pipeline_pictures.times_by_size, [1, 2, 4]
+    took = {ranks: [r.uniform(1, 3) for _ in sizes] for ranks in (2, 4, 8)}
     curves = [[*zip(sizes, own, strict=True)] for own in took.values()]
     ax = draw(sizes, took).axes[0]
     best = [[min(curve, key=lambda point: point[1])] for curve in curves]
     yield draw, [points(line) for line in ax.lines], [one for pair in zip(curves, best, strict=True) for one in pair]
     yield draw, {n: y for n, (_, y) in placed(ax, r"(\d) ranks").items()}, {n: own[-1] for n, own in took.items()}
-    draw, bubbles = (
-        pipeline_pictures.bubbles_by_message,
-        {n: [r.uniform(1, 40) for _ in "abc"] for n in ("gpipe", "A", "B")},
-    )
+    draw = pipeline_pictures.bubbles_by_message
+    bubbles = {name: [r.uniform(1, 40) for _ in "abc"] for name in ("gpipe", "A", "B")}
     ax = draw([0, 1, 2], bubbles, {"here": 0.3, "there": 1.5}).axes[0]
     yield draw, [points(line) for line in ax.lines[:3]], [[*enumerate(own)] for own in bubbles.values()]
     yield draw, [points(line)[0][0] for line in ax.lines[3:]], [0.3, 1.5]
@@ -504,9 +481,7 @@ def pipelines(r) -> Found:
             yield draw, [round(y) for _, (_, y) in sorted(stages.items())], simulator.placement(schedules.build(*built))
             yield draw, arrows(ax, stages), [*itertools.pairwise(range(2 * ranks))]
     draw = pipeline_pictures.whole_stages
-    orders = {
-        name: schedules.parse(text) for name, text in (("A", "0F0 0F1 0B0 0B1"), ("B", "0F0 2F0 4F0 4B0 2B0 0B0"))
-    }
+    orders = {text: schedules.parse(text) for text in ("0F0 0F1 0B0 0B1", "0F0 2F0 4F0 4B0 2B0 0B0")}
     for ax, order in zip(draw(orders).axes, orders.values(), strict=True):
         boxes = [*zip(order, stacked(1 + (action.kind == "B") for action in order), strict=True)]
         looks, gathers, rows = set(), 0, [int(label.get_text().split()[1]) for label in ax.get_yticklabels()]
@@ -546,10 +521,8 @@ def sharding(r) -> Found:
         yield draw, points(ax.lines[-1])[0][0], 1e3 * max(span.end for span in own if span.kind == "forward")
     draw, states = sharding_pictures.all_ranks, {title: torch.rand(4, 6) for title in "ab"}
     for ax, held in zip(draw(states, "numbers").axes, states.values(), strict=False):
-        ends = [
-            float(of(*(tensor for tensor in map(of_all, states.values()))))
-            for of, of_all in ((min, torch.min), (max, torch.max))
-        ]
+        every = torch.stack([*states.values()])
+        ends = [every.min().item(), every.max().item()]
         yield draw, (ax.images[0].get_array().tolist(), [*ax.images[0].get_clim()]), (held.tolist(), ends)
     draw, names = sharding_pictures.draw_stages, [*sharding_pictures.COLOURS_OF_KINDS]
     lines = [{kind: r.randint(1, 9) << 20 for kind in names} for _ in range(9)]
@@ -572,15 +545,12 @@ def sharding(r) -> Found:
         shown += 1
         for unit, name in enumerate("ABC"):
             past = [event for event, of in events[: number + 1] if of == unit]
-            pairs = (
-                ("gather", "forward backward"),
-                ("forward backward", "free"),
-                ("backward", "reduced"),
-                ("reduce", "reduced"),
-            )
-            flying, whole, full, sent = (
-                [e in on for e in past if e in f"{on} {off}".split()][-1:] == [True] for on, off in pairs
-            )
+            since = {  # event -> what it begins (or, with a minus, ends): gathering, whole, with gradients, reducing
+                "gather": [1], "forward": [-1, 2], "backward": [-1, 2, 3], "free": [-2], "reduce": [4],
+                "reduced": [-3, -4],
+            }  # fmt: skip
+            changes = [change for event in past for change in since.get(event, [])]
+            flying, whole, full, sent = ([c > 0 for c in changes if abs(c) == n][-1:] == [True] for n in (1, 2, 3, 4))
             for y, on, shard in ((0.2, whole, True), (1.45, full, "reduced" in past)):
                 wide = sorted(b - a for a, b in bars(ax, y=y) if 1.25 * unit <= a < 1.25 * unit + 1)
                 yield draw, wide, [0.25] * shard + [1.0] * (1 + on)
@@ -604,10 +574,8 @@ def sharding(r) -> Found:
         extra = [0.5, 3] if at > 3 else []
         yield draw, bars(ax, x=at + 0.5), stacked([*(line[name] / GIB for name in names), *extra])
     yield draw, points(ax.lines[0])[0][1], 50.0
-    draw, took = (
-        sharding_pictures.draw_waiting,
-        {name: [r.uniform(5, 9) for _ in range(8)] for name in sharding_pictures.NCCL_NAMES},
-    )
+    draw = sharding_pictures.draw_waiting
+    took = {name: [r.uniform(5, 9) for _ in range(8)] for name in sharding_pictures.NCCL_NAMES}
     rows = [{"collective": name, "scope": "rank" if n < 8 else "all ranks", "rank": n, "total_ms": 1e3 * s}
             for name, own in took.items() for n, s in enumerate([*own, 2.0])]  # fmt: skip
     for ax, own in zip(draw(rows).axes, took.values(), strict=True):
@@ -624,11 +592,8 @@ def meshes(r) -> Found:
     stripes = [[[looks.index(look) for look, a, _ in cut(ax, y=i + 0.5) if j - 1e-6 < a < j + 0.99 and look in looks]
                 for j in range(4)] for i in range(3)]  # fmt: skip
     yield draw, (grid, stripes), (ranks, ranks)
-    draw, kept, order = (
-        axes_pictures.nodes,
-        [float(r.randint(1, 99)) for _ in range(32)],
-        torch.arange(32).reshape(4, 2, 4),
-    )
+    draw, kept = axes_pictures.nodes, [float(r.randint(1, 99)) for _ in range(32)]
+    order = torch.arange(32).reshape(4, 2, 4)
     groups = axes_pictures.groups_of_first({"tensor": 4, "context": 2, "data": 4})  # innermost first
     ax, members = draw(groups, kept).axes[0], [order[0, 0].tolist(), order[0, :, 0].tolist(), order[:, 0, 0].tolist()]
     yield draw, ax.images[0].get_array().tolist(), [[kept[8 * node + gpu] for node in range(4)] for gpu in range(8)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from common.lab.launch import launch
 from common.mesh import in_order, make_mesh, resolve
-from common.model import GPT, cross_entropy
+from common.model import GPT, Block, cross_entropy
 from common.strategy import Setup
 from course.model_parallel import by_hand_ring_attention as ring
 from course.model_parallel import by_hand_ulysses as ulysses
@@ -62,7 +62,7 @@ def alone(model_class, dtype, autocast=False):
 
 def by_strategies():
     """(strategy, implementation) -> loss and, on rank 0, all gradients of a step in bf16: after the first one, momentum
-    is the gradient itself."""
+    is the gradient itself; and the types in which blocks add to what passes by."""
     size, found = dist.get_world_size(), {}
     for name, kind in WHO:
         cls = load(name, kind)
@@ -70,10 +70,13 @@ def by_strategies():
         mesh = make_mesh(in_order(resolve(AXES.get(name, cls.preset), size)))
         strategy = cls(make_model(cls.model_class), momentum, Setup(mesh, options, "bf16", 1e9))
         inputs, targets = (tensor.chunk(strategy.data_size)[strategy.data_rank] for tensor in batch())
+        types: set[torch.dtype] = set()
+        for block in (module for module in strategy.model.modules() if isinstance(module, Block)):
+            block.register_forward_hook(lambda block, args, x, types=types: types.update((args[0].dtype, x.dtype)))
         loss, _ = strategy.step([(inputs, targets)])
         state = strategy.full_state()
         kept = state["optimizer"]["state"].items() if state else ()
-        found[name, kind] = loss.item(), {key: value["momentum_buffer"].double() for key, value in kept}
+        found[name, kind] = loss.item(), {key: value["momentum_buffer"].double() for key, value in kept}, types
     return found
 
 
@@ -106,12 +109,15 @@ def test_a_step_is_as_exact_as_that_of_one_process(one_process):
     print(f"{'errors in bf16, over those of one process':44}gradient   loss")
     too_far = {}
     for nproc in SIZES:
-        for who, (found, gradients) in launch(by_strategies, nproc, timeout=300)[0].items():
+        ranks = launch(by_strategies, nproc, timeout=300)
+        for who, (found, gradients, _) in ranks[0].items():
             loss, true, loss_error, error = one_process[load(*who).model_class, who[0] in SIXTEEN]
             times = relative(gradients, true) / error, abs(found - loss).item() / loss_error
             print(f"{nproc} ranks, {' '.join(who):33}{times[0]:8.2f} {times[1]:8.2f}")
             if not (0.3 < times[0] < ALLOWED and times[1] < ALLOWED):
                 too_far[nproc, who] = times
+            types = set().union(*(rank[who][2] for rank in ranks))
+            assert types == {torch.bfloat16 if who[0] in SIXTEEN else torch.float32}, f"{who}: in and out of blocks"
     assert not too_far
 
 

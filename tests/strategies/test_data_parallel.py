@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FULL, code_of_page, definitions
+from helpers import code_of_page, definitions
 from torch import nn
 
 from common import mesh as meshes
@@ -20,6 +20,7 @@ from common.mesh import make_mesh
 from common.strategy import Setup
 from course.data_parallel import by_hand, fake_gpus, pictures
 from course.data_parallel import distributed_training as script
+from course.model_parallel import layers_on_devices
 
 CPU = torch.device("cpu")
 
@@ -32,12 +33,15 @@ def on(devices: int, strategy_class=by_hand.ThreadedDataParallelByHand):
     return OnDevices
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5] if FULL else [1, 3, 5])
-def test_equals_one_process_on_any_number_of_devices(devices):
-    """Slices of 8 examples are 3, 3, 2 on three devices, and 2, 2, 2, 2 and none on five."""
-    rows = prove(on(devices), 1, cases=equality.COVERING)
+DP, LAYERS = by_hand.ThreadedDataParallelByHand, layers_on_devices.LayersOnDevices  # of one process each
+
+
+@pytest.mark.parametrize("cls, devices", [(DP, 1), (DP, 3), (DP, 5), (LAYERS, 1), (LAYERS, 3), (LAYERS, 9)])
+def test_equals_one_process_on_any_number_of_devices(cls, devices):
+    """Slices of 8 examples are 3, 3, 2 on three devices, and 2, 2, 2, 2 and none on five; nine are more than layers."""
+    rows = prove(on(devices, cls), 1, cases=equality.COVERING)
     assert len(rows) == len(equality.COVERING)
-    if devices == 1:
+    if devices == 1 or cls is LAYERS:
         assert all(row.bitwise for row in rows if row.case.accumulate == 1)
 
 

@@ -8,7 +8,6 @@ from pipelines import micro_batches
 from proofs import Job, prove_all
 from torch import nn
 
-from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
@@ -329,18 +328,3 @@ def test_states_are_handed_on(tmp_path):
         assert not wrong, (
             f"after the step of {version}, number {number}, which took up the state of the one before; {kept}"
         )
-
-
-def unused(name: str, by_hand: bool) -> str:
-    model = equality.WithBatchNorm()
-    model.extra = nn.Linear(2, 2)
-    strategy = make(name, by_hand, model, equality.sgd)
-    with pytest.raises(UserError) as refusal:
-        strategy.step(micro_batches())
-    return str(refusal.value)
-
-
-def test_a_parameter_without_a_gradient_is_named():
-    (lines,) = launch(lambda: [unused(*who) for who in VERSIONS], 1)
-    for who, line in zip(VERSIONS, lines, strict=True):
-        assert "extra.weight and 1 more" in line, who

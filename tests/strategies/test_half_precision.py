@@ -1,5 +1,8 @@
-"""fp16 with every strategy: gradients are scaled and unscaled again, clipped by their own norm, and a step that
-overflows is skipped. By SGD, whose steps are as long as its gradients."""
+"""Every strategy on one rank. In fp16 gradients are scaled and unscaled again, clipped by their own norm, and a step
+that overflows is skipped; by SGD, whose steps are as long as its gradients. And what a step and an evaluation leave as
+it was."""
+
+import itertools
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn import functional
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
+from common.state import local_of
 from common.strategy import Setup
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import STRATEGIES, load
@@ -51,6 +55,54 @@ def taken(name: str, kind: str, precision: str) -> dict:
     return found
 
 
+def everything(strategy) -> dict:
+    """What training goes on from: its state, the scale of its losses, gradients, random numbers, and its mode."""
+    found = equality.flatten(strategy.full_state())
+    found |= {f"gradient {n}": p.grad for n, p in strategy.model.named_parameters() if p.grad is not None}
+    found["random"], found["scale"] = torch.get_rng_state(), torch.tensor(strategy.scaler.get_scale())
+    found["mode"] = torch.tensor([module.training for module in strategy.model.modules()])
+    return {name: local_of(tensor.detach()).clone() for name, tensor in found.items()}
+
+
+def changed(before: dict, after: dict) -> list[str]:
+    return [name for name in before | after if name not in after or not torch.equal(before[name], after.get(name))]
+
+
+def left(name: str, kind: str) -> tuple[dict, str]:
+    """On one rank: what each of these changes that it should not; and what is said of a layer that nobody uses."""
+    cls, found = OTHERS.get((name, kind)) or load(name, kind), {}
+    mesh = make_mesh(dict.fromkeys(cls.preset, 1), "cpu")
+    tokens = torch.arange(8 * equality.CONTEXT).view(8, -1) * 5 % equality.VOCABULARY
+    batches = [(part, part.roll(-1, 1)) for part in tokens.split(4)]
+    kept = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+    strategy = cls(equality.frozen(cls.model_class), equality.adamw, Setup(mesh, cls.Options()))
+    told = strategy.step(batches)
+    numbers = [number.item() for number in told]
+    strategy.set_learning_rate(0.0)
+    before = strategy.full_state()["model"]
+    before = {part: value.clone() for part, value in before.items()}
+    strategy.step(batches[:1])
+    found["a step at rate 0"] = changed(before, strategy.full_state()["model"])
+    found["a step, of what another has told"] = [number for number in told if number.item() not in numbers]
+    before = everything(strategy)
+    strategy.evaluate(*batches[1])
+    found["an evaluation"] = changed(before, everything(strategy))
+    pairs = zip(itertools.chain(*batches), itertools.chain(*kept), strict=True)
+    found["a step, of its batch"] = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+    model = equality.tied(cls.model_class)
+    model.embedding.extra = torch.nn.Linear(2, 2)
+    try:
+        strategy = cls(model, equality.adamw, Setup(mesh, cls.Options()))
+        before = {part: value.clone() for part, value in strategy.full_state()["model"].items()}
+        strategy.step(batches)
+        after = strategy.full_state()["model"]
+        moves = {part for part in before if not torch.equal(before[part], after[part])}
+        said = "left alone" if before.keys() - moves == {"embedding.extra.weight", "embedding.extra.bias"} else ""
+    except Exception as refusal:
+        said = f"{type(refusal).__name__}: {refusal}"
+    return found, said
+
+
 def all_of_them() -> dict:
     found = {(*who, "fp16"): None for who in KINDS}
     found |= {("single", "pytorch", "fp32"): None, ("expert", "by-hand", "fp32"): None}
@@ -59,6 +111,8 @@ def all_of_them() -> dict:
             found[who] = taken(*who)
         except Exception as error:
             found[who] = f"{type(error).__name__}: {error}"
+    for who in KINDS:
+        found[who] = left(*who)
     return found
 
 
@@ -86,3 +140,23 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved(name, kind, fo
     assert isinstance(got, dict), got
     assert got["still"], "gradients that overflowed have changed the weights"
     assert got["scale"] == 0.5, "the loss scale, times what it was, after an overflow"
+
+
+@pytest.mark.parametrize("name, kind", KINDS)
+def test_a_step_and_an_evaluation_change_nothing_else(name, kind, found):
+    changes, _ = found[name, kind]
+    assert changes == dict.fromkeys(changes, []), "what each has changed"
+
+
+# In these nobody waits for a gradient. (DDP in a pipeline of PyTorch's stops by an error of its own.)
+NOBODY_WAITS = {"single", "dp", "model", "pipeline", "pipeline+ddp", "pipeline+fsdp", ("mesh", "pytorch")}
+
+
+@pytest.mark.parametrize("name, kind", [who for who in KINDS if who != ("pipeline+ddp", "pytorch")])
+def test_a_parameter_that_nobody_uses_is_named_or_left_alone_as_by_one_process(name, kind, found):
+    """Zeros in the place of a gradient would not do: weight decay would move it."""
+    _, said = found[name, kind]
+    if {name, (name, kind)} & NOBODY_WAITS:
+        assert said == "left alone", said
+    else:
+        assert said.startswith("UserError") and "embedding.extra.weight and 1 more" in said, said

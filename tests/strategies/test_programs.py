@@ -16,6 +16,7 @@ from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from course.ddp import speed
 from course.intro import costs
+from course.model_parallel import compare
 
 
 def test_a_second_process_of_data_parallel_has_nothing_to_do(monkeypatch, tmp_path, capsys):
@@ -67,6 +68,28 @@ def test_ranks_begin_each_call_that_is_measured_together():
 
     for before, after in itertools.pairwise(zip(*launch(spans, 2), strict=True)):
         assert max(end for _, end in before) <= min(begin for begin, _ in after), "one rank is a call ahead"
+
+
+def test_half_of_the_way_there_and_back_is_told_by_bytes():
+    def half() -> tuple:
+        with Ledger() as ledger:
+            costs.there_and_back([40, 400])
+        costs.durations = lambda call, tensor, repeats: [2.0 * tensor.nbytes] * repeats  # this process ends here
+        return {(entry.operation, entry.payload) for entry in ledger.entries}, costs.there_and_back([40, 400])
+
+    there = {(operation, size) for operation in ("send", "recv") for size in (40, 400)}
+    for messages, seconds in launch(half, 2):
+        assert messages - {("barrier", 0)} == there and seconds == [40, 400]
+
+
+def test_the_worst_of_all_ranks_is_held_against_one_process():
+    def off_on_rank_1(block):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            block.norm1.weight.register_hook(lambda gradient: 3 * gradient)
+        return block
+
+    _, output, gradients = compare.off_from_one_process(off_on_rank_1, 2)
+    assert (output, gradients) == (0, pytest.approx(2)), "errors relative to what one process has"
 
 
 def test_a_rank_trains_on_its_part_of_the_batch():

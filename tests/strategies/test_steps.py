@@ -9,22 +9,26 @@ import torch.distributed as dist
 
 from common.lab import equality
 from common.lab.launch import launch
-from common.mesh import make_mesh
+from common.mesh import in_order, make_mesh, resolve
+from common.model import cross_entropy
 from common.strategy import Setup
 from course.ddp.by_hand import Reducer
+from course.strategies import STRATEGIES as TABLE
 from course.strategies import load
 
-# By strategy, on four ranks: the mesh.
+# By strategy, on four ranks: the mesh. All that is by hand, and of PyTorch's what takes no collectives of DTensor.
 STRATEGIES = {
-    ("ddp", "by-hand"): {"data": 4},
-    ("ddp", "pytorch"): {"data": 4},
-    ("zero1", "by-hand"): {"shard": 4},
-    ("zero1", "pytorch"): {"shard": 4},
-    ("zero2", "by-hand"): {"shard": 4},
-    ("fsdp", "by-hand"): {"shard": 4},
-    ("hsdp", "by-hand"): {"data": 2, "shard": 2},
-    ("mesh", "by-hand"): {"shard": 2, "tensor": 2},
-}
+    (name, kind): in_order(resolve(cls.preset, 4) if len(cls.preset) == 1 else dict.fromkeys(cls.preset, 2))
+    for name, entry in TABLE.items()
+    for kind, cls in entry.implementations.items()
+    if max(entry.sizes(kind)) > 1 and (kind == "by-hand" or name in ("ddp", "zero1"))
+} | {("mesh", "by-hand"): {"shard": 2, "tensor": 2}}
+# What divides a model's state alone, and so may have buffers and frozen parameters.
+FLAT = [who for who in STRATEGIES if who[1] == "by-hand" and {*STRATEGIES[who]} & {"shard"}]
+WHOLE = [who for who in STRATEGIES if "images" in load(*who).tasks and who[0] != "mesh"]
+
+
+STARTS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "batch_isend_irecv")
 
 
 class Handle:
@@ -48,25 +52,31 @@ def noting(name):
 
     def call(*args, **more):
         work = start(*args, **more)
-        return Handle(work, name) if more.get("async_op") else work
+        if isinstance(work, list):  # of a batch of messages
+            return [Handle(one, name) for one in work]
+        return Handle(work, name) if work is not None else work
 
     return call
 
 
 def look(name: str, kind: str) -> dict:
     cls = load(name, kind)
-    model = (equality.frozen if name in ("zero1", "zero2", "fsdp", "hsdp") else equality.tied)(cls.model_class)
-    if name != "mesh":
+    model = equality.frozen(cls.model_class)  # untied, so that no group is made of some ranks alone
+    if (name, kind) in WHOLE:
         model.register_buffer("place", torch.tensor([float(dist.get_rank())]))
+    tokens = equality.Batches().tokens[:4]
+    batch = tokens[:, :-1], tokens[:, 1:]
+    with torch.no_grad():
+        alone = cross_entropy(model(batch[0]), batch[1]).item()
     strategy = cls(model, equality.sgd, Setup(make_mesh(STRATEGIES[name, kind]), precision="fp16"))
     buffers = list(strategy.model.buffers())
     found = {"begins with buffers": [buffer.item() for buffer in buffers]}
     for buffer in buffers:
         buffer.fill_(10.0 + dist.get_rank())
-    tokens = equality.Batches().tokens[:2]
+    found["evaluation"] = strategy.evaluate(*batch).item() / alone
     before = [flat.shard.detach().clone() for flat in getattr(strategy, "flats", ())]
     Handle.left.clear()
-    strategy.step([(tokens[:, :-1], tokens[:, 1:])])
+    strategy.step([batch])
     found["not waited for"] = list(Handle.left)
     found["buffers after a step"] = [buffer.item() for buffer in buffers]
     flats = list(zip(getattr(strategy, "flats", ()), before, strict=True))
@@ -79,14 +89,14 @@ def look(name: str, kind: str) -> dict:
 
 def look_at_all() -> dict:
     Handle.left = []
-    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
+    for name in STARTS:
         setattr(dist, name, noting(name))  # this process ends here
     return {who: look(*who) for who in STRATEGIES}
 
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(look_at_all, 4, timeout=600)
+    return launch(look_at_all, 4, timeout=60)
 
 
 @pytest.mark.parametrize("who", STRATEGIES, ids="-".join)
@@ -94,13 +104,19 @@ def test_a_step_waits_for_what_it_has_started(who, found):
     assert [rank[who]["not waited for"] for rank in found] == [[]] * 4, "messages that are under way after a step"
 
 
-@pytest.mark.parametrize("who", [who for who in STRATEGIES if who[1] == "by-hand" and who[0] != "mesh"], ids="-".join)
+@pytest.mark.parametrize("who", STRATEGIES, ids="-".join)
+def test_every_rank_finds_the_loss_of_one_process(who, found):
+    """In another order of tokens, say, it is off by more than numbers of 16 bits are."""
+    assert [rank[who]["evaluation"] for rank in found] == pytest.approx([1] * 4, rel=5e-3)
+
+
+@pytest.mark.parametrize("who", [who for who in WHOLE if who[1] == "by-hand"], ids="-".join)
 def test_buffers_are_rank_0s_from_the_start_and_after_each_step(who, found):
     assert [rank[who]["begins with buffers"] for rank in found] == [[0.0]] * 4, "of rank 0, when training begins"
     assert [rank[who]["buffers after a step"] for rank in found] == [[10.0]] * 4, "of rank 0, after a step"
 
 
-@pytest.mark.parametrize("who", [who for who in STRATEGIES if who[1] == "by-hand" and who[0] != "ddp"], ids="-".join)
+@pytest.mark.parametrize("who", FLAT, ids="-".join)
 def test_in_half_precision_what_is_gathered_follows_what_was_stepped(who, found):
     for rank in found:
         assert any(rank[who]["shards that move"])

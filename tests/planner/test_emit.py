@@ -1,5 +1,5 @@
-"""`python -m planner emit`: a setting for each choice of the layout, for one machine and several; what a tool cannot
-express gets one line; and the course's own file trains. The tools' own parsers read the files in tools/read_back.py.
+"""`python -m planner emit`: what it says beside its files, and that the course's own trains. What files mean:
+test_there_and_back.py; the tools' own parsers read them in tools/read_back.py.
 """
 
 import json
@@ -20,13 +20,6 @@ from planner.emit import Emitted
 from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
 from planner.layout import make_layout
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10, where pytest brings it
-    import tomli as tomllib
-
-READ = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
 
 
 def estimated(gpus: int, mesh: dict[str, int], gpu: str = "h100-80gb", model: str = "llama-3-8b", **fields) -> Estimate:

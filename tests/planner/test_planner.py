@@ -33,27 +33,6 @@ def say(capsys, line: str):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
-def test_estimate_has_the_keys(capsys, recompute, precision):
-    line = EXACT.replace("bf16-mixed", precision) + f" --recompute {recompute}"
-    found = json.loads(say(capsys, line))
-    assert found.keys() >= KEYS and found["parameters"] == 8_030_261_248
-    assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
-    tokens = 512 * 8192
-    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"]), "tokens per second"
-    assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 989) and 0 < found["mfu"] < 1, "MFU"
-    flops = models.find("llama-3-8b").flops(8192) * tokens / found["step_seconds"] / 64
-    assert found["model_tflops_per_gpu"] == pytest.approx(flops / 1e12), "TFLOP/s of a GPU"
-
-
-def test_a_name_stands_for_its_shape(capsys):
-    """The model of the line above by its name."""
-    shape = json.loads(say(capsys, EXACT))
-    name = "estimate --model llama-3.1-8b " + EXACT[EXACT.index("--sequence") :]
-    assert {**json.loads(say(capsys, name)), "model": "given"} == shape, "a name, and its shape"
-
-
 def test_the_layout_outside_of_what_was_checked_is_named(capsys):
     line = "estimate --model mixtral-8x7b --gpu b200 --gpus 8 --mesh expert=8 --zero-stage 0 --batch-size 64"
     found = json.loads(say(capsys, line + " --sequence 4096 --json"))

@@ -71,26 +71,6 @@ def test_what_is_taken_for_something_else_is_a_note():
     assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
 
 
-def test_numbers_that_follow_from_a_layout():
-    one = Layout(tuple(mesh_of("pipeline=2 data=3 shard=5 context=7 expert=11 tensor=13").items()), 3 * 5 * 11 * 8,
-                 micro_batch=4, sequence=700, stages_per_rank=2)  # fmt: skip
-    assert (one.readers, one.micro_batches, one.stages, one.tokens) == (3 * 5 * 11, 2, 4, 4 * 100), (
-        "ranks that read other sequences, micro-batches, stages, tokens of a micro-batch on a rank"
-    )
-    assert (one.tensor, one.pipeline, one.context, one.size("nothing")) == (13, 2, 7, 1), "sizes of axes"
-    told = {  # ZeRO stage, and whether ranks along "context" divide the state: shards, and copies that are summed
-        (0, True): (1, {"data": 3 * 5 * 11 * 7}),
-        (0, False): (1, {"data": 3 * 5 * 11 * 7}),
-        (1, True): (5 * 7 * 11, {"data": 3}),
-        (3, True): (5 * 7 * 11, {"data": 3}),
-        (3, False): (5 * 11, {"data": 3, "context": 7}),
-    }
-    for (stage, shard_context), expected in told.items():
-        other = Layout(one.mesh, one.batch_size, zero_stage=stage, shard_context=shard_context)
-        assert (other.shards, other.copies) == expected, f"ZeRO-{stage}, shard_context={shard_context}"
-    assert Layout((("data", 1),), 8).copies == {}, "one rank sums with no other"
-
-
 def test_layers_and_ends_of_each_rank():
     """(layers, embedding, head) of ten layers: the inner stages have those that are left."""
     for schedule, chunks, pipeline, expected in (
@@ -113,26 +93,6 @@ def test_layers_and_ends_of_each_rank():
     v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))
     assert [stages.stages_of(v, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)], "down and up again"
     assert [stages.stages_of(ring, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
-
-
-def test_some_layers_of_each_stage_are_computed_again(tmp_path):
-    """Four of eight in each of four stages are every second layer; Megatron-LM's method "block" says the same."""
-    model, nodes = models.find("llama-7b"), cluster("h100-80gb", 4)
-    given = {"batch_size": 16, "mesh": {"pipeline": 4}}
-    half, second, full = (
-        estimate(model, nodes, make_layout(model, nodes, **given, recompute=how, recompute_layers=some))
-        for how, some in (("full", 4), ("every-second", None), ("full", 8))
-    )
-    assert half.seconds == second.seconds and half.memory == second.memory
-    assert half.layout.recompute_share == 0.5 and full.layout.recompute_share == 1
-    assert half.seconds < full.seconds and half.memory.expected > full.memory.expected
-    for pipeline, chunks in ((2, 2), (4, 2), (2, 4)):  # and so it is where a rank has several stages
-        one = make_layout(model, cluster("h100-80gb", pipeline), {"pipeline": pipeline}, batch_size=16,
-                          stages_per_rank=chunks, recompute="full", recompute_layers=2)  # fmt: skip
-        assert one.recompute_share * 32 == pipeline * chunks * 2, "layers of all stages"
-    file = tmp_path / "run.sh"
-    file.write_text("--num-layers 32 --recompute-granularity full --recompute-method block --recompute-num-layers 4")
-    assert read_config.read(str(file)).layout["recompute_layers"] == 4
 
 
 def test_parallel_halves_of_a_layer_share_a_sum(tmp_path):

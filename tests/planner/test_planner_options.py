@@ -16,24 +16,6 @@ ESTIMATE = "estimate --model llama-2-7b --gpus 8 --gpu h100-80gb --batch-size 64
 SHAPE = "estimate --gpus 1 --gpu h100-80gb --batch-size 1 --layers 2 --width 64 --heads 4 --vocabulary 256"
 
 
-def test_each_option_of_a_layout_reaches_it():
-    said = {
-        "flash": "no", "fused": "no", "fused-loss": "yes", "dropout": "yes", "async-tensor": "yes",
-        "overlap-gradients": "no", "sequence-parallel": "no", "recompute": "full", "micro-batch": 2, "sequence": 512,
-        "precision": "fp16", "mesh": "shard=4,tensor=2",
-    }  # fmt: skip
-    line = f"{ESTIMATE} --offload " + " ".join(f"--{name} {value}" for name, value in said.items())
-    told = {
-        "flash": False, "fused": False, "fused_loss": True, "dropout": True, "async_tensor": True,
-        "overlap_gradients": False, "sequence_parallel": False, "recompute": "full", "micro_batch": 2,
-        "sequence": 512, "precision": "fp16-mixed", "offload": True, "batch_size": 64, "zero_stage": 3,
-    }  # fmt: skip
-    layout = named(read(line.split())).layout
-    assert {name: getattr(layout, name) for name in told} == told, "what the layout is told"
-    assert (layout.size("shard"), layout.tensor) == (4, 2), "the mesh"
-    assert named(read(f"{ESTIMATE} --mesh data=8".split())).layout.zero_stage == 0, "the stage without an axis 'shard'"
-
-
 @pytest.mark.parametrize(
     "more, parameters",
     [
@@ -89,16 +71,6 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
             "adapted": {"lora": 8, "lora_on": "qv", "nf4": False}}  # fmt: skip
     assert {name: found[name] for name in told} == told, "what the search is asked"
     assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
-
-
-def test_a_plan_explains_its_best_layout_and_an_estimate_itself(capsys):
-    main(f"plan {ESTIMATE[9:]} --explain --count 2".split())
-    table, _, explained = capsys.readouterr().out.partition("\nparameters ")
-    first = next(line for line in table.splitlines() if line.startswith(" 1 "))
-    step = next(line for line in explained.splitlines() if line.startswith("step "))
-    assert float(first.split()[1]) == pytest.approx(float(step.split()[1]), abs=0.01), "the step of the first layout"
-    main(f"{ESTIMATE} --explain".split())
-    assert "\nMFU             " in capsys.readouterr().out
 
 
 def test_every_file_is_written(capsys, tmp_path):

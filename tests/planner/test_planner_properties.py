@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import hardware, memory, network, stages, time
+from planner import hardware, memory, network, stages
 from planner.constants import PRIOR
-from planner.estimate import estimate
 from planner.layout import make_layout
 from planner.models import Model
 
@@ -27,15 +26,6 @@ def layouts(draw):
     fields = {"batch_size": 8 * readers, "sequence": 512, "zero_stage": draw(st.integers(0, 3)),
               "recompute": draw(st.sampled_from(["none", "selective", "full"]))}  # fmt: skip
     return machine, make_layout(MODEL, machine, mesh, **fields)
-
-
-@settings(deadline=None, max_examples=40)
-@given(layouts())
-def test_a_step_is_the_sum_of_its_terms(drawn):
-    machine, layout = drawn
-    step = estimate(MODEL, machine, layout, PRIOR).step
-    assert min(term.seconds for term in step.terms) > 0 and {term.part for term in step.terms} <= set(time.PARTS)
-    assert sum(step.parts.values()) == pytest.approx(step.seconds) and 0 <= step.bubble < 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -5,8 +5,6 @@ given with it on the command line, and what it means, written down by hand.
 """
 
 import json
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,9 @@ import yaml
 from helpers import refused
 
 from common.errors import UserError
-from planner import emit, explain_file, models, read_config, stages
+from planner import emit, explain_file, models, read_config
 from planner.__main__ import main
-from planner.estimate import estimate
 from planner.hardware import cluster
-from planner.layout import make_layout
 
 PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
 NAMES = ["-".join([one["engine"], *Path(one["source"].split(":")[1]).parts[-2:]]) for one in PUBLIC]
@@ -61,61 +57,7 @@ def test_a_public_file_is_read_as_it_is_meant(one, tmp_path):
     assert {name: getattr(layout, name) for name in says} == says
 
 
-BACK = {"torchtitan": "torchtitan.toml", "deepspeed": "deepspeed.json", "accelerate": "accelerate.yaml",
-        "megatron": "megatron.sh", "nanotron": "nanotron.yaml"}  # fmt: skip
 # What of a layout both files say, and explain reads.
-SAME = ("mesh", "zero_stage", "micro_batch", "micro_batches", "schedule", "stages_per_rank", "sequence", "kept",
-        "recompute_share", "precision", "offload", "ends")  # fmt: skip
-
-
-def differences(layout, again) -> list[str]:
-    return [f"{what}: {getattr(layout, what)}, then {getattr(again, what)}" for what in SAME
-            if getattr(again, what) != getattr(layout, what)]  # fmt: skip
-
-
-def test_what_was_read_is_emitted_for_the_same_engine(tmp_path):
-    """And read again as the same layout, or refused where the tool lacks something."""
-    refused = []
-    for one in (one for one in PUBLIC if one["engine"] in BACK):
-        model, nodes, layout = meant(one, written(one, tmp_path))
-        try:
-            files = emit.emit(estimate(model, nodes, layout, max_memory_gib=9999), one["engine"]).files
-        except UserError:
-            refused.append(Path(one["source"]).name)
-            continue
-        file = tmp_path / BACK[one["engine"]]
-        file.write_text(files[file.name])
-        config, given = read_config.read(str(file)), {}
-        if one["engine"] == "accelerate":  # its script has these
-            given = {name: getattr(layout, name) for name in ("batch_size", "micro_batch")}
-        again = explain_file.layout_of(config, model, nodes, given)
-        assert not differences(layout, again), one["source"]
-        if one["engine"] == "torchtitan":
-            assert (again.fused, again.fused_loss) == (layout.fused, layout.fused_loss), one["source"]
-        if config.model:
-            assert config.model.parameters == pytest.approx(model.parameters, rel=0.01), one["source"]
-    # A model that torchtitan's flavours don't have; ZeRO-1, 8 bits and tensor parallelism by Accelerate's train.py.
-    assert refused == ["llama4_17bx16e.toml", "deepspeed.yaml", "fp8.yaml", "tp_hsdp.yaml"]
-
-
-def test_embedding_and_head_are_counted_as_megatron_counts_them(tmp_path):
-    """Ten layers on six ranks, one to four layers each: 1 + 2 x 4 + 1. On twelve ranks the ends are alone. Megatron-LM
-    says for both that they count; on five ranks it needs not, and on four it deals layers out so, too."""
-    model = replace(models.find("llama-7b"), layers=10)
-    flag = "--account-for-embedding-in-pipeline-split"
-    for pipeline, ends, counted in ((6, True, True), (12, False, True), (5, False, False), (4, False, True)):
-        nodes = cluster("h100-80gb", pipeline, pipeline)
-        layout = make_layout(model, nodes, {"pipeline": pipeline}, batch_size=16, ends=ends, framework="megatron")
-        found = estimate(model, nodes, layout, max_memory_gib=999)
-        text = emit.emit(found, "megatron").files["megatron.sh"]
-        assert (flag in text) is counted, pipeline
-        (tmp_path / "megatron.sh").write_text(text)
-        again = explain_file.layout_of(read_config.read(str(tmp_path / "megatron.sh")), model, nodes, {})
-        assert stages.shares(model, again) == stages.shares(model, layout), pipeline
-        with refused("--format nanotron", "embedding and head") if layout.ends else nullcontext():
-            emit.emit(found, "nanotron")
-
-
 def test_a_file_that_names_another_one_needs_it(tmp_path, capsys):
     one = next(one for one in PUBLIC if "deepspeed_config_file" in json.dumps(one["values"]))
     file = written(one, tmp_path)

@@ -149,7 +149,6 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--checkpoint-seconds", type=float, required=True, help="that training stands still for a checkpoint")
     add("--restart-minutes", type=float, default=10, help="from a failure to the next step")
     add("--interval-minutes", type=float, help="between checkpoints; by default the best, by Daly")
-    add("--gpus-per-node", type=int, default=8)
     add("--repair-hours", type=float, default=24, help="that a failed node is away")
     add("--spares", type=int, help="nodes; by default as many as are needed")
     add("--tokens", type=float, help="to train on, as 1e12; with --tokens-per-second of all GPUs, as `plan` says")
@@ -395,7 +394,7 @@ def run_goodput(args: argparse.Namespace) -> None:
         work = args.tokens / args.tokens_per_second
     interval = None if args.interval_minutes is None else 60 * args.interval_minutes
     found = goodput.goodput(
-        args.gpus, args.failures, args.checkpoint_seconds, 60 * args.restart_minutes, interval, args.gpus_per_node,
+        args.gpus, args.failures, args.checkpoint_seconds, 60 * args.restart_minutes, interval,
         3600 * args.repair_hours, args.spares,
     )  # fmt: skip
     wall = {"wall_seconds": found.wall(work)} if work else {}

@@ -54,12 +54,11 @@ def enough(mean: float) -> int:
 
 
 def goodput(gpus: int, failures: float, checkpoint: float, restart: float, interval: float | None = None,
-            gpus_per_node: int = 8, repair: float = 0.0, spares: int | None = None) -> Goodput:  # fmt: skip
-    """failures: per GPU and hour; checkpoint, restart, interval, repair: seconds. interval: Daly's where it is None;
-    spares: nodes, as many as are needed where it is None. Raises UserError."""
-    for what, value, least in (("gpus", gpus, 1), ("gpus-per-node", gpus_per_node, 1)):
-        if value < least:
-            raise UserError(f"--{what} must be at least {least}, not {value}")
+            repair: float = 0.0, spares: int | None = None) -> Goodput:  # fmt: skip
+    """failures: per GPU and hour, each of which takes a node; checkpoint, restart, interval, repair: seconds. interval:
+    Daly's where it is None; spares: nodes, as many as are needed where it is None. Raises UserError."""
+    if gpus < 1:
+        raise UserError(f"--gpus must be at least 1, not {gpus}")
     rates = {"failures": failures, "checkpoint-seconds": checkpoint}
     for what, rate in rates.items():
         if not 0 < rate < math.inf:

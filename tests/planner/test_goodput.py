@@ -9,7 +9,7 @@ import pytest
 
 from common import ROOT
 from common.checkpoint_interval import lost
-from planner.__main__ import main
+from planner.__main__ import main, parser
 from planner.goodput import available, goodput
 
 
@@ -54,6 +54,21 @@ def test_spares_are_enough_for_poissons_tail():
     few = goodput(1024, 1e-4, 30, 300, repair=86400, spares=1)
     assert few.waiting == pytest.approx(1 - available(away, 1)) and few.share < found.share, "as many as are said"
     assert few.spares == found.spares, "and how many are needed is said as well"
+
+
+def test_every_option_counts_in_its_unit(capsys):
+    usual = {"gpus": 1024, "failures": 1e-4, "checkpoint-seconds": 30, "restart-minutes": 10, "interval-minutes": 20,
+             "repair-hours": 24, "spares": 2, "tokens": 1e12, "tokens-per-second": 1e6}  # fmt: skip
+
+    def said(**more) -> dict:
+        main(["goodput", "--json", *(f"--{name}={value}" for name, value in (usual | more).items())])
+        return json.loads(capsys.readouterr().out)
+
+    expected = goodput(1024, 1e-4, 30, 600, 1200, 86400, 2)
+    assert said() == vars(expected) | {"wall_seconds": expected.wall(1e6)}
+    options = {*parser()[1]["goodput"]._option_string_actions} - {"-h", "--help", "--json"}
+    assert options == {f"--{name}" for name in usual}
+    assert not [name for name, value in usual.items() if said(**{name: 2 * value}) == said()]
 
 
 def test_gpus_are_compared_for_a_job(capsys):

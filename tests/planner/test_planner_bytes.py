@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import GPT, MIXED, TIED, layout
 
-from planner import frameworks, memory, models, traffic
+from planner import memory, models, traffic
 from planner.constants import PRIOR
 
 WIDE = replace(GPT, vocabulary=100_000)  # ends of a hundred million each, and logits of 400 MB
@@ -139,29 +139,6 @@ def test_bytes_at_the_peak(text, fields, rank, phase, expected):
     assert (found.needed, found.low, found.expected, found.high) == pytest.approx(
         (needed, needed, 1.05 * needed, 1.15 * needed)
     ), "what the allocator adds"
-
-
-def test_recipes_of_frameworks():
-    """What a framework holds besides, on two ranks of FSDP with two micro-batches: gradients whole and in float32, of
-    which there are no shards yet; temporaries of AdamW; and what is outside of the allocator."""
-    fields = {"many": 2, "precision": "bf16-mixed"} | THIRD
-    plain, added = (
-        memory.estimate(GPT, layout("shard=2", framework=name, **fields), PRIOR)
-        for name in ("torch", "torch-accumulating")
-    )
-    assert added.parts["unsharded gradients"] == pytest.approx(4 * 50.009e6) and not added.parts.get("gradients")
-    assert plain.parts["gradients"] == pytest.approx(4 * 50.009e6 / 2), "reduced after each micro-batch"
-    deep, inside = (memory.estimate(GPT, layout("data=2", framework=name), PRIOR) for name in ("deepspeed", "torch"))
-    outside = deep.expected - deep.needed * PRIOR.allocator
-    assert outside == pytest.approx(frameworks.FRAMEWORKS["deepspeed"].constant), "outside of the allocator"
-    assert deep.low / deep.expected == pytest.approx(inside.low / inside.expected), "one interval for both"
-    assert deep.high / deep.expected == pytest.approx(inside.high / inside.expected), "one interval for both"
-    tiny = {"sequence": 10}  # so that the optimizer's step is the peak
-    added = memory.estimate(GPT, layout("shard=2", framework="transformers", **fields, **tiny), PRIOR)
-    assert added.phase == "backward", "in the step two ranks have as much again in temporaries as was reduced"
-    lists = memory.estimate(GPT, layout("data=2", framework="course", **tiny), PRIOR)
-    assert lists.phase == "optimizer step", "the phase of the peak"
-    assert lists.parts["temporaries of the optimizer"] == pytest.approx(4 * 50.009e6), "in float32"
 
 
 @pytest.mark.parametrize(

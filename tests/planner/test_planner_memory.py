@@ -11,7 +11,7 @@ import torch
 from common.constants import GIB
 from common.errors import UserError
 from common.model import GPT, Block
-from course.fsdp.formulas import layer_bytes, score_bytes
+from course.fsdp.formulas import layer_bytes
 from planner import any_module, constants, memory, models, published
 from planner.__main__ import main
 from planner.constants import PRIOR
@@ -33,16 +33,6 @@ def test_zeros_table_cell_by_cell(row):
     unit = 10.0 ** -len(printed.partition(".")[2])
     kept = memory.state(layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
     assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit, "GB of the state, and what the paper prints"
-
-
-def test_recipes_have_their_bytes():
-    """Bytes of a parameter, by precision and stage, as Megatron-LM's README and ZeRO's section 3.1 have them."""
-    sizes = {
-        (0, "float32"): 16, (0, "bf16-mixed"): 18, (0, "fp16-mixed"): 20, (0, "bf16-mixed-16"): 16, (0, "bf16"): 8,
-        (0, "bf16-12"): 12, (3, "bf16-mixed"): 16,
-    }  # fmt: skip
-    for (stage, precision), size in sizes.items():
-        assert sum(memory.state(layout(stage, precision), 1, 0).values()) == size, precision
 
 
 GPT3 = {"a": 96, "h": 12288, "s": 2048}  # of 175 billion parameters: Korthikanti et al. 2022, table 3
@@ -67,20 +57,6 @@ def test_activations_are_korthikantis(tensor, cut, recompute, formula):
         dropout=True,
     )  # fmt: skip
     assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s)), "bytes of a layer"
-
-
-def test_bytes_of_a_layer_of_which_some_is_computed_again():
-    """Of width 10, queries 8, keys 4, an MLP of 20, on two ranks."""
-    sizes = {"width": 10, "query": 8, "key": 4, "mlp_width": 20, "tensor": 2}
-    for fields, expected in (
-        ({"recompute": "full", "sequence_parallel": False}, 2 * 10),
-        ({"recompute": "products"}, 2 * (30 / 2 + (8 + 4 + 4 + 20) / 2)),
-        ({"recompute": "products", "gated": 4}, 2 * (30 / 2 + (8 + 4 + 4 + 40) / 2)),
-        ({"recompute": "operators"}, 2 * (10 / 2 + (8 + 8 + 4 + 20) / 2)),
-        ({"recompute": "operators", "gated": 4}, 2 * (20 / 2 + (8 + 8 + 4 + 20) / 2)),
-    ):
-        assert layer_bytes(**sizes, **fields) == expected, f"bytes per token that a layer keeps, {fields}"
-    assert score_bytes(4, 10, dropout=False) == 2 * 4 * 10, "one matrix of 16 bits without dropout"
 
 
 PARAMETERS = {  # as their sources print them, in billions

@@ -40,14 +40,6 @@ def test_fewer_gpus_than_a_node_has_are_a_node(gpus, nodes):
     assert (found.gpus_per_node, found.nodes) == (gpus / nodes, nodes)
 
 
-def test_each_option_of_a_cluster_reaches_it():
-    line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
-    found = cluster_of(read(line.split()))
-    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (
-        "cluster"
-    )
-
-
 @pytest.fixture
 def slow(tmp_path):
     """A file of constants by which messages take a second each."""

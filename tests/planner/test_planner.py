@@ -13,19 +13,9 @@ from planner import calibrate, hardware, memory, models, scope, search
 from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.estimate import estimate
-from planner.hardware import GPUS, NETWORKS, cluster
+from planner.hardware import GPUS, cluster
 from planner.layer_time import of_layer
 from planner.layout import Layout, make_layout
-
-EXACT = (
-    "estimate --layers 32 --width 4096 --heads 32 --kv-heads 8 --mlp-width 14336 --mlp swiglu --vocabulary 128256 "
-    "--sequence 8192 --gpu h100-80gb --gpus 64 --gpus-per-node 8 --mesh data=2,shard=4,pipeline=2,context=1,tensor=4 "
-    "--zero-stage 3 --batch-size 512 --micro-batch 1 --schedule 1f1b --stages-per-rank 1 --precision bf16-mixed --json"
-)
-KEYS = {
-    "memory_gib", "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second", "model_tflops_per_gpu",
-    "mfu", "bubble", "exposed_communication_seconds", "binding",
-}  # fmt: skip
 
 
 def say(capsys, line: str):
@@ -38,7 +28,8 @@ def test_the_layout_outside_of_what_was_checked_is_named(capsys):
     found = json.loads(say(capsys, line + " --sequence 4096 --json"))
     (reason,) = found["out_of_scope"]
     assert "experts" in reason and reason in say(capsys, line + " --sequence 4096"), "in the table of text as well"
-    assert json.loads(say(capsys, EXACT))["out_of_scope"] == []
+    line = "estimate --model llama-3-8b --gpu h100 --gpus 8 --mesh shard=8 --batch-size 64 --json"
+    assert json.loads(say(capsys, line))["out_of_scope"] == []
 
 
 PLAN = "plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096"
@@ -52,7 +43,6 @@ def test_plan_prints_layouts_the_best_first(capsys):
     assert "Rajbhandari et al. 2020" in out and f"{found[0]['parameters']:,}" in out, "explained, with sources"
     others = [one["step_seconds"] for one in found[1:] if one["trusted"]]
     assert others == sorted(others) and (found[0]["preferred"] or found[0]["step_seconds"] <= others[0])
-    assert all(one.keys() >= KEYS | {"nearest_alternative"} for one in found)
     assert all(math.prod(one["mesh"].values()) == 8 for one in found)
     assert all(one["memory_gib"] <= one["memory_limit_gib"] for one in found)
 
@@ -190,14 +180,6 @@ def test_what_cannot_be_gets_one_line(capsys, line):
     assert end.value.code == 2 and captured.out == ""
     assert captured.err.startswith("error: ") and len(captured.err.splitlines()) == 1, captured.err
     assert [word for word in WRONG[line].split() if word not in captured.err] == [], captured.err
-
-
-def test_what_has_a_name_is_listed_with_its_source(capsys):
-    out = say(capsys, "models")
-    assert all(name in out for name in models.MODELS) and all(one.source in out for one in models.MODELS.values())
-    out = say(capsys, "hardware")
-    assert all(name in out for name in [*GPUS, *NETWORKS]) and all(gpu.source in out for gpu in GPUS.values())
-    assert len(json.loads(say(capsys, "models --json"))) == len(models.MODELS)
 
 
 def test_the_planner_starts_without_torch():

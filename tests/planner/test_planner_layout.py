@@ -8,7 +8,7 @@ from helpers import refused
 from planner_cases import mesh_of
 
 from common.lab.wire_bytes import wire_bytes
-from planner import models, read_config, stages
+from planner import models, read_config
 from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import Layout, make_layout
@@ -69,30 +69,6 @@ def test_what_is_taken_for_something_else_is_a_note():
     assert one.schedule == "interleaved" and not [word for word in ("1f1b", "3", "interleaved") if word not in note]
     assert made("pipeline=2", 2, schedule="looped-bfs", stages_per_rank=2).schedule == "looped-bfs"
     assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
-
-
-def test_layers_and_ends_of_each_rank():
-    """(layers, embedding, head) of ten layers: the inner stages have those that are left."""
-    for schedule, chunks, pipeline, expected in (
-        ("1f1b", 1, 4, [(2, True, False), (3, False, False), (3, False, False), (2, False, True)]),
-        ("1f1b", 1, 3, [(3, True, False), (4, False, False), (3, False, True)]),
-        ("interleaved", 2, 2, [(5, True, False), (5, False, True)]),
-        ("interleaved", 2, 3, [(3, True, False), (4, False, False), (3, False, True)]),
-        ("zbv", 2, 2, [(4, True, True), (6, False, False)]),
-        ("zbv", 2, 3, [(2, True, True), (4, False, False), (4, False, False)]),
-    ):
-        one = Layout((("pipeline", pipeline),), 12, schedule=schedule, stages_per_rank=chunks)
-        assert list(stages.shares(SMALL, one)) == expected, f"{schedule} on {pipeline} ranks"
-    alone = Layout((("pipeline", 6),), 12, schedule="interleaved", stages_per_rank=2, ends=True)
-    assert [share[0] for share in stages.shares(SMALL, alone)] == [1, 2, 2, 2, 2, 1], "ten layers and two ends"
-    assert stages.layers_of_stages(10, 4, True) == (2, 3, 3, 2) and stages.layers_of_stages(8, 4, True) == (1, 3, 3, 1)
-    assert stages.layers_of_stages(10, 4) == (2, 3, 3, 2) and stages.layers_of_stages(11, 4) == (3, 3, 3, 2)
-    more = made("pipeline=12", 12, batch_size=12)
-    assert stages.shares(SMALL, more)[0] == (0, True, False) and stages.shares(SMALL, more)[-1] == (0, False, True)
-    three = Layout((("pipeline", 3),), 12, stages_per_rank=2)
-    v, ring = (replace(three, schedule=name) for name in ("dualpipev", "interleaved"))
-    assert [stages.stages_of(v, rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)], "down and up again"
-    assert [stages.stages_of(ring, rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_parallel_halves_of_a_layer_share_a_sum(tmp_path):

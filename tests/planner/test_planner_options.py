@@ -9,7 +9,7 @@ from helpers import refused
 
 from planner import __main__ as commands
 from planner import constants, search
-from planner.__main__ import cluster_of, main, model_of, named, read
+from planner.__main__ import main, model_of, named, read
 from planner.constants import PRIOR
 
 ESTIMATE = "estimate --model llama-2-7b --gpus 8 --gpu h100-80gb --batch-size 64"
@@ -31,13 +31,6 @@ SHAPE = "estimate --gpus 1 --gpu h100-80gb --batch-size 1 --layers 2 --width 64 
 )  # fmt: skip
 def test_each_option_of_a_shape_reaches_the_model(more, parameters):
     assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
-
-
-@pytest.mark.parametrize("gpus, nodes", [(1, 1), (2, 1), (8, 1), (16, 2)])
-def test_fewer_gpus_than_a_node_has_are_a_node(gpus, nodes):
-    """They alone use its host's memory, and what each keeps there is updated by all of its cores."""
-    found = cluster_of(read(ESTIMATE.replace("--gpus 8", f"--gpus {gpus}").split()))
-    assert (found.gpus_per_node, found.nodes) == (gpus / nodes, nodes)
 
 
 @pytest.fixture

@@ -29,12 +29,8 @@ SAID = [  # source, model, mesh, what is said of the run, seconds of a step, GiB
         "schedule": "interleaved", "stages_per_rank": 3, "micro_batch": 1, "recompute": "attention",
         "batch_size": 2240, "sequence_parallel": True}, 39.15, None),
     ("torchtitan 2024-12", "llama-3-8b", "shard=8", SMALL, 2 * 8192 / 5762, 82.4),
-    ("torchtitan 2024-12", "llama-3-8b", "shard=8", SMALL | {"fused": True}, 2 * 8192 / 6667, 77.0),
     ("torchtitan 2024-12", "llama-3-405b", "pipeline=8 shard=4 context=2 tensor=8", FP8 | {
         "schedule": "1f1b", "micro_batch": 1, "batch_size": 32, "sequence": 65536}, 32 * 65536 / 512 / 47, 75.9),
-    ("torchtitan 2024-12", "llama-3-405b", "pipeline=8 shard=8 tensor=8", FP8 | {
-        "schedule": "interleaved", "stages_per_rank": 2, "micro_batch": 4, "batch_size": 256, "sequence": 8192},
-     32.0, 72.7),
     ("torchtitan H200", "llama-3-8b", "shard=64", SMALL | {
         "gpu": "h200", "precision": "fp8-mixed", "batch_size": 128, "fused": True, "fused_loss": True},
      1.5236678, 46.97),

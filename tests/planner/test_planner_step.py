@@ -4,12 +4,11 @@ steps: numbers.jsonl.)
 
 from dataclasses import replace
 
-import pytest
-from planner_cases import GPT, MIXED, TIED, layout
+from planner_cases import GPT, MIXED, TIED
 
 from planner import layer_time, network
 from planner.constants import PRIOR
-from planner.hardware import GPU, Cluster
+from planner.hardware import GPU
 
 TOY = GPU("toy", 1e12, 1.0, 1e12, 1e24, 1e9, 1e9, 1.0, "none")
 
@@ -52,22 +51,3 @@ def test_a_collective_takes_what_its_slowest_link_takes():
     assert one.seconds("all_reduce", 800.0) == 2 * 600 / 100 + 2 * 3 * 1, "an all-reduce in one node"
     assert replace(two, network=50.0).seconds("all_gather", 800.0) == 700 / 100 + 70, "adapters faster than links"
     assert network.Group(1, 1, 100.0, 10.0, 1.0, 10.0).seconds("all_reduce", 800.0) == 0, "one rank sends nothing"
-
-
-def test_groups_of_several_axes():
-    """(ranks in a node, nodes), in nodes of eight GPUs that share four adapters."""
-    one = layout("pipeline=2 data=2 shard=4 context=2 tensor=2")
-    nodes = Cluster(TOY, 64, 8, 1e8, 4)
-    some = replace(PRIOR, link=0.5, network=0.25)
-    for axes, expected in (
-        (("shard", "context", "expert"), (4, 2)), (("data",), (1, 2)), (("pipeline",), (1, 2)), (("tensor",), (2, 1)),
-        (("context",), (2, 1)), (("shard",), (2, 2)), (("expert",), (1, 1)), (("data", "shard", "context"), (4, 4)),
-    ):  # fmt: skip
-        found = network.group(nodes, one, some, *axes)
-        assert (found.local, found.nodes) == expected, f"the group along {', '.join(axes)}"
-        assert (found.link, found.network) == (0.5 * 1e9, 0.25 * 1e8 * 4 / 8), "bytes per second of a rank"
-        assert (found.alpha_link, found.alpha_network) == (some.alpha_link, nodes.alpha * some.ring_alpha)
-    meshes = ("pipeline=2 data=4", "pipeline=2 data=8")
-    sent = [network.neighbour_seconds(nodes, layout(text), some, 1e6) for text in meshes]
-    expected = [some.alpha_link + 1e6 / 5e8, some.alpha_network + 1e6 / 1.25e7]
-    assert sent == pytest.approx(expected), "to the next stage in a node, and outside"

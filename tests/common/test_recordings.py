@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.lab import recordings
-from common.lab.plotting import timeline
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -93,10 +92,3 @@ def test_a_wrong_name_is_one_line_that_names_the_right_ones():
         recordings.hidden([("stream 7", "compute", 0.0, 1.0)], "all_reduce")
     with pytest.raises(UserError, match="3 rows"):
         recordings.stretch(recordings.read("trace_ddp_resnet50_2xa100"), "forward", 3)
-
-
-def test_a_recording_is_drawn_by_the_function_of_our_own_timelines():
-    rows = recordings.read("trace_ddp_resnet50_2xa100")
-    step = recordings.events(rows, between=recordings.stretch(rows, "ProfilerStep#5"), join_us=50)
-    axes = timeline(step).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stream 7", "stream 40"]

@@ -3,13 +3,12 @@
 import json
 import re
 
-import matplotlib.pyplot as plt
 import pytest
 from planner_cases import mesh_of
 
 from common import ROOT
 from common.constants import GIB
-from planner import calculator, constants, decision_map, hardware, models
+from planner import calculator, decision_map, hardware, models
 from planner.estimate import estimate
 from planner.layout import Layout, make_layout
 
@@ -92,18 +91,6 @@ def test_layouts_have_kinds_and_short_names():
             told = sorted(map(int, re.findall(r"\d+", decision_map.short(layout))))
             assert told == sorted([*numbers, *[layout.zero_stage] * (layout.zero_stage > 0)])
     assert len({*kinds}) == len(KINDS)
-
-
-def test_the_map_marks_what_is_within_the_planners_error():
-    error = constants.load().error
-    for network in decision_map.NETWORKS:
-        rows = decision_map.stored()
-        texts = [text.get_text() for text in decision_map.draw(network).axes[0].texts]
-        cells = [rows[network, model, gpus] for model in decision_map.MODELS for gpus in decision_map.GPUS]
-        for row, text in zip(cells, texts, strict=True):
-            assert text.partition("\n")[0] == row["layout"]
-            assert ("≈" in text) == (row["later"] != "" and float(row["later"]) <= error), f"{row}: {text}"
-        plt.close("all")
 
 
 def notebook_text(name: str) -> str:

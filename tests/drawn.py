@@ -1,4 +1,5 @@
-"""What is in a picture, read in the units of its axes: the areas that a line across it meets, texts, arrows, curves."""
+"""What is in a picture, read in the units of its axes: the areas that a line across it meets, texts, arrows, curves;
+and whether a reader can see and understand all of it."""
 
 import itertools
 import math
@@ -8,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.text import Annotation
 
 KNOWN: WeakKeyDictionary = WeakKeyDictionary()  # axes -> how much was drawn on them, and the areas that were found
@@ -102,3 +103,62 @@ def same(one, other) -> bool:
     if not all(isinstance(number, int | float | numpy.number) for number in (one, other)):
         return one == other
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+
+
+# --- can be read ------------------------------------------------------------------------------------------------------
+
+
+def readable(fig) -> str:
+    """What a reader can't see or understand of a figure: something is cut off, a series has no name of its own, numbers
+    are of nobody knows what. Empty where there is nothing."""
+    fig.draw_without_rendering()
+    return cut_off(fig) or alike(fig) or without_a_unit(fig)
+
+
+def inside(box, room) -> bool:
+    sides = (box.x0 - room.x0, room.x1 - box.x1, box.y0 - room.y0, room.y1 - box.y1)
+    return all(map(math.isfinite, sides)) and min(sides) >= 0
+
+
+def cut_off(fig) -> str:
+    """Texts lie in the figure, and boxes, bars and areas that have a place in numbers within the axes' limits."""
+    texts = [text for ax in fig.axes for text in [*ax.texts, ax.title, ax.xaxis.label, ax.yaxis.label]]
+    texts = [text for text in [*fig.texts, *texts] if text.get_text().strip() and text.get_visible()]
+    outside = [one.get_text() for one in texts if not inside(one.get_window_extent(), fig.bbox.expanded(1.01, 1.01))]
+    for ax in fig.axes:
+        boxes = [one.get_window_extent() for one in ax.patches if isinstance(one, Rectangle) and one.get_clip_on()]
+        many = [one for one in ax.collections if isinstance(one, PolyCollection)]
+        boxes += [ax.transData.transform_bbox(path.get_extents()) for one in many for path in one.get_paths()
+                  if one.get_transform().contains_branch(ax.transData) and len(path.vertices)]  # fmt: skip
+        outside += [f"a bar of {ax.get_title()!r}" for box in boxes if not inside(box, ax.bbox.padded(3))]
+    return f"cut off at an edge: {outside}" * bool(outside) or "nothing is written" * (not texts)
+
+
+def alike(fig) -> str:
+    """Every series is in a legend once, and looks like no other."""
+    for legend in [*fig.legends, *(legend for ax in fig.axes if (legend := ax.get_legend()))]:
+        names = [text.get_text() for text in legend.get_texts()]
+        looks = []
+        for handle in legend.legend_handles:
+            empty = hasattr(handle, "get_fill") and not handle.get_fill()
+            get = "get_edgecolor" if empty else "get_facecolor" if hasattr(handle, "get_facecolor") else "get_color"
+            found = getattr(handle, get)()
+            found = found if isinstance(found, str) or not hasattr(found[0], "__len__") else found[0]
+            looks.append((to_hex(found), getattr(handle, "get_hatch", str)(), getattr(handle, "get_linestyle", str)()))
+        if not all(names) or len({*names}) < len(names) or len({*looks}) < len(looks):
+            return f"series that are not told apart: {list(zip(names, looks, strict=True))}"
+    return ""
+
+
+def without_a_unit(fig) -> str:
+    """Axes with numbers say of what: a unit in brackets, also beside the axis, or a word without one such as a loss."""
+    for ax in fig.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            labels = [label.get_text() for label in axis.get_ticklabels() if label.get_visible()]
+            counts = [label for label in labels if label.strip("0123456789.\N{MINUS SIGN}-$") == "" and label]
+            shared = axis is ax.yaxis and ax is not fig.axes[0] and ax.get_shared_y_axes().joined(ax, fig.axes[0])
+            words = axis.get_label_text() or any("(" in text.get_text() for text in ax.texts)
+            words = words or axis is ax.xaxis and fig.axes[-1].get_xlabel()  # of the panel at the bottom
+            if ax.axison and axis.get_visible() and len(counts) > 1 and not shared and not words:
+                return f"{ax.get_title()}: numbers {counts[:3]} of what?"
+    return ""

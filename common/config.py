@@ -7,7 +7,6 @@ common/command_line.py reads these settings.
 import os
 import reprlib
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.axes import AXES
@@ -218,7 +217,7 @@ def check_values(config: Config) -> None:
     if config.task not in ("text", "images") and not is_own(config.task):
         hint = did_you_mean(config.task, ("text", "images"))
         raise UserError(f"--task {config.task}: expected text, images, or a FILE.py of yours; {hint}".rstrip("; "))
-    if is_own(config.task) and not Path(file_of(config.task)).is_file():
+    if is_own(config.task) and not os.path.isfile(file_of(config.task)):
         raise UserError(f"--task {config.task}: there is no such file")
     if config.sample > MOST_WRITTEN:
         raise UserError(f"--sample must be at most {MOST_WRITTEN}, got {config.sample}: each byte is a forward pass")

@@ -378,7 +378,10 @@ def main(arguments=None):
         print(lines[-1], flush=True)
     print(f"{to_fix} to fix" if to_fix else "all OK")
     if options.report:
-        Path("doctor-report.txt").write_text(report(lines))
+        try:
+            Path("doctor-report.txt").write_text(report(lines))
+        except OSError as error:
+            parser.exit(2, f"error: doctor-report.txt cannot be written here: {error.strerror}; start it elsewhere\n")
         print("written: doctor-report.txt; read it before you send it")
     return to_fix
 

@@ -36,13 +36,15 @@ def step_of(folder: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; those that are being written are not among them."""
+    if not os.path.isdir(run):
+        return []
     found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{1,15}", path.name)]
     return sorted(filter(is_folder, found), key=step_of)
 
 
 def is_folder(path: Path) -> bool:
     """Whether a folder is there, and not a link to one, which may lie anywhere."""
-    return path.is_dir() and not path.is_symlink()
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def still_there(run: Path) -> str:
@@ -88,7 +90,7 @@ def seal(about: dict, files: dict, tensors: dict | None = None) -> str:
 def read(folder: Path) -> stored.Manifest:
     """What a checkpoint's manifest says. Raises UserError where there is none, or a damaged one."""
     path = folder / MANIFEST
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"{folder} is no checkpoint of this course, or one that was cut: it has no {MANIFEST}")
     data = stored.read(path)
     content = stored.parsed(path, data)

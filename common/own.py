@@ -8,6 +8,7 @@ docs/your-task.md has two such files.
 
 import functools
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def data_of(task: str) -> str:
 @functools.cache
 def module_of(path: str) -> ModuleType:
     """A Python file, imported. Raises UserError."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{path}: there is no such file")
     if Path(path).suffix != ".py":
         raise UserError(f"{path} is no file of Python, whose name ends in .py")
@@ -70,7 +71,7 @@ def named(what: str) -> Callable:
     path, _, name = what.rpartition(":")
     if not path:
         raise UserError(f"'{what}' names no function; give FILE.py:FUNCTION")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"'{what}': there is no such file; give FILE.py:FUNCTION")
     return function_of(path, name)
 

@@ -223,11 +223,11 @@ def saved_settings(values: dict) -> dict:
     """The settings of the run that `values` ask to resume, with "run_dir". Raises UserError where there is none."""
     resume = values["resume"]
     if not is_step(resume):
-        if Path(resume).is_file():
+        if os.path.isfile(resume):  # unlike Path's, False for what may not be looked at, and for a name too long
             raise UserError(f"--resume {resume} is a file, and a checkpoint is a folder; give that, or a step")
-        if not Path(resume).is_dir():
+        if not os.path.isdir(resume):
             raise UserError(f"--resume {resume}: no such folder; give a step or the folder of a checkpoint")
-        if (Path(resume) / "config.json").exists() and not (Path(resume) / manifest.MANIFEST).exists():
+        if os.path.exists(Path(resume, "config.json")) and not os.path.exists(Path(resume, manifest.MANIFEST)):
             raise UserError(f"--resume {resume} is a run, not a checkpoint; write --resume --run-dir {resume}")
         about = manifest.read(Path(resume)).about
         refuse_damaged([Path(resume)])
@@ -239,19 +239,21 @@ def saved_settings(values: dict) -> dict:
     if folder is None:
         raise UserError("--resume: there is no run under runs/; name its folder with --run-dir")
     found = manifest.checkpoints(folder)
-    if not found and list(folder.glob("checkpoint-*.pt")):
+    if not found and os.path.isdir(folder) and list(folder.glob("checkpoint-*.pt")):
         raise UserError(
             f"--resume: the checkpoints in {folder} are single files, as earlier versions of this course wrote them; "
             f"this version reads folders only, so start a new run"
         )
-    if not (folder / "config.json").exists() or not found:
-        raise UserError(f"--resume: no checkpoint in {folder}; leave --resume out to start there")
+    if not os.path.exists(folder / "config.json") or not found:
+        begun = os.path.exists(folder / "metrics.jsonl")  # by a run that was killed before its first checkpoint
+        advice = "start again in another folder" if begun else "leave --resume out to start there"
+        raise UserError(f"--resume: no checkpoint in {folder}; {advice}")
     if resume != LATEST and named(resume, folder) not in found:
         there = ", ".join(str(manifest.step_of(path)) for path in found)
         raise UserError(f"--resume {resume}: {folder} has no checkpoint of that step; it has {there}")
     facts = stored.facts_of(folder)
     refuse_damaged([named(resume, folder)] if resume != LATEST else found[::-1])
-    if (folder / "metrics.jsonl").exists():
+    if os.path.exists(folder / "metrics.jsonl"):
         stored.records_of(folder)
     return facts.config | {"run_dir": str(folder)}
 
@@ -307,7 +309,8 @@ def require_writable(folder: Path, resume: str) -> None:
     """Raise UserError unless a run can be written to `folder`, which is made if it is not there."""
     try:
         if (folder / "metrics.jsonl").exists() and not resumes_in_place(resume, folder) and not restarts(folder):
-            raise UserError(f"--run-dir {folder} holds a run already; add --resume to go on, or name another")
+            how = "add --resume to go on, or name another" if manifest.checkpoints(folder) else "name another"
+            raise UserError(f"--run-dir {folder} holds a run already; {how}")
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         Lock(folder).release()

@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -40,7 +41,7 @@ class History:
     UserError where there is none, and for a damaged one."""
 
     def __init__(self, name: str):
-        found = [path for path in (Path(name), Path("runs", name)) if (path / "config.json").exists()]
+        found = [path for path in (Path(name), Path("runs", name)) if os.path.exists(path / "config.json")]
         if not found:
             raise UserError(
                 f"{name} is no run: it has no config.json; python -m common.runs list shows those under runs/"
@@ -215,19 +216,20 @@ def follow(run: str, *metrics: str, over: str = "steps", every: float = 2.0) -> 
 
 
 def is_written(folder: Path) -> bool:
-    """Whether some process trains a run in a folder now."""
+    """Whether some process trains a run in a folder now, or may do so: whoever can't write there can't know."""
     try:
         Lock(folder).release()
-    except UserError:
+    except (UserError, OSError):
         return True
     return False
 
 
 def write_out(file: Path, write) -> None:
     """Write the file that --out names, or one in the run's folder. Raises UserError where that can't be done."""
-    if file.is_dir():
+    if os.path.isdir(file):
         raise UserError(f"--out {file} is a folder; name a file")
-    if (reserved := file.exists() and not file.is_symlink() and not file.is_file()) or not file.parent.is_dir():
+    there = os.path.exists(file) and not os.path.islink(file)
+    if (reserved := there and not os.path.isfile(file)) or not os.path.isdir(file.parent):
         raise UserError(f"--out {file} is no regular file" if reserved else f"--out {file}: there is no such folder")
     try:
         stored.replace(file, write)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import torch._dynamo  # as every optimizer does when it is made: here once, and not in each fork
 import torch.distributed.run
 from helpers import FULL, LAUNCHER, TEXT, as_options
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler

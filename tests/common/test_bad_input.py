@@ -5,13 +5,16 @@ value, and what would be right where that can be known. How the sentence goes is
 border is of what a strategy can divide, test_chapter_messages.py says.
 """
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import configure, refused
+from helpers import begun, configure, refused
 
-from common import ROOT, check
+from common import ROOT, check, generate, runs
+from common.own import load_weights, named
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -19,7 +22,6 @@ SCRIPTS = """
 --distributed => --distributed --nproc_per_node 2
 --strategy dpp => dpp dp single
 --strategy DDP => DDP mean 'ddp'
---steps 1 --run-dir {long} => --run-dir name
 --width 100 --heads 3 => --width 100 --heads 3
 --by-hand --strategy single => single
 --strategy ddp --implementation magic => ddp magic pytorch by-hand
@@ -97,11 +99,9 @@ ddp => ddp
 --resume => --resume --run-dir
 --resume --run-dir nowhere => --resume nowhere
 --resume 3 --run-dir nowhere => --resume nowhere
---resume nowhere => --resume nowhere
 --resume . => manifest.json
 --backend nccl => --backend nccl
 --device cuda => --device cuda
---config missing.yaml => --config missing.yaml
 --run-dir /proc/nowhere => --run-dir /proc/nowhere
 --strategy mesh --mesh expert=1 => --mesh expert=1 pipeline,
 --strategy hsdp --mesh 1x2 @4 => --mesh 1x2 data=1,shard=2
@@ -167,7 +167,7 @@ def rows(table: str) -> list[tuple[str, str]]:
 def test_of_the_scripts(line, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line, _, ranks = line.replace("{long}", "x" * 300).partition(" @")
+    line, _, ranks = line.partition(" @")
     with refused(*words.split()):
         configure(line, int(ranks or 1))
     assert list(tmp_path.iterdir()) == [], "something was made for a run that cannot be"
@@ -179,6 +179,49 @@ def test_of_a_file_of_options(text, words, tmp_path, monkeypatch):
     Path("run.yaml").write_text(text)
     with refused("run.yaml", *words.split()):
         configure("--config run.yaml")
+
+
+# A place that cannot be, for each option and argument that names one.
+WRONG = {
+    "too long": "x" * 300,
+    "below a file": "file/x",
+    "a loop": "loop/x",
+    "leads nowhere": "link",
+    "not ours": "closed",
+}
+NAMED = {
+    **{f"{option} PLACE": lambda line: configure(line) for option in ("--resume", "--resume --run-dir", "--config")},
+    **{f"--{option} PLACE": lambda line: configure(line) for option in ("run-dir", "text", "strategy ddp --resume")},
+    **{f"--task PLACE.py{name}": lambda line: configure(line) for name in ("", ":other")},
+    **{f"{command} PLACE": lambda line: runs.main(line.split()) for command in ("summary", "ranks", "plot", "export")},
+    **{f"{command} run --out PLACE/a.png": lambda line: runs.main(line.split()) for command in ("plot", "export")},
+    "compare run PLACE": lambda line: runs.main(line.split()),
+    "PLACE --length 3": lambda line: generate.main(line.split()),
+    "PLACE": lambda line: load_weights(torch.nn.Linear(1, 1), line),
+    "PLACE.py:model": lambda line: named(line),
+}
+
+
+@pytest.mark.parametrize("place", WRONG)
+def test_of_places(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch(), Path("loop").symlink_to("loop"), Path("link").symlink_to("nowhere")
+    run = begun(Path("run"), strategy="single")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "grad_norm": 1.0, "step_seconds": 1.0}\n')
+    for function in ("stat", "open", "mkdir", "scandir", "listdir", "lstat"):  # whoever is root may look everywhere
+        call = getattr(os, function)
+
+        def closed(path, *more, call=call, **how):
+            if str(path).startswith("closed"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return call(path, *more, **how)
+
+        monkeypatch.setattr(os, function, closed)
+    before = sorted(tmp_path.rglob("*"))
+    for line, read in NAMED.items():
+        with refused(WRONG[place].split("/")[0]):
+            read(line.replace("PLACE", WRONG[place]))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_of_a_file_that_is_no_text(tmp_path):

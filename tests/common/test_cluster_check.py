@@ -4,7 +4,6 @@ import itertools
 import os
 import runpy
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from forks import Fork
 from helpers import SlowDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import cluster_check
@@ -70,13 +71,26 @@ def test_what_is_planted_is_named(calm, monkeypatch):
     assert len(wrong) == 5, f"and nothing else:\n{said}"
 
 
-def test_clocks_are_compared(monkeypatch):
-    """Rank 1's clock is two hours ahead."""
-    ours = time.time
-    monkeypatch.setattr(time, "time", lambda: ours() + (7200 if dist.is_initialized() and dist.get_rank() else 0))
-    (zero, _), (ahead, unknown) = launch(lambda: cluster_check.compare_clocks(Ranks.here()), 2)
-    assert zero == 0.0
-    assert ahead == pytest.approx(7200, abs=1.0) and unknown < 1.0, f"{ahead} s ahead, give or take {unknown}"
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(*[st.integers(1, 9)] * 2), min_size=10, max_size=10), st.sampled_from([-7200, 0.5, 7200]))
+def test_clocks_are_compared_as_well_as_the_quickest_answer_allows(ways, ahead):
+    """Each way there and back takes its time: off by half of how much longer the one took than the other."""
+    now, left = [1000.0], iter(itertools.chain(*ways))
+
+    def send(*_):
+        now[0] += next(left)
+
+    def recv(stamp, _):
+        stamp.fill_(now[0])
+        now[0] += next(left)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", send), patch.setattr(dist, "recv", recv)
+        patch.setattr(cluster_check, "time", SimpleNamespace(time=lambda: now[0] + ahead))
+        found, unknown = cluster_check.compare_clocks(Ranks(1, 2, 1, torch.device("cpu")))
+    quickest = [way for way in ways if sum(way) == min(map(sum, ways))]
+    right = [(ahead + (back - there) / 2, (there + back) / 2) for there, back in quickest]
+    assert any((found, unknown) == pytest.approx(pair) for pair in right), f"{found}, give or take {unknown}"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])

@@ -48,6 +48,11 @@ def test_the_report_names_nobody(tmp_path, monkeypatch, capsys):
     assert "jane" not in text and "/data" not in text and "none_x" not in text
     assert "photos" not in text, "a folder with a name of its own, from here"
     assert "written: doctor-report.txt" in capsys.readouterr().out
+    (tmp_path / "doctor-report.txt").unlink(), (tmp_path / "doctor-report.txt").mkdir()
+    with pytest.raises(SystemExit) as refused:
+        doctor.main(["--report"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and "doctor-report.txt" in line and "Is a directory" in line
 
 
 def test_what_names_somebody_is_replaced(monkeypatch):

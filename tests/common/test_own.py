@@ -45,7 +45,8 @@ def test_it_trains_and_goes_on_in_mid_epoch_on_any_number_of_ranks(tmp_path, dat
     how = SETTINGS | {"task": f"{tmp_path / 'mine.py'}{data}"} | ({} if data else {"validate_every": 4})
     launch(train, 1, ([configure(size=1, run_dir=tmp_path / "one", **how)],))
     launch(train, 2, ([configure(size=2, run_dir=tmp_path / "two", **how | {"steps": 3})],))
-    launch(train, 1, ([configure("--resume --steps 8", 1, run_dir=tmp_path / "two")],))
+    for ranks, steps in ((2, 6), (1, 8)):
+        launch(train, ranks, ([configure(f"--resume --steps {steps}", ranks, run_dir=tmp_path / "two")],))
     found, expected = numbers(tmp_path / "two"), numbers(tmp_path / "one")
     assert len(expected) == 16 and found == pytest.approx(expected, rel=1e-5)
     assert len({*expected}) == 16, "each step reads something else"

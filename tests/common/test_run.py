@@ -85,8 +85,9 @@ def test_losses_and_norms_that_are_no_numbers(tmp_path):
     with alone(tmp_path / "run") as run:
         train(run, norm=float("inf"))
     assert [record["grad_norm"] for record in metrics(tmp_path / "run")] == [None] * 4, "JSON has no infinity"
-    with alone(tmp_path / "nan") as run, refused("nan", "step 3", "--lr", "0.002"):
-        train(run, [4.0, 3.0, float("nan")])
+    for loss in ("nan", "inf", "-inf"):
+        with alone(tmp_path / loss) as run, refused(loss, "step 3", "--lr", "0.002"):
+            train(run, [4.0, 3.0, float(loss)])
 
 
 def test_a_steps_time_leaves_nothing_out_but_checkpoints_reports_and_validation(tmp_path, monkeypatch):
@@ -242,5 +243,8 @@ def test_a_profile_has_shapes_memory_and_stacks_of_the_steps_that_were_asked_for
     stacks = [event for event in events if event.get("cat") == "python_function"]
     memory = [event for event in events if event["name"] == "[memory]"]
     assert shapes and stacks and memory
+    (tmp_path / "b").mkdir(), (tmp_path / "b" / "profile").touch()
+    with refused("profile", "File exists"), alone(tmp_path / "b", steps=14, profile=2):
+        pytest.fail("a profile that nobody could write")
     with refused("--profile", "10"):
         configure(**TEXT, profile=1, strategy="single", run_dir=tmp_path)

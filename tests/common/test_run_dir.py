@@ -172,8 +172,14 @@ def test_a_folder_that_holds_a_run_or_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
-    with refused("--run-dir run", "--resume"):
-        run_dir.require_writable(Path("run"), "")
+    for there in (False, True):  # a checkpoint from which it can go on
+        with refused("--run-dir run") as refusal:
+            run_dir.require_writable(Path("run"), "")
+        assert ("--resume" in str(refusal.value)) == there
+        with refused("--resume", "run") as refusal:
+            configure("--resume --run-dir run")
+        assert "leave --resume out" not in str(refusal.value), "the one sends to the other"
+        Path("run/checkpoint-000001").mkdir(exist_ok=True)
     run_dir.require_writable(Path("run"), "2")  # of this run: it goes on
     with monkeypatch.context() as patch:
         patch.setattr(run_dir, "restarts", lambda folder: folder == Path("run"))

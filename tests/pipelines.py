@@ -78,3 +78,10 @@ def before(action: tuple[int, str, int], work) -> list[tuple[int, str, int]]:
     s, kind, n = action
     needs = {"F": [(s - 1, "F", n)], "W": [(s, "I", n)]}.get(kind, [(s, "F", n), (s + 1, "B", n), (s + 1, "I", n)])
     return [need for need in needs if need in work]
+
+
+def apart(preset) -> dict[str, int]:
+    """Two ranks along each axis; where there is one, that twice side by side: a rank's number in its group is not that
+    in the world, and nobody's messages or norms are the others'."""
+    beside = {} if len(preset) > 1 else {"tensor" if "pipeline" in preset else "pipeline": 2}
+    return in_order({**dict.fromkeys(preset, 2), **beside})

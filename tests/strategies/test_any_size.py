@@ -234,6 +234,8 @@ def test_groups_of_any_mesh_are_lines_of_a_grid(names, sizes, data):
             found = axis(mesh, *along)
             assert dist.get_process_group_ranks(found.group) == line, f"rank {rank} of {axes} along {along}"
             assert (found.rank, found.size) == (line.index(rank), len(line))
+        alone = axis(mesh, next(name for name in AXES if name not in axes))
+        assert (dist.get_process_group_ranks(alone.group), alone.size) == ([rank], 1), "an axis that is not there"
 
 
 @many

@@ -62,11 +62,6 @@ def test_what_crosses_the_boundary_and_what_stays_equal(nproc, precision, nbytes
     assert sorted(set(held) - {"head.out.weight"}) == sorted(name for name, _ in equality.tied().named_parameters())
 
 
-def test_untied_weights_are_not_added():
-    for entries, tied, _ in launch(one_step, 2, (equality.frozen, 1)):
-        assert tied is None and [e[0] for e in entries].count("all_reduce") == 1
-
-
 def test_any_cut_is_right():
     class Uneven(by_hand.SplitLayers):
         def __init__(self, *args, **options):
@@ -128,16 +123,3 @@ def test_one_process_has_all_gpus_and_one_of_several_its_own(processes, gpus, se
         assert layers_on_devices.devices_of(own) == expected, f"devices of a process of {processes}, on {gpus} GPU(s)"
         note = "note: no two GPUs for the parts of the model; all of them are on 'cuda:1'\n"
         assert capsys.readouterr().err == ("" if several or rank > 0 else note), f"what rank {rank} is told"
-
-
-def tied_groups():
-    """What this rank's group of a first and last rank sums, in two pipelines of two ranks side by side; and its group
-    in a pipeline of four."""
-    own = torch.tensor(10.0 ** dist.get_rank())
-    dist.all_reduce(own, group=by_hand.embedding_group(make_mesh({"pipeline": 2, "data": 2})))
-    group = by_hand.embedding_group(make_mesh({"pipeline": 4}))
-    return own.item(), group and dist.get_process_group_ranks(group)
-
-
-def test_first_and_last_rank_of_each_pipeline_have_a_group_and_ranks_between_have_none():
-    assert launch(tied_groups, 4) == [(101.0, [0, 3]), (1010.0, None), (101.0, None), (1010.0, [0, 3])]

@@ -98,24 +98,6 @@ def test_gradients_are_pytorchs_bit_by_bit(nproc, in_place, accumulate):
             assert different[0] == 0
 
 
-def in_its_own_group() -> tuple[float, float]:
-    """Ranks 0, 1 and ranks 2, 3 are two groups, as in a mesh with another axis: each averages for itself."""
-    mesh = make_mesh({"data": 2, "tensor": 2})
-    group = mesh["data"].get_group()
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, dist.get_rank())
-    reducer = by_hand.Reducer(model, group)
-    weight = model.weight.item()
-    model(torch.full((1, 1), 10.0 ** dist.get_rank())).sum().backward()
-    reducer.finish()
-    return weight, model.weight.grad.item()
-
-
-def test_it_talks_in_its_group_alone():
-    """With {"data": 2, "tensor": 2}, ranks 0 and 2 hold copies of one model, and ranks 1 and 3 of another."""
-    assert launch(in_its_own_group, 4) == [(0.0, 50.5), (1.0, 505.0)] * 2
-
-
 class Branches(nn.Module):
     """Only one of two layers is used, as the caller says; a third never is."""
 

@@ -60,6 +60,7 @@ def make(cls, mesh, place: int):
     model = equality.frozen(cls.model_class)  # untied, so that no group is made of some ranks alone
     if "images" in cls.tasks and cls.preset:  # models of any kind, with buffers, too
         model.register_buffer("place", torch.tensor([float(place)]))
+        model.register_buffer("count", torch.tensor([place]))
     return model, lambda: cls(model, equality.sgd, Setup(mesh, precision="fp16"))
 
 
@@ -79,7 +80,7 @@ def look(name: str, kind: str) -> dict:
     found = strategy.evaluate(*batch).item()  # in another order of tokens, say, it is off by more than 16 bits are
     wrong["losses that are not those of one process"] = [found] if abs(found / alone - 1) > 5e-3 else []
     for buffer in buffers:
-        buffer.fill_(10.0 + place)
+        buffer.fill_(10 + place)
     flats = [(flat, flat.shard.detach().clone()) for flat in getattr(strategy, "flats", ())]
     Handle.left.clear()
     with Ledger() as stepped:

@@ -13,7 +13,7 @@ import IPython.display
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from drawn import arrows, bars, cut, framed, kinds, look_at, numbers, points, readable, said, same
+from drawn import areas_of, arrows, bars, cut, framed, kinds, look_at, numbers, points, readable, said, same
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
@@ -24,7 +24,7 @@ from course.data_parallel import pictures as dp_pictures
 from course.ddp import buckets, checkpoint_cost, rates
 from course.ddp import pictures as ddp_pictures
 from course.fsdp import axes_pictures, sharding_pictures
-from course.intro import networks, overview, rank_pictures
+from course.intro import by_hand, networks, overview, rank_pictures
 from course.model_parallel import context_pictures, moe_pictures
 from course.model_parallel import pictures as tensor_pictures
 from course.pipeline import pictures as pipeline_pictures
@@ -282,7 +282,7 @@ def ddp(r) -> Found:
 
 def tensors(r) -> Found:
     draw, names, b = tensor_pictures.draw_f_and_g, ("x", "h", "part", "y", "a"), (31, 32)
-    values, right = ({place: [float(r.randint(1, 9)) for _ in "ab"] for place in names} for _ in "ab")
+    values, right = ({place: [float(r.randint(0, 3)) for _ in "ab"] for place in names} for _ in "ab")
     for should in (None, right):
         ax = draw(values, ("nothing", "all-reduce"), should, b).axes[0]
         for rank, sign in enumerate((1, -1)):
@@ -392,9 +392,9 @@ def contexts(r) -> Found:
 
 
 def experts(r) -> Found:
-    draw, chosen = moe_pictures.draw_capacity, [r.randint(1, 9) for _ in range(6)]
+    draw, chosen = moe_pictures.draw_capacity, [r.randint(0, 9) for _ in range(6)]
     ax = draw(chosen, 4, 1.5).axes[0]
-    yield draw, [bars(ax, x=at) for at in range(6)], [stacked([min(n, 4), n - 4][: 1 + (n > 4)]) for n in chosen]
+    yield draw, [bars(ax, x=at) for at in range(6)], [stacked([n for n in (min(n, 4), n - 4) if n > 0]) for n in chosen]
     dropped = [(round(x), int(n)) for n, x, _ in said(ax, r"(\d+) dropped")]
     yield draw, (dropped, points(ax.lines[0])[0][1]), ([(at, n - 4) for at, n in enumerate(chosen) if n > 4], 4)
     draw, expert = moe_pictures.draw_tokens, {name: r.randrange(6) for name in "abcdefgh"}
@@ -683,7 +683,97 @@ def planner(r) -> Found:
         yield draw, look_at(ax, x - 0.4, y - 0.4), to_hex(decision_map.LAYOUT_KINDS[row["kind"]])
 
 
-ROOMS = (everywhere, intro, data_parallel, ddp, tensors, contexts, experts, pipelines, sharding, meshes, planner)
+def series(r) -> Found:
+    """Functions that make several pictures: what changes from one to the next."""
+    make, (before, after) = rank_pictures.run, [[[r.choice([0, 1, 43]) for _ in "ab"] for _ in range(4)] for _ in "ab"]
+    with patched() as patch:
+        patch.setattr(rank_pictures, "launch", lambda fn, nproc: [*zip(before, after, strict=True)])
+        fig, _ = make("a move", None, pairs := r.sample(rank_pictures.ALL, 3), [1])
+    other = rank_pictures.moved("a move", before, after, pairs, [1])
+    yield make, [(areas_of(ax), said(ax)) for ax in fig.axes], [(areas_of(ax), said(ax)) for ax in other.axes]
+    for fig, _, caption in (make := rank_pictures.rings_and_trees)():
+        yield make, numbers(caption)[1:], [int(have) for have, *_ in said(fig.axes[0], r"(\d) of 8")]
+    make, total = rank_pictures.steps_of, [1111 * n for n in (1, 2, 3, 4)]
+    for number, (fig, _, _) in enumerate(frames := [*make(by_hand.ring)]):
+        ways = [(rank, (rank + 1) % 4) for rank in range(4)] if number else []
+        yield make, arrows(ax := fig.axes[0], placed(ax, r"^([0-3])$")), ways
+        yield make, len(framed(ax)), len(ways)  # each rank changes one of its chunks
+        held = [int(n) for n, x, _ in said(ax, r"^(\d+)$") if abs(x) > 1.8]
+        yield make, len(held) == 16 and (sorted(held) == sorted(4 * total)) == (number == len(frames) - 1), True
+
+
+def turns(r) -> Found:
+    keys, sums = [0, 1, 2, 3], {key: set() for key in range(4)}
+    both = zip((make := context_pictures.turn_frames)(), (back := context_pictures.backward_frames)(), strict=True)
+    for turn, ((fig, _, caption), (behind, _, _)) in enumerate(both):
+        now = {(int(y), int(x)): int(n) for n, x, y in said(fig.axes[1], r"^(\d)$")}
+        yield make, now, {(rank, key): rank for rank, key in enumerate(keys)}
+        yield make, numbers(caption), [turn, *(n for pair in enumerate(keys) for n in pair)]
+        for rank, key in enumerate(keys):
+            sums[key] |= {rank} if turn else set()
+            (x, y) = placed(behind.axes[0], r"^rank (\d)$")[rank]
+            texts = [
+                text for text, at, low in said(behind.axes[0], "^(keys.*|gradients.*)") if at == x and 0 < y - low < 1
+            ]
+            yield back, [numbers(text) for text in texts], [[key], [key, *sorted(sums[key])]][: 1 + (turn > 0)]
+        keys = keys[-1:] + keys[:-1]  # each rank hands its keys on to the next
+    make, places = tensor_pictures.f_and_g_frames, ("x", "h", "part", "y", "a")
+    found = [[(None, {place: float(r.randint(0, 9)) for place in places}) for _ in "ab"] for _ in "ab"]
+    a, x = torch.tensor([2.0, 3.0], requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    part = (h := (x * a).relu()) * torch.tensor([4.0, 1.0])
+    wanted = torch.autograd.grad(part.sum(), (x, h, part, a))
+    right = [*((n.expand(2) + 0).tolist() for n in wanted[:3]), [1, 1], wanted[3].tolist()]
+    rows = [[n.expand(2).tolist() for n in (x, h, part, part.sum(), a)]]
+    rows += [[[rank[place] for _, rank in results] for place in places] for results in found] + [right]
+    for (fig, _, _), row in zip(make(*found), rows, strict=True):
+        boxes = [(y < 0, abs(abs(y) - 1) > 0.1, x, float(n)) for n, x, y in said(fig.axes[0], r"^(\d+)$")]
+        yield make, [n for *_, n in sorted(boxes)], [numbers[rank] for rank in (0, 1) for numbers in row]
+    bits = {"tensor": 1, "data": 2, "pipeline": 4}
+    for fig, _ in (make := axes_pictures.step_frames)():
+        (label, *_) = max(said(fig.axes[0], "^((?!rank|stage|replica).*)"), key=lambda one: len(one[0]))
+        ways = arrows(fig.axes[0], placed(fig.axes[0], r"^rank (\d)"))
+        axis = label.partition(":")[0] if label.partition(":")[0] in bits else "tensor"
+        yield make, {one ^ other for one, other in ways} <= {bits[axis]}, True
+        if axis == "pipeline":
+            yield make, {one < other for one, other in ways}, {"activations" in label and "gradients" not in label}
+
+
+def watched(_) -> Found:
+    make, Unit = sharding_pictures.watch, type("Unit", (), {"work": None})
+
+    class Zero3:
+        """Of the calls that are watched as much as they leave behind."""
+
+        def __init__(self):
+            self.flats, self.under_way, self.optimizer = [Unit() for _ in range(3)], None, Some(step=lambda: None)
+
+        def start(self, place):
+            if 0 <= place < 3:
+                self.flats[place].work = "under way"
+
+        def prepare(self, place, following):
+            self.flats[place].work = None
+
+        def free(self, flat):
+            flat.work = None
+
+        def reduce(self, flat):
+            self.under_way = (flat, "its message")
+
+        def finish_reduce(self):
+            self.under_way = None
+
+    events = make(trained := Zero3())
+    for place in (0, 0, 3, 1):  # the second asks for what is there, the third for none
+        trained.start(place)
+    trained.prepare(0, 1), trained.prepare(1, 0), trained.free(trained.flats[1]), trained.finish_reduce()
+    trained.reduce(trained.flats[2]), trained.finish_reduce(), trained.finish_reduce(), trained.optimizer.step()
+    told = "gather 0 gather 1 forward 0 backward 1 free 1 reduce 2 reduced 2 step 0"
+    yield make, " ".join(f"{what} {unit}" for what, unit in events), told
+
+
+ROOMS = (everywhere, series, turns, watched, intro, data_parallel, ddp, tensors, contexts, experts, pipelines, sharding,
+         meshes, planner)  # fmt: skip
 ALWAYS_THE_SAME = (
     overview.ways_to_divide, rank_pictures.waiting, tensor_pictures.draw_boundary, tensor_pictures.draw_split_mlp,
     pipeline_pictures.two_halves, pipeline_pictures.two_graphs, pipeline_pictures.two_axes,
@@ -696,7 +786,8 @@ def test_what_is_drawn_is_what_was_given(room):
     first: dict[Callable, plt.Figure] = {}
     for number, (function, drawn, given) in enumerate(room(random.Random(room.__name__))):
         assert same(drawn, given), f"{function.__qualname__}, pair {number}: {drawn} is drawn of {given}"
-        first.setdefault(function, plt.gcf())
+        if plt.get_fignums():
+            first.setdefault(function, plt.gcf())
     unreadable = {function.__qualname__: why for function, fig in first.items() if (why := readable(fig))}
     plt.close("all")
     assert not unreadable

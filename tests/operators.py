@@ -12,11 +12,11 @@ def together(call, *pairs):
             call(*pair)
 
 
-def every_operator(numbers=6, dtype=torch.float32, source=1, how="sum") -> dict[tuple[str, str], Callable]:
+def every_operator(numbers=6, more=2, dtype=torch.float32, source=1, how="sum") -> dict[tuple[str, str], Callable]:
     """For each operator of both tables a call that leads to it, with so many numbers of each rank where it takes one
-    tensor, and 2 more where it takes several. Root is `source`."""
+    tensor, and some more where it takes several. Root is `source`."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    x, y, whole, whole_y = (torch.ones(length, dtype=dtype) for length in (numbers, 2, numbers * size, 2 * size))
+    x, y, whole, whole_y = (torch.ones(length, dtype=dtype) for length in (numbers, more, numbers * size, more * size))
     parts, pieces = ([x.clone() for _ in range(size)] for _ in range(2))
     lists = [[x.clone(), y.clone()] for _ in range(size)]
     root, each = rank == source, [numbers] * size

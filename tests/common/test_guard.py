@@ -172,7 +172,7 @@ def test_each_mistake_is_caught_before_it_starts():
         assert texts[mistake][1].startswith(second)
 
 
-WAYS = {"numbers": 7, "dtype": torch.float64, "source": 0, "how": "max"}  # in which rank 1's call is another
+WAYS = {"numbers": 7, "more": 3, "dtype": torch.float64, "source": 0, "how": "max"}  # in which rank 1's call is another
 
 
 def every_operator_in_other_ways() -> dict[tuple, str]:
@@ -203,7 +203,9 @@ def test_whatever_two_ranks_do_not_do_alike_is_caught():
     for (way, key), text in one.items():
         told, reduces = other[way, key], "reduce" in key[1]
         rooted = re.match("broadcast|reduce_$|scatter_|gather_", key[1])
-        if way in ("numbers", "dtype", "operator") or way == "how" and reduces or way == "source" and rooted:
+        several = "coalesced" in key[1]
+        applies = {"how": reduces, "source": rooted, "more": several}
+        if applies.get(way, True):
             assert text == told and text.startswith("collective "), f"{key}, {way}: {text or 'not noticed'}"
         else:
             assert text == told == "", f"{key}: the same call on both ranks"

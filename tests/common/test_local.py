@@ -60,6 +60,11 @@ def all_that_the_course_calls() -> dict[str, torch.Tensor]:
     for work in dist.batch_isend_irecv(pair):
         work.wait()
     found["message"] = arrived
+    tags, several = (0, 1, 0, 1), [torch.empty(8, 3) for _ in range(4)]
+    works = [dist.isend(own() + number, right, tag=tag) for number, tag in enumerate(tags)]
+    for work in [*works, *(dist.irecv(into, left, tag=tag) for into, tag in zip(several, reversed(tags), strict=True))]:
+        work.wait()
+    found["messages"] = torch.stack(several)  # of one tag in the order in which they were sent
 
     torch.manual_seed(0)
     weight, inputs = torch.randn(8, 16), torch.randn(4, 8)

@@ -166,9 +166,9 @@ def collectives(mine):
     found[-1] = found[-1] if rank == 1 else None
     parts = [mine + n for n in range(size)]
     empty = lambda: [torch.empty_like(mine) for _ in range(size)]
-    there, gathered = empty(), empty() if rank == 0 else None
+    there, gathered = empty(), empty() if rank == size - 1 else None
     dist.all_gather(there, mine)
-    dist.gather(mine, gathered, 0)
+    dist.gather(mine, gathered, size - 1)
     one, whole, half = torch.empty_like(mine), torch.empty(size * len(mine)), torch.empty_like(mine)
     dist.scatter(one, parts if rank == 1 else None, 1)
     dist.all_gather_into_tensor(whole, mine)

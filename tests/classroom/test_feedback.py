@@ -229,8 +229,8 @@ def test_why_is_the_one_change_that_makes_the_solution_do_the_same(tmp_path):
     (tmp_path / "solutions.py").write_text(SOLUTION)
     ones, pair = [torch.ones(2)] * 2, [torch.tensor([1.0, 2]), torch.tensor([3.0, 4])]
 
-    def why(values, *calls):
-        outcomes = [engine.CallOutcome("returned", value) for value in values]
+    def why(values, *calls, writes=False):
+        outcomes = [engine.CallOutcome("returned", value, changed_input=writes) for value in values]
         return nearby.in_words(
             tmp_path / "solutions.py", "centred", 2, [[(x,) for x in call] for call in calls], outcomes
         )
@@ -238,6 +238,7 @@ def test_why_is_the_one_change_that_makes_the_solution_do_the_same(tmp_path):
     undivided = [x - 5.0 for x in pair]
     said = why(undivided, pair)
     assert "without `/ dist.get_world_size()`" in said and "with `sum` for `mean`" in said, "both do the same here"
+    assert why(undivided, pair, writes=True) == "", "neither writes into its argument"
     assert why(undivided, ones, pair) == "", "both are wrong for ones as well, where the answer was right"
     assert "with `a` for `not a`" in [words for words, _ in nearby.changed("def f(a):\n    return not a\n", "f")]
     ways = {words for words, _ in nearby.changed("def f(x):\n    dist.all_reduce(x)\n", "f")}

@@ -5,14 +5,13 @@ import errno
 import os
 import shutil
 import threading
-import time
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import EVERY, SMALL, config_of, configure, every_strategy, saved, train
+from helpers import EVERY, config_of, configure, every_strategy, saved
 
 from common import manifest
 from common.checkpoint import Saver, Writer, disk_errors, load
@@ -127,19 +126,6 @@ def test_in_the_background_a_copy_is_saved_while_training_goes_on(tmp_path):
     key = "model.head.norm.weight"
     assert torch.equal(kept[key], before["model/head.norm.weight"])
     assert not torch.equal(kept[key], after["model/head.norm.weight"])
-
-
-def checkpoints_at_the_end(config) -> list[str]:
-    """Of a run whose checkpoints take a while to be written."""
-    write_data = Writer.write_data
-    Writer.write_data = lambda *args: time.sleep(0.5) or write_data(*args)
-    train([config])
-    return [path.name for path in manifest.checkpoints(Path(config.run_dir))]
-
-
-def test_a_run_ends_when_its_last_checkpoint_is_there(tmp_path):
-    config = configure("--async-checkpoint --steps 2", strategy="single", run_dir=tmp_path / "run", **SMALL)
-    assert launch(checkpoints_at_the_end, 1, (config,)) == [["checkpoint-000002"]], "checkpoints, as the run is over"
 
 
 def test_a_checksum_is_of_all_bytes(tmp_path):

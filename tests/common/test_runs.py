@@ -24,32 +24,6 @@ from common import manifest, runs
 from common.errors import UserError
 from common.lab.launch import launch
 
-
-def made(folder: Path, losses: list, ranks: int = 1, seconds: float = 0.5, **settings) -> Path:
-    """A run directory as a run with these losses leaves it."""
-    folder.mkdir(parents=True)
-    config = {"task": "text", "batch_size": 4, "context": 8, "steps": len(losses), "lr": 0.1, "run_dir": str(folder)}
-    config |= {"layers": 1, "width": 8, "heads": 1}
-    facts = {"strategy": "ddp", "implementation": "pytorch", "mesh": {"data": ranks}, "world_size": ranks}
-    (folder / "config.json").write_text(json.dumps(facts | {"config": config | settings}))
-    lines = [
-        json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "step_seconds": seconds})
-        for step, loss in enumerate(losses, start=1)
-    ]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "lo']))  # a line that is being written
-    return folder
-
-
-def asked(capsys, *argv) -> list | dict:
-    runs.main([*map(str, argv), "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
-def said(capsys, *argv) -> list[str]:
-    runs.main([*map(str, argv)])
-    return capsys.readouterr().out.splitlines()
-
-
 # --- every number, against one that is worked out here, of runs that are drawn -------------------------------------
 
 few = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=30)
@@ -68,28 +42,31 @@ def histories(draw, name: str = "a") -> SimpleNamespace:
         if draw(some.booleans()):
             line["ranks"] = [{"host": f"node{n}", "use": draw(seconds)} for n in range(draw(some.integers(1, 3)))]
         lines.append(line)
-    config = {"task": draw(some.sampled_from(["text", "images"])), "batch_size": draw(some.integers(1, 9)),
-              "context": draw(some.integers(2, 9)), "steps": 10, "lr": draw(some.sampled_from([0.1, 0.2])),
-              "layers": 1, "width": 8, "heads": 1, "run_dir": name}  # fmt: skip
     mesh = {"data": draw(some.integers(1, 4)), "tensor": draw(some.integers(1, 2))}
-    facts = {"config": config, "strategy": "ddp", "implementation": "pytorch", "mesh": mesh,
-             "world_size": mesh["data"] * mesh["tensor"]}  # fmt: skip
-    return SimpleNamespace(name=name, facts=facts, config=config, lines=lines, ranks=facts["world_size"])
+    task, lr = draw(some.sampled_from(["text", "images"])), draw(some.sampled_from([1, 2]))
+    batch, context = draw(some.integers(1, 9)), draw(some.integers(2, 9))
+    return history(lines, name, mesh, task=task, lr=lr, batch_size=batch, context=context)
 
 
-EMPTY = SimpleNamespace(name="a", lines=[], facts={
-    "config": {"task": "text", "batch_size": 1, "context": 2, "steps": 1, "layers": 1, "width": 8, "heads": 1},
-    "strategy": "ddp", "implementation": "pytorch", "mesh": {"data": 1}, "world_size": 1,
-})  # fmt: skip
+def history(lines: list[dict], name: str = "a", mesh={"data": 1}, **more) -> SimpleNamespace:  # noqa: B006
+    config = {"task": "text", "batch_size": 4, "context": 8, "steps": 10, "lr": 1, "layers": 1, "width": 8, "heads": 1}
+    config |= {"run_dir": name, **more}
+    ranks = math.prod(mesh.values())
+    facts = {"strategy": "ddp", "implementation": "pytorch", "mesh": mesh, "world_size": ranks, "config": config}
+    return SimpleNamespace(name=name, facts=facts, config=config, lines=lines, ranks=ranks)
 
 
 def write(folder: Path, history: SimpleNamespace) -> str:
     """Its folder; a line is being written there."""
-    (folder / history.name).mkdir(exist_ok=True)
+    (folder / history.name).mkdir(parents=True, exist_ok=True)
     (folder / history.name / "config.json").write_text(json.dumps(history.facts))
     lines = [*map(json.dumps, history.lines), '{"step": 9, "lo']
     (folder / history.name / "metrics.jsonl").write_text("\n".join(lines))
     return str(folder / history.name)
+
+
+def line(step: int, loss: float = 4.0) -> dict:
+    return {"step": step, "loss": loss, "grad_norm": 1.0, "step_seconds": 0.5}
 
 
 def found_by(*argv) -> list | dict:
@@ -143,13 +120,13 @@ def apart(a: float | None, b: float | None) -> float:
 def test_a_comparison_finds_the_first_difference_and_the_largest(tmp_path_factory, data, tolerance):
     folder, one = tmp_path_factory.mktemp("runs"), data.draw(histories())
     other = SimpleNamespace(**vars(one) | {"name": "b", "lines": [], "config": one.config | {"run_dir": "b"}})
-    other.config["lr"] = data.draw(some.sampled_from([0.1, 0.2]))
+    other.config["lr"] = data.draw(some.sampled_from([1, 2]))
     other.facts = one.facts | {"config": other.config}
-    for line in one.lines[data.draw(some.integers(0, 2)) :]:
+    for record in one.lines[data.draw(some.integers(0, 2)) :]:
         change = some.sampled_from([lambda n: n] * 3 + [lambda n: n and n * 1.00001, lambda n: n and n / 1.2])
-        norm = data.draw(some.sampled_from([line["grad_norm"]] * 3 + [None, 1.5]))
-        other.lines.append(line | {"loss": data.draw(change)(line["loss"]), "grad_norm": data.draw(change)(norm)})
-    other.lines.append({"step": 30, "loss": 1.0, "grad_norm": 1.0, "step_seconds": 1.0})
+        norm = data.draw(some.sampled_from([record["grad_norm"]] * 3 + [None, 1.5]))
+        other.lines.append(record | {"loss": data.draw(change)(record["loss"]), "grad_norm": data.draw(change)(norm)})
+    other.lines.append(line(30))
     argv = "compare", *(write(folder, each) for each in (one, other)), f"--tolerance={tolerance}"
     (found,) = found_by(*argv)
     theirs = {line["step"]: line for line in other.lines}
@@ -203,7 +180,7 @@ def test_of_the_ranks_the_last_report_is_shown(tmp_path_factory, history):
 @given(some.dictionaries(some.integers(1, 12), some.booleans(), max_size=4), some.none() | some.integers(1, 12))
 def test_the_checkpoint_that_is_taken_is_the_newest_that_is_whole_or_the_one_asked_for(tmp_path_factory, there, step):
     """`there`: steps, and whether the checkpoint is whole."""
-    folder = Path(write(tmp_path_factory.mktemp("runs"), EMPTY))
+    folder = Path(write(tmp_path_factory.mktemp("runs"), history([])))
     for at, whole in there.items():
         (folder / manifest.name_of(at)).mkdir()
         (folder / manifest.name_of(at) / "manifest.json").write_text(manifest.seal({"step": at}, {})[not whole :])
@@ -219,10 +196,12 @@ def test_the_checkpoint_that_is_taken_is_the_newest_that_is_whole_or_the_one_ask
 
 def test_what_is_said_in_words(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    made(Path("runs/one"), [4.0, 3.0]), made(Path("runs/four"), [4.0, 3.5], ranks=4, seconds=0.2)
+    for name, ranks in (("one", 1), ("four", 4)):
+        write(Path("runs"), history([line(1), line(2)], name, {"data": ranks}))
     assert [row["run"] for row in found_by("list")] == ["four", "one"]
-    header, first, second = said(capsys, "list")
-    assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/2" in second
+    runs.main(["list"])
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/10" in second
     with refused("two", "config.json", "python -m common.runs list"):
         runs.main(["summary", "two"])
     with refused("two"):
@@ -240,14 +219,14 @@ def test_a_tolerance_is_a_number_from_0_on(tolerance, tmp_path):
 
 
 def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch, capsys):
-    run, drawn, waited = made(tmp_path / "a", [4.0, 3.0], steps=9), [], []
+    run, drawn, waited = history([line(1, 4.0), line(2, 3.0)]), [], []
+    write(tmp_path, run)
     written = [True, True, False]  # by whoever trains; it writes its third step and ends as it is asked whether it runs
 
     def is_written(_):
         if len(written) == 1:
-            text = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
-            third = json.dumps({"step": 3, "loss": 2.0, "grad_norm": 1.0, "step_seconds": 0.5})
-            (run / "metrics.jsonl").write_text(f"{text}\n{third}\n")
+            run.lines.append(line(3, 2.0))
+            write(tmp_path, run)
         return written.pop(0)
 
     monkeypatch.setattr(runs, "is_written", is_written)
@@ -255,7 +234,7 @@ def test_a_cell_follows_a_run_until_it_has_ended(tmp_path, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda **_: SimpleNamespace(update=shown.append))
     monkeypatch.setattr(runs.time, "sleep", waited.append)
-    runs.follow(str(run), "loss", "validation_loss", every=3)
+    runs.follow(str(tmp_path / "a"), "loss", "validation_loss", every=3)
     assert drawn == [[4.0, 3.0], [4.0, 3.0, 2.0]] and len(shown) == 2, "once for each time that it has got further"
     assert waited == [3, 3] and not written
     said = capsys.readouterr().out
@@ -270,8 +249,8 @@ def test_a_run_of_somebody_else_may_be_going_on(tmp_path, monkeypatch):
 
 
 def test_following_a_run_needs_a_notebook(tmp_path):
-    with pytest.raises(UserError, match="in a notebook's cell"):
-        runs.follow(str(made(tmp_path / "a", [4.0], steps=9)))
+    with refused("in a notebook's cell"):
+        runs.follow(write(tmp_path, history([line(1)])))
 
 
 class Board:
@@ -311,7 +290,7 @@ def test_tensorboard_gets_the_metrics_and_goes_on_where_the_run_does(tmp_path, m
     assert {line.split()[0] for line in lines} > {"grad_norm", "step_seconds", "tokens_per_second"}
 
 
-def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
+def test_export_has_every_parameter_of_the_model(tmp_path):
     """Of a run on two ranks, in both formats; read again by what the format's documentation says."""
     folder = tmp_path / "run"
     config = configure(size=2, **SMALL, steps=2, checkpoint_every=1, strategy="fsdp", by_hand=True, run_dir=folder)
@@ -321,18 +300,17 @@ def test_export_has_every_parameter_of_the_model(tmp_path, capsys):
     }
     model = config.strategy_class.make_model(config)
     assert set(model.state_dict()) - set(expected) == {"head.out.weight"}  # tied
-    capsys.readouterr()
-    found = asked(capsys, "export", folder)
+    found = found_by("export", folder)
     state = torch.load(found["file"], weights_only=True)
     assert Path(found["file"]).name == "model-000002.pt" and found["tensors"] == len(expected)
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
-    file = Path(asked(capsys, "export", folder, "--safetensors")["file"])
+    file = Path(found_by("export", folder, "--safetensors")["file"])
     assert file == folder / "model-000002.safetensors", "beside the run's other files"
     with safe_open(file, "pt") as reader:
         assert reader.metadata() == {"format": "pt"}, "what transformers asks for"
     read = load_file(file)
     assert read.keys() == expected.keys() and all(torch.equal(read[name], expected[name]) for name in read)
     (folder / "checkpoint-000002" / "__0_0.distcp").unlink()
-    assert asked(capsys, "export", folder)["checkpoint"].endswith("checkpoint-000001")
+    assert found_by("export", folder)["checkpoint"].endswith("checkpoint-000001")
     with refused("__0_0.distcp", "No such file"):
         runs.main(["export", str(folder), "--step=2"])

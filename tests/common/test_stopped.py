@@ -55,7 +55,7 @@ class Curve(list):
 
 
 def at_each_change(folder: Path, do) -> None:
-    """From here on this process calls `do(number)` before it changes a file of a folder, or the folder."""
+    """Once the ranks have met, this process calls `do(number)` before it changes a file of a folder, or the folder."""
     number, fsync = 0, os.fsync
 
     def look(event, about):
@@ -64,7 +64,7 @@ def at_each_change(folder: Path, do) -> None:
             ours = isinstance(about[0], str | Path) and str(folder) in str(about[0]) and about[2] & WRITES
         else:  # what is removed with a folder is named by a number of that folder
             ours = event in CHANGES and (str(folder) in str(about[0]) or event in CHANGES[1:4] and about[-1] != -1)
-        if ours and ".lock" not in str(about[0]):
+        if ours and ".lock" not in str(about[0]) and torch.distributed.is_initialized():
             number += 1
             do(number)
 

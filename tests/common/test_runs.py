@@ -199,8 +199,11 @@ def test_what_is_said_in_words(tmp_path, monkeypatch, capsys):
     for name, ranks in (("one", 1), ("four", 4)):
         write(Path("runs"), history([line(1), line(2)], name, {"data": ranks}))
     assert [row["run"] for row in found_by("list")] == ["four", "one"]
+    write(Path("runs"), history([], "bad")), Path("runs/bad/config.json").write_text("{")
     runs.main(["list"])
-    header, first, second = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    (left_out,), (header, first, second) = told.err.splitlines(), told.out.splitlines()
+    assert "runs/bad/config.json" in left_out, "one that is damaged, and why"
     assert header.split()[:3] == ["run", "strategy", "implementation"] and "data=4" in first and "2/10" in second
     with refused("two", "config.json", "python -m common.runs list"):
         runs.main(["summary", "two"])

@@ -45,20 +45,6 @@ def test_equals_one_process_on_any_number_of_devices(cls, devices):
         assert all(row.bitwise for row in rows if row.case.accumulate == 1)
 
 
-def test_slices_are_consecutive_and_may_be_uneven_or_fewer():
-    assert [part.tolist() for part in by_hand.scatter(torch.arange(5), [CPU] * 2)] == [[0, 1, 2], [3, 4]]
-    assert [part.tolist() for part in by_hand.scatter(torch.arange(2), [CPU] * 4)] == [[0], [1]]
-
-
-def test_replicas_have_tied_weights_where_the_model_has_and_the_first_shares_memory():
-    model = equality.tied()
-    first, second = by_hand.replicate(model, [CPU, CPU])
-    for replica in (first, second):
-        assert replica.head.out.weight is replica.embedding.tokens.weight
-    address = model.head.out.weight.data_ptr()
-    assert first.head.out.weight.data_ptr() == address != second.head.out.weight.data_ptr()
-
-
 class Net(nn.Module):
     """With a parameter that is never used, a buffer that counts, and an attribute that counts."""
 

@@ -41,6 +41,10 @@ def test_the_proof_drops_tokens_and_has_something_to_balance():
     assert [0 < block.mlp.dropped < tokens.numel() for block in model.blocks] == [True] * 2
     model.auxiliary_loss().backward()
     assert all(block.mlp.router.weight.grad.norm() > 1e-3 for block in model.blocks)
+    for block in model.blocks:
+        block.mlp.router.weight.data.zero_()  # all experts are as probable: an imbalance of 1 in each layer
+    model(tokens)
+    assert model.auxiliary_loss().item() == pytest.approx(0.01 * LAYERS), "Switch adds each layer's to the loss"
 
 
 def test_one_token_at_a_time_by_hand():

@@ -54,7 +54,11 @@ def test_seconds_of_a_step_are_those_of_the_slowest_rank(gpu):
     assert launch(seconds_by_a_clock, 2, ([2.5, 2.0], gpu)) == pytest.approx([2.5, 2.5], abs=1e-5)
 
 
-def test_ranks_begin_each_call_that_is_measured_together():
+@pytest.mark.parametrize("measure, calls", [
+    (lambda call: costs.durations(call, repeats=3), 3),
+    (lambda call: speed.seconds_per_step(call, torch.device("cpu"), warm_up=1, steps=1), 2),
+])  # fmt: skip
+def test_ranks_begin_what_is_measured_together(measure, calls):
     def spans() -> list[tuple]:
         found = []
 
@@ -63,8 +67,8 @@ def test_ranks_begin_each_call_that_is_measured_together():
             time.sleep(0.02 * dist.get_rank())
             found.append((begin, time.monotonic()))
 
-        costs.durations(call, repeats=3)
-        return found[-3:]
+        measure(call)
+        return found[-calls:]
 
     for before, after in itertools.pairwise(zip(*launch(spans, 2), strict=True)):
         assert max(end for _, end in before) <= min(begin for begin, _ in after), "one rank is a call ahead"

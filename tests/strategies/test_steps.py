@@ -69,16 +69,18 @@ def look(name: str, kind: str) -> dict:
     cls, mesh = load(name, kind), make_mesh(STRATEGIES[name, kind])
     own = dist.get_process_group_ranks(axis(mesh, *(mesh.mesh_dim_names if name == "mesh" else cls.preset)).group)
     place, tokens = own.index(dist.get_rank()), equality.Batches().tokens[:4]
-    batch = tokens[:, :-1], tokens[:, 1:]
+    batch, short = (tokens[:, :-1], tokens[:, 1:]), (tokens[:, :4], tokens[:, 1:5])  # sequences may be shorter
     model, construct = make(cls, mesh, place)
     with torch.no_grad():
-        alone = cross_entropy(model(batch[0]), batch[1]).item()
+        alone = [cross_entropy(model(inputs), targets).item() for inputs, targets in (batch, short)]
     with Ledger() as made:
         strategy = construct()
     buffers, wrong = list(strategy.model.buffers()), {}
     wrong["buffers that are not the first rank's, to begin with"] = [one for one in buffers if one.item() != 0]
-    found = strategy.evaluate(*batch).item()  # in another order of tokens, say, it is off by more than 16 bits are
-    wrong["losses that are not those of one process"] = [found] if abs(found / alone - 1) > 5e-3 else []
+    losses = [strategy.evaluate(*part).item() for part in (batch, short)]
+    # in another order of tokens, say, they are off by more than 16 bits are
+    off = [pair for pair in zip(losses, alone, strict=True) if abs(pair[0] / pair[1] - 1) > 5e-3]
+    wrong["losses that are not those of one process"] = off
     for buffer in buffers:
         buffer.fill_(10 + place)
     flats = [(flat, flat.shard.detach().clone()) for flat in getattr(strategy, "flats", ())]

@@ -105,6 +105,7 @@ def memory_between_steps(precision: str) -> dict:
         for batch in batches:
             strategy.step(batch)
         counted[name] = memory.held(strategy, known), [len(flat.vector) for flat in strategy.flats]
+        assert memory.held(strategy, memory.live()) == counted[name][0] | {"other": 0}, "its own, wherever it lies"
         del model, strategy
     return counted
 

@@ -48,9 +48,12 @@ def test_what_is_ready_makes_a_schedule_that_the_simulator_runs_and_none_is_belo
     assert found["whole"] and found["makespan"] == timeline.makespan >= level.par
     assert level.most is None or max(timeline.peaks) <= level.most
     assert level.gathers is None or max(map(gathers, lists)) <= level.gathers
-    busy = sum(end - start for own in timeline.ranks for start, end, _ in own)
-    idle = sum(end - start for rank, start, end, _ in found["idle"])
-    assert busy + idle == level.ranks * timeline.makespan, "every time in which a rank waits has its reason"
+    until = draw.randint(1, int(timeline.makespan))
+    part = [[action for start, _, action in own if start < until] for own in timeline.ranks]
+    for shown in (found, game.judge(level, part)):
+        busy = sum(end - start for own in shown["events"] for start, end, _ in own)
+        idle = sum(end - start for rank, start, end, _ in shown["idle"])
+        assert busy + idle == level.ranks * max(shown["makespan"], level.par), "each time of waiting has its reason"
 
 
 @pytest.mark.parametrize("level", game.LEVELS, ids=lambda level: level.name)

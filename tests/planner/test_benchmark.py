@@ -1,12 +1,17 @@
 """`python -m planner benchmark`: the grid, and which term a difference is attributed to."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import launcher
 
+from common.command_line import parse
 from common.errors import UserError
+from course.strategies import BY_AXES, STRATEGIES
 from planner import benchmark
+from planner.constants import PRIOR
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,18 @@ def test_predictions_are_of_kernels_as_eager_pytorch_has_them(monkeypatch):
     at.clear()
     benchmark.grid(["tiny"], 7, "cpu", None, 24)
     assert {processes for processes, *_ in at} == {1, 2, 4}, "powers of two, of seven processes at most"
+
+
+def test_each_run_of_the_grid_is_what_its_command_trains():
+    runs = benchmark.grid(["small"], 2, "cpu", PRIOR, 8)
+    assert {run["strategy"] for run in runs} == {*benchmark.LAYOUTS}
+    for run in runs:
+        size, words = run["processes"], [*run["options"], f"--strategy={run['strategy']}", "--dry-run"]
+        with launcher(0, size):
+            config = parse(STRATEGIES, None, words, BY_AXES)
+        shape = (config.layers, config.width, config.heads, config.context)
+        assert (config.distributed, math.prod(config.axes.values())) == (size > 1, size)
+        assert (config.batch_size, config.precision, shape) == (8, "fp32", benchmark.SHAPES["small"])
 
 
 def test_each_run_is_compared_with_its_own_work(monkeypatch):

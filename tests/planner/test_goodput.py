@@ -72,15 +72,15 @@ def test_every_option_counts_in_its_unit(capsys):
 
 
 def test_gpus_are_compared_for_a_job(capsys):
-    job = "plan --model llama-3.2-1b --gpus 1 --batch-size 4 --sequence 1024"
+    job = "plan --model llama-3.2-1b --gpus 2 --batch-size 4 --sequence 1024"
     main([*job.split(), "--json", "--price", "h100=4", "a100=1"])
     found = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)}
     a100, h100 = found["a100-80gb"], found["h100-80gb"]
-    assert a100["dollars"] == pytest.approx(1e9 / a100["tokens_per_second"] / 3600)
+    assert a100["dollars"] == pytest.approx(2 * 1e9 / a100["tokens_per_second"] / 3600)
     assert h100["dollars"] / a100["dollars"] == pytest.approx(4 * h100["step_seconds"] / a100["step_seconds"])
-    assert h100["kilowatt_hours"] == pytest.approx(0.7 * 1e9 / h100["tokens_per_second"] / 3600)
+    assert h100["kilowatt_hours"] == pytest.approx(0.7 * 2 * 1e9 / h100["tokens_per_second"] / 3600)
     assert found["v100-32gb"]["precision"] == "fp16-mixed"
-    large = job.replace("llama-3.2-1b", "llama-2-13b").split()
+    large = job.replace("llama-3.2-1b --gpus 2", "llama-2-13b --gpus 1").split()
     main([*large, "--json"])
     without = {one["gpu"]: one["why"] for one in json.loads(capsys.readouterr().out) if "step_seconds" not in one}
     for gpu in [*without][:2]:

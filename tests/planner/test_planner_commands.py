@@ -36,7 +36,7 @@ def test_measured_steps_scale_what_is_predicted(capsys, tmp_path):
         found = json.loads(said(capsys, f"estimate {model} {line} --json"))
         return found["step_seconds"], found["step_seconds_high"]
 
-    for ratio, mesh in ((1.5, "data=8"), (9.0, "shard=8"), (1.2, "data=4,tensor=2")):
+    for ratio, mesh in ((1.2, "data=8"), (9.0, "shard=8"), (1.5, "data=4,tensor=2")):
         line = f"probe {model} --mesh {mesh} --seconds {ratio * step(f'--mesh {mesh}')[0]} --out {file}"
         if file.exists():  # predicted by what was probed before, too
             before = tmp_path / f"{mesh}.json"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,13 @@ def test_every_project_has_one_voice_in_a_fit(monkeypatch):
     error = math.sqrt(1 + fit.SOFT**2) - fit.SOFT
     assert fit.loss([*one, two], PRIOR) == pytest.approx((error / 2 + error) / 2)
     assert fit.loss([*one, two, two, two], PRIOR) == fit.loss([*one, two], PRIOR), "more of the same says nothing new"
+
+
+def test_some_runs_of_a_source_are_spread_over_its_table():
+    for number in (1, 7, 20, 33):
+        places = [one.place for one in fit.some([run("a", place=place) for place in range(number)], 7)]
+        steps = {after - before for before, after in pairwise([*places, number])}
+        assert places[0] == 0 and len(places) == min(7, number) and max(steps) - min(steps) <= 1
 
 
 def test_no_project_is_in_both_halves():
@@ -101,6 +109,8 @@ def test_a_run_fits_if_what_is_expected_does():
     assert len({(row.fits, row.recommended) for row in rows}) == 3, "some fit, and some of these with a reserve"
     for row in rows:
         assert row.fits == (row.gib * GIB <= row.run.cluster.gpu.memory) >= row.recommended, row.run.name
+    sizes = (84, 99), (86, 99), (84, 101)  # expected, and with the framework that needs most, of 100
+    assert [scope.recommended(*size, 100) for size in sizes] == [True, False, False]
 
 
 def test_out_of_scope_is_said_and_the_interval_is_wide():

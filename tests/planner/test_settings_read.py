@@ -22,6 +22,8 @@ BASES = {
     "megatron.sh": {"num-layers": 8, "hidden-size": 512, "num-attention-heads": 8, "micro-batch-size": 2,
                     "global-batch-size": 64, "seq-length": 2048, "bf16": ""},
     "nanotron.yaml": {"model": {}, "optimizer": {}, "parallelism": {"dp": GPUS}, "tokens": {"micro_batch_size": 2}},
+    "config.json": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+                    "vocab_size": 99},
     "course.yaml": {"mesh": f"data={GPUS}", "batch-size": 64},
 }  # fmt: skip
 AXES = ("data", "shard", "context", "tensor", "pipeline", "expert")
@@ -124,6 +126,14 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
      {"data": 2, "shard": 4}),
     ("megatron.sh", {"pipeline-model-parallel-size": 2, "num-layers-per-virtual-pipeline-stage": 2}, VIRTUAL),
     ("megatron.sh", {"pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}, VIRTUAL),
+    *[("megatron.sh", {"num-experts": 4} | more, {"expert_width": width, "top_k": k, "shared_experts": shared})
+      for more, width, k, shared in (({}, 2048, 2, 0), ({"ffn-hidden-size": 96, "moe-router-topk": 1}, 96, 1, 0), (
+        {"ffn-hidden-size": 96, "moe-ffn-hidden-size": 32, "moe-shared-expert-intermediate-size": 64}, 32, 2, 2))],
+    *[("megatron.sh", more, {"tied": tied, "bias": bias, "mlp": mlp, "positions": positions, "kv_heads": kv})
+      for more, tied, bias, mlp, positions, kv in (
+        ({"max-position-embeddings": 99, "num-query-groups": 2}, True, "all", "gelu", 99, None), (
+        {"untie-embeddings-and-output-weights": "", "disable-bias-linear": "", "swiglu": "", "position-embedding-type":
+         "rope", "group-query-attention": "", "num-query-groups": 2}, False, "none", "swiglu", 0, 2))],
     ("nanotron.yaml", {}, {"zero_stage": 0, "data": 8, "precision": "bf16-mixed", "kept": "none", "batch_size": 16,
                            "sequence_parallel": False}),
     ("nanotron.yaml", {"optimizer.zero_stage": 1}, {"zero_stage": 1, "shard": 8}),
@@ -138,6 +148,23 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
       for more, name in (({}, "1f1b"), ({"parallelism.pp_engine": "afab"}, "gpipe"))],
     ("nanotron.yaml", {"parallelism.dp": 4, "parallelism.tp": 2}, {"tensor": 2, "data": 4}),
     ("nanotron.yaml", {"parallelism.dp": 4, "parallelism.context_parallel_size": 2}, {"context": 2, "data": 4}),
+    *[("config.json", {"model_type": kind} | more, {"tied": tied, "mlp": mlp, "bias": bias, "parallel": parallel})
+      for kind, more, tied, mlp, bias, parallel in (
+          ("llama", {}, False, "swiglu", "none", False), ("llama", {"tie_word_embeddings": True}, True, "swiglu",
+          "none", False), ("gpt2", {}, True, "gelu", "all", False), ("gpt2", {"tie_word_embeddings": False}, False,
+          "gelu", "all", False), ("gemma2", {}, True, "swiglu", "none", False),
+          ("gpt_neox", {}, False, "gelu", "all", True), ("gpt_neox", {"use_parallel_residual": False}, False, "gelu", "all", False),
+          ("falcon", {"parallel_attn": True}, True, "gelu", "all", True))],
+    *[("config.json", more, {"kv_heads": kv, "hidden": hidden, "query": query}) for more, kv, hidden, query in (
+        ({}, None, 256, 64), ({"num_key_value_heads": 2, "intermediate_size": 80, "head_dim": 32}, 2, 80, 128),
+        ({"kv_n_heads": 1, "ffn_hidden_size": 96}, 1, 96, 64), ({"n_inner": None}, None, 256, 64))],
+    *[("config.json", {"model_type": kind, "max_position_embeddings": 512}, {"positions": positions, "context": 512})
+      for kind, positions in (("llama", 0), ("opt", 512), ("gpt_neox", 0))],
+    *[("config.json", {name: 4, "intermediate_size": 80} | more, {"experts": 4, "top_k": k, "expert_width": width,
+       "shared_experts": shared, "dense_layers": dense}) for name, more, k, width, shared, dense in (
+        ("num_local_experts", {"num_experts_per_tok": 2}, 2, 80, 0, 0), ("num_experts", {"moe_intermediate_size": 16,
+        "moe_top_k": 3, "enable_shared_expert": True}, 3, 16, 1, 0), ("n_routed_experts", {"n_shared_experts": 2,
+        "first_k_dense_replace": 1}, 1, 80, 2, 1))],
     ("course.yaml", {}, {"zero_stage": 0, "data": 8, "precision": "float32", "kept": "none", "micro_batch": 8}),
     ("course.yaml", {"accumulation-steps": 2}, {"micro_batch": 4}),
     ("course.yaml", {"mesh": "pipeline=2,data=4", "microbatches": 4, "schedule": "gpipe"}, {
@@ -174,6 +201,9 @@ def test_each_setting_is_read_as_it_is_meant(name, tmp_path):
             continue
         config = written(tmp_path / file, changes)
         given = {} if "batch_size" in config.layout or config.local else {"batch_size": 16}
-        layout = explain_file.layout_of(config, model if name != "megatron.sh" else config.model, nodes, given)
-        found = {what: layout.size(what) if what in AXES else getattr(layout, what) for what in expected}
+        shape = config.model if name in ("megatron.sh", "config.json") else model
+        layout = explain_file.layout_of(config, shape, nodes, given)
+        of_layout = {} if name == "config.json" else vars(layout) | {axis: layout.size(axis) for axis in AXES}
+        of_layout |= {what: getattr(layout, what) for what in ("kept", "micro_batches")} if of_layout else {}
+        found = {what: of_layout[what] if what in of_layout else getattr(shape, what) for what in expected}
         assert found == expected, f"{name} with {changes}"

@@ -57,20 +57,6 @@ def test_the_nearest_published_runs_are_as_many_as_are_asked_for_and_of_differen
     assert runs[0].cluster.gpus == 8 and "8b" in runs[0].model.name.lower()
 
 
-@pytest.mark.parametrize("pipeline", [2, 4])
-def test_torchtitan_deals_out_the_layers_and_both_ends(pipeline, tmp_path):
-    """To as many stages as `each` layers at most make of 32 and two, where each rank has equally many."""
-    for each in range(3, 35):
-        stages = len([*range(0, 1 + 32 + 1, each)])
-        if stages % pipeline == 0:
-            (tmp_path / "c.toml").write_text(
-                '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\n'
-                f"pipeline_parallel_degree = {pipeline}\npipeline_parallel_layers_per_stage = {each}\n"
-            )
-            layout = read_config.read(str(tmp_path / "c.toml")).layout
-            assert layout["stages_per_rank"] == stages // pipeline, each
-
-
 @pytest.mark.parametrize(
     "name, text, words",
     [

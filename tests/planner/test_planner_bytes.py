@@ -25,13 +25,11 @@ SENT = [  # mesh, fields of the layout, and MB along each axis
     # PyTorch's checkpoints leave out the last sum of a layer, and with sequence parallelism its reduce-scatter.
     ("tensor=2", {"framework": "course", "sequence_parallel": False} | FULL, {"tensor": 2 * (5 * 4 + 2) + 0.012}),
     # Keys and values of all tokens, 4 MB, of which each of two ranks sends a half.
-    ("context=2", FULL, {"context": 2 * 4 * 4, "data": 200.036}),
     ("context=2", {"shard_context": False} | THIRD, {"context": 2 * 3 * 4 + 200.036}),
     # A message forward and one backward of each micro-batch from stage to stage: on average over the ranks.
     ("pipeline=4", {"model": TIED}, {"pipeline": 3 + 4 / 2}),
     ("pipeline=2", {"model": TIED, "stages_per_rank": 2, "schedule": "zbv"}, {"pipeline": 6}),  # both on one rank
     # Half of all parameters in 16 bit, and half of their gradients in 32.
-    ("shard=2", {"zero_stage": 1, "many": 2}, {"shard": 50.009 + 100.018}),
     ("shard=2", {"zero_stage": 2, "many": 2}, {"shard": 50.009 + 2 * 100.018}),
     ("pipeline=2 shard=2", {"many": 2} | THIRD, {"shard": (50.009 + 100.018) / 2, "pipeline": 2 * 2 * 2 / 2}),
     ("data=2 shard=2", THIRD, {"shard": 50.009 + 48.008 + 100.018, "data": 100.018}),

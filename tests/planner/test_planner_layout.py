@@ -6,9 +6,7 @@ import pytest
 from helpers import refused
 from planner_cases import mesh_of
 
-from common.lab.wire_bytes import wire_bytes
 from planner import models
-from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import Layout, make_layout
 
@@ -68,13 +66,3 @@ def test_what_is_taken_for_something_else_is_a_note():
     assert one.schedule == "interleaved" and not [word for word in ("1f1b", "3", "interleaved") if word not in note]
     assert made("pipeline=2", 2, schedule="looped-bfs", stages_per_rank=2).schedule == "looped-bfs"
     assert made("data=1", 1).precision == "bf16-mixed" and made("data=1", 1, precision="fp8").precision == "fp8-mixed"
-
-
-def test_parallel_halves_of_a_layer_share_a_sum():
-    """GPT-NeoX's: half of the bytes of a layer's messages."""
-    pythia, nodes = models.find("pythia-12b"), cluster("h100-80gb", 8)
-    one = make_layout(pythia, nodes, {"tensor": 8}, batch_size=64, micro_batch=8)  # the host keeps up
-    found, usual = (estimate(model, nodes, one) for model in (pythia, replace(pythia, parallel=False)))
-    layer = 36 * wire_bytes("all_reduce", 8 * 2048 * 5120 * 2, 8) * one.micro_batches
-    assert usual.step.links["tensor"] - found.step.links["tensor"] == pytest.approx(2 * layer)
-    assert found.seconds < usual.seconds and found.memory == usual.memory

@@ -1,7 +1,7 @@
 """Numbers of the planner for layouts drawn at random, beside those that it gave before (numbers.jsonl).
 
-Most of them follow from formulas that other tests work out by hand, one at a time. Here everything meets: a change that
-is not meant to move a number moves none. One that is says so by writing them anew, and the difference is read:
+A change that is not meant to move a number moves none. One that is says so by writing them anew, and the difference is
+read (bytes worked out by hand: test_planner_bytes.py):
 
     python tests/planner/test_planner_numbers.py          the same layouts
     python tests/planner/test_planner_numbers.py 2        others, drawn with seed 2

@@ -40,16 +40,6 @@ def test_parameters_of_all_ranks_add_up(drawn):
     assert all_ == pytest.approx(MODEL.parameters + norms)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]), st.sampled_from([1, 2, 8]),
-    st.sampled_from([1, 2, 16]), st.floats(1, 1e10), st.floats(1, 10),
-)  # fmt: skip
-def test_a_larger_message_never_takes_less_time(operation, local, nodes, payload, factor):
-    group = network.Group(local, nodes, 3e11, 2e10, 2e-6, 1e-5, 6e-5, 0.33)
-    assert group.seconds(operation, payload) <= group.seconds(operation, payload * factor)
-
-
 @settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_what_leaves_a_node_is_counted_rank_by_rank(drawn):

@@ -12,7 +12,7 @@ from test_planner_numbers import stored
 
 from common.axes import AXES
 from common.constants import GIB
-from planner import explain_file, hardware, models, output, scoreboard
+from planner import explain_file, hardware, models, output, read_config, scoreboard
 from planner.__main__ import main, named, parser, read
 from planner.estimate import Estimate, estimate
 from planner.explain import lines
@@ -178,6 +178,21 @@ def test_groups_of_ranks_are_those_of_the_mesh():
                 assert f"ranks {first} to {last} " in one
                 on = re.findall(r"\d+", re.findall(r"\((nodes? [^)]*)\)", one)[0])
                 assert [int(number) for number in on] == sorted({int(r) // nodes.gpus_per_node for r in (first, last)})
+
+
+def test_risks_are_said_where_there_are_any():
+    for case in CASES:
+        found = of(case)
+        said, layout, told = found.as_dict(), found.layout, explain_file.risks(found, read_config.Config("none"))
+        share = said["exposed_communication_seconds"] / said["step_seconds"]
+        rules = {
+            "runs out of memory": said["fits"] == "no", "may run out of memory": said["fits"] == "tight",
+            "crosses nodes": layout.tensor > found.cluster.gpus_per_node, "of the step waits": share > 0.3,
+            f"{said['micro_batches']} micro-batches for": 1 < layout.pipeline > said["micro_batches"],
+            "float32: ": layout.precision == "float32" and case["gpu"] != "cpu",
+        }  # fmt: skip
+        assert {words: any(words in one for one in told) for words in rules} == rules, line(case)
+        assert share <= 0.3 or any(one.startswith(f"{share:.0%} of the step") for one in told)
 
 
 FILE = """[model]\nname = "llama3"\nflavor = "8B"\n[activation_checkpoint]\nmode = "none"

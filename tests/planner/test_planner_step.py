@@ -4,28 +4,11 @@ steps: numbers.jsonl.)
 
 from dataclasses import replace
 
-from planner_cases import GPT, MIXED, TIED
-
 from planner import layer_time, network
 from planner.constants import PRIOR
 from planner.hardware import GPU
 
 TOY = GPU("toy", 1e12, 1.0, 1e12, 1e24, 1e9, 1e9, 1.0, "none")
-
-
-def test_model_flops_of_a_token():
-    """Six for each parameter of a product that a token uses, and attention's 12 x layers x queries x tokens."""
-    attention = 12 * 4 * 1000 * 1000
-    for model, products, scores in (
-        (GPT, 48e6 + 1e6, attention),
-        (TIED, 49e6, attention),
-        (replace(GPT, positions=500), 49e6, attention),
-        (MIXED, 2 * 12e6 + 2 * (4e6 + 2000 + 2 * 8e6) + 1e6, attention),  # two layers with a router and experts
-        (replace(MIXED, top_k=1), 2 * 12e6 + 2 * (4e6 + 2000 + 8e6) + 1e6, attention),
-        (replace(GPT, head_width=50), 4 * 10e6 + 1e6, attention / 2),
-        (replace(GPT, kv_heads=5), 4 * 11e6 + 1e6, attention),
-    ):
-        assert model.flops(1000) == 6 * products + scores, f"FLOPs of a token, {model}"
 
 
 def test_a_product_goes_through_the_memory_as_well():

@@ -98,6 +98,9 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
         "pipeline": 2, "schedule": "1f1b", "micro_batch": 1, "micro_batches": 2, "stages_per_rank": 1}),
     *[("titan.toml", {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": name}, {
         "schedule": "interleaved", "stages_per_rank": 2}) for name in ("Interleaved1F1B", "interleaved1f1b")],
+    # embedding and output count as a layer each, beside 32
+    *[("titan.toml", {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_layers_per_stage":
+       each}, {"stages_per_rank": stages}) for each, stages in ((17, 1), (9, 2), (6, 3), (5, 3), (1, 17))],
     ("titan.toml", {"parallelism.enable_async_tensor_parallel": True}, {"async_tensor": True}),
     ("megatron.sh", {}, {"zero_stage": 0, "data": 8, "precision": "bf16-mixed", "kept": "none", "dropout": True,
                          "overlap_gradients": False, "sequence_parallel": False, "async_tensor": False}),
@@ -153,7 +156,8 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
           ("llama", {}, False, "swiglu", "none", False), ("llama", {"tie_word_embeddings": True}, True, "swiglu",
           "none", False), ("gpt2", {}, True, "gelu", "all", False), ("gpt2", {"tie_word_embeddings": False}, False,
           "gelu", "all", False), ("gemma2", {}, True, "swiglu", "none", False),
-          ("gpt_neox", {}, False, "gelu", "all", True), ("gpt_neox", {"use_parallel_residual": False}, False, "gelu", "all", False),
+          ("gpt_neox", {}, False, "gelu", "all", True), ("gpt_neox", {"use_parallel_residual": False}, False, "gelu",
+          "all", False),
           ("falcon", {"parallel_attn": True}, True, "gelu", "all", True))],
     *[("config.json", more, {"kv_heads": kv, "hidden": hidden, "query": query}) for more, kv, hidden, query in (
         ({}, None, 256, 64), ({"num_key_value_heads": 2, "intermediate_size": 80, "head_dim": 32}, 2, 80, 128),

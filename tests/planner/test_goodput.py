@@ -88,5 +88,8 @@ def test_gpus_are_compared_for_a_job(capsys):
             main([*large, "--gpu", gpu])
         assert capsys.readouterr().err == f"error: {without[gpu]}\n", "as a plan for this GPU alone says"
     assert 2 <= len(without) < len(found)
-    main([*job.split(), "--price", "a100=0.01", "--by", "money"])
-    assert capsys.readouterr().out.splitlines()[1].startswith("a100-80gb"), "the cheapest first"
+    for by, key in (("time", "step_seconds"), ("money", "dollars"), ("energy", "kilowatt_hours")):
+        main([*job.split(), "--price", "h100=4", "a100=1", "--by", by])
+        listed = [text.split()[0] for text in capsys.readouterr().out.splitlines() if text.split()[0] in found]
+        known = sorted((one[key], name) for name, one in found.items() if one.get(key))
+        assert listed[: len(known)] == [name for _, name in known], f"least {by} first, what has no number last"

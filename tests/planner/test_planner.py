@@ -71,6 +71,8 @@ def test_a_plan_of_few_layouts_is_the_best_of_all(capsys):
     assert len(every) > 100 and min(one.seconds for one in chosen) == pytest.approx(fastest, rel=1e-3)
     near = [one for one in fits if one.seconds <= (1 + 2**0.5 * chosen[0].constants.error) * fastest]
     assert search.simplicity(chosen[0].layout) == min(search.simplicity(one.layout) for one in near)
+    sure = search.plan(model, gpus, 32, 1024, constants=replace(chosen[0].constants, error=0.0))[0].estimate
+    assert sure.seconds == pytest.approx(fastest, rel=1e-3), "without errors it can tell all from the fastest"
 
 
 def test_every_layout_of_a_search_is_one_that_estimate_takes():

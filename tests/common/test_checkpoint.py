@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import EVERY, config_of, configure, every_strategy, saved
+from helpers import EVERY, config_of, configure, every_strategy, refused, saved
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from common import manifest
 from common.checkpoint import Saver, Writer, disk_errors, load
@@ -19,7 +20,7 @@ from common.errors import UserError
 from common.lab import equality
 from common.lab.launch import launch
 from common.mesh import make_mesh
-from common.pieces import pieces_of, pieces_to_save
+from common.pieces import LoadPieces, pieces_of, pieces_to_save
 from common.state import Part, Where, whole
 from common.task import make_task
 
@@ -39,6 +40,15 @@ def test_a_weight_that_is_named_twice_is_written_once():
     weight = torch.ones(2, 3)
     part = Part("w", weight, whole(weight))
     assert [piece.name for piece in pieces_to_save([part, part], {})] == ["model.w"], "what is written"
+
+
+def test_a_tensor_of_another_shape_is_refused_though_it_has_as_many_elements():
+    for shape in ((3, 2), (6,), (1, 2, 3)):
+        saved = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), [])
+        planner = LoadPieces(pieces_of("model.w", torch.zeros(2, 3), whole(torch.zeros(2, 3))), "the checkpoint")
+        planner.set_up_planner(None, Metadata({"model.w": saved}))
+        with refused("the checkpoint", "model.w", "[2, 3]", str([*shape])):
+            planner.create_local_plan()
 
 
 # --- every strategy reads what every other wrote --------------------------------------------------------------------

@@ -79,14 +79,6 @@ def test_what_a_resumed_run_makes_of_each_option(name, monkeypatch):
             Keeper(configure(run_dir=folder, resume=True), None, None)
 
 
-def test_the_implementation_is_that_of_the_run():
-    folder = begun(Path("begun"), strategy="ddp", by_hand=True, loading="dispatch")
-    again = configure(run_dir=folder, resume=True)
-    assert (again.strategy, again.implementation, again.options.loading) == ("ddp", "by-hand", "dispatch")
-    other = configure(run_dir=folder, resume=True, strategy="ddp", implementation="pytorch")
-    assert other.implementation == "pytorch", "as asked for"
-
-
 def test_options_of_another_strategy_are_not_taken_over():
     folder = begun(Path("begun"), strategy="ddp", recompute="full", loading="dispatch")
     assert configure(run_dir=folder, resume=True).options.recompute == "full"

@@ -7,6 +7,7 @@ import torch
 from helpers import configure, refused
 from torch import nn
 
+from common.data import OwnStream
 from common.lab.launch import launch
 from common.random_state import random_state, set_random_state
 from common.strategy import can_compute, require_gradients
@@ -83,6 +84,13 @@ def test_more_examples_than_there_are_in_a_batch(tmp_path):
     assert make_task(configure(batch_size=23, **settings)).dataset.size == 23, "380 bytes to train on, 16 an example"
     with refused("--batch-size 24", "23"):
         make_task(configure(batch_size=24, **settings))
+
+
+def test_of_a_stream_as_many_examples_are_validated_on_as_of_a_dataset():
+    for there, taken in ((300, 256), (7, 7)):
+        held_out = OwnStream([(torch.tensor(n), torch.tensor(-n)) for n in range(there)], "mine.py")
+        found = Task(held_out, configure(f"--task {__file__}", strategy="single"), held_out).validation_data()
+        assert found.size == taken and found.batch(torch.tensor([taken - 1]))[1].tolist() == [1 - taken]
 
 
 def test_the_model_of_pictures_is_as_the_pictures_are():

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from course.ddp import catalogue
-from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, run, run_wrong
+from course.ddp.catalogue import Ended, Mistake, message, missing, mistakes, outcome, run, run_wrong
 
 NAMES = sorted(mistakes())
 FAILS_IN_ANY_CASE = "barrier_in_finally"  # fixed, it says at once why
@@ -74,3 +74,9 @@ def test_a_rank_that_is_still_at_work_is_killed(monkeypatch):
     (one, other) = run({"sleeps": "import time\ntime.sleep(600)\n"})["sleeps"]
     assert one.code is other.code is None, "it has no code of its own"
     assert not {*psutil.Process().children()} - {*before}
+
+
+def test_an_outcome_is_silent_where_all_ranks_end_well_and_nowhere_else():
+    for name in mistakes():
+        found = [outcome(name, [Ended(code, "") for code in codes]) for codes in ((0, 0), (0, 1), (1, 0))]
+        assert found[0] == "silent" and found[1] == found[2] in ("error", "timeout"), name

@@ -693,6 +693,9 @@ def series(r) -> Found:
     yield make, [(areas_of(ax), said(ax)) for ax in fig.axes], [(areas_of(ax), said(ax)) for ax in other.axes]
     for fig, _, caption in (make := rank_pictures.rings_and_trees)():
         yield make, numbers(caption)[1:], [int(have) for have, *_ in said(fig.axes[0], r"(\d) of 8")]
+    for count, (fig, _, _) in enumerate((make := rank_pictures.a_step_skipped)("first sum", "second sum")):
+        sums = [text for text, *_ in said(fig.axes[0], "^(.* sum)")]
+        yield make, (sums, len(fig.axes[0].lines)), (["first sum", "second sum"][:count], min(count, 2))
     make, total = rank_pictures.steps_of, [1111 * n for n in (1, 2, 3, 4)]
     for number, (fig, _, _) in enumerate(frames := [*make(by_hand.ring)]):
         ways = [(rank, (rank + 1) % 4) for rank in range(4)] if number else []

@@ -309,7 +309,7 @@ def test_gradients_are_sent_in_the_last_micro_batch_alone(engine):
         assert gradients <= carried < gradients + 64, "once the gradients, and beside them the loss"
 
 
-@pytest.mark.parametrize("name, engine", [("zero1", "deepspeed"), ("fsdp", "deepspeed"), ("fsdp", "trainer")])
+@pytest.mark.parametrize("name, engine", ENGINES)
 def test_a_run_that_is_resumed_by_an_engine_is_the_run_that_never_stopped(tmp_path, name, engine):
     """The first half by the engine, the second by it as well: its numbers and its last checkpoint."""
     how = TEXT | {"strategy": name, "implementation": engine, "optimizer": "adamw", "weight_decay": 0.1}
@@ -513,6 +513,7 @@ def test_a_base_in_several_files_is_read_into_shards_without_a_whole_copy_on_any
 
 SMALL_QLORA = engine_files.qlora(str(ROOT / "configs" / "engines" / "fsdp_qlora_small.yaml"))
 MORE = {"accumulation_steps": 2, "warmup_steps": 2, "lr_schedule": "cosine", "weight_decay": 0.1, "max_norm": 0.5}
+MORE["evaluate_every"] = 1  # which changes nothing
 SMALL_LORA = SMALL_QLORA | {
     "quantization": None,
     "training": SMALL_QLORA["training"] | MORE | {"dtype": "float32"},

@@ -329,7 +329,7 @@ def executed() -> int:
 
 def test_any_lists_of_any_stages_equal_one_process():
     """Stages with one tensor, or with masks and skip connections, in which weights and biases are trained or not."""
-    assert min(launch(executed, 3, timeout=300)) >= 30
+    assert min(launch(executed, 3, timeout=100)) >= 30
 
 
 def test_the_random_state_is_as_it_was_after_an_error():

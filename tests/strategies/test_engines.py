@@ -251,6 +251,7 @@ def test_settings_of_a_deepspeed_file_are_those_of_the_run_and_contradict_no_opt
     assert {name: recorded[name] for name in told} == told
     of_one = configured({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}).settings()
     assert of_one["batch_size"] == 3 * 4 * 2, "examples of a micro-batch, micro-batches, ranks"
+    assert configured({"gradient_clipping": 0}).max_norm == float("inf"), "DeepSpeed's 0 is no clipping"
     for wrong, line, text in [
         ({"zero_optimization": {"stage": 3}}, "", "has stage 3, and --strategy zero2 is stage 2"),
         ({"zero_optimization": {"stage": 2}}, "--offload", "no offload_optimizer"),

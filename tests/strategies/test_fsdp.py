@@ -1,5 +1,9 @@
 """ZeRO by hand and PyTorch's: messages, memory, overlap, loss scaling, resumed runs, and what is refused."""
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +18,7 @@ from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT
 from common.strategy import Setup
-from course.fsdp import memory
+from course.fsdp import compare, memory
 from course.strategies import load
 
 VERSIONS = [(name, by_hand) for name in ("zero1", "zero2", "fsdp") for by_hand in (False, True)]
@@ -329,3 +333,37 @@ def test_states_are_handed_on(tmp_path):
         assert not wrong, (
             f"after the step of {version}, number {number}, which took up the state of the one before; {kept}"
         )
+
+
+# --- what pages compare with ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", compare.OPTIMIZERS)
+def test_pages_compare_with_one_process(case):
+    make_optimizer, max_norm = compare.OPTIMIZERS[case]
+
+    def alone():
+        model, batch = compare.make_model(tied=False), [(compare.TOKENS[:, :-1], compare.TOKENS[:, 1:])]
+        strategy = make("single", False, model, make_optimizer, max_norm=max_norm)
+        return [float(strategy.step(batch)[0]) for _ in range(3)], compare.flat_parameters(model)
+
+    ((losses, parameters),) = launch(alone, 1)
+    found = compare.train_alone(make_optimizer, 3, max_norm, tied=False)
+    assert found[0] == losses and torch.equal(found[1], parameters) and losses[0] != losses[2]
+
+
+def test_pages_refuse_what_differs_on_any_rank_in_any_case(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "train_alone", functools.cache(compare.train_alone))
+    start = compare.train_alone(compare.sgd, 0, tied=False)[1]
+    for wrong, factor in itertools.product(itertools.product(range(2), range(3)), (0.5, 1.5)):
+        ranks = [[compare.train_alone(how, 3, norm, tied=False)[1].clone() for how, norm in compare.OPTIMIZERS.values()]
+                 for _ in range(2)]  # fmt: skip
+        off = ranks[wrong[0]][wrong[1]]
+        off[77] += factor * 1e-3 * (off - start).abs().max()
+        monkeypatch.setattr(compare, "launch", lambda function, nproc, ranks=ranks: ranks)
+        with pytest.raises(AssertionError) if factor > 1 else contextlib.nullcontext():
+            compare.compare(SendsGradients, worlds=(2,))
+    for row, right in (((16, 4, 4), True), ((18, 4, 4), False), ((16, 4.2, 4), False), ((16, 4, 4.2), False)):
+        monkeypatch.setattr(compare, "launch", lambda function, nproc, row=row: [[row]])
+        with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="as it is"):
+            compare.print_kept_and_sent({"as it is": ("ddp", "ddp")})

@@ -314,6 +314,7 @@ def test_gradients_are_sent_in_the_last_micro_batch_alone(engine):
 def test_a_run_that_is_resumed_by_an_engine_is_the_run_that_never_stopped(tmp_path, name, engine):
     """The first half by the engine, the second by it as well: its numbers and its last checkpoint."""
     how = TEXT | {"strategy": name, "implementation": engine, "optimizer": "adamw", "weight_decay": 0.1}
+    how |= {"warmup_steps": 6}  # each step has a rate of its own
     launch(train, 2, ([configure(size=2, run_dir=tmp_path / "whole", **how | {"steps": 4})],))
     launch(train, 2, ([configure(size=2, run_dir=tmp_path / "half", **how | {"steps": 2})],))
     launch(train, 2, ([configure("--resume --steps 4", 2, run_dir=tmp_path / "half")],))

@@ -136,28 +136,10 @@ def test_sizes_that_do_not_divide():
     assert all(length % 3 for length in flats[0])
 
 
-def small_gradients(name: str) -> torch.Tensor:
-    """A parameter after a step of SGD with a first micro-batch whose gradient is 1, and 8 whose gradients are 1/1024 of
-    that, less than half of what 16 bits tell apart at 1: rounded to bf16, they would leave no trace in the sum."""
-    model = equality.tied()
-    head = model.head.out
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    scales = iter([1.0] + [1 / 1024] * 8)
-    head.weight.register_hook(lambda gradient: torch.full_like(gradient, next(scales)))
-    strategy = make(name, True, model, lambda p: torch.optim.SGD(p, lr=1.0), precision="bf16", max_norm=1e9)
-    before = strategy.full_state()
-    strategy.step(micro_batches(9))
-    after = strategy.full_state()
-    return (before["model"]["head.out.weight"] - after["model"]["head.out.weight"]) if before else torch.empty(0)
-
-
-def test_micro_batches_are_added_up_in_float32():
-    for step in launch(lambda: [small_gradients(name) for name in STAGES], 2, timeout=600)[0]:
-        torch.testing.assert_close(step, torch.full_like(step, 1 + 8 / 1024), rtol=1e-6, atol=1e-6)
-
-
 class Known(torch.autograd.Function):
-    """A linear layer whose weight's gradient is 1 on rank 0, and 1/1024 on the others."""
+    """A linear layer whose weight's gradient is 1 in the first micro-batch of rank 0, and 1/1024 in all others."""
+
+    first = True
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -166,8 +148,9 @@ class Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
-        return gradient.to(weight.dtype) @ weight, torch.full_like(weight, 1 if dist.get_rank() == 0 else 1 / 1024)
+        (weight,), large = ctx.saved_tensors, Known.first and dist.get_rank() == 0
+        Known.first = False
+        return gradient.to(weight.dtype) @ weight, torch.full_like(weight, 1 if large else 1 / 1024)
 
 
 class Head(nn.Linear):
@@ -175,21 +158,22 @@ class Head(nn.Linear):
         return Known.apply(x, self.weight.to(x.dtype))
 
 
-def small_on_one_rank(name: str, by_hand: bool) -> torch.Tensor:
-    """How far a step of SGD moves a weight whose gradient is small on all ranks but one."""
-    model, weight = equality.frozen(), "head.out.weight"
+def small_gradients(name: str, by_hand: bool) -> torch.Tensor:
+    """How far a step of SGD moves a weight whose gradient is small but for one rank's first micro-batch of nine."""
+    model, weight, Known.first = equality.frozen(), "head.out.weight", True
     model.head.out = Head(*reversed(model.head.out.weight.shape), bias=False)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
     strategy = make(name, by_hand, model, sgd, precision="bf16", max_norm=1e9)
     before = {**strategy.full_state().get("model", {})}.get(weight, torch.empty(0)).clone()
-    strategy.step(micro_batches())
+    strategy.step(micro_batches(9))
     return before - strategy.full_state().get("model", {}).get(weight, torch.empty(0))
 
 
-def test_ranks_are_added_up_in_float32():
-    """Rounded to bfloat16 on the way, the gradient of rank 1 would leave no trace in the mean."""
-    for step in launch(lambda: [small_on_one_rank(*who) for who in VERSIONS], 2, timeout=600)[0]:
-        torch.testing.assert_close(step, torch.full_like(step, (1 + 1 / 1024) / 2), rtol=1e-6, atol=1e-6)
+def test_micro_batches_and_ranks_are_added_up_in_float32():
+    """1/1024 is less than half of what 16 bits tell apart at 1: rounded to bf16 on the way, small gradients would leave
+    no trace in the sum."""
+    for step in launch(lambda: [small_gradients(*who) for who in VERSIONS], 2, timeout=600)[0]:
+        torch.testing.assert_close(step, torch.full_like(step, (1 + 17 / 1024) / 2), rtol=1e-6, atol=1e-6)
 
 
 def zero2_buckets() -> list[int]:

@@ -22,7 +22,7 @@ from common.model import cross_entropy
 from common.recompute import recompute_blocks
 from common.reshard import reshard
 from common.state import local_of
-from common.strategy import Strategy, mean_loss
+from common.strategy import Strategy, mean_loss, require_gradients
 from course.fsdp import fsdp_setup
 from course.model_parallel.division import require_tensor
 from course.pipeline import options as pipeline_options
@@ -124,6 +124,8 @@ class MeshParallel(Strategy):
         if self.stages:
             self.stages.add_tied_gradients()
             dist.broadcast(loss, group=self.pipeline.group, group_src=self.stages.rank_of[-1])
+        else:
+            require_gradients(self.model)
         dist.all_reduce(loss, group=self.readers.group)
         self.scaler.unscale_(self.optimizer)
         grad_norm = global_norm(self.gradients_by_groups(), self.device)

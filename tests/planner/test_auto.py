@@ -125,6 +125,13 @@ def test_gpus_are_known_by_their_names(monkeypatch, said, gib, name, memory):
     assert auto.machine(SimpleNamespace(device="auto"), 16, 8)[0].gpu.name == "cpu", "where they would compute"
 
 
+def test_the_line_has_the_numbers_of_the_layout():
+    layout = SimpleNamespace(micro_batch=3, recompute="full")
+    found = SimpleNamespace(seconds=0.25, memory=SimpleNamespace(expected=700 * 2**20), layout=layout)
+    said = auto.summary(configure("--dry-run --mesh data=5", 5), SimpleNamespace(estimate=found, loser="it"), 4, "here")
+    assert all(words in said for words in ("--mesh data=5", "of 3,", "full", "place 4", "250 ms", "700 MiB")), said
+
+
 def test_it_trains_like_what_it_picked(tmp_path):
     process = start("--distributed", "--strategy=auto", "--steps=2", "--run-dir=auto", nproc=2, cwd=tmp_path)
     out, err = process.communicate(timeout=200)

@@ -1,6 +1,7 @@
 """Settings that cannot work are refused where the border is: what just fits is taken, what just does not is refused in
 one line that names the option, the number and a number that would do."""
 
+import contextlib
 import runpy
 import sys
 from types import SimpleNamespace
@@ -8,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import configure
+from helpers import configure, launcher
 from torch import nn
 
 from common import ROOT
 from common.errors import UserError
 from common.mesh import Axis
 from common.model import GPT
-from course.fsdp import fsdp_setup
+from course.fsdp import fsdp_setup, qlora_command
 from course.fsdp.by_hand_zero23 import units_of
 from course.model_parallel.by_hand_experts import apply_expert_parallel
 from course.model_parallel.by_hand_layers import cut, layers_of
@@ -134,6 +135,27 @@ def test_what_divides_a_gpt_trains_no_images(name, kind, tmp_path):
     names(refusal_of(configure, line, ranks), refused)
     if not refused and "recompute" in load(name, kind).Options.__dataclass_fields__:
         names(refusal_of(configure, f"{line} --recompute full", ranks), ("--recompute full", "--task images"))
+
+
+@pytest.mark.parametrize("ranks, line, words", [
+    (1, "--make-base new", ()),
+    (2, "--out new", ()),
+    (1, "--adapter a --merge new", ()),
+    (1, "--merge new", ("--merge", "--adapter")),
+    (2, "--adapter a", ("--adapter", "torchrun")),
+    *((1, f"{line} file", (line.split()[-1], "file")) for line in ("--make-base", "--out", "--adapter a --merge")),
+])  # fmt: skip
+def test_a_line_of_qlora_is_refused_before_anything_is_computed(ranks, line, words, tmp_path, monkeypatch, capsys):
+    """One line and exit code 2, also for folders that cannot be written, which "file" is none of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(qlora_command.installed, "missing", lambda *about: "")
+    with launcher(0, ranks), pytest.raises(SystemExit) if words else contextlib.nullcontext() as ended:
+        qlora_command.read_command("", ["--config", str(ROOT / "configs/engines/fsdp_qlora_small.yaml"), *line.split()])
+    said = capsys.readouterr().err
+    assert (tmp_path / "new").is_dir() == ("new" in line and not words)
+    assert not words or ended.value.code == 2 and said.count("\n") == 1
+    names(said.strip(), words)
 
 
 class Apart(nn.Module):

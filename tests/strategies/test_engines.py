@@ -30,7 +30,6 @@ from common.mesh import make_mesh
 from common.strategy import Setup
 from common.task import make_task
 from course.fsdp import with_qlora
-from course.fsdp.qlora_command import read_command
 from course.strategies import STRATEGIES, load
 
 OF = {name: entry.engines for name, entry in STRATEGIES.items() if entry.engines}
@@ -680,16 +679,6 @@ def test_a_block_that_the_base_does_not_have_gets_one_line(base):
     wrong = SMALL_LORA | {"fsdp": SMALL_LORA["fsdp"] | {"transformer_cls_names_to_wrap": ["NoSuchBlock"]}}
     assert "UserError: fsdp: " in (said := str(pytest.raises(RankFailed, launch, qlora, 2, (wrong, base)).value))
     assert "NoSuchBlock" in said
-
-
-@pytest.mark.parametrize("option", ["--make-base", "--out", "--merge"])
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(option, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    small, more = str(ROOT / "configs/engines/fsdp_qlora_small.yaml"), ["--adapter", "a"] * (option == "--merge")
-    with pytest.raises(SystemExit) as ended:
-        read_command("", ["--config", small, *more, option, str(tmp_path / "file")])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and f"{option} {tmp_path / 'file'}" in said
 
 
 def test_the_model_of_7_billion_on_the_meta_device():

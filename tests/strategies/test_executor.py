@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FULL
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 from pipelines import batch, lists, mesh_of, small
@@ -22,7 +21,6 @@ from common.model import GPT
 from common.random_state import random_state
 from common.strategy import Setup
 from course.pipeline import by_hand, schedules, simulator, sleeping
-from course.pipeline import distributed_training as torchs
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
 from course.pipeline.executor import Executor, timeline, with_random_state
 from course.pipeline.options import PipelineOptions
@@ -206,15 +204,6 @@ def require_same_dropout(strategy_class, schedule="1f1b"):
         different = sum(not torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
         assert different == 0, "gradients that recomputation changes"
         assert norms[0] != norms[1]
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"] if FULL else ["1f1b", "zbv"])
-def test_what_is_computed_again_drops_the_same(name):
-    require_same_dropout(by_hand.PipelineByHand, name)
-
-
-def test_pytorchs_recomputation_drops_the_same():
-    require_same_dropout(torchs.PipelineParallel)
 
 
 @pytest.mark.parametrize("name", DROPOUT_BUGS)

@@ -244,10 +244,10 @@ def test_plain_python(chapter, tmp_path, monkeypatch):
         check(tmp_path, output, chapter, epochs=1)
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the power is gone"):
             patch.setattr(torch, "save", half)
-            start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
-        output += start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
-        check(tmp_path, output, chapter, epochs=2)
-        again = start([PROGRAMS[chapter], "2"], tmp_path, fork=True)
+            start([PROGRAMS[chapter], "3"], tmp_path, fork=True)
+        output += start([PROGRAMS[chapter], "3"], tmp_path, fork=True)
+        check(tmp_path, output, chapter, epochs=3)
+        again = start([PROGRAMS[chapter], "3"], tmp_path, fork=True)
         found = next(tmp_path.glob("checkpoint-*")).name
         assert found in again and "loss" not in again, "another start has nothing to do, and says why"
 

@@ -11,7 +11,7 @@ import pytest
 
 from common import ROOT
 from common.errors import UserError
-from planner import page
+from planner import page, scoreboard
 from planner.__main__ import main
 from planner.compare import PRICES
 from tools import site_live, site_runtime
@@ -82,6 +82,14 @@ def test_a_model_comes_with_the_length_of_its_sequences():
     assert "4,096" in tokens(model="llama-2-7b", sequence="") and "8,192" not in tokens(model="llama-2-7b", sequence="")
     longer = tokens(model="llama-2-7b", sequence="8192")
     assert "8,192" in longer and "4,096" in longer, "what is asked, and what the model was trained with"
+
+
+def test_published_runs_are_predicted_as_on_the_scoreboard():
+    asked = SMALL | {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "8", "batch_size": "16", "sequence": "8192"}
+    shown = [run for run in page.answer(asked)["alike"]["runs"] if not run["source"].startswith("Megatron-Bridge")]
+    assert shown, "of sources with few runs"
+    for run in shown:
+        assert run["predicted"] in [line.seconds for line in scoreboard.lines(True, source=run["source"])]
 
 
 def test_money_follows_the_prices():

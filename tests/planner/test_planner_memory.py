@@ -287,6 +287,7 @@ def test_what_a_stage_needs_by_parts():
     assert eight["zero2"]["buckets of gradients"] == 2 * 4 * 1_000, "bytes of two buckets"
     assert eight["fsdp"]["gathered"] == 2 * 2 * 1_000 and eight["fsdp"]["unsharded gradients"] == (2 + 4) * 1_000
     assert [eight[stage]["parameters"] for stage in ("ddp", "zero1", "fsdp")] == [20_000, 20_000, 40_000 / 8], "bytes"
+    assert {parts["activations"] for parts in eight.values()} == {500}, "of a rank's own micro-batch"
     alone = any_module.needed(found, 1, "bf16-mixed")
     assert {*alone["fsdp"]} == {"parameters", "gradients", "optimizer", "activations"}, "one GPU gathers nothing"
 

@@ -1,7 +1,6 @@
 """The command line and the file together: who wins, which strategy and implementation is meant, what is said."""
 
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -56,13 +55,6 @@ def test_the_command_line_says_which_run_is_resumed():
     assert [configure(f"--config run.yaml {more}").seed for more in ("", "--run-dir b")] == [1, 2], "--run-dir's"
     Path("run.yaml").write_text("resume: false\n")
     assert configure("--config run.yaml --resume --run-dir b").seed == 2, "--resume of the command line wins"
-
-
-def test_the_newest_run_goes_on_whatever_its_name_is():
-    for seed, name in enumerate("bca"):
-        Path("runs").mkdir(exist_ok=True)
-        os.utime(begun(Path("runs", name), strategy="ddp", seed=seed) / "config.json", (0, 9 * (seed + 1) % 20))
-    assert configure("--resume").seed == 1, "begun or gone on with last"
 
 
 def test_which_strategy_and_implementation_goes_on():

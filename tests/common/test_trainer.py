@@ -186,8 +186,10 @@ def test_a_run_shows_what_it_wrote_before_and_after(tmp_path, capfd):
     line = "--sample 30 --lr 0.03 --warmup-steps 0 --strategy"
     configs = [configure(f"{line} {name}", size=2, run_dir=tmp_path / name[:6], **TEXT) for name in names]
     launch(train, 2, (configs,), timeout=120)
-    texts = WRITTEN.findall(capfd.readouterr().out)
+    said = capfd.readouterr().out
+    texts = WRITTEN.findall(said)
     assert [when for when, _ in texts] == ["before", "after"] * len(names)
+    assert said.count("loss of 3 steps") == len(names), "the curve is that of the whole run"
     assert len({text for when, text in texts if when == "before"}) == 1  # the same initial weights
     assert texts[0][1] != texts[1][1] and all(text.startswith("def ") for _, text in texts)
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import ROOT, manifest, run_dir
 from common.checkpoint import whole_tensors
@@ -230,6 +232,11 @@ def when_inside(function: str, then) -> None:
         then()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def impatient(seconds: float) -> None:
+    """From here on this rank's collectives time out after `seconds`: the ranks had all the time to meet."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def arrive(folder: Path) -> None:

@@ -9,7 +9,8 @@ from statistics import mean
 import pytest
 
 from common import ROOT
-from planner import models, published
+from common.lab.wire_bytes import wire_bytes
+from planner import adapters, models, published
 from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import make_layout
@@ -55,3 +56,17 @@ def test_products_of_four_bits_against_published_runs():
     assert len(found) >= 14 and mean(errors(found, lambda e, run: abs(e.seconds / run.seconds - 1))) < 0.12
     same = [estimate(run.model, run.cluster, replace(run.layout, precision="mxfp8-mixed")).seconds for run in found]
     assert all(seconds > run.seconds for seconds, run in zip(same, found, strict=True)), "8 bits would take longer"
+
+
+def test_only_adapters_are_reduced_and_kept_in_the_optimizer():
+    one = layout(8, mesh={"data": 8}, lora=8, lora_on="qv")
+    found, whole = (estimate(SMALL, cluster("h100-80gb", 8), x) for x in (one, replace(one, lora=0)))
+    trained = 32 * 8 * 2 * (4096 + 4096)  # layers, rank, queries and values: [4096, 8] and [8, 4096] each
+    assert found.step.links["data"] == wire_bytes("all_reduce", 4 * trained, 8)
+    assert found.memory.parts["optimizer"] == 8 * trained
+    sharded = estimate(SMALL, cluster("h100-80gb", 8), layout(8, mesh={"shard": 8}, zero_stage=3, lora=8, lora_on="qv"))
+    assert sharded.memory.parts["unsharded gradients"] == (2 + 4) * trained / 32, "those of a layer"
+    assert found.seconds < whole.seconds and found.memory.expected < whole.memory.expected
+    cut = estimate(SMALL, cluster("h100-80gb", 8), layout(8, mesh={"tensor": 8}, lora=8)).memory.parts
+    every = 32 * adapters.parameters(SMALL, 8, "all")
+    assert every / 8 < cut["parameters"] / 4 < every, "of each adapter one matrix is cut, the other is whole"

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.constants import GIB
 from common.errors import UserError
 from common.model import GPT, Block
-from course.fsdp.formulas import layer_bytes
-from planner import any_module, memory, models, published
+from course.fsdp.formulas import layer_bytes, score_bytes
+from planner import any_module, constants, memory, models, published
 from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.hardware import find_gpu
@@ -32,6 +33,16 @@ def test_zeros_table_cell_by_cell(row):
     unit = 10.0 ** -len(printed.partition(".")[2])
     kept = memory.state(layout(stage, shard=int(row["dp"])), float(row["params"]), 0)
     assert abs(sum(kept.values()) / 1e9 - float(printed)) < unit, "GB of the state, and what the paper prints"
+
+
+def test_recipes_have_their_bytes():
+    """Bytes of a parameter, by precision and stage, as Megatron-LM's README and ZeRO's section 3.1 have them."""
+    sizes = {
+        (0, "float32"): 16, (0, "bf16-mixed"): 18, (0, "fp16-mixed"): 20, (0, "bf16-mixed-16"): 16, (0, "bf16"): 8,
+        (0, "bf16-12"): 12, (3, "bf16-mixed"): 16,
+    }  # fmt: skip
+    for (stage, precision), size in sizes.items():
+        assert sum(memory.state(layout(stage, precision), 1, 0).values()) == size, precision
 
 
 GPT3 = {"a": 96, "h": 12288, "s": 2048}  # of 175 billion parameters: Korthikanti et al. 2022, table 3
@@ -58,6 +69,20 @@ def test_activations_are_korthikantis(tensor, cut, recompute, formula):
     assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s)), "bytes of a layer"
 
 
+def test_bytes_of_a_layer_of_which_some_is_computed_again():
+    """Of width 10, queries 8, keys 4, an MLP of 20, on two ranks."""
+    sizes = {"width": 10, "query": 8, "key": 4, "mlp_width": 20, "tensor": 2}
+    for fields, expected in (
+        ({"recompute": "full", "sequence_parallel": False}, 2 * 10),
+        ({"recompute": "products"}, 2 * (30 / 2 + (8 + 4 + 4 + 20) / 2)),
+        ({"recompute": "products", "gated": 4}, 2 * (30 / 2 + (8 + 4 + 4 + 40) / 2)),
+        ({"recompute": "operators"}, 2 * (10 / 2 + (8 + 8 + 4 + 20) / 2)),
+        ({"recompute": "operators", "gated": 4}, 2 * (20 / 2 + (8 + 8 + 4 + 20) / 2)),
+    ):
+        assert layer_bytes(**sizes, **fields) == expected, f"bytes per token that a layer keeps, {fields}"
+    assert score_bytes(4, 10, dropout=False) == 2 * 4 * 10, "one matrix of 16 bits without dropout"
+
+
 PARAMETERS = {  # as their sources print them, in billions
     "gpt2": 0.124, "gpt2-xl": 1.558, "llama-7b": 6.738, "llama-2-70b": 68.977, "llama-3-8b": 8.030,
     "llama-3-70b": 70.554, "llama-3-405b": 405.85, "mistral-7b": 7.242, "mixtral-8x7b": 46.70, "qwen2.5-7b": 7.616,
@@ -71,12 +96,36 @@ def test_parameters_of_known_models(name):
     assert models.find(name).parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=4e-3), "billions of parameters"
 
 
+def test_every_token_uses_all_three_matrices_of_a_shared_expert():
+    """DeepSeek-V3 has one in each of 58 layers, of width 2,048 in a model of 7,168."""
+    one = models.find("deepseek-v3")
+    two = models.custom(one, shared_experts=2)
+    each = 58 * 3 * 7168 * 2048
+    assert (two.parameters - one.parameters, two.active_parameters - one.active_parameters) == (each, each), (
+        "all, active"
+    )
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_the_courses_gpt(tied):
     with torch.device("meta"):
         model = GPT(3, 64, 4, 32, tied=tied)
     shape = models.custom(models.course_gpt(3, 64, 4, 32), tied=tied)
     assert shape.parameters == sum(p.numel() for p in model.parameters()), "the planner's parameters, and the model's"
+
+
+def test_megatrons_parameters_are_those_of_its_table():
+    for run in published.megatron():
+        printed = float(run.model.name.split()[1][:-1])
+        assert run.model.parameters / 1e9 == pytest.approx(printed, abs=0.06), (
+            f"billions of parameters of {run.model.name}"
+        )
+
+
+def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
+    for run in published.torchtitan():
+        needed = memory.estimate(run.model, run.layout, PRIOR).needed
+        assert (needed > run.cluster.gpu.memory) is run.out_of_memory, run.name
 
 
 class Gated(torch.nn.Module):
@@ -96,6 +145,27 @@ class Gated(torch.nn.Module):
         x = x + self.linear["o"](y.transpose(1, 2).flatten(-2))
         h = self.norms[1](x)
         return x + self.linear["down"](torch.nn.functional.silu(self.linear["gate"](h)) * self.linear["up"](h))
+
+
+def test_16_bit_gradients_beside_a_copy_of_the_parameters_are_not_fully_shards():
+    """InternLM under stage 3, were its framework not named: what nvidia-smi says is a third more than fully_shard's."""
+    errors = []
+    for run in published.runs():
+        if run.layout.precision == "bf16-mixed-16" and run.layout.zero_stage == 3 and run.gib:
+            found = memory.estimate(run.model, replace(run.layout, framework=""), constants.load())
+            errors.append(found.expected / GIB / run.gib - 1)
+    assert len(errors) >= 10 and sum(map(abs, errors)) / len(errors) < 0.1
+
+
+def test_bf16_optimizers_gradients_are_what_blooms_runs_had_besides():
+    """Where gradients are added up in float32, DeepSpeed has those in 16 bit as well. Its constant is that of BLOOM's
+    runs in fp16, which have none of them."""
+    errors = []
+    for run in published.runs():
+        if run.source.startswith("BLOOM") and run.layout.precision == "bf16-mixed" and run.gib:
+            found = memory.estimate(run.model, run.layout, constants.load())
+            errors.append(found.expected / GIB / run.gib - 1)
+    assert len(errors) >= 10 and abs(sum(errors)) / len(errors) < 0.05
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -287,7 +357,6 @@ def test_what_a_stage_needs_by_parts():
     assert eight["zero2"]["buckets of gradients"] == 2 * 4 * 1_000, "bytes of two buckets"
     assert eight["fsdp"]["gathered"] == 2 * 2 * 1_000 and eight["fsdp"]["unsharded gradients"] == (2 + 4) * 1_000
     assert [eight[stage]["parameters"] for stage in ("ddp", "zero1", "fsdp")] == [20_000, 20_000, 40_000 / 8], "bytes"
-    assert {parts["activations"] for parts in eight.values()} == {500}, "of a rank's own micro-batch"
     alone = any_module.needed(found, 1, "bf16-mixed")
     assert {*alone["fsdp"]} == {"parameters", "gradients", "optimizer", "activations"}, "one GPU gathers nothing"
 

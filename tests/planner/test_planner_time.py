@@ -1,16 +1,18 @@
 """What the planner says of time: the chapters' formulas, the simulator continued, and published runs it was not fitted
 on."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.lab.wire_bytes import wire_bytes
 from course.intro.classroom.solutions import all_reduce_seconds
 from course.intro.costs import collective_seconds, fit
 from course.pipeline import schedules, simulator
-from planner import constants, published, stages
+from planner import constants, layer_time, memory, models, published, stages, traffic
 from planner.constants import PRIOR
 from planner.hardware import cluster
-from planner.layout import Layout
+from planner.layout import Layout, make_layout
 from planner.network import group
 
 
@@ -90,3 +92,35 @@ def test_a_published_throughput_is_of_the_tokens_of_a_whole_batch():
         if run.seconds:
             rate = run.layout.batch_size * run.layout.sequence / run.seconds / run.cluster.gpus
             assert rate == pytest.approx(float(row["tokens_per_s_per_gpu"])), f"{run.name}: tokens per second and GPU"
+
+
+def test_experts_that_tensor_ranks_share_out_whole():
+    """Equal arithmetic and equal parameters; no sum along "tensor" after them; an all-to-all of all ranks of both axes,
+    which carries what each rank sends at most."""
+    model = models.Model("m", 4, 4096, 32, 32000, experts=32, top_k=4, expert_width=2048, mlp="swiglu")
+    nodes = cluster("h100-80gb", 16)
+    cut, whole = (
+        make_layout(model, nodes, {"expert": 4, "tensor": 4}, batch_size=16, zero_stage=1, whole_experts=how)
+        for how in (False, True)
+    )
+    assert memory.parameters_of(model, cut, 4, True, True) == memory.parameters_of(model, whole, 4, True, True)
+    ours, theirs = traffic.sent(model, whole), traffic.sent(model, cut)
+    stream = whole.tokens * model.width * 2
+    layers = model.layers * whole.micro_batches
+    assert theirs["tensor"] - ours["tensor"] == pytest.approx(2 * layers * wire_bytes("all_reduce", stream, 4))
+    assert ours["expert"] == pytest.approx(4 * layers * wire_bytes("all_to_all", stream / 4 * 4, 16))
+    assert theirs["expert"] == pytest.approx(4 * layers * wire_bytes("all_to_all", stream / 4 * 4, 4))
+    arithmetic = replace(PRIOR, kernel=0.0, memory_rate=1e9)  # and nothing else takes time
+    for each in (model, replace(model, shared_experts=1)):  # which are cut along "tensor" all the same
+        one, other = (layer_time.of_layer(each, nodes.gpu, layout, True, arithmetic) for layout in (whole, cut))
+        assert one.products == pytest.approx(other.products)
+
+
+def test_a_token_goes_to_each_node_once():
+    """With one expert a token, that is an all-to-all; with many, it is one copy for each other node."""
+    among = group(cluster("h100-80gb", 32), Layout((("expert", 32),), 32), PRIOR, "expert")
+    latency = among.dispatch(0.0, 1)
+    assert among.dispatch(1e9, 1) - latency == pytest.approx(0.75e9 / among.single)
+    slow = replace(among, link=1e15)
+    assert slow.dispatch(1e9, 500) - latency == pytest.approx(3e9 / among.single)
+    assert among.dispatch(1e9, 8) < among.seconds("all_to_all", 8e9)

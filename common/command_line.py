@@ -6,6 +6,7 @@ an option of another strategy as unknown, and would need this file's second half
 """
 
 import argparse
+import functools
 import math
 import re
 import reprlib
@@ -151,11 +152,13 @@ def refuse_at_once(words: list[str], where: str, content: dict, spelled: dict, e
         check_combinations(config)
 
 
-def own_names() -> set[str]:
+@functools.cache
+def own_names() -> frozenset[str]:
     """The options that some strategy has of its own, and perhaps others, as the chapters' files declare them: their
     classes would have to be imported, and PyTorch with them."""
     files = [*ROOT.glob("[0-9][0-9]_*/*.py"), *Path(__file__).parent.glob("*.py")]
-    return {name for file in files for name in re.findall(r"^ +(\w+): \w+ = option\(", file.read_text(), re.M)}
+    pattern = re.compile(r"^ +(\w+): \w+ = option\(", re.M)
+    return frozenset(name for file in files for name in pattern.findall(file.read_text()))
 
 
 # --- which strategy -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from course.ddp.loading import LOADING
 from course.strategies import STRATEGIES
 
 SCRIPT = ROOT / "distributed_training.py"
-drawn = settings(max_examples=100 if FULL else 7, deadline=None, derandomize=True, database=None,
+drawn = settings(max_examples=100 if FULL else 5, deadline=None, derandomize=True, database=None,
                  phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
 ROWS = [(size, name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations
         for size in (1, 2) if size in entry.sizes(kind) and name != "mesh"]  # fmt: skip

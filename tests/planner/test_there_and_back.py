@@ -10,12 +10,15 @@ from itertools import combinations
 
 import pytest
 from emitted_files import READERS
+from helpers import FULL
 
 from common.axes import AXES
 from common.errors import UserError
 from planner import emit, explain_file, hardware, models, read_config
 from planner.estimate import Estimate, estimate
 from planner.layout import PRECISIONS, RECOMPUTE, Layout, make_layout
+
+pytestmark = pytest.mark.xdist_group("there and back")  # which draw once
 
 SOME = {  # of a setting, values that are not the usual one
     "recompute": RECOMPUTE[1:], "precision": [*PRECISIONS], "offload": (True,), "sequence_parallel": (False,),
@@ -85,7 +88,7 @@ def words(one: Estimate) -> set[str]:
 
 
 @cache
-def draw(tool: str, seed: int = 3, often: int = 2, tries: int = 4000) -> list[tuple]:
+def draw(tool: str, seed: int = 3, often: int = 2, tries: int = 4000 if FULL else 1200) -> list[tuple]:
     """Layouts of which each has something that fewer than `often` before them have, and what is emitted for them, or
     the error."""
     source, found, seen = random.Random(seed), [], {True: Counter(), False: Counter()}

@@ -96,7 +96,7 @@ def barely(preset) -> list[Case]:
     ]
 
 
-SLOW = {("hsdp", "pytorch"), ("tensor+fsdp", "pytorch")}  # for the rules of DTensors of two axes
+SLOW = {("hsdp", "pytorch"), ("tensor+fsdp", "pytorch"), ("tensor", "pytorch")}  # for DTensor's rules
 # Of PyTorch's, stages of what is sharded (FULL=1: every two axes, and eight ranks; in one process of "tensor+fsdp"
 # test_equality.py has the other two ways to cut a model); by hand every mesh meets SGD, and one AdamW too.
 JOBS = [

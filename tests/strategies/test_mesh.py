@@ -96,7 +96,6 @@ def barely(preset) -> list[Case]:
     ]
 
 
-SLOW = {("hsdp", "pytorch"), ("tensor+fsdp", "pytorch"), ("tensor", "pytorch")}  # for DTensor's rules
 # Of PyTorch's, stages of what is sharded (FULL=1: every two axes, and eight ranks; in one process of "tensor+fsdp"
 # test_equality.py has the other two ways to cut a model); by hand every mesh meets SGD, and one AdamW too.
 JOBS = [
@@ -112,7 +111,7 @@ JOBS = [
         Job(f"{name}, {kind}, of which little is trained", cls, barely(cls.preset), apart(cls.preset))
         for name, entry in STRATEGIES.items()
         for kind, cls in entry.implementations.items()
-        if max(entry.sizes(kind)) > 1 and name != "mesh" and (FULL or (name, kind) not in SLOW)
+        if max(entry.sizes(kind)) > 1 and name != "mesh" and (FULL or kind == "by-hand")
     ),
     *([Job("stages balanced by time", MeshParallel, TWO[:1], {"pipeline": 2, "tensor": 2}, BY_TIME)] if FULL else []),
 ]

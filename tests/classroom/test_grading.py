@@ -118,6 +118,7 @@ DIFFERENT = [  # expected, got, and words that are said of each
     (torch.tensor([0.0]), torch.tensor([1e-7]), "0", "1e-07"),
     (ONE, torch.tensor([1.00005]), "1", "1.0000"),
     (ONE, torch.tensor([1]), "(1,) float32", "(1,) int64"),
+    (1e-8 * ONE, 1.1e-8 * ONE, "e-09", "1.1 e-08"),  # a gradient may be as small
     (torch.ones(2, 1), torch.ones(2), "(2, 1)", "(2,)"),
     (torch.zeros(20), torch.zeros(20).index_fill(0, torch.tensor([7, 9]), 3.0), "0 7", "3 2 20"),
     (torch.zeros(4, 5), torch.eye(4, 5), "0 [0, 0]", "1 4 20"),

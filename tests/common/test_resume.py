@@ -95,6 +95,13 @@ def test_the_mesh_is_taken_over_where_it_fits():
     assert configure(run_dir=folder, resume=True, strategy="fsdp").axes == {"shard": 1}, "another strategy's own"
 
 
+def test_a_length_in_steps_takes_the_place_of_one_in_epochs():
+    folder = begun(Path("begun"), lr_schedule="constant", epochs=2)
+    again = configure(run_dir=folder, resume=True, steps=7)
+    assert (again.steps, again.epochs) == (7, 0)
+    assert configure(run_dir=folder, resume=True, epochs=3).epochs == 3
+
+
 def test_a_learning_rate_that_falls_until_the_end_keeps_the_end():
     for length in ({"steps": 9}, {"epochs": 2}):
         folder = begun(Path(*length), lr_schedule="cosine", **length)

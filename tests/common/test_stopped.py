@@ -140,7 +140,8 @@ def trained(folder: Path, options: dict, size: int, which: int = 0, kind: str = 
     for process, end in processes:
         code = process.wait(timeout=300)
         with open(end) as told:
-            found.append((code, [line for line in told.read().splitlines() if line.strip() and "|" not in line]))
+            text = re.sub(r"\x1b\[\w", "", told.read())  # a bar's, where it was drawn in between
+            found.append((code, [line for line in text.splitlines() if line.strip() and "|" not in line]))
     return found
 
 

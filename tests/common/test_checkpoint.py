@@ -5,13 +5,14 @@ import errno
 import os
 import shutil
 import threading
+import time
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import EVERY, config_of, configure, every_strategy, refused, saved
+from helpers import EVERY, SMALL, config_of, configure, every_strategy, refused, saved, train
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from common import manifest
@@ -195,3 +196,16 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest.shutil, "rmtree", watched)
     manifest.remove(folder)
     assert there[-1] is False and not list(tmp_path.iterdir()), "under its name while its files are removed"
+
+
+def checkpoints_at_the_end(config) -> list[str]:
+    """Of a run whose checkpoints take a while to be written."""
+    write_data = Writer.write_data
+    Writer.write_data = lambda *args: time.sleep(0.5) or write_data(*args)
+    train([config])
+    return [path.name for path in manifest.checkpoints(Path(config.run_dir))]
+
+
+def test_a_run_ends_when_its_last_checkpoint_is_there(tmp_path):
+    config = configure("--async-checkpoint --steps 2", strategy="single", run_dir=tmp_path / "run", **SMALL)
+    assert launch(checkpoints_at_the_end, 1, (config,)) == [["checkpoint-000002"]], "checkpoints, as the run is over"

@@ -18,10 +18,61 @@ from common import ROOT, checkpoint, manifest
 from common.errors import UserError
 from common.lab.launch import launch
 from common.mesh import make_mesh
+from common.run import Run
 from common.task import make_task
+from course.ddp.loading import LOADING
 
 SCRIPT = ROOT / "distributed_training.py"
 TEXT = SMALL | {"checkpoint_every": 2, "keep": 9}
+WAYS = list(LOADING) if FULL else ["shard-stream-workers"]
+
+
+def with_dropout(lines: list[str], folder: Path) -> None:
+    """On each rank, for each line: train five steps, and three and then two; with a mask on the embedding's output that
+    every rank draws for itself, as dropout does."""
+    make = Run.__init__
+
+    def seeded(run, config, strategy, task):
+        torch.manual_seed(100 + dist.get_rank())
+        if hasattr(strategy.model, "embedding"):  # a rank of a pipeline may not have it
+            strategy.model.embedding.register_forward_hook(
+                lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
+            )
+        make(run, config, strategy, task)
+
+    Run.__init__ = seeded
+    for number, line in enumerate(lines):
+        for end in (f"whole-{number} --steps 5", f"parts-{number} --steps 3", f"parts-{number} --steps 5 --resume"):
+            line_of_run = f"{line} --run-dir {folder}/{end}"
+            train([configure(line_of_run, dist.get_world_size(), dist.get_rank(), **TEXT)])
+            dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("size", "lines"),
+    [
+        (
+            2,
+            [
+                *(f"--strategy ddp --loading {name} --accumulation-steps 3" for name in WAYS),
+                "--strategy fsdp --by-hand --async-checkpoint",
+                *(f"--strategy {name}" for name in ("fsdp --async-checkpoint", "ddp --by-hand", "zero1") if FULL),
+            ],
+        ),
+        (4, ["--strategy pipeline+ddp --microbatches 3"]),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(size, lines, tmp_path):
+    """Losses, gradient norms, parameters, the optimizer's state and the ranks' random numbers, in every bit."""
+    launch(with_dropout, size, (lines, tmp_path), timeout=180)
+    for number, line in enumerate(lines):
+        whole, parts = tmp_path / f"whole-{number}", tmp_path / f"parts-{number}"
+        assert len(set(numbers(whole))) == 10
+        assert numbers(parts) == numbers(whole), line
+        one, other = (checkpoint.whole_tensors(folder / "checkpoint-000005", "") for folder in (whole, parts))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), line
+    masks = [one[f"random.{rank}.0"] for rank in range(size)]
+    assert not torch.equal(masks[0], masks[1])
 
 
 def steps_taken(lines: list[str], folder: Path) -> list[int]:

@@ -1,16 +1,23 @@
 """Going on with a run: which run, which checkpoint, which settings; and a checkpoint is whole or not there."""
 
+import contextlib
 import json
+import os
+import signal
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import begun, configure, refused
+import torch
+from helpers import SMALL, begun, configure, metrics, refused, train
 
 from common import manifest
+from common.checkpoint import Writer
 from common.config import shared
 from common.keeper import Keeper
+from common.lab.launch import RankFailed, launch, ready_to_fork
 from common.ranks import process_group
+from common.run import INTERRUPTED, Run
 from course.strategies import load
 
 # What a run's numbers come from, each with a value that is not the default: a resumed run keeps it.
@@ -110,3 +117,82 @@ def test_a_learning_rate_that_falls_until_the_end_keeps_the_end():
         for other in ({"steps": 8}, {"steps": 10}, {"epochs": 1}, {"epochs": 3}):
             with refused("--steps", str(same.steps)):
                 configure(run_dir=folder, resume=True, **other)
+
+
+TINY = SMALL | {"layers": 1, "width": 16, "batch_size": 4, "checkpoint_every": 1, "strategy": "single"}
+
+
+def steps_begun(config) -> list[int]:
+    """Train; after how many steps each run began."""
+    begins, steps = [], Run.steps
+
+    def noted(run):
+        begins.append(run.progress.done)
+        return steps(run)
+
+    Run.steps = noted
+    train([config])
+    return begins
+
+
+def killed_while_it_writes(config, after: int) -> int:
+    """Train, in a process of its own, until the tensors of the checkpoint of step `after` are written; then SIGKILL.
+    Returns the exit code, negative for a signal."""
+    write_data = Writer.write_data
+
+    def half(writer, plan, planner):
+        written = write_data(writer, plan, planner)
+        if writer.about["step"] == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    with ready_to_fork():
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                torch.set_num_threads(1)  # the pool of threads does not survive the fork
+                Writer.write_data = half
+                train([config])
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(tmp_path):
+    """The folder that is being written is neither the newest checkpoint nor taken for one."""
+    folder = tmp_path / "run"
+    assert killed_while_it_writes(configure(run_dir=folder, steps=3, **TINY), after=3) == -signal.SIGKILL
+    there = [path.name for path in manifest.checkpoints(folder)]
+    assert there == ["checkpoint-000001", "checkpoint-000002"], "whole ones only"
+    assert launch(steps_begun, 1, (configure(run_dir=folder, steps=4, resume=True),)) == [[2]]
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4]
+
+
+def signalled(config, number: int, rank: int) -> tuple[int, list[int]]:
+    """Train; one rank gets a signal in its second step. Returns the exit code and the steps done on this rank."""
+    done, log = [], Run.log
+
+    def logged(run, step, *numbers):
+        log(run, step, *numbers)
+        done.append(step + 1)
+        if step == 1 and torch.distributed.get_rank() == rank:
+            os.kill(os.getpid(), number)
+
+    Run.log = logged
+    try:
+        train([config])
+    except SystemExit as leaving:
+        return leaving.code, done
+    finally:
+        Run.log = log
+    return 0, done
+
+
+@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, rank, tmp_path):
+    config = configure(size=2, run_dir=tmp_path / "run", steps=20, **TINY | {"strategy": "ddp"})
+    try:
+        ranks = launch(signalled, 2, (config, number, rank), timeout=100)
+    except RankFailed as failed:
+        pytest.fail(f"{number.name} to rank {rank} does not stop the other one: {failed}")
+    assert ranks == [(INTERRUPTED, [1, 2, 3])] * 2, "the step in which it came, and the one after, for the votes"
+    assert manifest.read(tmp_path / "run" / "checkpoint-000003").about["step"] == 3

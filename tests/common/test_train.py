@@ -4,10 +4,12 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -182,3 +184,32 @@ def train_until_refused(config) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """What there is of checkpoints, those that are being written included."""
+    found = [path for path in folder.glob("*checkpoint-*/*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    """The first checkpoints fit, then there is no room: as on a full disk, writing fails, here at a size limit."""
+    config = configure(**TEXT, strategy="single", run_dir=tmp_path / "run")
+    launch(train, 1, ([config],))
+    before = checkpoint_files(tmp_path / "run")
+    process = start(
+        "--resume",
+        "--steps=8",
+        "--run-dir=run",
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: run/checkpoint-000006 ") and "--resume" in line, errors
+    assert "Traceback" not in errors
+    assert checkpoint_files(tmp_path / "run") == before
+    process = start("--resume", "--steps=6", "--run-dir=run", cwd=tmp_path)
+    assert process.wait(timeout=300) == 0
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

@@ -12,7 +12,7 @@ from planner import calibrate, hardware, memory, models, scope, search
 from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.estimate import estimate
-from planner.hardware import GPUS, cluster
+from planner.hardware import GPUS, NETWORKS, cluster
 from planner.layer_time import of_layer
 from planner.layout import Layout, make_layout
 
@@ -257,3 +257,11 @@ def test_the_optimizers_of_a_node_share_the_hosts_memory():
     assert any(node.host_memory / 8 < size < node.host_memory for size in host.values())
     for one in found:
         assert (one.expected == float("inf")) == (8 * host[one.layout] > node.host_memory), one.layout.describe()
+
+
+def test_what_has_a_name_is_listed_with_its_source(capsys):
+    out = say(capsys, "models")
+    assert all(name in out for name in models.MODELS) and all(one.source in out for one in models.MODELS.values())
+    out = say(capsys, "hardware")
+    assert all(name in out for name in [*GPUS, *NETWORKS]) and all(gpu.source in out for gpu in GPUS.values())
+    assert len(json.loads(say(capsys, "models --json"))) == len(models.MODELS)

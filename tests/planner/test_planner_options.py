@@ -9,7 +9,7 @@ from helpers import refused
 
 from planner import __main__ as commands
 from planner import constants, search
-from planner.__main__ import main, model_of, named, read
+from planner.__main__ import cluster_of, main, model_of, named, read
 from planner.constants import PRIOR
 
 ESTIMATE = "estimate --model llama-2-7b --gpus 8 --gpu h100-80gb --batch-size 64"
@@ -77,3 +77,18 @@ def test_a_file_of_something_else_gets_one_line(text, says, tmp_path):
     (tmp_path / "c.json").write_text(text)
     with refused("c.json", says):
         constants.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("gpus, nodes", [(1, 1), (2, 1), (8, 1), (16, 2)])
+def test_fewer_gpus_than_a_node_has_are_a_node(gpus, nodes):
+    """They alone use its host's memory, and what each keeps there is updated by all of its cores."""
+    found = cluster_of(read(ESTIMATE.replace("--gpus 8", f"--gpus {gpus}").split()))
+    assert (found.gpus_per_node, found.nodes) == (gpus / nodes, nodes)
+
+
+def test_each_option_of_a_cluster_reaches_it():
+    line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
+    found = cluster_of(read(line.split()))
+    assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (
+        "cluster"
+    )

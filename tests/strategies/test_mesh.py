@@ -19,7 +19,7 @@ from common.lab import equality
 from common.lab.equality import CASES, Case
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from common.mesh import AXES, axis, make_mesh
+from common.mesh import AXES, axis, in_order, make_mesh, parse_order
 from common.model import GPT
 from common.strategy import Setup
 from course.fsdp.by_hand_mesh import MeshByHand
@@ -218,3 +218,27 @@ def test_every_pair_of_axes_is_proved_or_refused():
             continue
         with pytest.raises(UserError, match="^--mesh"):
             configure(line, 4)
+
+
+def groups(axes):
+    """On each rank: the global ranks of its group along each axis, and along data and tensor together."""
+    mesh = make_mesh(axes)
+    alone = axis(mesh, "expert")
+    along = {name: dist.get_process_group_ranks(axis(mesh, name).group) for name in axes}
+    both = axis(mesh, "data", "tensor")
+    return (
+        along,
+        (alone.rank, alone.size, dist.get_process_group_ranks(alone.group)),
+        (dist.get_process_group_ranks(both.group), both.rank),
+    )
+
+
+def test_the_last_axis_varies_fastest():
+    found = launch(groups, 8, (EIGHT,))
+    assert found[5][0] == {"pipeline": [1, 5], "data": [5, 7], "tensor": [4, 5]}
+    assert found[2][0] == {"pipeline": [2, 6], "data": [0, 2], "tensor": [2, 3]}
+    assert [alone for _, alone, _ in found] == [(0, 1, [rank]) for rank in range(8)], "an axis that is not there"
+    assert found[7][2] == ([4, 5, 6, 7], 3), "rank 7's place along data and tensor together"
+    assert found[1][2] == ([0, 1, 2, 3], 1)
+    turned = launch(groups, 8, (in_order(EIGHT, parse_order("data,pipeline")),))
+    assert turned[5][0] == {"data": [1, 5], "pipeline": [5, 7], "tensor": [4, 5]}, "data outermost"

@@ -160,3 +160,9 @@ def test_memory_of_a_rank():
             elements, kept[strategy, size] = found[strategy, hand]
             assert elements == cut / size + whole
     assert kept["tensor", 1] > 2 * kept["tensor", 4] > 2.4 * kept["sequence", 4]
+
+
+def test_words_of_other_ranks_are_in_no_row():
+    """Rank 2 of those that have three words each has 6, 7 and 8."""
+    row, mine = by_hand.find(torch.tensor([0, 5, 6, 8, 9]), rows=3, rank=2)
+    assert (row.tolist(), mine.tolist()) == ([0, 0, 0, 2, 0], [False, False, True, True, False]), "rows, and whose"

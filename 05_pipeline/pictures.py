@@ -122,8 +122,8 @@ def _input(action, known):
 
 def _stored(own, now):
     """The micro-batches whose forward has begun and whose backward, weight part included, is not over."""
-    begun = {event.action[::2] for event in own if event.action.kind == "F" and event.start <= now}
-    over = {event.action[::2] for event in own if event.action.kind in "BW" and event.end <= now}
+    begun = {(e.action.stage, e.action.microbatch) for e in own if e.action.kind == "F" and e.start <= now}
+    over = {(e.action.stage, e.action.microbatch) for e in own if e.action.kind in "BW" and e.end <= now}
     return {microbatch for _, microbatch in begun - over}  # some stage of the rank stores it
 
 

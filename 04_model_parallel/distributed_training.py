@@ -58,10 +58,11 @@ def main(config):
         strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh))
         with Run(config, strategy, task) as run:
             batches = run.batches()
-            for step in run.steps():  # from the step of the checkpoint, until --steps, Ctrl-C or SIGTERM
+            for step in run.steps:  # from the step of the checkpoint until --steps
                 strategy.set_learning_rate(run.learning_rate(step))
                 loss, grad_norm = strategy.step(next(batches))
-                run.log(step, loss, grad_norm)
+                if run.end_step(loss, grad_norm):  # Ctrl-C or SIGTERM, on any rank
+                    break
 
 
 if __name__ == "__main__":

@@ -110,14 +110,12 @@ class Follow(TrainerCallback):
     def on_train_begin(self, *_, optimizer=None, **__):
         task, self.strategy.optimizer = self.trainer.task, optimizer
         self.run = self.stack.enter_context(Run(task.config, self.strategy, task))
-        self.steps = self.run.steps()
-        self.trainer.begin_at(next(self.steps))
+        self.trainer.begin_at(self.run.steps.start)
 
-    def on_log(self, _args, state, control, logs=None, **_):
+    def on_log(self, _args, _state, control, logs=None, **_):
         if "loss" in logs:
-            numbers = (torch.tensor(float(logs[name])) for name in ("loss", "grad_norm"))
-            self.run.log(state.global_step - 1, *numbers)
-            control.should_training_stop |= next(self.steps, None) is None
+            loss, grad_norm = (torch.tensor(float(logs[name])) for name in ("loss", "grad_norm"))
+            control.should_training_stop |= self.run.end_step(loss, grad_norm)
 
 
 class FSDPWithTrainer(Strategy):

@@ -30,7 +30,6 @@ class Record:
         often = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each refresh is a line of its own
         self.bar = tqdm(total=config.steps, initial=done, unit="step", disable=not directory.writes, mininterval=often)
         self.per_rank = PerRank(strategy.device)
-        self.logged = done  # steps, of all that the run does
         self.waiting: dict | None = None  # what was logged last, until it is written
         self.begin = time.perf_counter()
 
@@ -45,7 +44,6 @@ class Record:
         to do.
         """
         self.write()
-        self.logged = step + 1
         self.waiting = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
         at_once = loss.device.type == "cpu"  # there is nothing to wait for
         if at_once:

@@ -4,10 +4,11 @@ The loop itself is in each chapter's script:
 
     with Run(config, strategy, task) as run:
         batches = run.batches()
-        for step in run.steps():
+        for step in run.steps:
             strategy.set_learning_rate(run.learning_rate(step))
             loss, grad_norm = strategy.step(next(batches))
-            run.log(step, loss, grad_norm)
+            if run.end_step(loss, grad_norm):
+                break
 """
 
 import contextlib
@@ -70,27 +71,13 @@ class Run:
     def __enter__(self) -> "Run":
         self.progress.listen()
         self.loaders.enter_context(self.profiler)
+        self.record.begin_step()
         return self
 
-    def steps(self) -> Iterator[int]:
-        """The steps that are still to be done, counted from 0, until --steps or until a rank has been asked to stop.
-        Going on to the next one is collective: all ranks agree on stopping, and write their checkpoints."""
-        progress, record, every = self.progress, self.record, self.config.checkpoint_every
-        record.begin_step()
-        while not progress.complete:
-            yield progress.done
-            if record.logged != progress.done + 1:
-                raise RuntimeError(f"step {progress.done} was not logged: call run.log in every step")
-            progress.done += 1
-            if self.config.profile:
-                self.profiler.step()
-            stopping = progress.stops()
-            if stopping or progress.complete or (every and progress.done % every == 0):
-                record.write()
-                self.keeper.save(progress.done)
-                record.begin_step()
-            if stopping:
-                break
+    @property
+    def steps(self) -> range:
+        """The steps that are still to be done, counted from 0."""
+        return range(self.progress.done, self.config.steps)
 
     def batches(self, load=data.shard) -> Iterator[list]:
         """This rank's micro-batches from the next step on. `load(dataset, plan, start)` is how they are read; the time
@@ -102,9 +89,20 @@ class Run:
         """The learning rate of step `step`, counted from 0."""
         return learning_rate(self.config, step)
 
-    def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Note what a step gave."""
-        self.record.log(step, loss, grad_norm, self.learning_rate(step))
+    def end_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """Keep what a step gave, and write a checkpoint where one is due. True where any rank has been asked to stop.
+        Collective: the answer is the same on all ranks."""
+        progress, record, every = self.progress, self.record, self.config.checkpoint_every
+        record.log(progress.done, loss, grad_norm, self.learning_rate(progress.done))
+        progress.done += 1
+        if self.config.profile:
+            self.profiler.step()
+        stopping = progress.stops()
+        if stopping or progress.complete or (every and progress.done % every == 0):
+            record.write()
+            self.keeper.save(progress.done)
+            record.begin_step()
+        return stopping
 
     def __exit__(self, kind, error, traceback) -> None:
         self.record.close()

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from common import ROOT
 from common.lab.launch import ready_to_fork
-from common.run import Run
+from common.record import Record
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
 
@@ -175,14 +175,14 @@ def start(*arguments: str, nproc: int = 0, cwd: Path, **options) -> subprocess.P
 def hold_after(patch, step: int, file: Path) -> Path:
     """Let runs that are forked from here on wait after a step until there is this file; returns it. (With FULL=1 ranks
     of torchrun are no forks, and go on.)"""
-    log = Run.log
+    log = Record.log
 
-    def logged(run, number, *numbers):
-        log(run, number, *numbers)
+    def logged(record, number, *numbers):
+        log(record, number, *numbers)
         while number + 1 == step and not file.exists():
             time.sleep(0.01)
 
-    patch.setattr(Run, "log", logged)
+    patch.setattr(Record, "log", logged)
     return file
 
 

@@ -74,17 +74,15 @@ def loops(config, rounds: int) -> list[tuple[float, ...]]:
     mesh = make_mesh(config.axes)
     strategies = [config.strategy_class(task.make_model(), task.make_optimizer, config.setup(mesh)) for _ in range(2)]
     with Run(config, strategies[0], task) as run:
-        batches, steps = run.batches(), run.steps()
+        batches = run.batches()
         alone, batch = strategies[1], task.micro_batches(0, strategies[1])
         numbers = itertools.count()
 
         def in_the_loop():
             number = next(numbers)
             strategies[0].set_learning_rate(run.learning_rate(number))
-            run.log(number, *strategies[0].step(next(batches)))
-            next(steps, None)
+            run.end_step(*strategies[0].step(next(batches)))
 
-        next(steps)
         return take_turns([in_the_loop, lambda: alone.step(batch)[0].item(), bare_loop(config, task)], rounds)
 
 
@@ -95,13 +93,13 @@ def own_work(config, rounds: int) -> list[float]:
     strategy = config.strategy_class(task.make_model(), task.make_optimizer, config.setup(make_mesh(config.axes)))
     loss, seconds = torch.ones(()), []
     with Run(config, strategy, task) as run:
-        batches, steps = run.batches(), run.steps()
-        for number in iter(lambda: next(steps, None), None):
+        batches = run.batches()
+        for number in run.steps:
             seconds.append(time.thread_time())
             next(batches)
             strategy.set_learning_rate(run.learning_rate(number))
-            run.log(number, loss, loss)
-    seconds = [after - before for before, after in itertools.pairwise(seconds)]  # with what `steps` does, the vote
+            run.end_step(loss, loss)
+    seconds = [after - before for before, after in itertools.pairwise(seconds)]  # with the vote
     return [statistics.median(seconds[k * STEPS : (k + 1) * STEPS][SKIPPED:]) for k in range(rounds)]
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import manifest
 from common.checkpoint import Writer, whole_tensors
 from common.lab.launch import RankFailed, launch
-from common.run import Run
+from common.record import Record
 from common.run_dir import RunDirectory
 from tests.helpers import SMALL, configure, do_not_draw, metrics, numbers
 
@@ -111,7 +111,7 @@ def disturb(fault: Fault) -> None:
         return written
 
     Writer.write_data = writing  # type: ignore[method-assign]  # the hook is the point
-    before(Run, "log", "step")
+    before(Record, "log", "step")
     before(RunDirectory, "log", "metrics")
     before(manifest, "seal", "manifest")
     before(manifest, "sync", "moved", lambda path: not path.name.startswith(".") and path.name != manifest.MANIFEST)

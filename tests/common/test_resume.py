@@ -17,6 +17,7 @@ from common.config import shared
 from common.keeper import Keeper
 from common.lab.launch import RankFailed, launch, ready_to_fork
 from common.ranks import process_group
+from common.record import Record
 from common.run import INTERRUPTED, Run
 from course.strategies import load
 
@@ -124,13 +125,13 @@ TINY = SMALL | {"layers": 1, "width": 16, "batch_size": 4, "checkpoint_every": 1
 
 def steps_begun(config) -> list[int]:
     """Train; after how many steps each run began."""
-    begins, steps = [], Run.steps
+    begins, enter = [], Run.__enter__
 
     def noted(run):
         begins.append(run.progress.done)
-        return steps(run)
+        return enter(run)
 
-    Run.steps = noted
+    Run.__enter__ = noted
     train([config])
     return begins
 
@@ -169,21 +170,21 @@ def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(tmp_path):
 
 def signalled(config, number: int, rank: int) -> tuple[int, list[int]]:
     """Train; one rank gets a signal in its second step. Returns the exit code and the steps done on this rank."""
-    done, log = [], Run.log
+    done, log = [], Record.log
 
-    def logged(run, step, *numbers):
-        log(run, step, *numbers)
+    def logged(record, step, *numbers):
+        log(record, step, *numbers)
         done.append(step + 1)
         if step == 1 and torch.distributed.get_rank() == rank:
             os.kill(os.getpid(), number)
 
-    Run.log = logged
+    Record.log = logged
     try:
         train([config])
     except SystemExit as leaving:
         return leaving.code, done
     finally:
-        Run.log = log
+        Record.log = log
     return 0, done
 
 

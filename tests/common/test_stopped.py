@@ -22,6 +22,7 @@ from hypothesis import strategies as some
 from common import ROOT, checkpoint, generate, manifest, run_dir, runs
 from common.errors import INTERRUPTED, UserError
 from common.lab.launch import free_port
+from common.record import Record
 from common.run import Run
 from course.ddp.loading import LOADING
 from course.strategies import STRATEGIES
@@ -96,10 +97,10 @@ def prepared() -> None:
 
 def disturbed(folder: Path, kind: str, when: int) -> None:
     """Called in a process that is about to train: how it will be stopped; or it counts its changes of files."""
-    log = Run.log
+    log = Record.log
 
-    def stopped(run, step, *numbers):
-        log(run, step, *numbers)
+    def stopped(record, step, *numbers):
+        log(record, step, *numbers)
         if step + 1 == when:
             os.kill(os.getpid(), signal.SIGTERM if when % 2 else signal.SIGINT)
 
@@ -108,7 +109,7 @@ def disturbed(folder: Path, kind: str, when: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if kind == "signal":
-        Run.log = stopped
+        Record.log = stopped
     elif kind == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (when, when))
     elif kind == "kill":

@@ -21,7 +21,8 @@ from helpers import FULL, TEXT, configure, impatient, metrics, numbers, train
 from common import manifest
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
-from common.run import INTERRUPTED, Run
+from common.record import Record
+from common.run import INTERRUPTED
 from course.ddp.loading import WORKERS
 
 IMAGES = {"task": "images", "batch_size": 12, "checkpoint_every": 0, "steps": 2, "optimizer": "sgd", "lr": 0.02}
@@ -129,11 +130,11 @@ def test_a_torchrun_that_is_killed_leaves_no_rank_behind(tmp_path):
 
 def stops_answering(config) -> None:
     """Train; rank 1 is stopped after the third step, and only then rank 0 loses its patience."""
-    log, process = Run.log, torch.tensor(os.getpid())
+    log, process = Record.log, torch.tensor(os.getpid())
     dist.broadcast(process, src=1)
 
-    def logged(run, step, *numbers):
-        log(run, step, *numbers)
+    def logged(record, step, *numbers):
+        log(record, step, *numbers)
         if step == 2 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         if step == 2:
@@ -141,7 +142,7 @@ def stops_answering(config) -> None:
                 time.sleep(0.01)
             impatient(1.0)
 
-    Run.log = logged
+    Record.log = logged
     train([config])
 
 

@@ -15,7 +15,7 @@ from common.lab.launch import launch
 from common.learning_rate import learning_rate
 from common.meter import operations, peak, peak_memory
 from common.model import GPT
-from common.run import Run
+from common.record import Record
 from common.sample import sample
 
 
@@ -42,15 +42,15 @@ TEXT = SMALL | {"steps": 3, "checkpoint_every": 0}
 
 def observed(configs) -> list[tuple]:
     """On a rank: train; of each run AdamW's numbers and what it clips to."""
-    seen, log = [], Run.log
+    seen, log = [], Record.log
 
-    def look(run, step, loss, grad_norm):
+    def look(record, step, *numbers):
         if step == 0:
-            group = run.strategy.optimizer.param_groups[0]
-            seen.append((group["betas"], group["weight_decay"], run.strategy.max_norm))
-        log(run, step, loss, grad_norm)
+            group = record.strategy.optimizer.param_groups[0]
+            seen.append((group["betas"], group["weight_decay"], record.strategy.max_norm))
+        log(record, step, *numbers)
 
-    Run.log = look
+    Record.log = look
     train(configs)
     return seen
 

@@ -37,10 +37,10 @@ def observe(configs, looks):
     observations = []
     for config, look in zip(configs, looks, strict=True):
         seen = {}
-        original = Run.log, Run.batches
+        original = Run.end_step, Run.batches
 
-        def log(run, step, loss, grad_norm, seen=seen, original=original, look=look):
-            original[0](run, step, loss, grad_norm)
+        def end_step(run, loss, grad_norm, seen=seen, original=original, look=look):
+            step, stopping = run.progress.done, original[0](run, loss, grad_norm)
             if not step:
                 seen["looked"] = look(run, seen)
                 seen["rates"] = []
@@ -50,6 +50,7 @@ def observe(configs, looks):
                 seen["optimizer"] = type(optimizer).__name__, told
             seen["rates"].append(run.strategy.optimizer.param_groups[0]["lr"])
             seen["steps"].append(step)
+            return stopping
 
         def batches(run, *load, seen=seen, original=original):
             seen["load"] = load[0].__name__ if load else "shard"
@@ -64,11 +65,11 @@ def observe(configs, looks):
             run.strategy.step = counted
             return original[1](run, *load)
 
-        Run.log, Run.batches = log, batches
+        Run.end_step, Run.batches = end_step, batches
         try:
             config.main(config)
         finally:
-            Run.log, Run.batches = original
+            Run.end_step, Run.batches = original
         observations.append(seen)
     return observations
 

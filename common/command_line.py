@@ -417,6 +417,8 @@ def convert(where: str, value, item):
             raise ValueError
         if item.type is int and float(value) != int(value):
             raise ValueError
+        if "\0" in str(value):  # no file can have such a name
+            raise ValueError
         value = item.type(value)
     except (ValueError, TypeError, OverflowError):  # of a word, a date, infinity
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}

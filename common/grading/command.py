@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 from pathlib import Path
 
 from common import ROOT
@@ -101,11 +102,11 @@ def read(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.export and not options.csv:
         raise UserError("--export belongs to --csv: add it, with --submission FOLDER")
     for option, folder in (("--pages", options.pages), ("--export", options.export)):
-        if folder and folder.exists() and not folder.is_dir():
+        if folder and os.path.exists(folder) and not os.path.isdir(folder):  # a name that cannot be is none, too
             raise UserError(f"{option} {folder}: there is a file of this name; name a folder")
     if not 1 <= options.time_limit <= 86_400:
         raise UserError(f"--time-limit {options.time_limit:g}: give seconds, from 1 to 86400")
-    if options.submission and not options.submission.exists():
+    if options.submission and not os.path.exists(options.submission):
         raise UserError(f"--submission {options.submission}: no such file or folder")
     if options.submission and options.submission.is_dir() and not options.csv:
         raise UserError("a folder of submissions is graded with --csv")

@@ -15,6 +15,7 @@ from helpers import begun, configure, refused
 
 from common import ROOT, check, generate, runs
 from common.own import load_weights, named
+from common.questions import tally
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -127,6 +128,7 @@ YAML = {
     "steps:": "steps None",
     "text: [a, b]": "text ['a',",
     "text:": "text None",
+    r'run-dir: "a\0b"': "run-dir a\\x00b",
     "optimizer: adam": "optimizer adam sgd",
     "model: 3": "model --help",
     "- steps": "batch-size: 32",
@@ -200,6 +202,12 @@ NAMED = {
     **{f"{command} run --out PLACE/a.png": lambda line: runs.main(line.split()) for command in ("plot", "export")},
     "compare run PLACE": lambda line: runs.main(line.split()),
     "PLACE --length 3": lambda line: generate.main(line.split()),
+    "--submission PLACE": lambda line: check.main(line.split()),
+    **{
+        f"--csv --unprotected --submission file --{option} PLACE": lambda line: check.main(line.split())
+        for option in ("pages", "export")
+    },
+    "questions PLACE": lambda line: tally([Path(line.split()[1])]),
     "PLACE": lambda line: load_weights(torch.nn.Linear(1, 1), line),
     "PLACE.py:model": lambda line: named(line),
 }

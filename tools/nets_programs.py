@@ -24,7 +24,7 @@ from common.lab.equality import TOLERANCE, difference
 from common.lab.guard import CheckCollectives
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
-from tools.nets import PATIENCE, Row, Watched, first_call, norms_alarm, the_collective, watched
+from tools.nets_rows import PATIENCE, Row, Watched, first_call, norms_alarm, the_collective, watched
 
 FAULTY = {  # chapter: (what is wrong, what is right and its exercise, how many ranks)
     "intro": ("training_as_it_was", "repaired_training", 2),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from course.ddp import by_hand
 from course.ddp.by_hand import DDPByHand
-from tools.nets import Row, strategy_rows
+from tools.nets_rows import Row, strategy_rows
 
 
 class Two(by_hand.Reducer):

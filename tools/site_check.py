@@ -12,7 +12,6 @@ is well, 1 with a line for each fault, 2 where there is no browser, and nothing 
 import argparse
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urlparse
 
 from common.lab.site import served
+from tools.site_browser import a_browser_is_there, chromium, pages_of, violations
+from tools.site_live import live_pages
 
 AT_MOST = 500  # kB of a page with all that is its own, beside the runtime
 
@@ -46,11 +47,6 @@ class Page(HTMLParser):
             self.faults.append(f"a picture without alternative text: {found.get('src', '')[:40]}")
 
 
-def pages_of(folder: Path) -> list[Path]:
-    """All pages of the site; the theme keeps templates among its static files."""
-    return [path for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts]
-
-
 def broken_links(folder: Path) -> list[str]:
     """A line for each link within the site that leads nowhere, and for each picture without a text."""
     pages = {path: Page(path.read_text()) for path in pages_of(folder)}
@@ -70,32 +66,12 @@ def broken_links(folder: Path) -> list[str]:
     return sorted(set(found))
 
 
-def chromium() -> str | None:
-    """The system's; None: the one that `playwright install chromium` fetches."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-def a_browser_is_there() -> bool:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        return bool(chromium()) or Path(playwright.chromium.executable_path).exists()
-
-
 def weight(path: Path) -> int:
     """Bytes of a page and of the pictures that a browser loads with it. What all pages share stands in _static, and a
     picture with loading="lazy" comes when it is looked at."""
     text = path.read_text()
     sources = re.findall(r'<img (?![^>]*loading="lazy")[^>]*src="([^":]+)"', text)
     return len(text.encode()) + sum((path.parent / unquote(source)).stat().st_size for source in {*sources})
-
-
-def violations(page: Any) -> list[dict]:
-    """What axe-core finds that keeps somebody from reading or using the page."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(page, options={"resultTypes": ["violations"], "preload": False}).response["violations"]
-    return [one for one in found if one["impact"] in ("serious", "critical")]
 
 
 def seen(page: Any, name: str) -> list[str]:
@@ -195,8 +171,6 @@ def seen_in_a_browser(folder: Path, only: str = "") -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    from tools.site_live import live_pages
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="pages in whose names this is, and no live ones")

@@ -24,7 +24,7 @@ from common.lab.site import served
 from course.pipeline import game, schedules
 from planner import hardware, models
 from tools import site_cells
-from tools.site_check import chromium, pages_of, violations
+from tools.site_browser import chromium, pages_of, violations
 
 DIGITS = 1e-6
 AT_MOST = 500_000  # bytes of a page with all that is its own, beside the runtime

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from forks import torchrun
 from helpers import metrics, refused
+from planner_cases import say, say_json
 
 from common import ROOT
 from common.constants import GIB
 from planner import emit, models, search
-from planner.__main__ import main
 from planner.emit import Emitted
 from planner.estimate import Estimate, estimate
 from planner.hardware import cluster
@@ -55,7 +55,7 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
 
 
 def test_a_job_in_another_folder_starts_the_courses_own_script(tmp_path):
-    main(["emit", "--format", "slurm", *TOY.split(), "--gpus", "2", "--batch-size", "8", "--out", str(tmp_path)])
+    say(f"emit --format slurm {TOY} --gpus 2 --batch-size 8 --out {tmp_path}")
     job = shlex.split((tmp_path / "job.sbatch").read_text(), comments=True)
     assert str(ROOT / "distributed_training.py") in job and "distributed_training.py" not in job
 
@@ -75,15 +75,9 @@ LLAMA = "--model llama-3-8b --gpu h100-80gb --batch-size 64 --sequence 4096 --re
 TOY = "--layers 2 --width 32 --heads 4 --vocabulary 256 --sequence 16 --precision float32 --gpu cpu --gpus-per-node 2"
 
 
-def say(capsys, tool: str, line: str) -> dict:
-    main(["emit", "--json", "--format", tool, *line.split()])
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_best_layout_is_taken_and_trains(capsys, tmp_path):
+def test_the_best_layout_is_taken_and_trains(tmp_path):
     """What the command line starts, started: torchrun, two ranks, gloo."""
-    main(["emit", "--format", "torchrun", "--out", str(tmp_path), *TOY.split(), "--gpus", "2", "--batch-size", "8"])
-    *_, command = capsys.readouterr().out.splitlines()
+    *_, command = say(f"emit --format torchrun --out {tmp_path} {TOY} --gpus 2 --batch-size 8").splitlines()
     words = shlex.split(command)
     assert words[:3] == ["cd", str(tmp_path), "&&"] and str(ROOT / "distributed_training.py") in words
     words = words[3:]
@@ -99,26 +93,24 @@ def test_the_best_layout_is_taken_and_trains(capsys, tmp_path):
     assert len(metrics(tmp_path / "run")) == 2
 
 
-def test_what_is_emitted_is_what_is_planned(capsys):
+def test_what_is_emitted_is_what_is_planned():
     """Where the tool can express it; else it is said what is taken instead. A V100 computes in fp16."""
     base = "--model opt-1.3b --gpus 4 --batch-size 16 --sequence 512"
-    main(["plan", *f"{base} --gpu v100 --json".split()])
-    (first, *_) = json.loads(capsys.readouterr().out)
+    (first, *_) = say_json(f"plan {base} --gpu v100")
     assert first["precision"] == "fp16-mixed"
-    settings = json.loads(say(capsys, "deepspeed", f"{base} --gpu v100")["files"]["deepspeed.json"])
+    settings = json.loads(say_json(f"emit --format deepspeed {base} --gpu v100")["files"]["deepspeed.json"])
     assert settings["zero_optimization"]["stage"] == first["zero_stage"] and settings["fp16"] == {"enabled": True}
     assert settings["train_micro_batch_size_per_gpu"] == first["micro_batch"]
-    main(["emit", "--format", "accelerate", *base.split(), "--gpu", "v100", "--max-memory-gb", "7"])
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "--format" in line]
+    said = say(f"emit --format accelerate {base} --gpu v100 --max-memory-gb 7")
+    (note,) = [line for line in said.splitlines() if "--format" in line]
     best = search.plan(models.find("opt-1.3b"), cluster("v100", 4), 16, 512, "fp16-mixed", 7.0)[0].estimate.layout
     assert best.describe() in note, "what is planned, and not emitted"
 
 
 @pytest.mark.parametrize("tool", ["megatron", "nanotron"])
-def test_what_is_emitted_for_a_framework_is_predicted_for_it(tool, capsys):
-    line, sizes = f"{LLAMA} --gpus 8 --mesh data=4,tensor=2 --max-memory-gb 900".split(), {}
-    for framework in (tool, "torch"):
-        main(["estimate", *line, "--framework", framework, "--json"])
-        sizes[framework] = f"{json.loads(capsys.readouterr().out)['memory_gib']:.1f} GiB"
-    main(["emit", "--format", tool, *line])
-    assert sizes[tool] in capsys.readouterr().out.partition("---")[0] and sizes[tool] != sizes["torch"]
+def test_what_is_emitted_for_a_framework_is_predicted_for_it(tool):
+    line = f"{LLAMA} --gpus 8 --mesh data=4,tensor=2 --max-memory-gb 900"
+    ours, other = (
+        f"{say_json(f'estimate {line} --framework {name}')['memory_gib']:.1f} GiB" for name in (tool, "torch")
+    )
+    assert ours in say(f"emit --format {tool} {line}").partition("---")[0] and ours != other

@@ -8,19 +8,18 @@ import re
 import pytest
 from helpers import refused
 from other_tools import MEGATRON, NANOTRON, QWEN
+from planner_cases import refusal, say, say_json
 
 from planner import explain_file, models, published, read_config
-from planner.__main__ import main
 from planner.estimate import estimate
 from planner.hardware import cluster
 from planner.layout import make_layout
 
 
-def test_files_of_other_tools(tmp_path, capsys):
+def test_files_of_other_tools(tmp_path):
     """Sizes of models are those of their papers; readers of Megatron-LM are what is left of the GPUs."""
     (tmp_path / "run.sh").write_text(MEGATRON)
-    main(["explain", str(tmp_path / "run.sh"), "--gpu", "a100", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = say_json(f"explain {tmp_path / 'run.sh'} --gpu a100")
     assert found["gpus"] == 256 and found["mesh"]["shard"] == 2 and found["zero_stage"] == 1
     assert found["micro_batches"] == 768 and found["precision"] == "bf16-mixed" and found["recompute"] == "attention"
     assert any("--sequence-parallel" in risk for risk in found["risks"]), "which the file does not have"
@@ -28,8 +27,7 @@ def test_files_of_other_tools(tmp_path, capsys):
     assert model.parameters == pytest.approx(175e9, rel=0.01)
 
     (tmp_path / "run.yaml").write_text(NANOTRON)
-    main(["explain", str(tmp_path / "run.yaml"), "--gpu", "h100"])
-    said = capsys.readouterr().out
+    said = say(f"explain {tmp_path / 'run.yaml'} --gpu h100")
     assert not [number for number in ("64", "h100-80gb", "256", "4,096") if number not in said], "GPUs and batch"
     assert re.search(r"tensor +4 .*\b0 1 2 3\b", said) and re.search(r"shard +8 .*\b0 4 8 12 16 20 24 28\b", said)
     assert re.search(r"rank 1\b.*\b12 layers.*head", said), "who holds what"
@@ -42,8 +40,7 @@ def test_files_of_other_tools(tmp_path, capsys):
         (tmp_path / "nested.json").write_text(json.dumps({name: within, "tie_word_embeddings": False} | QWEN))
         both = (read_config.read(str(tmp_path / f"{file}.json")).model for file in ("nested", "config"))
         assert len({*both}) == 1, "what stands outside wins"
-    main(["explain", str(tmp_path / "config.json"), "--gpu", "rtx-4090", "--gpus", "2", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = say_json(f"explain {tmp_path / 'config.json'} --gpu rtx-4090 --gpus 2")
     assert found["fits"] == "no" and "memory" in found["risks"][0]
 
 
@@ -79,10 +76,8 @@ def test_what_is_wrong_is_named(tmp_path, name, text, words):
         read_config.read(str(file))
 
 
-def test_what_a_file_does_not_say_is_asked_for(tmp_path, capsys):
+def test_what_a_file_does_not_say_is_asked_for(tmp_path):
     (tmp_path / "zero.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
     for line, says in (("", "--model"), ("--model llama-7b", "--gpus"),
                        ("--model llama-7b --gpus 48", "--batch-size 64")):  # fmt: skip
-        with pytest.raises(SystemExit):
-            main(["explain", str(tmp_path / "zero.json"), "--gpu", "h100", *line.split()])
-        assert says in capsys.readouterr().err
+        assert says in refusal(f"explain {tmp_path / 'zero.json'} --gpu h100 {line}")

@@ -1,15 +1,15 @@
 """Time on machines that fail, against a simulation and published logs; GPUs compared by time, money and energy."""
 
 import csv
-import json
 import math
 import random
 
 import pytest
+from planner_cases import refusal, say, say_json
 
 from common import ROOT
 from common.checkpoint_interval import lost
-from planner.__main__ import main, parser
+from planner.__main__ import parser
 from planner.goodput import available, goodput
 
 
@@ -57,13 +57,12 @@ def test_spares_are_enough_for_poissons_tail():
         assert few.spares == found.spares, "and how many are needed is said as well"
 
 
-def test_every_option_counts_in_its_unit(capsys):
+def test_every_option_counts_in_its_unit():
     usual = {"gpus": 1024, "failures": 1e-4, "checkpoint-seconds": 30, "restart-minutes": 10, "interval-minutes": 20,
              "repair-hours": 24, "spares": 2, "tokens": 1e12, "tokens-per-second": 1e6}  # fmt: skip
 
     def said(**more) -> dict:
-        main(["goodput", "--json", *(f"--{name}={value}" for name, value in (usual | more).items())])
-        return json.loads(capsys.readouterr().out)
+        return say_json(" ".join(["goodput", *(f"--{name}={value}" for name, value in (usual | more).items())]))
 
     expected = goodput(1024, 1e-4, 30, 600, 1200, 86400, 2)
     assert said() == vars(expected) | {"wall_seconds": pytest.approx(1e6 / expected.share)}
@@ -72,25 +71,21 @@ def test_every_option_counts_in_its_unit(capsys):
     assert not [name for name, value in usual.items() if said(**{name: 2 * value}) == said()]
 
 
-def test_gpus_are_compared_for_a_job(capsys):
+def test_gpus_are_compared_for_a_job():
     job = "plan --model llama-3.2-1b --gpus 2 --batch-size 4 --sequence 1024"
-    main([*job.split(), "--json", "--price", "h100=4", "a100=1"])
-    found = {one["gpu"]: one for one in json.loads(capsys.readouterr().out)}
+    found = {one["gpu"]: one for one in say_json(f"{job} --price h100=4 a100=1")}
     a100, h100 = found["a100-80gb"], found["h100-80gb"]
     assert a100["dollars"] == pytest.approx(2 * 1e9 / a100["tokens_per_second"] / 3600)
     assert h100["dollars"] / a100["dollars"] == pytest.approx(4 * h100["step_seconds"] / a100["step_seconds"])
     assert h100["kilowatt_hours"] == pytest.approx(0.7 * 2 * 1e9 / h100["tokens_per_second"] / 3600)
     assert found["v100-32gb"]["precision"] == "fp16-mixed"
-    large = job.replace("llama-3.2-1b --gpus 2", "llama-2-13b --gpus 1").split()
-    main([*large, "--json"])
-    without = {one["gpu"]: one["why"] for one in json.loads(capsys.readouterr().out) if "step_seconds" not in one}
+    large = job.replace("llama-3.2-1b --gpus 2", "llama-2-13b --gpus 1")
+    without = {one["gpu"]: one["why"] for one in say_json(large) if "step_seconds" not in one}
     for gpu in [*without][:2]:
-        with pytest.raises(SystemExit):
-            main([*large, "--gpu", gpu])
-        assert capsys.readouterr().err == f"error: {without[gpu]}\n", "as a plan for this GPU alone says"
+        assert refusal(f"{large} --gpu {gpu}") == f"error: {without[gpu]}\n", "as a plan for this GPU alone says"
     assert 2 <= len(without) < len(found)
     for by, key in (("time", "step_seconds"), ("money", "dollars"), ("energy", "kilowatt_hours")):
-        main([*job.split(), "--price", "h100=4", "a100=1", "--by", by])
-        listed = [text.split()[0] for text in capsys.readouterr().out.splitlines() if text.split()[0] in found]
+        lines = say(f"{job} --price h100=4 a100=1 --by {by}").splitlines()
+        listed = [text.split()[0] for text in lines if text.split()[0] in found]
         known = sorted((one[key], name) for name, one in found.items() if one.get(key))
         assert listed[: len(known)] == [name for _, name in known], f"least {by} first, what has no number last"

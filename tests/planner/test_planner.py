@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from planner_cases import refusal, say, say_json
 
 from common import ROOT
 from planner import calibrate, hardware, memory, models, scope, search
-from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.estimate import estimate
 from planner.hardware import GPUS, NETWORKS, cluster
@@ -17,49 +17,41 @@ from planner.layer_time import of_layer
 from planner.layout import Layout, make_layout
 
 
-def say(capsys, line: str):
-    main(line.split())
-    return capsys.readouterr().out
-
-
-def test_the_layout_outside_of_what_was_checked_is_named(capsys):
+def test_the_layout_outside_of_what_was_checked_is_named():
     line = "estimate --model mixtral-8x7b --gpu b200 --gpus 8 --mesh expert=8 --zero-stage 0 --batch-size 64"
-    found = json.loads(say(capsys, line + " --sequence 4096 --json"))
-    (reason,) = found["out_of_scope"]
-    assert "experts" in reason and reason in say(capsys, line + " --sequence 4096"), "in the table of text as well"
-    line = "estimate --model llama-3-8b --gpu h100 --gpus 8 --mesh shard=8 --batch-size 64 --json"
-    assert json.loads(say(capsys, line))["out_of_scope"] == []
+    (reason,) = say_json(f"{line} --sequence 4096")["out_of_scope"]
+    assert "experts" in reason and reason in say(f"{line} --sequence 4096"), "in the table of text as well"
+    line = "estimate --model llama-3-8b --gpu h100 --gpus 8 --mesh shard=8 --batch-size 64"
+    assert say_json(line)["out_of_scope"] == []
 
 
 PLAN = "plan --model llama-7b --gpus 8 --gpu h100-80gb --batch-size 512 --sequence 4096"
 
 
-def test_plan_prints_layouts_the_best_first(capsys):
-    out = say(capsys, PLAN + " --explain --count 3")
-    found = json.loads(say(capsys, PLAN + " --json --count 3"))
+def test_a_plan_has_the_best_first_and_is_what_estimate_says(tmp_path):
+    picture = tmp_path / "plan.png"
+    out = say(f"{PLAN} --explain --count 3 --plot {picture}")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    best, *others = found = say_json(f"{PLAN} --count 3")
     shown = ["llama-7b", "6.74", "h100-80gb", *(one["nearest_alternative"] for one in found)]
     assert not [words for words in shown if words not in out], out
-    assert "Rajbhandari et al. 2020" in out and f"{found[0]['parameters']:,}" in out, "explained, with sources"
-    others = [one["step_seconds"] for one in found[1:] if one["trusted"]]
-    assert others == sorted(others) and (found[0]["preferred"] or found[0]["step_seconds"] <= others[0])
+    assert "Rajbhandari et al. 2020" in out and f"{best['parameters']:,}" in out, "explained, with sources"
+    seconds = [one["step_seconds"] for one in others if one["trusted"]]
+    assert seconds == sorted(seconds) and (best["preferred"] or best["step_seconds"] <= seconds[0])
+    mesh = ",".join(f"{axis}={size}" for axis, size in best["mesh"].items())
+    line = f"estimate {PLAN[5:]} --mesh {mesh} --zero-stage {best['zero_stage']} --recompute {best['recompute']}"
+    again = say_json(f"{line} --micro-batch {best['micro_batch']}")
+    assert again == {key: value for key, value in best.items() if key not in ("nearest_alternative", "preferred")}
 
 
-def test_less_memory_gives_a_layout_that_needs_less(capsys):
-    at = {gib: json.loads(say(capsys, f"{PLAN} --json --count 3 --max-memory-gb {gib}")) for gib in (79, 40, 24)}
+def test_less_memory_gives_a_layout_that_needs_less():
+    at = {gib: say_json(f"{PLAN} --count 3 --max-memory-gb {gib}") for gib in (79, 40, 24)}
     fastest = [min(one["step_seconds"] for one in plan) for plan in at.values()]
     assert fastest == sorted(fastest) and fastest[0] < fastest[-1]
     assert all(one["memory_gib"] <= gib for gib, plan in at.items() for one in plan)
 
 
-def test_a_plan_is_what_estimate_says_of_its_layout(capsys):
-    best = json.loads(say(capsys, PLAN + " --json --count 1"))[0]
-    mesh = ",".join(f"{axis}={size}" for axis, size in best["mesh"].items())
-    line = f"estimate {PLAN[5:]} --json --mesh {mesh} --zero-stage {best['zero_stage']} --recompute {best['recompute']}"
-    again = json.loads(say(capsys, f"{line} --micro-batch {best['micro_batch']}"))
-    assert again == {key: value for key, value in best.items() if key not in ("nearest_alternative", "preferred")}
-
-
-def test_a_plan_of_few_layouts_is_the_best_of_all(capsys):
+def test_a_plan_of_few_layouts_is_the_best_of_all():
     """Every layout of 4 GPUs estimated in full: none that fits with the reserve is faster than all of the plan's. What
     it recommends first is the simplest of those that it cannot tell from the fastest."""
     model, gpus = models.find("gpt2-xl"), cluster("a100-40gb", 4)
@@ -172,13 +164,9 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_what_cannot_be_gets_one_line(capsys, line):
-    with pytest.raises(SystemExit) as end:
-        main(line.split())
-    captured = capsys.readouterr()
-    assert end.value.code == 2 and captured.out == ""
-    assert captured.err.startswith("error: ") and len(captured.err.splitlines()) == 1, captured.err
-    assert [word for word in WRONG[line].split() if word not in captured.err] == [], captured.err
+def test_what_cannot_be_gets_one_line(line):
+    said = refusal(line)
+    assert [word for word in WRONG[line].split() if word not in said] == [], said
 
 
 def test_the_planner_starts_without_torch():
@@ -188,16 +176,16 @@ def test_the_planner_starts_without_torch():
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
-def test_calibrate_measures_this_machine(capsys, tmp_path, monkeypatch):
+def test_calibrate_measures_this_machine(tmp_path, monkeypatch):
     """What it writes is the GPU "here" of a later command, whose work takes as long as its products say."""
     monkeypatch.setattr("planner.calibrate.SIDE", 256)
     monkeypatch.setattr("planner.calibrate.SIZES", (2**12, 2**16, 2**20))
     file = tmp_path / "here.json"
-    assert "written to" in say(capsys, f"calibrate --out {file} --ranks 2")
+    assert "written to" in say(f"calibrate --out {file} --ranks 2")
     measured = json.loads(file.read_text())["here"]
     assert min(measured["peak"] / 1e9, measured["hbm"] / 1e8, measured["link"] / 1e6) > 0.1
     line = f"estimate --layers 2 --width 64 --heads 4 --vocabulary 256 --gpus 2 --batch-size 8 --constants {file}"
-    found = json.loads(say(capsys, f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32 --json"))
+    found = say_json(f"{line} --gpu here --mesh data=2 --sequence 64 --precision fp32")
     assert 0 < found["model_tflops_per_gpu"] * 1e12 < measured["peak"] and found["gpu"] == "here", "of this machine"
 
 
@@ -209,12 +197,6 @@ def test_a_calibrated_block_takes_as_long_as_it_took():
     layout = Layout((("data", 1),), 8, 8, 128, fused=False, precision="float32", sequence_parallel=False)
     one = of_layer(models.course_gpt(1, 128, 4, 128), gpu, layout, False, constants)
     assert one.forward + one.backward == pytest.approx(0.05), "seconds of the block that was measured, by the planner"
-
-
-def test_a_plan_has_a_picture(capsys, tmp_path):
-    file = tmp_path / "plan.png"
-    say(capsys, f"{PLAN} --count 2 --plot {file}")
-    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
 
 
 def test_calibrate_takes_what_is_usual_among_ranks(monkeypatch, tmp_path):
@@ -259,9 +241,9 @@ def test_the_optimizers_of_a_node_share_the_hosts_memory():
         assert (one.expected == float("inf")) == (8 * host[one.layout] > node.host_memory), one.layout.describe()
 
 
-def test_what_has_a_name_is_listed_with_its_source(capsys):
-    out = say(capsys, "models")
+def test_what_has_a_name_is_listed_with_its_source():
+    out = say("models")
     assert all(name in out for name in models.MODELS) and all(one.source in out for one in models.MODELS.values())
-    out = say(capsys, "hardware")
+    out = say("hardware")
     assert all(name in out for name in [*GPUS, *NETWORKS]) and all(gpu.source in out for gpu in GPUS.values())
-    assert len(json.loads(say(capsys, "models --json"))) == len(models.MODELS)
+    assert len(say_json("models")) == len(models.MODELS)

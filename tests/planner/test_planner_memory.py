@@ -1,19 +1,18 @@
 """What the planner says of memory: ZeRO's table cell by cell, published formulas of activations, known models."""
 
-import json
 import re
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from planner_cases import refusal, say_json
 
 from common.constants import GIB
 from common.errors import UserError
 from common.model import GPT, Block
 from course.fsdp.formulas import layer_bytes, score_bytes
 from planner import any_module, constants, memory, models, published
-from planner.__main__ import main
 from planner.constants import PRIOR
 from planner.hardware import find_gpu
 from planner.layout import Layout
@@ -189,7 +188,7 @@ def linear():
     return torch.nn.Linear(1000, 1000, bias=False), (torch.randn(8, 1000),)
 
 
-def test_any_module_is_measured(capsys, tmp_path):
+def test_any_module_is_measured(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n"
@@ -206,9 +205,8 @@ def test_any_module_is_measured(capsys, tmp_path):
         "class Long(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('one line\\nand another')\n"
         "def long():\n    return Long(1, 1), (torch.randn(1),)\n"
     )
-    line = "--gpu h100-80gb --gpus 2 --precision fp32 --json"
-    main(["measure", f"{file}:model", *line.split()])
-    said = json.loads(capsys.readouterr().out)
+    line = "--gpu h100-80gb --gpus 2 --precision fp32"
+    said = say_json(f"measure {file}:model {line}")
     assert (said["parameters"], said["largest"]) == (4_000_000, 1_000_000), "of four layers, and of one"
     assert said["kept"] == 4 * 4 * 8 * 1000, "each of four layers keeps its input"
     assert said["flops"] == 2 * 8 * 1_000_000 * (4 + 4 + 3), "the first layer's input needs no gradient"
@@ -229,10 +227,7 @@ def test_any_module_is_measured(capsys, tmp_path):
         (f"{file}:alone", "(module, inputs)"),
         (f"{file}:asks", "DataDependentOutputException: aten._local_scalar_dense.default"),
     ):
-        with pytest.raises(SystemExit):
-            main(["measure", what, *line.split()])
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and says in said and said.count("\n") == 1, f"what is said of {what}: {said}"
+        assert says in refusal(f"measure {what} {line}"), what
 
 
 def test_inputs_are_a_tensor_or_several_in_order_or_by_name():

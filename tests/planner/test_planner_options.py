@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from helpers import refused
+from planner_cases import say
 
 from planner import __main__ as commands
 from planner import constants, search
-from planner.__main__ import cluster_of, main, model_of, named, read
+from planner.__main__ import cluster_of, model_of, named, read
 from planner.constants import PRIOR
 
 ESTIMATE = "estimate --model llama-2-7b --gpus 8 --gpu h100-80gb --batch-size 64"
@@ -58,12 +59,11 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
     assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
 
 
-def test_every_file_is_written(capsys, tmp_path):
+def test_every_file_is_written(tmp_path):
     folder = tmp_path / "new" / "folder"
     for _ in range(2):  # the second time it is there
-        main(f"emit --format slurm --out {folder} --mesh data=8 {ESTIMATE[9:]} --max-memory-gb 900".split())
+        out = say(f"emit --format slurm --out {folder} --mesh data=8 {ESTIMATE[9:]} --max-memory-gb 900")
         assert {file.name for file in folder.iterdir()} == {"job.sbatch", "course.yaml"}
-        out = capsys.readouterr().out
         assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
 
 

@@ -8,12 +8,13 @@ import re
 
 import numpy as np
 import pytest
+from planner_cases import say, say_json
 from test_planner_numbers import stored
 
 from common.axes import AXES
 from common.constants import GIB
 from planner import explain_file, hardware, models, output, read_config, scoreboard
-from planner.__main__ import main, named, parser, read
+from planner.__main__ import named, parser, read
 from planner.estimate import Estimate, estimate
 from planner.explain import lines
 from planner.layout import make_layout
@@ -42,7 +43,7 @@ def line(case: dict) -> str:
         "_", "-")  # fmt: skip
 
 
-def test_a_command_line_is_the_layout_of_its_options(capsys):
+def test_a_command_line_is_the_layout_of_its_options():
     for number, case in enumerate(CASES):
         command = ("estimate", "probe --seconds 1")[number % 2]
         assert named(read(f"{command} {line(case)}".split())) == of(case), line(case)
@@ -77,11 +78,6 @@ def unsaid(text: str, found, known: tuple = ()) -> list[str]:
     return wrong
 
 
-def say(capsys, words: str) -> str:
-    main(words.split())
-    return capsys.readouterr().out
-
-
 PRINTED = {  # and what else there is to say, of the command or always
     "plan --model llama-2-7b --gpu h100 --gpus 8 --batch-size 64": (64, 2048),
     "plan --model llama-3.2-1b --gpus 2 --batch-size 8 --sequence 1024": (10, 2025),
@@ -92,9 +88,8 @@ PRINTED = {  # and what else there is to say, of the command or always
 
 
 @pytest.mark.parametrize("command", PRINTED)
-def test_what_is_printed_is_what_json_has(capsys, command):
-    found = json.loads(say(capsys, f"{command} --json"))
-    assert unsaid(say(capsys, command), found, (*range(1, 6), *PRINTED[command])) == []
+def test_what_is_printed_is_what_json_has(command):
+    assert unsaid(say(command), say_json(command), (*range(1, 6), *PRINTED[command])) == []
 
 
 def test_a_scoreboard_prints_its_scores():
@@ -199,7 +194,7 @@ FILE = """[model]\nname = "llama3"\nflavor = "8B"\n[activation_checkpoint]\nmode
 [training]\nlocal_batch_size = 2\nglobal_batch_size = 64\nseq_len = 2048\n[compile]\nenable = true\n"""
 
 
-def test_an_option_of_explain_wins_over_the_file(tmp_path, capsys):
+def test_an_option_of_explain_wins_over_the_file(tmp_path):
     """What it says then is what `estimate` says of that layout, for every option that there is."""
     (tmp_path / "slow.json").write_text('{"constants": {"alpha_link": 0.001}}')
     (tmp_path / "run.toml").write_text(FILE)
@@ -215,11 +210,9 @@ def test_an_option_of_explain_wins_over_the_file(tmp_path, capsys):
         more = {"gpus-per-node": 4, "gpus": 16} if name in ("network", "adapters") else {}  # several nodes
         words = {"gpu": "h100", "gpus": 8} | more | {name: value}
         told = said | more | {name: value}
-        one, two = (json.loads(say(capsys, " ".join([command, "--json", *(f"--{n} {v}" for n, v in all_.items())])))
+        one, two = (say_json(" ".join([command, *(f"--{n} {v}" for n, v in all_.items())])) | {"notes": []}
                     for command, all_ in ((f"explain {tmp_path / 'run.toml'}", words), (
                         f"estimate --mesh shard={told['gpus']} --fused-loss yes", told)))  # fmt: skip
-        assert {key: one[key] for key in two if key != "notes"} == {key: two[key] for key in two if key != "notes"}, (
-            name
-        )
-        found[name, value] = one | {"notes": [], "risks": []}
+        assert {key: one[key] for key in two} == two, name
+        found[name, value] = one | {"risks": []}
     assert len({json.dumps(one) for one in found.values()}) == len(found), "each changes something"

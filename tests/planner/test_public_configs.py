@@ -1,4 +1,4 @@
-"""42 public configurations of six engines: `explain` reads each as what its authors wrote, and `emit` leads back.
+"""42 public configurations of six engines: `explain` reads each as what its authors wrote.
 
 public_configs.json has of each file the settings that say how it trains (with source, commit and licence), what is
 given with it on the command line, and what it means, written down by hand.
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import refused
+from planner_cases import say_json
 
 from common.errors import UserError
 from planner import emit, explain_file, models, read_config
-from planner.__main__ import main
 from planner.hardware import cluster
 
 PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
@@ -57,12 +57,11 @@ def test_a_public_file_is_read_as_it_is_meant(one, tmp_path):
     assert {name: getattr(layout, name) for name in says} == says
 
 
-# What of a layout both files say, and explain reads.
-def test_a_file_that_names_another_one_needs_it(tmp_path, capsys):
+def test_a_file_that_names_another_one_needs_it(tmp_path):
     one = next(one for one in PUBLIC if "deepspeed_config_file" in json.dumps(one["values"]))
     file = written(one, tmp_path)
-    main(["explain", str(file), "--gpu", "h100", "--model", "gpt2", "--batch-size", "16", "--json"])
-    assert json.loads(capsys.readouterr().out)["zero_stage"] == 1, "the stage is that of the file beside it"
+    said = say_json(f"explain {file} --gpu h100 --model gpt2 --batch-size 16")
+    assert said["zero_stage"] == 1, "the stage is that of the file beside it"
     beside = tmp_path / "deepspeed_config_templates/zero_stage1_config.json"
     beside.write_text(json.dumps({"x": 10**400}))
     with refused(file.name, "x", "too large"):

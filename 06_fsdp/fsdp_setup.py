@@ -136,9 +136,10 @@ def average(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def require_memory_options(config, axes: dict[str, int]) -> None:
     """Raise UserError for --offload, --find-batch-size and --memory-budget that exclude each other, or that this
-    machine cannot have. `axes`: the sizes of the mesh."""
+    machine cannot have, as far as the run is on this machine: a dry run may be for another. `axes`: the sizes of the
+    mesh."""
     options = config.options
-    if isinstance(options, Offload) and options.offload:
+    if isinstance(options, Offload) and options.offload and not config.dry_run:
         require_host_memory(config, axes)
     if not isinstance(options, Budget):
         return

@@ -67,13 +67,8 @@ def test_a_message_costs_what_it_adds_to_the_work_before(monkeypatch):
 
 def test_a_crowded_block_is_the_mean_of_those_that_ran(monkeypatch):
     """`block` runs two, one to warm up; each takes 0.3 seconds here."""
-    now = [0.0]
-
-    def block(device, times):
-        now[0] += 0.3 * (1 + times)
-
-    monkeypatch.setattr(calibrate, "block", block)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(calibrate, "block", lambda device, times: clock.wait(0.3 * (1 + times)))
     monkeypatch.setattr(dist, "barrier", lambda: None)
     assert calibrate.crowded_block() == pytest.approx(0.3), "seconds of a block"
 

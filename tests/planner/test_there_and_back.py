@@ -2,6 +2,7 @@
 `planner explain` reads the same; or the tool lacks something, which is said in one line that names it.
 """
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -57,9 +58,7 @@ def drawn(source: random.Random, tool: str) -> Estimate:
     mesh = dict.fromkeys(AXES, 1)
     for axis in source.choices(axes if source.random() < 0.9 else AXES, k=source.choice([0, 1, 1, 2, 2, 3])):
         mesh[axis] = source.choice([2, 2, 4])
-    gpus = 1
-    for size in mesh.values():
-        gpus *= size
+    gpus = math.prod(mesh.values())
     some = {name: [value for value in every if str(value if isinstance(value, str) else name) in values] for name, every
             in SOME.items()} if source.random() < 0.8 else SOME  # fmt: skip
     kinds = [name for name, every in some.items() if every]
@@ -146,7 +145,7 @@ def asked(one: Estimate, tool: str) -> dict:
 @pytest.mark.parametrize("tool", emit.FORMATS)
 def test_it_means_what_was_asked_for(tool, tmp_path):
     found = [(one, files) for one, files in draw(tool) if not isinstance(files, UserError)]
-    for number, (one, files) in enumerate(found):
+    for number, (one, files) in enumerate(found[:: 4 if tool == "slurm" else 1]):  # whose settings are torchrun's
         folder = tmp_path / str(number)
         folder.mkdir()
         for name, text in files.files.items():

@@ -29,10 +29,6 @@ def require(config, axes: dict[str, int]) -> None:
     axes: their sizes; ranks along other axes than "pipeline" are replicas, and each reads its own slice of a batch
     """
     chosen, replicas = config.options, axes.get("data", 1) * axes.get("shard", 1)
-    stages = len(simulator.placement(chosen.build(axes.get("pipeline", 1))))
-    split.require_spec(chosen.split_spec, config.layers, stages)
-    if chosen.recompute == "selective":
-        raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
     parts = replicas * config.accumulation_steps * chosen.microbatches
     if config.batch_size % parts:
         nearest = max(1, round(config.batch_size / parts)) * parts
@@ -41,6 +37,10 @@ def require(config, axes: dict[str, int]) -> None:
             f"{config.accumulation_steps} x --microbatches {chosen.microbatches} = {parts}; the nearest that does is "
             f"{nearest}"
         )
+    stages = len(simulator.placement(chosen.build(axes.get("pipeline", 1))))
+    split.require_spec(chosen.split_spec, config.layers, stages)
+    if chosen.recompute == "selective":
+        raise UserError("--recompute selective: a pipeline's stages compute all again, or nothing; take full or none")
 
 
 def require_divisible(inputs, microbatches: int) -> None:

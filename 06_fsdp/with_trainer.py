@@ -140,7 +140,7 @@ def main(config):
         task = make_task(config)
         mesh = make_mesh(config.axes, ranks.device.type)
         strategy = FSDPWithTrainer(config.setup(mesh))
-        check_batch(config, strategy)
+        check_batch(config, strategy.data_size)
         strategy.model = model = task.make_model()
         broadcast_module(model, axis(mesh, "shard").group, torch.device("cpu"))
         blocks = sorted({type(block).__name__ for block in blocks_of(model)})  # each of these is gathered by itself

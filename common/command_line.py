@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from common import ROOT, stored
 from common.axes import AXES, in_order, parse_axes, parse_order, resolve
 from common.config import Config, check, check_alone, check_combinations, check_launch, check_values, shared
+from common.constants import MOST_RANKS
 from common.did_you_mean import did_you_mean, nearest_option
 from common.errors import Parser, UserError
 from common.launcher import environment
@@ -227,6 +228,8 @@ def axes_of(config: Config) -> dict[str, int]:
     kind, size = config.entry.declared(config.implementation), environment()[1]
     if config.dry_run and size == 1 and "=" in config.mesh:  # nobody has to be started
         size = math.prod(parse_axes(config.mesh).values())
+        if size > MOST_RANKS:
+            raise UserError(f"--mesh {config.mesh}: at most {MOST_RANKS} ranks, got {size}: no cluster has more")
     preset, allowed = kind.preset, kind.axes or tuple(kind.preset)
     order = parse_order(config.mesh_order)
     numbers = re.fullmatch(r"(\d+)x(\d+)", config.mesh)

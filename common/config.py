@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from common.axes import AXES
-from common.constants import BEFORE_PROFILE, MOST_LAYERS, MOST_WRITTEN, PRECISIONS
+from common.constants import BEFORE_PROFILE, MOST_LAYERS, MOST_WIDTH, MOST_WRITTEN, PRECISIONS
 from common.did_you_mean import did_you_mean
 from common.errors import UserError
 from common.installed import missing
@@ -53,7 +53,10 @@ class Config:
     device: str = option("auto", "auto: CUDA where each process has a GPU, else the CPU", ("auto", "cpu", "cuda"))
     check_collectives: bool = option(False, "compare each collective across the ranks before it starts")
     debug_server: int = option(
-        0, "port on which rank 0 shows where all ranks are, in a browser, for who can reach it; 0: none", at_least=0
+        0,
+        "port on which rank 0 shows where all ranks are, in a browser, for who can reach it; 0: none",
+        at_least=0,
+        at_most=65535,
     )
     timeout: float = option(300.0, "seconds that a rank waits for the others in a collective")
     steps: int = option(250, "optimizer steps", at_least=1)
@@ -81,9 +84,9 @@ class Config:
     log_every: int = option(10, "steps between the lines that rank 0 prints", at_least=1)
     profile: int = option(0, "steps that torch.profiler records on each rank, after ten others", at_least=0)
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run directory")
-    sample: int = option(0, "bytes that the model writes before and after training", at_least=0)
-    layers: int = option(4, "the GPT's blocks", identity=True, at_least=1)
-    width: int = option(128, "the GPT's activations per token", identity=True, at_least=1)
+    sample: int = option(0, "bytes that the model writes before and after training", at_least=0, at_most=MOST_WRITTEN)
+    layers: int = option(4, "the GPT's blocks", identity=True, at_least=1, at_most=MOST_LAYERS)
+    width: int = option(128, "the GPT's activations per token", identity=True, at_least=1, at_most=MOST_WIDTH)
     heads: int = option(4, "the GPT's attention heads; they divide the width", identity=True, at_least=1)
     precision: str = option("fp32", "of the forward pass", PRECISIONS)
     tf32: bool = option(False, "on GPUs, round what float32 products multiply to TF32")
@@ -93,7 +96,9 @@ class Config:
         bare="inductor",
         takes="BACKEND",
     )
-    seed: int = option(0, "of the initial weights and of the order of the data", identity=True, at_least=0)
+    seed: int = option(
+        0, "of the initial weights and of the order of the data", identity=True, at_least=0, at_most=2**31 - 1
+    )
     optimizer: str = option("adamw", "which one", ("sgd", "adamw"), identity=True)
     lr: float = option(2e-3, "learning rate, reached after a linear warm-up", identity=True)
     warmup_steps: int = option(20, "steps of the warm-up", identity=True, at_least=0)
@@ -208,9 +213,11 @@ def check_values(config: Config) -> None:
     values = [(item, getattr(config, item.name)) for item in shared()]
     values += [(item, getattr(config.options, item.name)) for item in fields(config.options)]
     for item, value in values:
-        least = item.metadata["at_least"]
+        least, most = item.metadata["at_least"], item.metadata["at_most"]
         if least is not None and value < least:
             raise UserError(f"{flag(item.name)} must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise UserError(f"{flag(item.name)} must be at most {most}, got {value}")
         if item.metadata["choices"] and value not in item.metadata["choices"]:
             choices, given = ", ".join(item.metadata["choices"]), reprlib.repr(value)  # a file's may be very long
             raise UserError(f"{flag(item.name)}: expected one of {choices}, got {given}")
@@ -219,12 +226,6 @@ def check_values(config: Config) -> None:
         raise UserError(f"--task {config.task}: expected text, images, or a FILE.py of yours; {hint}".rstrip("; "))
     if is_own(config.task) and not os.path.isfile(file_of(config.task)):
         raise UserError(f"--task {config.task}: there is no such file")
-    if config.sample > MOST_WRITTEN:
-        raise UserError(f"--sample must be at most {MOST_WRITTEN}, got {config.sample}: each byte is a forward pass")
-    if config.layers > MOST_LAYERS:
-        raise UserError(f"--layers must be at most {MOST_LAYERS}, got {config.layers}: no model has more")
-    if config.seed >= 2**31:
-        raise UserError(f"--seed must be at most {2**31 - 1}, got {config.seed}")
     if not 0 < config.lr < float("inf"):
         raise UserError(f"--lr must be a positive number, got {config.lr}")
     if not config.max_norm > 0:

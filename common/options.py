@@ -6,18 +6,33 @@ LATEST = "latest"  # what --resume means without a value
 
 
 def option(
-    default, help: str, choices: tuple = (), identity: bool = False, at_least=None, bare: str = "", takes: str = ""
+    default,
+    help: str,
+    choices: tuple = (),
+    identity: bool = False,
+    at_least=None,
+    at_most=None,
+    bare: str = "",
+    takes: str = "",
 ):
     """A dataclass field that is an option: `batch_size: int = option(32, "examples")` is --batch-size on the command
     line and batch-size in a YAML file.
 
     choices:  the values that are allowed; () for all
     identity: it defines the numbers of a run, so a resumed run has to keep it
-    at_least: the smallest number that is allowed
+    at_least: the smallest number that is allowed; at_most: the largest
     bare:     what it means where it is given without a value, as --resume may be
     takes:    what stands for its value in --help (default: the type)
     """
-    about = {"help": help, "choices": choices, "identity": identity, "at_least": at_least, "bare": bare, "takes": takes}
+    about = {
+        "help": help,
+        "choices": choices,
+        "identity": identity,
+        "at_least": at_least,
+        "at_most": at_most,
+        "bare": bare,
+        "takes": takes,
+    }
     return field(default=default, metadata=about)
 
 

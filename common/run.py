@@ -49,7 +49,7 @@ class Run:
     """
 
     def __init__(self, config: Config, strategy: Strategy, task: Task):
-        check_batch(config, strategy)
+        check_batch(config, strategy.data_size)
         require_precision(strategy.device, config.precision)
         if config.compile:
             compile_blocks(strategy.model, config.compile)

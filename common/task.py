@@ -125,18 +125,18 @@ def make_dataset(config: Config) -> data.Text | data.Images:
     return data.torchvision_images(config.dataset, config.data_dir, config.download)
 
 
-def check_batch(config: Config, strategy: Strategy) -> None:
-    """Raise UserError where the global batch cannot be cut into equal micro-batches."""
-    parts = strategy.data_size * config.accumulation_steps
+def check_batch(config: Config, data_size: int) -> None:
+    """Raise UserError where the global batch cannot be cut into equal micro-batches of `data_size` slices."""
+    parts = data_size * config.accumulation_steps
     if config.batch_size < parts:
         raise UserError(
-            f"--batch-size {config.batch_size} is not one example for each of {strategy.data_size} data-parallel "
+            f"--batch-size {config.batch_size} is not one example for each of {data_size} data-parallel "
             f"rank(s) x {config.accumulation_steps} micro-batch(es) = {parts}; "
             f"make it {parts} or a multiple, or start fewer ranks"
         )
     if config.batch_size % parts:
         nearest = round(config.batch_size / parts) * parts
         raise UserError(
-            f"--batch-size {config.batch_size} does not divide by {strategy.data_size} data-parallel rank(s) x "
+            f"--batch-size {config.batch_size} does not divide by {data_size} data-parallel rank(s) x "
             f"{config.accumulation_steps} micro-batch(es) = {parts}; the nearest that does is {nearest}"
         )

@@ -63,6 +63,7 @@ class Forecast:
 
 def forecast(config: Config, ranks) -> dict[int, Forecast]:
     """What these ranks of the mesh would do. Raises UserError for data or a batch that cannot work."""
+    check_batch(config, readers(config))
     task, found = make_task(config), dict[int, Forecast]()
     for rank in tqdm([*ranks], desc="dry run", unit="rank", leave=False, disable=None):
         # A process for each: what `pretend` changes in PyTorch stays changed, and DTensor remembers a rank's groups.
@@ -84,6 +85,11 @@ def forecast(config: Config, ranks) -> dict[int, Forecast]:
             raise answer
         found[rank] = answer
     return found
+
+
+def readers(config: Config) -> int:
+    """How many ranks read different slices of each batch."""
+    return math.prod(number for name, number in config.axes.items() if name in config.strategy_class.data_axes)
 
 
 def repeat(stderr: IO[str]) -> None:
@@ -132,14 +138,12 @@ def forecast_of(config: Config, task: Task, rank: int) -> Forecast:
     size = math.prod(config.axes.values())
     in_a_pipeline = config.options.microbatches if isinstance(config.options, PipelineOptions) else 1
     micro_batches = config.accumulation_steps * in_a_pipeline
-    readers = math.prod(number for name, number in config.axes.items() if name in config.strategy_class.data_axes)
     assert not isinstance(task.dataset, OwnStream)  # the course's own data alone
     shapes = [(tensor.shape[1:], tensor.dtype) for tensor in task.dataset.batch(torch.zeros(1, dtype=torch.long))]
-    message = (max(1, config.batch_size // readers // micro_batches), config.context, config.width)
+    message = (max(1, config.batch_size // readers(config) // micro_batches), config.context, config.width)
     with pretend(config.axes, rank, size, 1, message) as (mesh, watch):
         model = task.make_model()
         strategy = config.strategy_class(model, task.make_optimizer, Setup(mesh, config.options))
-        check_batch(config, strategy)
         examples = config.batch_size // strategy.data_size
         each = examples // config.accumulation_steps
         for name in ("first", "second"):  # optimizers make their state in the first step

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from common.checkpoint_interval import daly, lost, young
 from common.errors import UserError
+from planner.hardware import require_gpus
 
 ENOUGH = 0.99  # of the time there should be a node for each that is needed
 
@@ -57,8 +58,7 @@ def goodput(gpus: int, failures: float, checkpoint: float, restart: float, inter
             repair: float = 0.0, spares: int | None = None) -> Goodput:  # fmt: skip
     """failures: per GPU and hour, each of which takes a node; checkpoint, restart, interval, repair: seconds. interval:
     Daly's where it is None; spares: nodes, as many as are needed where it is None. Raises UserError."""
-    if gpus < 1:
-        raise UserError(f"--gpus must be at least 1, not {gpus}")
+    require_gpus(gpus)
     rates = {"failures": failures, "checkpoint-seconds": checkpoint}
     for what, rate in rates.items():
         if not 0 < rate < math.inf:

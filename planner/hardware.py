@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import gpus as table
-from common.constants import GIB
+from common.constants import GIB, MOST_RANKS
 from common.errors import UserError
 from planner.names import lookup
 
@@ -147,13 +147,18 @@ def find_gpu(name: str) -> GPU:
     return lookup(name.lower(), GPUS, "GPU", ALIASES)
 
 
+def require_gpus(gpus: int) -> None:
+    """Raises UserError for a number of GPUs that no cluster has."""
+    if not 1 <= gpus <= MOST_RANKS:
+        raise UserError(f"--gpus must be at least 1 and at most {MOST_RANKS}, not {gpus}")
+
+
 def cluster(
     gpu: str | GPU, gpus: int, gpus_per_node: int | None = None, network: str | None = None, adapters: int | None = None
 ) -> Cluster:
     """The cluster of these names, or of a GPU that is in no table, such as this machine's. Raises UserError."""
     one = gpu if isinstance(gpu, GPU) else find_gpu(gpu)
-    if gpus < 1:
-        raise UserError(f"--gpus must be at least 1, not {gpus}")
+    require_gpus(gpus)
     per_node = one.gpus_per_node if gpus_per_node is None else gpus_per_node
     if per_node < 1:
         raise UserError(f"--gpus-per-node must be at least 1, not {per_node}")

@@ -34,8 +34,9 @@ class Choice:
 
 
 @lru_cache
-def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+def divisors(number: int, most: int) -> tuple[int, ...]:
+    """Those up to `most`."""
+    return tuple(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, precision: str,
@@ -48,20 +49,16 @@ def layouts(model: Model, cluster: Cluster, batch_size: int, sequence: int, prec
     gpus = cluster.gpus
     if cluster.gpu.processor:
         framework = "torch"  # as make_layout has it
-    for tensor in divisors(gpus):
-        if tensor > (1 if adapted.get("nf4") else cluster.gpus_per_node) or any(
-            number % tensor for number in cut_by_tensor(model).values()
-        ):
+    for tensor in divisors(gpus, 1 if adapted.get("nf4") else cluster.gpus_per_node):
+        if any(number % tensor for number in cut_by_tensor(model).values()):
             continue
-        for pipeline in divisors(gpus // tensor):
-            if pipeline > min(model.layers, LONGEST_PIPELINE):
-                continue
-            for context in divisors(gpus // tensor // pipeline):
-                if context > 1 and (sequence % (context * tensor) or sequence // context < KEPT_TOKENS):
+        for pipeline in divisors(gpus // tensor, min(model.layers, LONGEST_PIPELINE)):
+            for context in divisors(gpus // tensor // pipeline, max(1, sequence // KEPT_TOKENS)):
+                if context > 1 and sequence % (context * tensor):
                     continue
                 rest = gpus // tensor // pipeline // context
-                for expert in divisors(rest) if model.experts else (1,):
-                    if model.experts % expert if expert > 1 else False:
+                for expert in divisors(rest, max(1, model.experts)):
+                    if expert > 1 and model.experts % expert:
                         continue
                     readers = rest
                     if batch_size % readers:
@@ -202,7 +199,11 @@ def plan(
         found += candidates(model, cluster, batch_size, sequence, precision, constants, True, framework, adapted)
         fitting = fit_in(found)
     if not found:
-        sizes = (size for size in divisors(cluster.gpus) if any(layouts(model, cluster, size, sequence, precision)))
+        sizes = (
+            size
+            for size in divisors(cluster.gpus, cluster.gpus)
+            if any(layouts(model, cluster, size, sequence, precision))
+        )
         raise UserError(
             f"--batch-size {batch_size} does not divide over {cluster.gpus} GPUs in any layout; take a multiple of "
             f"{next(sizes)}"

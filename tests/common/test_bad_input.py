@@ -69,6 +69,8 @@ SCRIPTS = """
 --text= => --text empty
 --run-dir= => --run-dir empty
 --layers 100000 => --layers 100000 10000
+--debug-server 65536 => --debug-server 65536 65535
+--width 4000000000 => --width 4000000000 1000000
 --seed 2147483648 => --seed 2147483648 2147483647
 --timeout 0 => --timeout 0
 --lr inf => --lr inf
@@ -109,6 +111,8 @@ ddp => ddp
 --run-dir /proc/nowhere => --run-dir /proc/nowhere
 --strategy mesh --mesh expert=1 => --mesh expert=1 pipeline,
 --strategy hsdp --mesh 1x2 @4 => --mesh 1x2 data=1,shard=2
+--dry-run --mesh data=99999999 => --mesh data=99999999 1000000
+--strategy pipeline --microbatches 99999999999 => --batch-size --microbatches 99999999999
 --dry-run --mesh data=2 @4 => --mesh data=2 2 4
 --offload=yes => --offload single
 --strategy context --implementation magic => context --by-hand

@@ -72,8 +72,8 @@ def test_optimizers():
 )
 def test_a_batch_that_cannot_be_cut(batch, told):
     with refused(f"--batch-size {batch}", "2", "4", told):
-        check_batch(configure(batch_size=batch, accumulation_steps=2), SimpleNamespace(data_size=2))
-    check_batch(configure(batch_size=12, accumulation_steps=2), SimpleNamespace(data_size=2))
+        check_batch(configure(batch_size=batch, accumulation_steps=2), 2)
+    check_batch(configure(batch_size=12, accumulation_steps=2), 2)
 
 
 def test_more_examples_than_there_are_in_a_batch(tmp_path):

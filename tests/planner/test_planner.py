@@ -147,6 +147,8 @@ WRONG = {  # and words of the one line that is said of it: what is wrong, and wh
     f"{ESTIMATE.replace('estimate', 'emit')} --format accelerate --lora 8": "--lora with_qlora.py",
     f"{ESTIMATE} --precision nvfp4": "nvfp4 4-bit bf16-mixed",
     "goodput --gpus 8 --failures 0 --checkpoint-seconds 1": "--failures 0",
+    "goodput --gpus 99999999999999999999992 --failures 1 --checkpoint-seconds 1": "--gpus 1000000",
+    "plan --model gpt2 --gpu h100 --gpus 99999999999999999999992 --batch-size 8": "--gpus 1000000",
     "goodput --gpus 0 --failures 1 --checkpoint-seconds 1": "--gpus 1 0",
     "goodput --gpus 8 --failures 1 --checkpoint-seconds 1 --interval-minutes -1": "--interval-minutes -1",
     "goodput --gpus 8 --failures 1e-5 --checkpoint-seconds 1 --tokens 1e9": "--tokens --tokens-per-second",

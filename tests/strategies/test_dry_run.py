@@ -105,7 +105,7 @@ def test_a_rank_that_dies_is_named(monkeypatch):
     monkeypatch.setattr(dry_run, "send_forecast", lambda *_: os._exit(1))
     monkeypatch.setattr(dry_run, "make_task", lambda config: None)
     with pytest.raises(RuntimeError, match="rank 3"):
-        dry_run.forecast(None, [3])
+        dry_run.forecast(configure("--dry-run --mesh data=4 --batch-size 4", 4), [3])
 
 
 def test_of_many_ranks_the_first_and_the_last_are_looked_at(monkeypatch, capsys):

@@ -60,7 +60,9 @@ def finish(device):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Milliseconds for a step of DDP, on the slowest rank.")
+    parser = argparse.ArgumentParser(
+        description="Milliseconds for a step of DDP, on the slowest rank.", usage=argparse.SUPPRESS
+    )
     parser.add_argument("batch_size", type=int, help="examples on all ranks together")
     batch_size = parser.parse_args().batch_size
     # torchrun counts the processes of this node: LOCAL_RANK picks the GPU. (RANK counts those of all nodes.)

@@ -7,12 +7,12 @@ interchangeable, so what counts is how many of them have come how far, which lea
 all. A position is given up where what is left of one rank's work, or of one micro-batch's way, is longer than the time.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from common.errors import Parser
 from course.pipeline.game import LEVELS, STORED, Level
 from course.pipeline.schedules import Action, Schedule
 
@@ -160,7 +160,7 @@ def lists_of(search: Search, position: Position, units) -> Schedule:
 
 
 def main() -> None:
-    argparse.ArgumentParser("python -m course.pipeline.fastest", description=__doc__.partition("\n")[0]).parse_args()
+    Parser("python -m course.pipeline.fastest", description=__doc__.partition("\n")[0]).asked()
     found: dict[str, Any] = {}
     for game in LEVELS:
         par, lists = fastest(game)

@@ -22,6 +22,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
+    def asked(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The options of a program that refuses nothing else: it ends here, in one line, where they are wrong."""
+        with one_line_errors():
+            return self.parse_args(argv)
+
 
 @contextmanager
 def writing(path):

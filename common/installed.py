@@ -36,12 +36,13 @@ def on_interrupt(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def at_start() -> None:
+def at_start(packages: tuple[str, ...] = PACKAGES, file: str = "requirements.txt") -> None:
     """What a program calls before it imports anything else: it ends here, in one line, where a package is missing.
+    `file` lists the packages.
 
     From here on, Ctrl-C while the other packages are imported, which takes seconds, ends it in one line as well.
     """
     sys.excepthook = on_interrupt
-    if problem := missing():
+    if problem := missing(packages, file):
         print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)

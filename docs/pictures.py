@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from common import ROOT
+from common.errors import Parser
 from common.lab import plotting
 from course.pipeline import lab
 
@@ -90,6 +91,7 @@ def losses(runs: dict[str, list[float]]):
 
 
 if __name__ == "__main__":
+    Parser(description=__doc__.splitlines()[0]).asked()  # it has no options
     save(schedules(), FOLDER / "schedules.gif")
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: train(strategy, Path(folder, strategy)) for name, strategy in RUNS.items()}

@@ -15,6 +15,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from common import installed
+
+if __name__ == "__main__":
+    installed.at_start(("transformers", "datasets"), "requirements-engines.txt")
+
 import common.vision  # noqa: F401  first: transformers imports torchvision
 from common import quiet_engines  # noqa: F401  engines say much that means nothing
 from common.errors import UserError, one_line_errors
@@ -182,6 +187,6 @@ if __name__ == "__main__":
             case ["save", weights, folder]:
                 save(weights, folder)
             case _:
-                sys.exit(
+                raise UserError(
                     "say make, or save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_llama.py"
                 )

@@ -12,9 +12,14 @@ The base is made from a configuration with random weights, so nothing is downloa
 
 import sys
 
+from common import installed
+
+if __name__ == "__main__":
+    installed.at_start(("transformers", "peft"), "requirements-engines.txt")
+
 import common.vision  # noqa: F401  first: peft imports torchvision
 from common import quiet_engines  # noqa: F401  engines say much that means nothing
-from common.errors import one_line_errors
+from common.errors import UserError, one_line_errors
 from common.own import load_weights
 
 # isort: split
@@ -95,4 +100,4 @@ if __name__ == "__main__":
             case ["save", weights, folder]:
                 save(weights, folder)
             case _:
-                sys.exit("say save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_vit.py")
+                raise UserError("say save WEIGHTS FOLDER; training is distributed_training.py --task docs/your_vit.py")

@@ -5,7 +5,6 @@ Every cell is a whole search, so the cells are stored in decision_map.csv; the p
     python -m planner.decision_map        search all cells anew, which takes minutes
 """
 
-import argparse
 import csv
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from common.constants import GIB
+from common.errors import Parser
 from common.lab import plotting
 from planner import hardware, models, search
 from planner.constants import Constants, load
@@ -132,7 +132,7 @@ def draw_rows(rows: dict[tuple[str, int], dict[str, str]], title: str, xlabel: s
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m planner.decision_map", description=__doc__.partition("\n")[0]).parse_args()
+    Parser(prog="python -m planner.decision_map", description=__doc__.partition("\n")[0]).asked()
     rows = [cell(model, gpus, network) for network in NETWORKS for model in MODELS for gpus in GPUS]
     names = dict.fromkeys(name for row in rows for name in row)
     with open(STORED, "w", newline="") as file:

@@ -31,7 +31,6 @@ many rounds it is of and the machine's load then, in processes that would like t
 machine are ratios still, but bubbles and milliseconds aren't what a quiet one has.
 """
 
-import argparse
 import csv
 import itertools
 import json
@@ -50,6 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from common import ROOT
+from common.errors import Parser
 from common.lab.launch import launch
 from common.mesh import make_mesh
 from common.model import cross_entropy
@@ -237,10 +237,10 @@ def start_up(rounds: int) -> list[tuple[float, float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", action="store_true", help="write the figures to tools/bench.csv")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how many of each (default {ROUNDS})")
-    options = parser.parse_args(argv)
+    options = parser.asked(argv)
     count = max(1, options.rounds)
     print(f"{count} rounds of {STEPS} steps, 2 ranks, {os.cpu_count()} cores, torch {torch.__version__}")
     figures = Figures(options.release)

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import ROOT, engine_files
+from common import ROOT, engine_files, installed
 from common.data import shard
+from common.errors import Parser
 from common.lab.launch import launch
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
@@ -190,15 +190,19 @@ PARTS = {
 
 def main() -> None:
     """Measure the parts that are named, by default all, and write them down beside those that are there."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[], metavar="PART", help=", ".join(PARTS))
+    parts = parser.asked().parts or PARTS
     file = ROOT / "06_fsdp" / "engines.json"
     stored = json.loads(file.read_text()) if file.exists() else {}
     stored["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
     stored["machine"] = f"{os.cpu_count()} cores, 2 ranks, gloo; {ROUNDS} rounds of {STEPS} steps"
-    for part in sys.argv[1:] or PARTS:
+    for part in parts:
         stored[part] = PARTS[part]()
         file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    installed.at_start(PACKAGES, "requirements-engines.txt")
     torch.set_num_threads(1)
     main()

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import ROOT
 from common.data import Plan, shard
-from common.errors import one_line_errors
+from common.errors import Parser, one_line_errors
 from common.lab.launch import launch
 from course.ddp.loading import dispatch
 
@@ -103,6 +103,7 @@ def train(folder: str) -> list[dict]:
 
 
 def main() -> int:
+    Parser(description=__doc__.splitlines()[0]).asked()  # it has no options
     rows, losses, before = [], {}, os.getloadavg()[0]  # of others: this program's own ranks are not there yet
     with tempfile.TemporaryDirectory() as folder:
         size = Jpegs(folder).make()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from slow_link import ADDRESSES, Link, missing
 
 from common import ROOT
+from common.errors import Parser
 from common.ranks import process_group
 
 SIZE = ["--layers=2", "--width=64", "--heads=4", "--context=64", "--batch-size=8", "--checkpoint-every=0"]
@@ -28,6 +29,7 @@ MEGABYTES = (1, 2, 4)
 
 
 def main() -> int:
+    Parser(description=__doc__.splitlines()[0]).asked()  # it has no options
     lacking = missing()
     if lacking:
         print(f"error: needs Linux, root, iproute2 and /dev/net/tun; missing: {lacking}", file=sys.stderr)

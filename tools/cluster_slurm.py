@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from common import ROOT
+from common.errors import Parser
 from common.lab.launch import free_port
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare")
@@ -54,6 +55,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 def main() -> int:
+    Parser(description=__doc__.splitlines()[0]).asked()  # it has no options
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing or not hasattr(os, "geteuid") or os.geteuid() != 0:
         print(

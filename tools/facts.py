@@ -21,6 +21,7 @@ from typing import Any
 from common import ROOT, check, cluster_check, questions, symptoms
 from common.axes import AXES
 from common.config import Config, shared
+from common.errors import Parser
 from common.options import flag
 from course.strategies import STRATEGIES
 
@@ -402,7 +403,9 @@ def left_to_write() -> Iterator[str]:
 
 
 def main(argv: list[str]) -> None:
-    checking, found = "--check" in argv, [*differing()]
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something differs")
+    checking, found = parser.asked(argv).check, [*differing()]
     for page, text, which in found:
         print(f"{page.relative_to(ROOT)}, {which}: {'run `make facts`' if checking else 'written anew'}")
         if not checking:

@@ -12,7 +12,6 @@ and those in which words of the old text stand. Since no change should matter, a
 once; for one that fails, halves of the changes are tried until it is known which of them it minds.
 """
 
-import argparse
 import ast
 import functools
 import re
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import Parser
 from tools.mutate import ROOT, copy_of_the_tree, files_of, run_tests, tests_of, warm_up
 
 
@@ -289,12 +289,12 @@ def verdicts(tree: Path, changes: list[Change], most: int, seconds: float) -> li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = Parser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", default="", help="changes of a kind or a file with this in its name")
     parser.add_argument("--list", action="store_true", help="show the changes, and whether their places are there")
     parser.add_argument("--most", type=int, default=8, help="test files of each sort for a change (default: 8)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a test file (default: 300)")
-    args = parser.parse_args()
+    args = parser.asked()
     chosen = [change for change in CHANGES if args.only in f"{change.kind} {change.file}"]
     if args.list:
         for change in chosen:

@@ -16,7 +16,6 @@ each function: the chapters' planted bugs look for text in these files and would
 anew for each mutant, which is 5 s for PyTorch alone, and each time runs one and the same command: all tests.
 """
 
-import argparse
 import ast
 import collections
 import contextlib
@@ -35,6 +34,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from common.errors import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("common", "course", "planner", "0*/by_hand*.py")
@@ -328,7 +329,7 @@ def page(rows: list[dict], seed: int, cheap: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = Parser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("places", nargs="*", default=list(FOLDERS), metavar="FILE or FOLDER")
     parser.add_argument("--sample", type=int, default=40, help="mutants (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
@@ -336,7 +337,7 @@ def main() -> int:
     parser.add_argument("--cheap", action="store_true", help="of files whose tests are small, first")
     parser.add_argument("--results", type=Path, help="a JSON line for each mutant; those in it are not run again")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    args = parser.parse_args()
+    args = parser.asked()
     every = [mutant for file in files_of(args.places) for mutant in mutants(file)]
     sample = random.Random(args.seed).sample(every, min(args.sample, len(every)))
     if args.cheap:

@@ -19,7 +19,6 @@ why). The rows of kind "right" are what the mistakes were planted in: what a net
 The seconds are processor time of all ranks, of one run each: a scale, no measurement.
 """
 
-import argparse
 import importlib
 import itertools
 import sys
@@ -28,6 +27,7 @@ from collections.abc import Iterator
 
 import torch
 
+from common.errors import Parser
 from common.lab.equality import NotEqual
 from common.lab.guard import CheckCollectives
 from common.lab.launch import RankFailed, launch
@@ -169,10 +169,10 @@ def all_rows(wanted: str = "") -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=[""], help="only rows of chapters and classes with these in names")
     parser.add_argument("--page", action="store_true", help="the page alone, of the rows that are there")
-    options = parser.parse_args()
+    options = parser.asked()
     sys.argv = sys.argv[:1]  # chapters' programs read the command line when they are imported
     if not options.page:
         for row in itertools.chain.from_iterable(map(all_rows, options.rows)):

@@ -38,6 +38,11 @@ from unittest.mock import patch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from common import installed
+
+if __name__ == "__main__":
+    installed.at_start(("accelerate", "deepspeed", "transformers"), "requirements-engines.txt")
+
 import common.vision  # noqa: F401  first: transformers imports torchvision
 
 # isort: split
@@ -62,7 +67,7 @@ from transformers.trainer import Trainer
 
 from common import ROOT
 from common.command_line import parse
-from common.errors import UserError
+from common.errors import Parser, UserError
 from common.lab.launch import free_port, rank_variables, ready_to_fork
 from common.text_table import aligned
 from course.fsdp.with_accelerate import on_cpu
@@ -605,11 +610,11 @@ def train_all(kinds: dict, results: Results) -> Iterator[tuple[str, list[str], s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", metavar="FILE.json")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--sources", metavar="FOLDER")
-    args = parser.parse_args()
+    args = parser.asked()
     results, formats = Results(args.results), args.formats.split(",")
     sources = Path(args.sources).resolve() if args.sources else None
     table: dict[tuple[str, str], str] = {}

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import ROOT, per_rank
 from common.checkpoint import Saver, load
+from common.errors import Parser
 from common.lab import plotting
 from common.lab.launch import launch
 from common.mesh import axis, make_mesh
@@ -194,7 +195,9 @@ def drawn(real: dict, far: dict):
 
 
 def main(argv: list[str] | None = None) -> int:
-    most = int((argv or sys.argv[1:] or ["64"])[0])
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("most", type=int, nargs="?", default=64, help="ranks that are started, at most (default: 64)")
+    most = parser.asked(argv).most
     real, far = {}, {}
     for size in (size for size in REAL if size <= most):
         with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,6 @@ that `playwright install chromium` fetches. Then come the pages that are live (t
 is well, 1 with a line for each fault, 2 where there is no browser, and nothing was looked at.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag, urlparse
 
+from common import installed
+from common.errors import Parser
 from common.lab.site import served
 from tools.site_browser import a_browser_is_there, chromium, pages_of, violations
 from tools.site_live import live_pages
@@ -171,10 +172,10 @@ def seen_in_a_browser(folder: Path, only: str = "") -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="pages in whose names this is, and no live ones")
-    args = parser.parse_args(argv)
+    args = parser.asked(argv)
     folder = args.folder.resolve()
     if not a_browser_is_there():
         print(
@@ -189,4 +190,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    installed.at_start(("playwright", "axe_playwright_python"), "requirements-site.txt")
     sys.exit(main(sys.argv[1:]))

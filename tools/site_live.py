@@ -6,7 +6,6 @@ Random questions go through the page's own Python, as a click would send them, a
 is text or a whole number must be the same, other numbers to six digits. Exit code 1 with a line for each fault.
 """
 
-import argparse
 import json
 import math
 import random
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common import symptoms
+from common import installed, symptoms
+from common.errors import Parser
 from common.lab.site import served
 from course.pipeline import game, schedules
 from planner import hardware, models
@@ -303,16 +303,17 @@ def live_pages(folder: Path, inputs: int = 100, seed: int = 0, only: str = "") -
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--inputs", type=int, default=100, help="random questions, of which one in twenty is a search")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="pages in whose names this is")
-    args = parser.parse_args(argv)
+    args = parser.asked(argv)
     faults = live_pages(args.folder.resolve(), args.inputs, args.seed, args.only)
     print(*faults, f"live pages: {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 
 
 if __name__ == "__main__":
+    installed.at_start(("playwright", "axe_playwright_python"), "requirements-site.txt")
     sys.exit(main(sys.argv[1:]))

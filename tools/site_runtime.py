@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 
 from common import ROOT, symptoms
+from common.errors import Parser
 from tools import site_cells
 
 VERSION = "314.0.7"
@@ -109,7 +110,10 @@ def symptom_table(site: Path) -> int:
 
 
 def main(argv: list[str]) -> None:
-    static = Path(argv[0], "_static")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the site, as sphinx-build has made it")
+    folder = parser.asked(argv).folder
+    static = folder / "_static"
     runtime = static / "pyodide"
     runtime.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fetched(ROOT / "build")) as archive:
@@ -118,7 +122,7 @@ def main(argv: list[str]) -> None:
             assert content is not None  # the checksum says that it is there
             (runtime / name).write_bytes(content.read())
     weight = sum(path.stat().st_size for path in runtime.iterdir())
-    size, places = zipped(static / "course.zip"), symptom_table(Path(argv[0]))
+    size, places = zipped(static / "course.zip"), symptom_table(folder)
     print(f"live pages: Pyodide {VERSION}, {weight / 1e6:.1f} MB; the course's modules, tables {size / 1e3:.0f} kB; "
           f"symptoms, {places / 1e3:.0f} kB")  # fmt: skip
 

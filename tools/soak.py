@@ -8,7 +8,6 @@ which saves them three seconds of imports. But a fork doesn't end as Python does
 their own in every run. Exit code 0 when nothing failed.
 """
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import forks
 import psutil
 
+from common.errors import Parser
 from course.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +150,7 @@ def soak(name, runs, make_command, folder):
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it has no options
+    Parser(description=__doc__.splitlines()[0]).asked()  # it has no options
     print(f"{'':<80}{'runs':>5}{'failed':>8}")
     failed = 0
     for folder, options, ranks in rows():

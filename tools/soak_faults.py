@@ -9,7 +9,6 @@ that are left end, and the run is started again, as torchrun --max-restarts does
 the undisturbed one.
 """
 
-import argparse
 import errno
 import os
 import random
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from common import manifest
 from common.checkpoint import Writer, whole_tensors
+from common.errors import Parser
 from common.lab.launch import RankFailed, launch
 from common.record import Record
 from common.run_dir import RunDirectory
@@ -186,10 +186,10 @@ def soak(number: int, seed: int, runs: list[str] = RUNS, size: int = 2) -> tuple
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = parser.asked()
     hits, wrong = soak(asked.faults, asked.seed)
     print(", ".join(f"{kind}: {hits[kind]}" for kind in KINDS))
     print("\n".join([*wrong, f"{hits.total()} faults, {len(wrong)} wrong"]))

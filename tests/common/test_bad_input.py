@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import begun, configure, refused
+from forks import Fork
+from helpers import FULL, begun, configure, refused
 
 from common import ROOT, check, generate, runs
 from common.own import load_weights, named
@@ -250,3 +251,15 @@ def test_of_the_checker(line, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     with refused(*words.split()):
         check.main(line.split())
+
+
+PLACES = "tools/*.py", "docs/*.py", "0*/fastest.py", "0*/speed.py", "planner/decision*.py"
+EVERY = sorted(file for place in PLACES for file in ROOT.glob(place) if '__name__ == "__main__"' in file.read_text())
+WRITERS = [ROOT / "tools" / f"{name}.py" for name in ("bench_loading", "facts")]  # of what is committed
+
+
+@pytest.mark.parametrize("program", EVERY if FULL else WRITERS, ids=lambda file: file.stem)
+def test_of_programs_with_few_options(program, tmp_path):
+    process = Fork(program, "--unknown-option", cwd=tmp_path)
+    written, errors = process.communicate(timeout=120)
+    assert (process.returncode, written, len(errors.splitlines())) == (2, "", 1), errors

@@ -252,14 +252,18 @@ def axes_of(config: Config) -> dict[str, int]:
             f"--mesh {config.mesh}: strategy '{config.strategy}'{' by hand' if config.by_hand else ''} has {has}, not "
             f"'{foreign}'; {advice}"
         )
-    # Who names only some axes of a preset leaves the others to it; any other mesh is as it was named.
-    axes = resolve({**preset, **named} if set(named) < set(preset) else named, size)
+    axes = resolve(with_preset(named, preset), size)
     lacking = [name.strip() for name in config.mesh_order.split(",") if config.mesh_order and name.strip() not in axes]
     if lacking:
         raise UserError(
             f"--mesh-order {config.mesh_order}: this mesh has no axis '{lacking[0]}', but {', '.join(axes)}"
         )
     return in_order(axes, order)
+
+
+def with_preset(named: dict[str, int], preset: dict[str, int]) -> dict[str, int]:
+    """Who names only some axes of a preset leaves the others to it; any other mesh is as it was named."""
+    return {**preset, **named} if set(named) < set(preset) else named
 
 
 # --- the parser -----------------------------------------------------------------------------------------------

@@ -214,8 +214,8 @@ def check_values(config: Config) -> None:
     values += [(item, getattr(config.options, item.name)) for item in fields(config.options)]
     for item, value in values:
         least, most = item.metadata["at_least"], item.metadata["at_most"]
-        if least is not None and value < least:
-            raise UserError(f"{flag(item.name)} must be at least {least}, got {value}")
+        if least is not None and not least <= value < float("inf"):
+            raise UserError(f"{flag(item.name)} must be a number of at least {least}, got {value}")
         if most is not None and value > most:
             raise UserError(f"{flag(item.name)} must be at most {most}, got {value}")
         if item.metadata["choices"] and value not in item.metadata["choices"]:

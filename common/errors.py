@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -26,6 +27,17 @@ class Parser(argparse.ArgumentParser):
         """The options of a program that refuses nothing else: it ends here, in one line, where they are wrong."""
         with one_line_errors():
             return self.parse_args(argv)
+
+
+def finite(text: str) -> float:
+    """The type of an argparse option that is a number: nan and infinity are refused."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, not '{text}'")
+    return value
 
 
 @contextmanager

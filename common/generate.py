@@ -17,7 +17,7 @@ if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
 from common.constants import MOST_WRITTEN
-from common.errors import Parser, UserError, one_line_errors
+from common.errors import Parser, UserError, finite, one_line_errors
 from common.runs import History, checkpoint_of
 from common.stored import Settings
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("run", metavar="RUN")
     top.add_argument("--prompt", default="def ", help="what it goes on from (default: 'def ')")
     top.add_argument("--length", type=int, default=200, help="bytes that it writes (default: 200)")
-    top.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest byte (default: 0.8)")
+    top.add_argument("--temperature", type=finite, default=0.8, help="0: always the likeliest byte (default: 0.8)")
     top.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     top.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is whole)")
     return top

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     installed.at_start()  # first: without the packages, one line and not a traceback
 
 from common import manifest, stored
-from common.errors import Parser, UserError, one_line_errors
+from common.errors import Parser, UserError, finite, one_line_errors
 from common.installed import missing
 from common.lock import Lock
 from common.text_table import aligned
@@ -332,7 +332,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made["plot"].add_argument("--over", choices=("steps", "tokens", "seconds"), default="steps")
     made["plot"].add_argument("--out", type=Path, default=Path("runs.png"), help="the picture (default: runs.png)")
-    made["compare"].add_argument("--tolerance", type=float, default=1e-5, help="relative (default: 1e-5)")
+    made["compare"].add_argument("--tolerance", type=finite, default=1e-5, help="relative (default: 1e-5)")
     made["export"].add_argument("--safetensors", action="store_true", help="in this format, and not as torch.save does")
     made["export"].add_argument("--step", type=int, help="of which checkpoint (default: the newest that is whole)")
     made["export"].add_argument("--out", type=Path, help="the file (default: in the run's folder)")

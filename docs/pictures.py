@@ -3,7 +3,7 @@
     python docs/pictures.py
 
 schedules.gif  three schedules of one training step on four ranks, as the simulator of chapter 05 times them
-losses.png     the losses of four real runs, each on four ranks and spread in another way; takes some minutes
+losses.png     the losses of five runs, on one process and in four ways on four ranks; takes some minutes
 """
 
 import json

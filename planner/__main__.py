@@ -19,7 +19,7 @@ from common import ROOT
 from common.axes import parse_axes, resolve
 from common.constants import GIB
 from common.did_you_mean import did_you_mean
-from common.errors import UserError, one_line_errors, writing
+from common.errors import UserError, finite, one_line_errors, writing
 from planner import as_course, constants, hardware, models
 from planner.adapters import ON
 from planner.emit import COURSE, FORMATS, FRAMEWORK_OF, JOB, Emitted, emit, predicted
@@ -86,7 +86,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         add("--nf4", action="store_true", help="with --lora: the frozen linear layers are in 4 bits (QLoRA)")
         usual = None if name == "emit" else FRAMEWORK  # there it is the format's
         add("--framework", default=usual, help=f"whose memory and launches: {', '.join(FRAMEWORKS)}")
-        add("--max-memory-gb", type=float, help="GiB of a GPU that may be used, if not all")
+        add("--max-memory-gb", type=finite, help="GiB of a GPU that may be used, if not all")
         add("--constants", help="a file that calibrate wrote")
         if name == "probe":
             continue
@@ -104,7 +104,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     for name in ("estimate", "emit", "probe"):
         add_layout(subs[name].add_argument)
     add = subs["probe"].add_argument
-    add("--seconds", type=float, required=True, help="of a step of this layout, as you have measured it")
+    add("--seconds", type=finite, required=True, help="of a step of this layout, as you have measured it")
     add("--out", default="probe.json", metavar="FILE.json", help="for --constants; what stands there is added to")
     add = subs["scoreboard"].add_argument
     add("--runs", action="store_true", help="every run as well")
@@ -145,14 +145,14 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     add("--json", action="store_true")
     add = subs["goodput"].add_argument
     add("--gpus", type=int, required=True)
-    add("--failures", type=float, required=True, help="of a GPU per hour, with its share of the node, as 1.5e-5")
-    add("--checkpoint-seconds", type=float, required=True, help="that training stands still for a checkpoint")
-    add("--restart-minutes", type=float, default=10, help="from a failure to the next step")
-    add("--interval-minutes", type=float, help="between checkpoints; by default the best, by Daly")
-    add("--repair-hours", type=float, default=24, help="that a failed node is away")
+    add("--failures", type=finite, required=True, help="of a GPU per hour, with its share of the node, as 1.5e-5")
+    add("--checkpoint-seconds", type=finite, required=True, help="that training stands still for a checkpoint")
+    add("--restart-minutes", type=finite, default=10, help="from a failure to the next step")
+    add("--interval-minutes", type=finite, help="between checkpoints; by default the best, by Daly")
+    add("--repair-hours", type=finite, default=24, help="that a failed node is away")
     add("--spares", type=int, help="nodes; by default as many as are needed")
-    add("--tokens", type=float, help="to train on, as 1e12; with --tokens-per-second of all GPUs, as `plan` says")
-    add("--tokens-per-second", type=float)
+    add("--tokens", type=finite, help="to train on, as 1e12; with --tokens-per-second of all GPUs, as `plan` says")
+    add("--tokens-per-second", type=finite)
     add("--json", action="store_true")
     add = subs["measure"].add_argument
     add("what", metavar="FILE.py:FUNCTION", help="the function returns (module, inputs of one GPU's micro-batch)")

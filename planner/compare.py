@@ -4,6 +4,7 @@ Prices are inputs: planner/prices.csv has some, each with its date and source, a
 of the GPUs alone at the power of their data sheets, an upper bound.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def prices(given: list[str]) -> dict[str, float]:
             found[gpu] = float(price)
         except ValueError:
             raise UserError(f"--price {text}: expected NAME=DOLLARS per GPU and hour, as h100=2.5") from None
-        if not found[gpu] > 0:
+        if not 0 < found[gpu] < math.inf:
             raise UserError(f"--price {text}: must be more than 0")
     return found
 

@@ -42,7 +42,7 @@ def layout_of(config: Config, model: Model, cluster: Cluster, given: dict) -> La
     readers = math.prod(mesh.get(axis, 1) for axis in ("data", "shard", "expert"))
     if "batch_size" not in fields:
         fields["batch_size"] = readers * (config.local or fields["micro_batch"])
-    if config.kind == "DeepSpeed" and "micro_batch" not in config.layout and "micro_batch" not in given:
+    if config.many and "micro_batch" not in {**config.layout, **given}:
         fields["micro_batch"] = max(1, fields["batch_size"] // readers // config.many)
     return make_layout(model, cluster, mesh, **fields)
 

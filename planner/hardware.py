@@ -167,7 +167,9 @@ def cluster(
     if 0 < one.cores < gpus:
         share = one.cores / gpus / one.crowding
         one = replace(one, peak=one.peak * share, hbm=one.hbm * share)
+    if adapters is not None and adapters < 1:
+        raise UserError(f"--adapters must be at least 1, not {adapters}")
     between = lookup(network or one.network, NETWORKS, "network")
     number = adapters or one.adapters or per_node
-    return Cluster(one, gpus, min(per_node, gpus), between.rate, max(1, number), name=network or one.network,
+    return Cluster(one, gpus, min(per_node, gpus), between.rate, number, name=network or one.network,
                    alpha=between.alpha)  # fmt: skip

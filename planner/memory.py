@@ -41,16 +41,17 @@ def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dro
     """Bytes per token that a layer keeps, on average over dense layers and mixtures."""
     gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
 
-    def keeps(mlp_width):
+    def keeps(mlp_width: int, copies: int) -> float:
+        """copies: experts that each token goes to."""
         args = (model.width, model.query, model.key, mlp_width, gated, dropout, kept, tensor, cut, itemsize)
         found = layer_bytes(*args)
-        if kept != "full" and model.moe_layers and mlp_width != model.hidden:
-            found += 2 * itemsize * model.top_k * model.width / tensor  # tokens at experts, as they come and go back
+        if kept != "full":
+            found += 2 * itemsize * copies * model.width / tensor  # tokens at experts, as they come and go back
         return found
 
     dense, moe = model.layers - model.moe_layers, model.moe_layers
-    total = dense * keeps(model.hidden) if dense else 0
-    total += moe * keeps((model.top_k + model.shared_experts) * model.expert_width) if moe else 0
+    total = dense * keeps(model.hidden, 0) if dense else 0
+    total += moe * keeps((model.top_k + model.shared_experts) * model.expert_width, model.top_k) if moe else 0
     scores = score_bytes(model.heads, sequence, dropout, tensor, itemsize) if not flash and kept == "none" else 0
     return total / model.layers + scores
 

@@ -8,12 +8,15 @@ doesn't say is left out, and comes from the command line.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from common.axes import parse_axes
+from common.command_line import by_mesh, find, implementation_of, with_preset
+from common.config import shared
 from common.errors import UserError
+from course.strategies import BY_AXES, STRATEGIES
 from planner import models
 from planner.emit import TITAN_SCHEDULES
 from planner.models import Model
@@ -31,7 +34,7 @@ class Config:
     mesh:   sizes of axes; -1 for what is left of the GPUs; "reading" is data or shard, whatever the stage says
     layout: fields of planner.layout.Layout
     local:  sequences of a rank and step that the file gives in place of the batch of all ranks
-    many:   micro-batches of a step that it gives in place of their size
+    many:   micro-batches of a step, where it gives these in place of their size
     notes:  what could not be read, or is a risk as it stands
     """
 
@@ -41,7 +44,7 @@ class Config:
     layout: dict[str, Any] = field(default_factory=dict)
     gpus: int | None = None
     local: int | None = None
-    many: int = 1
+    many: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -345,7 +348,7 @@ def deepspeed(table: dict) -> Config:
     local = layout["micro_batch"] * many if "micro_batch" in layout else None
     tensor = number(inner(table, "tensor_parallel"), "autotp_size", 1) or 1
     mesh = {"reading": -1} | ({"tensor": tensor} if tensor > 1 else {})
-    if "auto" in json.dumps(table):
+    if '"auto"' in json.dumps(table):
         notes.append("'auto' is filled in by the Trainer; give those values as options")
     return Config("DeepSpeed", None, mesh, layout, local=local, many=many, notes=notes)
 
@@ -418,24 +421,29 @@ def trainer(table: dict) -> Config:
 
 
 def course(table: dict) -> Config:
-    axes = parse_axes(str(table.get("mesh", "data=1")))
-    strategy = str(table.get("strategy", ""))
-    stage = {"zero1": 1, "zero2": 2}.get(strategy, 3 if axes.get("shard", 1) != 1 else 0)
-    batch = number(table, "batch-size", 16) or 16
-    many = number(table, "microbatches", number(table, "accumulation-steps", 1)) or 1
-    readers = axes.get("data", 1) * axes.get("shard", 1) * axes.get("expert", 1)
+    """What the file leaves out is what the command line takes where it is left out there."""
+    chosen = {name: table.get(name.replace("_", "-")) for name in ("strategy", "implementation", "by_hand")}
+    chosen["mesh"] = str(table.get("mesh", ""))
+    name = chosen["strategy"] or by_mesh(chosen, STRATEGIES, BY_AXES, None) or "ddp"
+    entry = find(STRATEGIES, name)
+    kind = entry.declared(implementation_of(name, entry, chosen))
+    table = {item.name.replace("_", "-"): item.default for item in (*shared(), *fields(kind.Options))} | table
+    axes = with_preset(parse_axes(chosen["mesh"]) if chosen["mesh"] else {}, kind.preset)
     kept, again = str(table.get("recompute", "none")), {"selective": "products"}  # as common/recompute.py has it
     layout = known(
-        zero_stage=stage, batch_size=batch, micro_batch=max(1, batch // (readers * many)),
-        sequence=number(table, "context", 64), recompute=again.get(kept, kept),
-        schedule=table.get("schedule"), stages_per_rank=number(table, "stages-per-rank"), offload=table.get("offload"),
-        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(str(table.get("precision", "fp32")), "float32"),
-        sequence_parallel=strategy == "sequence", framework="course", shard_context=False,
+        zero_stage={"zero1": 1, "zero2": 2}.get(name, 3 if axes.get("shard", 1) != 1 else 0),
+        batch_size=number(table, "batch-size"), sequence=number(table, "context"), recompute=again.get(kept, kept),
+        schedule=table.get("schedule"), offload=table.get("offload"),
+        stages_per_rank=number(table, "stages-per-rank") if table.get("stages-per-rank") else None,
+        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(str(table["precision"]), "float32"),
+        sequence_parallel=name == "sequence", framework="course", shard_context=False,
     )  # fmt: skip
-    layers, width, heads = (number(table, name, usual) or usual for name, usual in (
-        ("layers", 2), ("width", 64), ("heads", 4)))  # fmt: skip
-    model = models.course_gpt(layers, width, heads, layout["sequence"])
-    return Config("this course", model, dict(axes), layout)
+    model = models.course_gpt(*(number(table, what) or 1 for what in ("layers", "width", "heads", "context")))
+    if "experts" in table:
+        experts, top_k = (number(table, what) or 1 for what in ("experts", "top-k"))
+        model = replace(model, experts=experts, top_k=top_k, expert_width=model.hidden)
+    many = number(table, "microbatches" if "pipeline" in axes else "accumulation-steps")
+    return Config("this course", model if table["task"] == "text" else None, axes, layout, many=many)
 
 
 KINDS: tuple[tuple[Callable[[dict], bool], Callable[[dict], Config]], ...] = (

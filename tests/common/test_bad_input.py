@@ -85,6 +85,7 @@ SCRIPTS = """
 --optimizer sgd --beta2 0.9 => --beta2 --optimizer adamw
 --beta2 1 => --beta2 1
 --weight-decay -1 => --weight-decay -1
+--weight-decay nan => --weight-decay nan
 --optimizer sgd --weight-decay 0.2 => --weight-decay --optimizer adamw
 --warmup-steps -1 => --warmup-steps -1
 --lr-schedule linear => --lr-schedule linear cosine

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from argparse import ArgumentTypeError
 from dataclasses import replace
 
 import pytest
@@ -86,7 +87,17 @@ def test_fewer_gpus_than_a_node_has_are_a_node(gpus, nodes):
     assert (found.gpus_per_node, found.nodes) == (gpus / nodes, nodes)
 
 
+def test_no_number_of_any_command_is_nan():
+    types = {(name, action.dest): action.type for name, one in commands.parser()[1].items() for action in one._actions}
+    for option, read_text in types.items():
+        if read_text not in (None, str):
+            with pytest.raises((ValueError, ArgumentTypeError)):
+                pytest.fail(f"{option}: {read_text('nan')}")
+
+
 def test_each_option_of_a_cluster_reaches_it():
+    with refused("--adapters", "0"):
+        cluster_of(read(f"{ESTIMATE} --adapters 0".split()))
     line = f"{ESTIMATE} --gpus-per-node 4 --network ethernet-100 --adapters 2"
     found = cluster_of(read(line.split()))
     assert (found.gpus, found.gpus_per_node, found.nodes, found.network, found.adapters) == (8, 4, 2, 12.5e9, 2), (

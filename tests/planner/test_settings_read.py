@@ -171,6 +171,10 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
         "first_k_dense_replace": 1}, 1, 80, 2, 1))],
     ("course.yaml", {}, {"zero_stage": 0, "data": 8, "precision": "float32", "kept": "none", "micro_batch": 8}),
     ("course.yaml", {"accumulation-steps": 2}, {"micro_batch": 4}),
+    *[("course.yaml", {"mesh": None, "batch-size": None, "strategy": name}, {  # as distributed_training.py has them
+        "batch_size": 32, "sequence": 128, "zero_stage": stage, axis: 8}) for name, stage, axis in (
+        ("ddp", 0, "data"), ("fsdp", 3, "shard"), ("zero2", 2, "shard"), ("tensor", 0, "tensor"))],
+    ("course.yaml", {"mesh": None, "strategy": "pipeline+ddp"}, {"data": 2, "pipeline": 4, "micro_batches": 4}),
     ("course.yaml", {"mesh": "pipeline=2,data=4", "microbatches": 4, "schedule": "gpipe"}, {
         "micro_batch": 4, "micro_batches": 4, "schedule": "gpipe"}),
     *[("course.yaml", {"mesh": "shard=8", "strategy": name}, {"zero_stage": stage})
@@ -211,3 +215,4 @@ def test_each_setting_is_read_as_it_is_meant(name, tmp_path):
         of_layout |= {what: getattr(layout, what) for what in ("kept", "micro_batches")} if of_layout else {}
         found = {what: of_layout[what] if what in of_layout else getattr(shape, what) for what in expected}
         assert found == expected, f"{name} with {changes}"
+        assert ("auto" in changes.values()) == ("'auto'" in str(config.notes)), f"{name} with {changes}"

@@ -205,5 +205,7 @@ def test_explain_reads_it_back(tool, tmp_path):
         read = explain_file.layout_of(config, one.model, one.cluster, given)
         assert plain(read, tool) == plain(one.layout, tool), f"{name} of {one.model.name}, {one.layout.describe()}"
         assert config.gpus in (None, one.cluster.gpus)
+        if config.model:
+            assert (config.model.experts, config.model.top_k) == (one.model.experts, one.model.top_k)
         if config.model and tool != "torchrun":  # whose GPT has a vocabulary of its own
             assert config.model.parameters == pytest.approx(parameters(one), rel=1e-4)

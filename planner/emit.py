@@ -86,10 +86,6 @@ def among(value: str, table: dict, what: str):
     return table[value]
 
 
-def on_cpu(cluster: Cluster) -> bool:
-    return cluster.gpu.name in ("cpu", "here")
-
-
 def ranks_per_node(cluster: Cluster) -> int:
     return min(cluster.gpus, cluster.gpus_per_node)
 
@@ -102,7 +98,7 @@ def torchrun_words(cluster: Cluster) -> str:
 def trained(found: Estimate, tool: str, command: str) -> tuple[dict[str, str], list[str]]:
     """The training file, and what a reader should know of it."""
     notes = [f"{SCRIPT} reads bytes of text; put your own tokens there, or a checkpoint's weights"]
-    if on_cpu(found.cluster):
+    if found.cluster.gpu.processor:
         notes.append("should Transformers not find its model: PyPI's torchvision doesn't load beside a CPU-only torch, "
                      f"and {SCRIPT} needs none; uninstall it")  # fmt: skip
     if unlike := train_file.differences(found.model):
@@ -160,7 +156,7 @@ def slurm(found: Estimate) -> Emitted:
     """A job of sbatch that starts what `torchrun` starts, once on each node. launch/slurm.sbatch explains the lines,
     and can resume besides."""
     cluster, inner = found.cluster, torchrun(found)
-    gpus = "" if on_cpu(cluster) else f"#SBATCH --gpus-per-node={ranks_per_node(cluster)}\n"
+    gpus = "" if cluster.gpu.processor else f"#SBATCH --gpus-per-node={ranks_per_node(cluster)}\n"
     job = (
         f"#!/bin/bash\n# {predicted(found)}\n#SBATCH --job-name={found.model.name}\n#SBATCH --nodes={cluster.nodes}\n"
         f"#SBATCH --ntasks-per-node=1\n{gpus}#SBATCH --time=01:00:00\n\n"
@@ -183,7 +179,7 @@ def accelerate(found: Estimate) -> Emitted:
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if cluster.gpus > 1 else "NO",
         "mixed_precision": mixed, "num_machines": cluster.nodes, "num_processes": cluster.gpus, "machine_rank": 0,
         "main_training_function": "main", "rdzv_backend": "static", "same_network": True,
-        "use_cpu": on_cpu(cluster),
+        "use_cpu": cluster.gpu.processor,
     }  # fmt: skip
     if layout.zero_stage:
         if layout.zero_stage == 1:
@@ -208,7 +204,7 @@ def accelerate(found: Estimate) -> Emitted:
         among(layout.recompute, {"none": False, "full": True}, "recomputation")
     where = "--machine_rank $NODE --main_process_ip $HOST --main_process_port 29500 " if cluster.nodes > 1 else ""
     command = f"accelerate launch --config_file accelerate.yaml {where}{SCRIPT}"
-    if on_cpu(cluster):  # where `accelerate launch` starts one process, and `prepare` divides nothing
+    if cluster.gpu.processor:  # where `accelerate launch` starts one process, and `prepare` divides nothing
         if layout.zero_stage:
             raise UserError("on CPUs it replicates; take --zero-stage 0")
         command = f"{torchrun_words(cluster)} {SCRIPT}"
@@ -260,7 +256,8 @@ def hf_trainer(found: Estimate) -> Emitted:
     recompute = among(layout.recompute, {"none": False, "full": True}, "recomputation")
     settings: dict = {
         "output_dir": "out", "per_device_train_batch_size": layout.micro_batch,
-        "gradient_accumulation_steps": layout.micro_batches, "max_grad_norm": 1.0, "use_cpu": on_cpu(found.cluster),
+        "gradient_accumulation_steps": layout.micro_batches, "max_grad_norm": 1.0,
+        "use_cpu": found.cluster.gpu.processor,
     }  # fmt: skip
     if precision:
         settings[precision] = True

@@ -55,7 +55,7 @@ class GPU:
     @property
     def processor(self) -> bool:
         """A CPU: it launches no kernels, and has no memory of its own."""
-        return self.name == "cpu" or self.cores > 0
+        return self.name in ("cpu", "here")
 
     def low_peak(self, precision: str) -> float:
         """FLOP/s of dense products of fewer than 16 bits; 0 where it has none of that kind."""

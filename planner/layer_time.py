@@ -33,7 +33,7 @@ class Work:
 
 def peak(gpu: GPU, precision: str) -> float:
     """FLOP/s of a data sheet, in 16 bit or float32: TF32 has half of 16 bit's, and a CPU's is that of float32."""
-    return gpu.peak / 2 if precision == "float32" and gpu.name not in ("cpu", "here") else gpu.peak
+    return gpu.peak / 2 if precision == "float32" and not gpu.processor else gpu.peak
 
 
 def rate(gpu: GPU, precision: str, constants: Constants) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from emitted_files import READERS
 from forks import torchrun
 from helpers import metrics, refused
 from planner_cases import say, say_json
@@ -41,7 +42,7 @@ def test_what_does_not_fit_is_not_emitted():
     assert emit.emit(replace(found, memory=replace(found.memory, low=9 * GIB)), "torchrun").files, "it may fit"
 
 
-def test_a_job_has_one_task_a_node_which_starts_the_others():
+def test_a_job_has_one_task_a_node_which_starts_the_others(tmp_path):
     one = emitted("slurm", 16, {"data": 2, "shard": 8}, zero_stage=3)
     by_hand = (ROOT / "launch" / "slurm.sbatch").read_text()
     srun = re.findall(r"^srun (.*) torchrun", one.files["job.sbatch"], re.M)
@@ -51,12 +52,20 @@ def test_a_job_has_one_task_a_node_which_starts_the_others():
     for name in ("cpu", "here"):  # the latter was measured by calibrate
         one = replace(found, cluster=replace(found.cluster, gpu=replace(found.cluster.gpu, name=name)))
         assert "--gpus-per-node" not in emit.emit(one, "slurm").files["job.sbatch"], f"{name}: no GPUs are asked for"
-        assert yaml.safe_load(emit.emit(one, "accelerate").files["accelerate.yaml"])["use_cpu"], f"{name}: use_cpu"
+        other = emit.emit(one, "accelerate")
+        for file, text in other.files.items():
+            (tmp_path / file).write_text(text)
+        assert yaml.safe_load(other.files["accelerate.yaml"])["use_cpu"], f"{name}: use_cpu"
+        assert READERS["accelerate"](other.command, other.files, tmp_path)["world"] == 2, f"{name}: its ranks"
 
 
 def test_a_job_in_another_folder_starts_the_courses_own_script(tmp_path):
-    say(f"emit --format slurm {TOY} --gpus 2 --batch-size 8 --out {tmp_path}")
-    job = shlex.split((tmp_path / "job.sbatch").read_text(), comments=True)
+    folder = tmp_path / "new" / "folder"
+    for _ in range(2):  # the second time it is there
+        out = say(f"emit --format slurm {TOY} --gpus 2 --batch-size 8 --out {folder}")
+        assert {file.name for file in folder.iterdir()} == {"job.sbatch", "course.yaml"}
+        assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
+    job = shlex.split((folder / "job.sbatch").read_text(), comments=True)
     assert str(ROOT / "distributed_training.py") in job and "distributed_training.py" not in job
 
 

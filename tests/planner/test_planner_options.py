@@ -1,13 +1,11 @@
 """Every option of the planner's commands reaches what it is an option of; files of constants are checked."""
 
 import inspect
-import json
 from argparse import ArgumentTypeError
 from dataclasses import replace
 
 import pytest
 from helpers import refused
-from planner_cases import say
 
 from planner import __main__ as commands
 from planner import constants, search
@@ -35,15 +33,9 @@ def test_each_option_of_a_shape_reaches_the_model(more, parameters):
     assert model_of(read(f"{SHAPE} {more}".split())).parameters == parameters, f"parameters with {more}"
 
 
-@pytest.fixture
-def slow(tmp_path):
-    """A file of constants by which messages take a second each."""
-    file = tmp_path / "slow.json"
-    file.write_text(json.dumps({"constants": {"alpha_link": 1.0}}))
-    return file
-
-
-def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
+def test_each_option_of_a_plan_reaches_the_search(monkeypatch, tmp_path):
+    slow = tmp_path / "slow.json"
+    slow.write_text('{"constants": {"alpha_link": 1.0}}')
     asked, parameters = [], inspect.signature(search.plan)
     monkeypatch.setattr(search, "plan", lambda *args, **more: asked.append(parameters.bind(*args, **more)) or [])
     line = (
@@ -58,14 +50,6 @@ def test_each_option_of_a_plan_reaches_the_search(monkeypatch, slow):
             "adapted": {"lora": 8, "lora_on": "qv", "nf4": False}}  # fmt: skip
     assert {name: found[name] for name in told} == told, "what the search is asked"
     assert named(read(f"{ESTIMATE} --constants {slow}".split())).constants.alpha_link == 1.0, "constants of the file"
-
-
-def test_every_file_is_written(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    for _ in range(2):  # the second time it is there
-        out = say(f"emit --format slurm --out {folder} --mesh data=8 {ESTIMATE[9:]} --max-memory-gb 900")
-        assert {file.name for file in folder.iterdir()} == {"job.sbatch", "course.yaml"}
-        assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
 
 
 # --- files of constants ---------------------------------------------------------------------------------------------

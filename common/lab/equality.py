@@ -245,15 +245,18 @@ def flatten(state: dict) -> dict[str, torch.Tensor]:
 
 def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -> Proof:
     """The outcomes of a case on all ranks against the reference. Raises NotEqual with the first that differs."""
+    largest = {"loss": 0.0, "grad_norm": 0.0, "parameters": 0.0, "optimizer": 0.0}
     for step in range(case.steps):
         for what, numbers in (("loss", "losses"), ("grad_norm", "grad_norms")):
             expected = getattr(reference, numbers)[step]
             for rank, outcome in enumerate(outcomes):
                 got = getattr(outcome, numbers)[step]
-                if not abs(got - expected) <= TOLERANCE * abs(expected):
+                off = abs(got - expected)
+                if not off <= TOLERANCE * abs(expected):
                     at = f"{who}, {case}: {what} of step {step + 1} on rank {rank}"
                     ratio = f"(ratio {got / expected:.6g})"
                     raise NotEqual(what, f"{at} is {got:.6g}, one process has {expected:.6g} {ratio}")
+                largest[what] = max(largest[what], off / abs(expected) if off else 0.0)
     for rank, outcome in enumerate(outcomes):
         if rank > 0 and not outcome.state:
             continue  # rank 0 alone puts the full state together
@@ -261,7 +264,8 @@ def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -
             names = sorted(outcome.state.keys() ^ reference.state.keys())
             raise NotEqual(kind_of(names[0]), f"{who}, {case}: rank {rank} and one process do not both hold {names[0]}")
         for name, expected in reference.state.items():
-            refuse(name, outcome.state[name], expected, f"{who}, {case}: {name} on rank {rank}")
+            off = refuse(name, outcome.state[name], expected, f"{who}, {case}: {name} on rank {rank}")
+            largest[kind_of(name)] = max(largest[kind_of(name)], off)
     for rank, outcome in enumerate(outcomes):
         for name, where, values in outcome.own:
             if name not in reference.state:
@@ -273,45 +277,27 @@ def compare(case: Case, reference: Outcome, outcomes: list[Outcome], who: str) -
             place = "" if where is None or values.numel() == expected.numel() else f" from {list(where.offset)}"
             elements = expected.reshape(-1) if where is None else where.take(expected)
             scale = expected.abs().max()
-            refuse(name, values, elements, f"{who}, {case}: {name}{place}, as rank {rank} holds it,", scale)
-    return measure(case, reference, outcomes)
+            off = refuse(name, values, elements, f"{who}, {case}: {name}{place}, as rank {rank} holds it,", scale)
+            largest[kind_of(name)] = max(largest[kind_of(name)], off)
+    return Proof(case, **largest)
 
 
 def kind_of(name: str) -> str:
     return "parameters" if name.startswith("model/") else "optimizer"
 
 
-def refuse(name: str, got: torch.Tensor, expected: torch.Tensor, what: str, scale: torch.Tensor | None = None) -> None:
-    """Raise NotEqual unless two tensors are equal to TOLERANCE of the largest element."""
+def refuse(name: str, got: torch.Tensor, expected: torch.Tensor, what: str, scale: torch.Tensor | None = None) -> float:
+    """The difference of two tensors. Raises NotEqual unless it is within TOLERANCE of the largest element."""
     if got.dtype != expected.dtype:
         raise NotEqual(kind_of(name), f"{what} is {got.dtype}, one process has {expected.dtype}")
-    if not difference(got, expected, scale) <= TOLERANCE:
-        text = f"{what} differs by {difference(got, expected, scale):.3g} of its largest element"
+    off = difference(got, expected, scale)
+    if not off <= TOLERANCE:
+        text = f"{what} differs by {off:.3g} of its largest element"
         worst = int((got - expected).abs().argmax()) if got.shape == expected.shape and got.numel() else None
         if worst is not None:
             text += f": {got.flatten()[worst]:.7g}, one process has {expected.flatten()[worst]:.7g}"
         raise NotEqual(kind_of(name), text)
-
-
-def measure(case: Case, reference: Outcome, outcomes: list[Outcome]) -> Proof:
-    """The largest relative differences."""
-
-    def numbers(name: str) -> float:
-        expected = torch.tensor(getattr(reference, name))
-        return max(((torch.tensor(getattr(o, name)) - expected) / expected).abs().max().item() for o in outcomes)
-
-    def tensors(kind: str) -> float:
-        names = [name for name in reference.state if name.startswith(kind)]
-        full = [difference(o.state[name], reference.state[name]) for o in outcomes if o.state for name in names]
-        own = [
-            difference(values, where.take(reference.state[name]), reference.state[name].abs().max())
-            for o in outcomes
-            for name, where, values in o.own
-            if name.startswith(kind) and where is not None
-        ]
-        return max(full + own)
-
-    return Proof(case, numbers("losses"), numbers("grad_norms"), tensors("model/"), tensors("optimizer/"))
+    return off
 
 
 def difference(tensor: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None) -> float:

@@ -23,17 +23,19 @@ from course.model_parallel.classroom.bugs import BUGS as MODEL_PARALLEL_BUGS
 from course.pipeline.classroom.bugs import BUGS as PIPELINE_BUGS
 from course.strategies import STRATEGIES, load
 
+OPPOSITE = [dataclasses.replace(case, steps=2) for case in (CASES[2], CASES[5])]  # they have no level in common
+
 
 def cases_at(sizes: tuple[int, ...], implementation: str, nproc: int) -> list[Case]:
     """The cases of a proof: the covering ones are dealt out to the world sizes, so that a strategy meets all of them:
     the largest two sizes get two each, which differ in model and optimizer. What is there for four ranks alone, and is
     made of what is proved elsewhere, gets three, with both levels of each factor. PyTorch's, whose rules each rank
-    works out anew, are proved on up to two ranks. With FULL=1 each world size has all.
+    works out anew, get two with these, and are proved on up to two ranks else. With FULL=1 each world size has all.
     """
     if FULL:
         return ALL_CASES
     if sizes == (4,):
-        return COVERING[:3]
+        return COVERING[:3] if implementation == "by-hand" else OPPOSITE
     if implementation == "pytorch":
         sizes = (2, 1) if sizes == (1, 2, 4) else sizes[:1]
     hands = [COVERING[0:4:3], COVERING[1:3], COVERING[4:]]

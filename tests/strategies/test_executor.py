@@ -1,6 +1,7 @@
 """The executor by hand: what is done, sent and kept, in which dtype, with which random numbers; half a backward."""
 
 import copy
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -20,48 +21,13 @@ from common.lab.ledger import Ledger
 from common.model import GPT
 from common.random_state import random_state
 from common.strategy import Setup
-from course.pipeline import by_hand, schedules, simulator, sleeping
+from course.pipeline import schedules, simulator, sleeping
 from course.pipeline.classroom.bugs import DROPOUT_BUGS
 from course.pipeline.executor import Executor, timeline, with_random_state
 from course.pipeline.options import PipelineOptions
 from course.pipeline.split_backward import backward_for_input
 
 # What is kept
-
-
-def peaks(options):
-    layers = len(simulator.placement(schedules.build(options["schedule"], dist.get_world_size(), 8))) - 2
-    options = PipelineOptions(microbatches=8, **options)
-    strategy = by_hand.PipelineByHand(
-        small(max(layers, 2)), equality.sgd, Setup(mesh_of(by_hand.PipelineByHand), options)
-    )
-    with Ledger() as ledger:
-        strategy.step([batch()])
-    executor = strategy.executor
-    done = [event.action for event in executor.events]
-    return executor.peak, executor.events, done, len(executor.kept), ledger.calls
-
-
-def test_what_is_done_sent_and_kept_is_what_the_schedule_says():
-    names = list(schedules.SCHEDULES)
-    found = launch(lambda: [peaks({"schedule": name}) for name in names], 4, timeout=600)
-    for number, name in enumerate(names):
-        check_a_schedule(name, [of_rank[number] for of_rank in found])
-
-
-def check_a_schedule(name, results):
-    schedule = schedules.build(name, 4, 8)
-    full = simulator.with_messages(schedule)
-    assert [result[0] for result in results] == simulator.simulate(schedule).peaks
-    assert [result[2] for result in results] == schedule
-    assert [result[3] for result in results] == [0] * 4
-    for rank, (*_, calls) in enumerate(results):
-        for kind in ("send", "recv"):
-            expected = sum(action.kind.startswith(kind.upper()) for action in full[rank])
-            assert calls.get(kind, 0) == expected, (name, rank)
-    real = timeline([result[1] for result in results])
-    assert real.peaks == simulator.simulate(schedule).peaks
-    assert min(events[0].start for events in real.ranks) == 0 and 0 < real.bubble < 1
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -258,7 +224,8 @@ class Turns(nn.Module):
 
 def executed() -> int:
     """On each rank, which draws what the others do: loss and gradients of any lists, frozen and recomputed at random,
-    are those of one process, and nothing is left over. How many lists were compared."""
+    are those of one process; what is done, sent and kept is what the lists say; and nothing is left over. How many
+    lists were compared."""
     rank, compared = dist.get_rank(), []
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -284,7 +251,15 @@ def executed() -> int:
         shape = dict.fromkeys(range(1, count), taken) if several else (2, 4)
         lists_of_all = [*schedule, *[[]] * (dist.get_world_size() - len(schedule))]
         executor = Executor(lists_of_all, own, dist.group.WORLD, recompute)
-        loss = executor.run(parts, lambda y, m: y.square().sum(), shape)
+        with Ledger() as ledger:
+            loss = executor.run(parts, lambda y, m: y.square().sum(), shape)
+        assert [event.action for event in executor.events] == lists_of_all[rank]
+        assert executor.peak == simulator.simulate(lists_of_all).peaks[rank], "activations kept at once"
+        forth, back = (3, 2) if several else (1, 1)  # tensors of a message; a mask has no gradient
+        cuts = [pair for pair in itertools.pairwise(rank_of) if pair[0] != pair[1]]
+        sent = m * sum(forth * (a == rank) + back * (b == rank) for a, b in cuts)
+        received = m * sum(back * (a == rank) + forth * (b == rank) for a, b in cuts)
+        assert (ledger.calls.get("send", 0), ledger.calls.get("recv", 0)) == (sent, received)
         torch.testing.assert_close(loss, expected.detach() if executor.last in own else torch.zeros(()))
         for n, stage in own.items():
             for (name, found), right in zip(stage.named_parameters(), whole[n].parameters(), strict=True):
@@ -326,6 +301,7 @@ def test_sleeping_stages_take_the_time_that_the_simulator_says_or_more():
         parts = schedules.SCHEDULES[name].stages_per_rank
         simulated = simulator.simulate(schedules.build(name, 4, 8), simulator.Times(*(s / parts for s in seconds)))
         real = timeline(events)
+        assert min(rank[0].start for rank in real.ranks) == 0
         done = [[[e.action for e in rank] for rank in timeline.ranks] for timeline in (real, simulated)]
         assert done[0] == done[1], f"{name}: what each rank does in which order"
         for rank, expected in zip(real.ranks, simulated.ranks, strict=True):

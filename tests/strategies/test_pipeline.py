@@ -29,8 +29,9 @@ from course.strategies import load
 
 # Every schedule equals one process
 
-# Fewer than ranks, on 4 of them; as many, on 2; twice as many, on both. With FULL=1 all.
-MICROBATCHES = dict.fromkeys((2, 4), (1, 2, 4, 8)) if FULL else {2: (2, 4), 4: (1, 8)}
+# Twice as many as ranks, the fewest that every schedule has. With FULL=1 other numbers as well; of lists that schedules
+# are made of, test_any_size.py and test_executor.py draw any.
+MICROBATCHES = dict.fromkeys((2, 4), (1, 2, 4, 8)) if FULL else {2: (4,), 4: (8,)}
 
 
 def runs(ranks: int) -> list[tuple]:
@@ -62,10 +63,9 @@ def test_every_schedule_by_hand_equals_one_process(nproc):
     trained = [
         ({"schedule": name, "microbatches": m, "stages_per_rank": v}, cases(nproc, v)) for name, m, v in runs(nproc)
     ]
-    if not FULL:
-        both = 4 if nproc == 2 else None  # the number of micro-batches that meets AdamW as well as SGD
-        trained = [(options, some[: 1 + (options["microbatches"] == both)]) for options, some in trained]
-    assert len(trained) == ({2: 30, 4: 29} if FULL else {2: 15, 4: 15})[nproc]
+    if nproc == 4 and not FULL:  # on two they meet AdamW as well as SGD
+        trained = [(options, some[:1]) for options, some in trained]
+    assert len(trained) == ({2: 30, 4: 29} if FULL else {2: 8, 4: 8})[nproc]
     assert {options["schedule"] for options, _ in trained} == set(schedules.SCHEDULES)
     prove_pipelines(trained, nproc)
 

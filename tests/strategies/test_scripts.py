@@ -4,12 +4,11 @@ import difflib
 import itertools
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from forks import Fork, torchrun
 from helpers import FULL, metrics
 
@@ -22,26 +21,6 @@ FOLDERS = [".", "01_intro", "02_data_parallel", "03_ddp", "04_model_parallel", "
 SMALL = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch-size=12", "--steps=2"]
 # The strategy that a chapter's script trains where nobody names one: what the chapter is about.
 DEFAULTS = dict(zip(FOLDERS, ("ddp", "single", "dp", "ddp", "tensor", "pipeline", "fsdp"), strict=True))
-TORCHRUN = str(Path(sys.executable).parent / "torchrun")
-
-
-@pytest.fixture
-def start(monkeypatch, tmp_path):
-    """Start a command line of the README inside a folder of the repository, with a small model added."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def start(folder: str, command: str, name: str = "run") -> subprocess.Popen:
-        program, *arguments = command.split()
-        program = {"python": sys.executable, "torchrun": TORCHRUN}[program]
-        return subprocess.Popen(
-            [program, *arguments, *SMALL, f"--run-dir={tmp_path / name}"],
-            cwd=ROOT / folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-
-    return start
 
 
 def ranks(nproc: int, folder: str, *arguments: str) -> list[str]:
@@ -66,18 +45,19 @@ def test_every_script_is_started():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_alone_and_on_two_processes(folder, start, tmp_path):
-    """From inside the folder: both train the strategy that the chapter is about, and to the same losses. The front door
-    (with FULL=1 all) as one types it: torchrun and its ranks are programs of their own."""
+def test_alone_and_on_two_processes(folder, tmp_path):
+    """From inside the folder: both train the strategy that the chapter is about, and to the same losses. The ranks of
+    the front door (with FULL=1 of all) are programs that torchrun's own main function has started."""
     ranks(1, folder, *SMALL, f"--run-dir={tmp_path / 'alone'}")
+    options = ["--distributed", *SMALL, f"--run-dir={tmp_path / 'two'}"]
     if folder == "." or FULL:
         port = free_port()  # the README's default port may be another test's
-        line = f"torchrun --nproc_per_node=2 --master_port={port} distributed_training.py --distributed"
-        two = start(folder, line, "two")
-        output = two.communicate(timeout=300)[0]
+        line = ["--nproc_per_node=2", f"--master_port={port}", "distributed_training.py", *options]
+        two = Fork(torch.distributed.run.main, *line, cwd=ROOT / folder)
+        output = "".join(two.communicate(timeout=300))
         assert two.returncode == 0, output
     else:
-        output, nothing = ranks(2, folder, *SMALL, f"--run-dir={tmp_path / 'two'}", "--distributed")
+        output, nothing = ranks(2, folder, *options)
         assert "2/2" not in nothing
     assert "2/2" in output  # the progress bar
     facts = json.loads((tmp_path / "two" / "config.json").read_text())

@@ -2,14 +2,17 @@
 
 import ast
 import contextlib
+import functools
 import itertools
 import json
 import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
+from common.lab.launch import free_port
+from common.lab.ledger import Ledger
 from course.ddp.classroom.bugs import BUGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,73 +117,51 @@ def check(folder: Path, output: str, chapter: str, epochs: int) -> None:
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in lines], abs=1e-4), "printed"
 
 
-# Run programs one after the other, their ranks as forks of a process that has done the slow imports, with the
-# environment that torchrun would give them. A launch of ORDERLY ranks ends as programs of their own do, through the end
-# of the interpreter, which takes longer than the rest of most programs; all others end at once. What copies of programs
-# send on two ranks, each of these writes into a file.
-DRIVER = """
-import contextlib, gc, json, os, runpy, signal, socket, sys
-sys.path.insert(0, sys.argv[3])
-from common.lab.ledger import Ledger
-import sklearn.datasets, torch._dynamo, torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.tensor.parallel
-
-orderly = int(sys.argv[2])
-gc.freeze()  # else each fork copies the memory of all imports, when it collects garbage at its end
-for number, (nproc, program, folder, *arguments) in enumerate(json.loads(sys.argv[1])):
-    os.makedirs(folder, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = {}
-    for rank in range(nproc):
-        child = os.fork()
-        if child:
-            ranks[child] = rank
-            continue
-        os.chdir(folder)
-        output = os.open(f"output-{number:02}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in (places | meeting).items()}
-        sys.argv = [program, *arguments]
-        with Ledger() if nproc == 2 and program.endswith("my_program.py") else contextlib.nullcontext() as ledger:
-            runpy.run_path(program, run_name="__main__")
-        if ledger:
-            with open(f"sent-{number:02}-{rank}", "w") as file:
-                json.dump([(entry.operation, entry.payload) for entry in ledger.entries], file)
-        if nproc != orderly:
-            sys.stdout.flush()
-            os._exit(0)
-        sys.exit()
-    while ranks:
-        child, status = os.wait()
-        rank, code = ranks.pop(child), os.waitstatus_to_exitcode(status)
-        if code:
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-            print(open(f"{folder}/output-{number:02}-{rank}").read())
-            sys.exit(f"rank {rank}: {program} in {folder} ended with {code}")
-"""
+def counted(program: Path, file: str, arguments: list[str]) -> None:
+    """Run a program, and write what it sends into a file."""
+    sys.argv = [str(program), *arguments]
+    with Ledger() as ledger:
+        runpy.run_path(str(program), run_name="__main__")
+    Path(file).write_text(json.dumps([(entry.operation, entry.payload) for entry in ledger.entries]))
 
 
-def run(jobs: list[list], folder: Path, orderly: int = 0) -> None:
-    """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0."""
-    (folder / "driver.py").write_text(DRIVER)
-    jobs = [[nproc, *map(str, job)] for nproc, *job in jobs]
-    arguments = [folder / "driver.py", json.dumps(jobs), str(orderly), str(ROOT)]
-    # A fork has no end of an interpreter of its own.
-    start(arguments, folder, fork=not orderly)
+def run(jobs: list[list]) -> None:
+    """Run [number of ranks, program, its folder, its arguments ...] of each job; all must end with exit code 0. Ranks
+    are forks; with FULL=1 those of four are programs of their own, since a fork has no end of an interpreter. What
+    copies of programs send on two ranks, each of these writes into a file."""
+    for number, (nproc, program, folder, *arguments) in enumerate(jobs):
+        folder.mkdir(parents=True, exist_ok=True)
+        place, ranks = (nproc, free_port()), []
+        for rank in range(nproc):
+            if FULL and nproc == 4:
+                meeting = map(str, (rank, nproc, rank, nproc, "127.0.0.1", place[1]))
+                ranks.append(own_process([program, *arguments], folder, dict(zip(LAUNCHER, meeting, strict=True))))
+                continue
+            note = nproc == 2 and program.name == "my_program.py"
+            started = functools.partial(counted, program, f"sent-{number:02}-{rank}") if note else program
+            ranks.append(Fork(started, *arguments, cwd=folder, rank=(rank, *place)))
+        end = time.monotonic() + 300
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            assert time.monotonic() < end, f"{program} in {folder} comes to no end"
+            time.sleep(0.01)
+        codes = [rank.returncode for rank in ranks]
+        for rank, process in enumerate(ranks):
+            if process.returncode is None:  # of another that has failed
+                os.killpg(process.pid, signal.SIGKILL)
+            (folder / f"output-{number:02}-{rank}").write_text("".join(process.communicate(timeout=60)))
+        failed = [outputs(folder)[rank - nproc] for rank, code in enumerate(codes) if code]
+        assert not failed, f"{program} in {folder}: exit codes {codes}\n{failed[0]}"
+
+
+def own_process(arguments: list, folder: Path, more: dict | None = None) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, env=environment() | (more or {}), **pipes)
 
 
 def start(arguments: list, folder: Path, fork: bool) -> str:
     """What `python ARGUMENTS` writes to stdout, as a fork of this process, or as one of its own; it must succeed."""
-    if fork:
-        process = Fork(*arguments, cwd=folder, env=environment())
-    else:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment(), **pipes)
+    process = Fork(*arguments, cwd=folder, env=environment()) if fork else own_process(arguments, folder)
     output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, output + errors
     return output
@@ -264,7 +247,7 @@ def test_ranks(tmp_path):
         jobs += [[nproc, copy, tmp_path / chapter, epochs] for epochs, nproc in enumerate(sizes[chapter], start=1)]
     feeding, speed, _ = OTHERS
     jobs += [[8, feeding, tmp_path / "feeding"], [2, speed, tmp_path / "speed", 64]]
-    run(jobs, tmp_path, orderly=4 if FULL else 0)
+    run(jobs)
     check_feeding(*outputs(tmp_path / "feeding"))
     check_speed(*outputs(tmp_path / "speed"))
     for chapter in PROGRAMS:
@@ -361,7 +344,7 @@ def test_mistakes_are_refused(tmp_path):
         assert text.count(bug.right) == 1, bug.right
         program.write_text(text.replace(bug.right, bug.wrong))
         jobs += [[2, program, program.parent, epochs] for epochs in (1, 2)]
-    run(jobs, tmp_path)
+    run(jobs)
     for mistake, bug in MISTAKES.items():
         with pytest.raises(AssertionError) as refused:
             check(tmp_path / mistake, "".join(outputs(tmp_path / mistake)), "03_ddp", 2)
@@ -376,7 +359,7 @@ def test_layers_split_over_ranks(tmp_path):
     wrong = tmp_path / "wrong" / "my_program.py"
     wrong.parent.mkdir()
     wrong.write_text(text.replace(right, "y.sum().backward()"))
-    run([[2, program, tmp_path / "2"], [4, program, tmp_path / "4"], [2, wrong, wrong.parent]], tmp_path)
+    run([[2, program, tmp_path / "2"], [4, program, tmp_path / "4"], [2, wrong, wrong.parent]])
     parameters, lines = plain_loop("05_pipeline", epochs=4)  # the same model and data
     for folder, equal in (("2", True), ("4", True), ("wrong", False)):
         parts = [torch.load(path) for path in (tmp_path / folder).glob("layers-*.pt")]
@@ -395,9 +378,9 @@ def test_a_checkpoint_that_only_rank_0_sees_is_an_error(tmp_path):
     assert text.count(shared) == 1
     program = tmp_path / "my_program.py"
     program.write_text(text.replace(shared, own))
-    run([[2, program, tmp_path, 1]], tmp_path)
+    run([[2, program, tmp_path, 1]])
     with pytest.raises(AssertionError, match="FileNotFoundError.*checkpoint-1.pt"):
-        run([[2, program, tmp_path, 2]], tmp_path)
+        run([[2, program, tmp_path, 2]])
 
 
 class Stop(Exception):

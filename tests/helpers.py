@@ -24,6 +24,7 @@ from common.command_line import parse
 from common.config import Config, shared
 from common.errors import UserError
 from common.lab import launch as launching
+from common.run import Run
 from common.run_dir import claim
 from course.strategies import BY_AXES, STRATEGIES
 
@@ -143,6 +144,23 @@ def train(configs: list[Config], draw: bool = False) -> None:
         do_not_draw()
     for config in configs:
         config.main(config)
+
+
+def draw_masks() -> None:
+    """From here on, runs of this process draw a mask on the embedding's output in each step, as dropout does: of each
+    rank with examples of its own another one."""
+    make = Run.__init__
+
+    def masked(module, _, output):
+        return torch.nn.functional.dropout(output, 0.2, module.training)
+
+    def seeded(run, config, strategy, task):
+        torch.manual_seed(100 + strategy.data_rank)
+        if hasattr(strategy.model, "embedding"):  # a rank of a pipeline may not have it
+            strategy.model.embedding.register_forward_hook(masked)
+        make(run, config, strategy, task)
+
+    Run.__init__ = seeded
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

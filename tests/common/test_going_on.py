@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Fork
-from helpers import FULL, SMALL, configure, metrics, numbers, refused, saved, train
+from helpers import FULL, SMALL, configure, draw_masks, metrics, numbers, refused, saved, train
 
 from common import ROOT, checkpoint, manifest
 from common.errors import UserError
 from common.lab.launch import launch
 from common.mesh import make_mesh
-from common.run import Run
 from common.task import make_task
 from course.ddp.loading import LOADING
 
@@ -28,19 +27,8 @@ WAYS = list(LOADING) if FULL else ["shard-stream-workers"]
 
 
 def with_dropout(lines: list[str], folder: Path) -> None:
-    """On each rank, for each line: train five steps, and three and then two; with a mask on the embedding's output that
-    every rank draws for itself, as dropout does."""
-    make = Run.__init__
-
-    def seeded(run, config, strategy, task):
-        torch.manual_seed(100 + dist.get_rank())
-        if hasattr(strategy.model, "embedding"):  # a rank of a pipeline may not have it
-            strategy.model.embedding.register_forward_hook(
-                lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
-            )
-        make(run, config, strategy, task)
-
-    Run.__init__ = seeded
+    """On each rank, for each line: train five steps, and three and then two; with masks that the ranks draw."""
+    draw_masks()
     for number, line in enumerate(lines):
         for end in (f"whole-{number} --steps 5", f"parts-{number} --steps 3", f"parts-{number} --steps 5 --resume"):
             line_of_run = f"{line} --run-dir {folder}/{end}"

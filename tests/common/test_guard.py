@@ -332,17 +332,23 @@ def test_the_store_does_not_grow_with_the_number_of_collectives():
 # --- messages: whichever rank comes second sees the difference --------------------------------------------------
 
 
-def one_after_the_other():
-    """Rank `first` starts its half of a message, then the other rank its half: what do they say?"""
-    rank, store, said = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
-    for first in (0, 1):
+def one_after_the_other() -> list[str]:
+    """Of each message whose halves differ rank `first` starts its half, then the other rank its own: what do they say?
+    By PyTorch's function, by the functional operator, and in a batch of two of which the first is right."""
+    rank, name, x = dist.get_rank(), dist.group.WORLD.group_name, torch.ones(2 + dist.get_rank(), dtype=torch.int64)
+    store, said = dist.distributed_c10d._get_default_store(), []
+    kinds, both = [["isend", "irecv"], ["irecv", "isend"]][rank], [torch.ones(2), torch.ones(4 + rank)]
+    plain = (lambda: dist.isend(x, 1, tag=number), lambda: dist.irecv(x, 0, tag=number))[rank]
+    functional = (lambda: F.isend(x, 1, 5, name), lambda: F.irecv(x, 0, 5, name))[rank]
+    for number, (first, start) in enumerate((
+        (0, plain), (1, plain), (0, functional), (0, lambda: F.batch_p2p_ops(kinds, [1 - rank] * 2, [7, 8], both, name))
+    )):  # fmt: skip
         try:
             with CheckCollectives():
                 if rank != first:
-                    store.wait([f"{first} has started"])
-                x = torch.ones(2 + rank, dtype=torch.int64)
-                dist.isend(x, 1, tag=first) if rank == 0 else dist.irecv(x, 0, tag=first)
-                store.set(f"{first} has started", "")
+                    store.wait([f"{number} has started"])
+                start()
+                store.set(f"{number} has started", "")
             said.append("nothing")
         except CollectiveMismatch as error:
             said.append(str(error))
@@ -350,41 +356,8 @@ def one_after_the_other():
 
 
 def test_the_second_of_a_send_and_its_receive_sees_the_difference():
-    texts = launch(one_after_the_other, 2, timeout=100)
-    for first, second in ((0, 1), (1, 0)):
-        assert texts[first][first] == "nothing"
-        told = texts[second][first]
-        assert "message 1 from rank 0 to rank 1" in told and "send int64 [2]" in told and "recv int64 [3]" in told
-
-
-def functional_messages():
-    """Rank 0 starts its half first: one message that is too short, then a batch of two of which one is."""
-    rank, name = dist.get_rank(), dist.group.WORLD.group_name
-    store, said = dist.distributed_c10d._get_default_store(), []
-    for batch in (False, True):
-        try:
-            with CheckCollectives():
-                if rank == 1:
-                    store.wait([f"{batch} has started"])
-                if batch:
-                    kinds = [["isend", "irecv"], ["irecv", "isend"]][rank]
-                    F.batch_p2p_ops(kinds, [1 - rank] * 2, [7, 8], [torch.ones(2), torch.ones(4 + rank)], name)
-                elif rank == 0:
-                    F.isend(torch.ones(2), 1, 5, name)
-                else:
-                    F.irecv(torch.ones(3), 0, 5, name)
-                store.set(f"{batch} has started", "")
-            said.append("nothing")
-        except CollectiveMismatch as error:
-            said.append(str(error))
-    return said
-
-
-def test_functional_messages_are_compared_too():
-    nothing, (single, batch) = launch(functional_messages, 2, timeout=100)
-    assert nothing == ["nothing", "nothing"]
-    for told, way, words in (
-        (single, "0 to rank 1", "send float32 [2]; recv float32 [3]"),
-        (batch, "1 to rank 0", "recv float32 [4]; send float32 [5]"),
-    ):
-        assert f"from rank {way}" in told and all(word in told for word in words.split("; ")), told
+    one, other = launch(one_after_the_other, 2, timeout=100)
+    assert [one[0], other[1], one[2], one[3]] == ["nothing"] * 4, "whoever comes first"
+    for told in (other[0], one[1], other[2]):
+        assert "message 1 from rank 0 to rank 1" in told and "send int64 [2]" in told and "recv int64 [3]" in told, told
+    assert "from rank 1 to rank 0" in other[3] and "recv float32 [4]" in other[3] and "send float32 [5]" in other[3]

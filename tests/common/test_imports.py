@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import fields
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import jedi
@@ -129,28 +130,12 @@ def really_imported(path: Path) -> set[Path]:
     return files_of(names) - {path}
 
 
-def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
-    """Groups of files each of which comes to each other by imports."""
-    reached = {}
-    for start in graph:
-        seen, todo = set(), [start]
-        while todo:
-            new = graph.get(todo.pop(), set()) - seen
-            seen |= new
-            todo += new
-        reached[start] = seen
-    groups = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in graph if a in reached[a]}
-    return [set(group) for group in groups]
-
-
 def test_no_circle_of_imports():
     patterns = ("common/**/*.py", "course/*.py", "planner/*.py", "0*/**/*.py", "tools/*.py")
     graph = {path: really_imported(path) for pattern in patterns for path in ROOT.glob(pattern)}
     scripts = {ROOT / folder / "distributed_training.py" for folder in CHAPTERS}
     assert scripts < graph[ROOT / "course" / "strategies.py"] and len(graph) > 100
-    assert [sorted(str(path.relative_to(ROOT)) for path in group) for group in circles(graph)] == []
-    a, b, c = map(Path, "abc")
-    assert circles({a: {b}, b: {c}, c: {a}}) == [{a, b, c}] and circles({a: {b}, b: {c}}) == []
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the files of a circle
 
 
 def test_classes_are_those_of_the_table():
@@ -278,28 +263,19 @@ def test_pytorchs_versions_inherit_nothing_by_hand():
             assert kind == "by-hand" or not by_hand, f"{name}, {kind}: {by_hand}"
 
 
-def public_names(files) -> dict[str, list[str]]:
-    """Classes and constants by name, with the files that define them."""
-    found: dict[str, list[str]] = {}
+def test_each_public_class_and_constant_has_a_name_of_its_own():
+    files = [*(ROOT / "common").rglob("*.py"), *ROOT.glob("0*/by_hand*.py"), *ROOT.glob("0*/[c-z]*.py")]
+    files = [path for path in files if path.name not in ("exercises.py", "standalone.py", "doctor.py", "wire.py")]
+    where: dict[str, list] = defaultdict(list)
     for path in files:
         for node in ast.parse(path.read_text()).body:
             names = [node.name] if isinstance(node, ast.ClassDef) else []
             if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Attribute | ast.Tuple):
                 names = [t.id for t in node.targets if isinstance(t, ast.Name) and t.id.isupper()]
             for name in names:
-                if not name.startswith("_"):
-                    found.setdefault(name, []).append(path.name)
-    return found
-
-
-def test_each_public_class_and_constant_has_a_name_of_its_own(tmp_path):
-    files = [*(ROOT / "common").rglob("*.py"), *ROOT.glob("0*/by_hand*.py"), *ROOT.glob("0*/[c-z]*.py")]
-    files = [path for path in files if path.name not in ("exercises.py", "standalone.py", "doctor.py", "wire.py")]
-    assert len(files) > 60
-    assert {name: where for name, where in public_names(files).items() if len(where) > 1} == {}
-    for name in ("a.py", "b.py"):
-        (tmp_path / name).write_text("class Reducer:\n    pass\n")
-    assert public_names(sorted(tmp_path.iterdir())) == {"Reducer": ["a.py", "b.py"]}
+                where[name].append(path.name)
+    assert {name: places for name, places in where.items() if len(places) > 1 and name[0] != "_"} == {}
+    assert {"Reducer", "DDPByHand", "ROOT"} <= where.keys(), "classes and constants are found"
 
 
 def test_what_files_declare_is_what_strategies_have(tmp_path, monkeypatch):
@@ -322,39 +298,49 @@ def test_what_files_declare_is_what_strategies_have(tmp_path, monkeypatch):
     assert (found.preset, found.axes) == ({"x": 2}, ("x", "y")), "a name of a name in another file; a base's own"
 
 
-@pytest.mark.parametrize(
-    "command, code",
-    [
-        *[(f"distributed_training.py {options}", 2) for options in (
-            "--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch",
-            "nosuch", "--implementation nosuch", "--config nosuch", "--resume nosuch", "--text nosuch",
-            "--strategy ddp --schedule gpipe", "--strategy pipeline --schedule nosuch",
-            "--strategy expert --by-hand --top-k x", "--strategy expert --by-hand --top-k 0",
-            "--mesh data=3", "--mesh tensor=x", "--steps 9 --epochs 1",
-        )],
-        *[(f"{folder}/distributed_training.py {options}", 2) for options in ("--nosuch", "--steps x", "--mesh data=3")
-          for folder in CHAPTERS],
-        *[(f"{script} --nosuch", 2) for script in (*ENGINES, "06_fsdp/with_qlora.py", "05_pipeline/play.py")],
-        ("distributed_training.py --help", 0), ("03_ddp/distributed_training.py --help", 0),
-        *[(f"-m common.check {words}", 2) for words in ("--csv", "nosuch", "01_intro nosuch", "--hint")],
-        ("-m common.questions", 2), ("-m common.doctor --symptom=", 2), ("03_ddp/classroom/bugs.py too_larg", 2),
-        ("common/doctor.py --nosuch", 2), ("-m common.runs nosuch", 2), ("-m common.cluster_check --megabytes 0", 2),
-    ],
-)  # fmt: skip
-def test_a_wrong_command_is_refused_before_torch_is_imported(command, code):
-    """Its import takes most of the time of a refusal. And --help needs none."""
-    told = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
-    words = command.split()
-    if words[0] == "-m":
-        called, words = f"runpy.run_module({words[1]!r}, run_name='__main__')", words[1:]
-    else:
-        called = f"runpy.run_path({words[0]!r}, run_name='__main__')"
+WRONG = [
+    *(f"distributed_training.py {options}" for options in (
+        "--lr -1", "--steps many", "--width 10 --heads 3", "--distributed", "--strategy nosuch", "--nosuch",
+        "nosuch", "--implementation nosuch", "--config nosuch", "--resume nosuch", "--text nosuch",
+        "--strategy ddp --schedule gpipe", "--strategy pipeline --schedule nosuch",
+        "--strategy expert --by-hand --top-k x", "--strategy expert --by-hand --top-k 0",
+        "--mesh data=3", "--mesh tensor=x", "--steps 9 --epochs 1",
+    )),
+    *(f"{folder}/distributed_training.py {options}" for options in ("--nosuch", "--steps x", "--mesh data=3")
+      for folder in CHAPTERS),
+    *(f"{script} --nosuch" for script in (*ENGINES, "06_fsdp/with_qlora.py", "05_pipeline/play.py")),
+    *(f"-m common.check {words}" for words in ("--csv", "nosuch", "01_intro nosuch", "--hint")),
+    "-m common.questions", "-m common.doctor --symptom=", "03_ddp/classroom/bugs.py too_larg",
+    "common/doctor.py --nosuch", "-m common.runs nosuch", "-m common.cluster_check --megabytes 0",
+]  # fmt: skip
+HELP = ["distributed_training.py --help", "03_ddp/distributed_training.py --help"]
+ONE_BY_ONE = """
+import contextlib, io, json, runpy, sys
+for command in json.loads(sys.argv[1]):
+    words, told, wrong, code = command.split(), io.StringIO(), io.StringIO(), "no exit"
+    run = runpy.run_module if words[0] == "-m" else runpy.run_path
+    sys.argv = words = words[words[0] == "-m":]
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(wrong):
+        try:
+            run(words[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([command, code, "torch" in sys.modules, told.getvalue(), wrong.getvalue()]))
+"""
+
+
+def test_a_wrong_command_is_refused_before_torch_is_imported():
+    """Its import takes most of the time of a refusal. And --help needs none. All are run in one process."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    line = [sys.executable, "-c", f"{told} sys.argv = {words}; {called}"]
+    line = [sys.executable, "-c", ONE_BY_ONE, json.dumps([*WRONG, *HELP])]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == code and done.stdout.endswith("False\n"), done.stderr
-    if code:
-        assert done.stdout == "False\n" and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [command for command, *_ in found] == [*WRONG, *HELP], done.stderr
+    for command, code, imported, told, errors in found:
+        assert not imported, f"{command} imports torch"
+        assert code == (0 if command in HELP else 2), f"{command}: {code} {errors}"
+        if command in WRONG:
+            assert told == "" and errors.startswith("error: ") and errors.count("\n") == 1, f"{command}: {errors}"
 
 
 def test_a_terminal_hears_that_something_happens_before_torch_is_imported(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from forks import Fork
-from helpers import FULL, SMALL, as_options
+from helpers import FULL, SMALL, as_options, draw_masks
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
 
@@ -78,21 +78,9 @@ def at_each_change(folder: Path, do) -> None:
 
 
 def prepared() -> None:
-    """Called in a process that is about to train: it draws other random numbers than a rank with other examples, a mask
-    on the embedding's output in each step, as dropout does."""
+    """Called in a process that is about to train."""
     run_dir.loss_curve = lambda records: Curve((record["step"], record["loss"]) for record in records)
-    make = Run.__init__
-
-    def masked(module, _, output):
-        return torch.nn.functional.dropout(output, 0.2, module.training)
-
-    def seeded(run, config, strategy, task):
-        torch.manual_seed(100 + strategy.data_rank)
-        if hasattr(strategy.model, "embedding"):  # a rank of a pipeline may not have it
-            strategy.model.embedding.register_forward_hook(masked)
-        make(run, config, strategy, task)
-
-    Run.__init__ = seeded
+    draw_masks()
 
 
 def disturbed(folder: Path, kind: str, when: int) -> None:

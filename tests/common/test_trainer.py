@@ -1,4 +1,4 @@
-"""What people expect of a trainer: learning rates, AdamW's numbers, clipping, peak memory and MFU, a sample."""
+"""What people expect of a trainer: AdamW's numbers, clipping, peak memory and MFU, a sample."""
 
 import math
 import re
@@ -12,30 +12,10 @@ from helpers import SMALL, configure, metrics, train
 
 from common import meter
 from common.lab.launch import launch
-from common.learning_rate import learning_rate
 from common.meter import operations, peak, peak_memory
 from common.model import GPT
 from common.record import Record
 from common.sample import sample
-
-
-def rates(**settings) -> list[float]:
-    config = SimpleNamespace(**{"lr": 1.0, "warmup_steps": 4, "lr_schedule": "constant", "steps": 12} | settings)
-    return [learning_rate(config, step) for step in range(config.steps)]
-
-
-def test_the_learning_rate_of_each_step():
-    assert rates() == pytest.approx([0.25, 0.5, 0.75, 1.0] + [1.0] * 8)
-    cosine = rates(lr_schedule="cosine")
-    assert rates(lr_schedule="cosine", warmup_steps=20) == rates(warmup_steps=20)  # never falls
-    # PyTorch's own, which begins at the step after the warm-up.
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.1)
-    for rate in cosine[4:]:
-        optimizer.step()
-        theirs.step()
-        assert rate == pytest.approx(theirs.get_last_lr()[0])
-
 
 TEXT = SMALL | {"steps": 3, "checkpoint_every": 0}
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,16 +18,20 @@ from common.lab import launch as launching
 from common.lab.launch import RankFailed, launch, setenv
 
 
-def whoami(greeting: str) -> tuple[int, int, int]:
+def whoami(greeting: str) -> tuple:
     print("a warning", file=sys.stderr)
     print(greeting, "from", dist.get_rank())
-    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), type(store)
 
 
 @pytest.mark.parametrize("start_method, nproc", [("fork", 3), *[("spawn", 2)] * FULL])  # of spawned ones: below
 def test_results_and_output_come_in_rank_order(start_method, nproc, capfd):
     results = launch(whoami, nproc, ("hello",), start_method=start_method)
-    assert results == [(rank, nproc, 1) for rank in range(nproc)], "rank, size and threads, in rank order"
+    expected = [(rank, nproc, 1, dist.FileStore) for rank in range(nproc)]
+    assert results == expected, "rank, size, threads, and where ranks meet, in rank order; no name server is asked"
     lines = [f"[rank {rank}] hello from {rank}\n[rank {rank}] a warning\n" for rank in range(nproc)]
     assert capfd.readouterr().out == "".join(lines), "each line headed by its rank, what went to stderr after the rest"
 
@@ -99,19 +102,7 @@ def test_after_heavy_work_on_many_threads():
     torch.set_num_threads(threads)
 
 
-def store_of_the_group():
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return type(store)
-
-
-def test_ranks_meet_in_a_file_and_ask_no_name_server():
-    assert launch(store_of_the_group, 2) == [dist.FileStore] * 2
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's schedulers")
-def test_no_rank_begins_before_all_have_met(monkeypatch):
+def test_no_rank_begins_before_all_have_met(monkeypatch, tmp_path):
     """One that fails at once would otherwise keep the others in init_process_group, and the report would say so."""
     init_process_group = dist.init_process_group
 
@@ -119,15 +110,13 @@ def test_no_rank_begins_before_all_have_met(monkeypatch):
         init_process_group(*args, **options)
         if options["rank"] == 1:
             time.sleep(0.4)
-            met.write_text(str(time.monotonic()))
+            (tmp_path / "met").write_text(str(time.monotonic()))
 
-    with tempfile.TemporaryDirectory() as folder:
-        met = Path(folder, "met")
-        monkeypatch.setattr(dist, "init_process_group", late)
-        began = launch(time.monotonic, nproc=3)
-        assert min(began) >= float(met.read_text())
+    monkeypatch.setattr(dist, "init_process_group", late)
+    assert min(launch(time.monotonic, nproc=3)) >= float((tmp_path / "met").read_text())
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's schedulers")
 def test_ranks_do_not_interrupt_each_other():
     """See let_threads_finish in common/ranks.py. One rank alone is left as it is."""
     before = os.sched_getscheduler(0)
@@ -212,19 +201,12 @@ def test_output_of_a_failed_launch_is_kept():
     assert failure.value.output == ["last words of 0\n", "last words of 1\n"], "what was printed before the end"
 
 
-def test_the_callers_signals_and_environment_are_left_alone():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)
-    launch(dist.get_rank, 2)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)) == before
-
-
-# --- whatever ranks do, launch ends in time, says what they did, and leaves no process behind -----------------------
-
-
-def test_processes_of_the_caller_are_left_alone():
+def test_the_callers_signals_environment_and_processes_are_left_alone():
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleep, start_new_session=True) as had:
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)
         launch(dist.get_rank, 2)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)) == before
         assert had.poll() is None
         had.kill()
 

@@ -102,6 +102,12 @@ def test_what_a_rank_was_doing_is_read_from_its_stack(frames, doing, tmp_path):
         assert told.endswith(doing) and ("line" in told) == bool(doing), "what the rank was doing"
 
 
+def wrote(folder: Path, rank: int, error: str, when: float = 100.0, **more) -> None:
+    """What a rank leaves that has raised an error."""
+    about = {"time": when, "error": error, "dead": [], "operation": "", "frames": [], "place": "line 7 of work"} | more
+    (folder / f"error-{rank}").write_text(json.dumps(about))
+
+
 def at(line: int) -> str:
     return f'Stack (most recent call first):\n  File "/notes/mine.py", line {line} in work\n'
 
@@ -116,9 +122,7 @@ def test_a_report_tells_of_every_rank(tmp_path):
         3: ("RuntimeError: a timeout", 100.0, "broadcast"),
         10: ("RuntimeError: Timed out", 100.5, "gather"),
     }.items():
-        report = {"time": when, "error": error, "dead": [], "operation": operation, "frames": frames}
-        report["place"] = f"line {rank} of f"
-        (tmp_path / f"error-{rank}").write_text(json.dumps(report))
+        wrote(tmp_path, rank, error, when, operation=operation, frames=frames, place=f"line {rank} of f")
     for rank in (5, 6):
         (tmp_path / f"stack-{rank}").write_text(at(rank))
     for name in ("returned-4", "returned-7", "result-7", "returned-9"):
@@ -189,12 +193,8 @@ def test_an_error_in_a_cell_names_its_collective(tmp_path):
 
 def test_a_lost_connection_is_a_consequence(tmp_path):
     """Even where it is noticed first: the rank at the other end is slower to say why it has gone."""
-    for rank, (error, when) in enumerate(
-        [("RuntimeError: Connection closed by peer [::1]:1", 100.0), ("E: why", 100.9)]
-    ):
-        report = {"time": when, "error": error, "dead": [], "frames": [], "operation": "", "place": "line 7 of work"}
-        (tmp_path / f"error-{rank}").write_text(json.dumps(report))
-    text, first, where, _ = explain(tmp_path, 2, {}, set())
+    wrote(tmp_path, 0, "RuntimeError: Connection closed by peer [::1]:1", 100.0), wrote(tmp_path, 1, "E: why", 100.9)
+    text, first, *_ = explain(tmp_path, 2, {}, set())
     assert (text.splitlines()[0], first) == ("rank 1 of 2: E: why", 1), "the cause is on rank 1"
     (tmp_path / "error-1").unlink()
     text = explain(tmp_path, 2, {}, set())[0]
@@ -204,13 +204,10 @@ def test_a_lost_connection_is_a_consequence(tmp_path):
 def test_who_had_returned_and_waited_in_vain_is_no_cause(tmp_path):
     """The others were to return too, and a rank that is still at work has kept them from ending."""
     for error in ("DistStoreError: wait timeout after 3000ms", "RuntimeError: Timeout"):
-        report = {"time": 100.0, "error": error, "dead": [], "frames": [], "operation": "", "place": ""}
-        (tmp_path / "error-0").write_text(json.dumps(report))
+        wrote(tmp_path, 0, error)
         (tmp_path / "returned-0").touch()
         text, first, where, _ = explain(tmp_path, 2, {}, set())
-        assert first == 1 and "returned" in where[0] and text.startswith("rank 1 of 2: "), (
-            "the rank at work is the cause"
-        )
+        assert first == 1 and "returned" in where[0] and text.startswith("rank 1 of 2: "), "the rank at work"
 
 
 @pytest.mark.parametrize("late", [0, 1000])

@@ -1,6 +1,8 @@
-"""The process group of a process: device and backend, who is who, set-up and tear-down. GPUs are pretended."""
+"""The process group of a process: device and backend, who is who, set-up and tear-down, memory. GPUs are pretended."""
 
+import ctypes
 import os
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -286,3 +288,34 @@ def test_pages_about_ranks_need_the_launchers_store_and_what_draws_them(monkeypa
     monkeypatch.setattr(ranks, "drawable", lambda: False)
     with refused("--debug-server", "requirements-nets.txt"):
         ranks.show_ranks(0)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_c_library_or_another_one_is_no_harm(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or SimpleNamespace())
+    ranks.keep_freed_memory()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: open(asked.append(name) or "/no such file"))
+    ranks.keep_freed_memory()
+    assert asked == ["libc.so.6"] * 2
+
+
+FREED = """
+import resource, torch
+from common.ranks import keep_freed_memory
+keep_freed_memory()
+for round in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2 * 2**20) for _ in range(8)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's memory")
+def test_memory_that_is_freed_is_kept():
+    """Eight blocks of 8 MB, 16,384 pages of 4 KB, freed and asked for again: after a few times they are no new ones."""
+    found = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 100

@@ -172,7 +172,7 @@ OWN = {
 }  # fmt: skip
 # They print and train nothing: tests/strategies/test_sharding.py; and below.
 ELSEWHERE = {"find_batch_size", "memory_budget", "recompute"}
-# DDP in a pipeline knows the schedule 1f1b only, with one stage on each rank: tests/common/test_cli.py
+# DDP in a pipeline knows the schedule 1f1b only, with one stage on each rank: test_chapter_messages.py
 REFUSED = {("pipeline+ddp", "pytorch", "schedule"), ("pipeline+ddp", "pytorch", "stages_per_rank")}
 CASES = {
     (name, kind): [

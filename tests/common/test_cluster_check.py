@@ -172,27 +172,28 @@ def test_the_exit_code(tmp_path):
     assert process.returncode == 0, said
 
 
-def test_every_rank_exits_with_what_rank_0_has_found(monkeypatch):
-    """And what the check sets itself, for NCCL's log, is no setting that hosts could have otherwise."""
+def exit_codes(cases: list[tuple[list, list]]) -> list[int]:
+    """This rank's, where rank 0 has found these lines and faults, and NCCL says that it goes through sockets. What the
+    check sets itself, for NCCL's log, is no setting that hosts could have otherwise."""
+    codes = []
+    for lines, wrong in cases:
+
+        def check(ranks, *more, lines=lines, wrong=wrong):
+            own = [name for name in cluster_check.variables() if name.startswith("NCCL_DEBUG")]
+            return None if ranks.rank else (lines, wrong + own)
+
+        cluster_check.check = check
+        codes.append(cluster_check.main(["--device=cpu"]))
+    return codes
+
+
+def test_every_rank_exits_with_what_rank_0_has_found_and_sockets_are_looked_at_between_hosts(monkeypatch):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cluster_check, "into_report", lambda text: None)
-    monkeypatch.setattr(cluster_check, "check", lambda ranks, *more: None if ranks.rank else ([], seen()))
-
-    def seen() -> list[str]:
-        return [f"{name} is compared" for name in cluster_check.variables() if name.startswith("NCCL_DEBUG")]
-
-    assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [0, 0], "what it sets itself is not compared"
-    monkeypatch.setattr(cluster_check, "check", lambda ranks, *more: None if ranks.rank else ([], ["a fault"]))
-    assert launch(cluster_check.main, 2, (["--device=cpu"],)) == [1, 1], "the exit codes of both ranks"
-
-
-def test_sockets_are_looked_at_between_hosts(monkeypatch):
-    monkeypatch.setattr(cluster_check, "into_report", lambda text: None)
     monkeypatch.setattr(cluster_check, "network_of", lambda log: (["Using network Socket"], ["sockets"]))
-    for where, code in (("within a host", 0), ("between hosts", 1)):
-        monkeypatch.setattr(cluster_check, "check", lambda *_, where=where: ([f"links {where}"], []))
-        assert launch(cluster_check.main, 1, (["--device=cpu"],)) == [code], f"sockets {where}"
+    cases = [([], []), ([], ["a fault"]), (["links within a host"], []), (["links between hosts"], [])]
+    assert launch(exit_codes, 2, (cases,)) == [[0, 1, 0, 1]] * 2
 
 
 # --- the page, in numbers that are easy to follow ---------------------------------------------------------------

@@ -24,10 +24,6 @@ def settings(name: str, **more):
     return configure(f"--config {FILES[name]}", ranks_of(name), **more)
 
 
-def test_there_are_some():
-    assert FILES
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_each_trains_or_is_computed_where_it_is_large(name, tmp_path):
     size = ranks_of(name)
@@ -52,6 +48,7 @@ def test_its_comment_has_the_command_that_starts_it(name):
 
 def test_shards_of_several_nodes_stay_within_a_node():
     """Where a file is for several nodes, its shards are a node's GPUs."""
+    assert FILES
     for name, path in FILES.items():
         found = re.search(r"--nproc_per_node=(\d+) --nnodes=(\d+)", path.read_text())
         if found:

@@ -25,37 +25,27 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def nested() -> tuple:
-    """A script's main, run inside of a launch; the launch's group has to outlive it."""
-    outer, found = dist.group.WORLD, []
-    for _ in range(2):
-        with process_group("auto", "auto") as group:
-            assert dist.group.WORLD is outer
-            found.append(group)
-    number = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(number)
-    return found, number.item(), dist.group.WORLD is outer, torch.get_num_threads()
-
-
-def test_within_a_launch_it_is_the_launchs_group():
-    for rank, (found, total, same, threads) in enumerate(launch(nested, 2)):
-        assert found == [Ranks(rank, 2, rank, torch.device("cpu"))] * 2
-        assert total == 1.0 and same and threads == 1
-
-
-def nested_check() -> list[str]:
-    said = []
+    """A script's main, run inside of a launch: the launch's group has to outlive it, and it has the guard or not."""
+    outer, found, said = dist.group.WORLD, [], []
     for check in (False, True):
         try:
-            with process_group(check=check):
+            with process_group("auto", "auto", check=check) as group:
+                assert dist.group.WORLD is outer
+                found.append(group)
                 dist.all_reduce(torch.ones(2, 3) if dist.get_rank() else torch.ones(3, 2))  # gloo says nothing
             said.append("nothing")
         except CollectiveMismatch:
             said.append("mismatch")
-    return said
+    number = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(number)
+    return found, said, number.item(), dist.group.WORLD is outer, torch.get_num_threads()
 
 
-def test_the_guard_is_on_where_it_is_asked_for():
-    assert launch(nested_check, 2) == [["nothing", "mismatch"]] * 2, "without and with check=True"
+def test_within_a_launch_it_is_the_launchs_group():
+    for rank, (found, said, total, same, threads) in enumerate(launch(nested, 2)):
+        assert found == [Ranks(rank, 2, rank, torch.device("cpu"))] * 2
+        assert said == ["nothing", "mismatch"], "without and with check=True"
+        assert total == 1.0 and same and threads == 1
 
 
 def test_the_guard_is_on_in_a_group_of_its_own():
@@ -137,13 +127,13 @@ def test_the_rank_that_keeps_the_store_leaves_last(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], written
 
 
-def votes() -> list[bool]:
+def votes() -> tuple[list[bool], list[str]]:
     here = Ranks.here()
-    return [here.any(dist.get_rank() == 1), here.any(False), here.any(True)]
+    return [here.any(dist.get_rank() == 1), here.any(False), here.any(True)], silent(patience=30)
 
 
-def test_any_rank():
-    assert launch(votes, 3) == [[True, False, True]] * 3, "is there a vote of one, of none, of all?"
+def test_any_rank_and_everybody_answers():
+    assert launch(votes, 3) == [([True, False, True], [])] * 3, "a vote of one, of none, of all; who is silent"
 
 
 def test_here_is_the_gpu_where_the_group_has_nccl(monkeypatch):
@@ -230,10 +220,6 @@ def who_is_silent() -> list[str]:
 
 def test_ranks_that_do_not_answer_are_named():
     assert launch(who_is_silent, 4) == [["rank 1", "rank 2 on node2"], [], [], ["rank 1", "rank 2 on node2"]]
-
-
-def test_everybody_answers():
-    assert launch(lambda: silent(patience=30), 2) == [[], []]
 
 
 class Deaf:

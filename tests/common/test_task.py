@@ -63,12 +63,7 @@ def test_optimizers():
 
 @pytest.mark.parametrize(
     ("batch", "told"),
-    [
-        (3, "4"),
-        (9, "8"),
-        (6, "8"),
-        (11, "12"),
-    ],
+    [(3, "4"), (9, "8"), (6, "8"), (11, "12")],
 )
 def test_a_batch_that_cannot_be_cut(batch, told):
     with refused(f"--batch-size {batch}", "2", "4", told):

@@ -52,8 +52,6 @@ def test_what_cannot_be_learned_is_refused_in_one_line(tmp_path):
         data.validation_text(4, str(tmp_path / "short"))
     (tmp_path / "short").write_text("just ten b")
     assert everything(data.training_text(4, str(tmp_path / "short"))) == b"just "
-    with refused_in_one_line("--text", "--task text"):
-        configure(f"--task images --text {tmp_path}", strategy="single", run_dir=tmp_path / "run")
 
 
 def test_a_run_learns_it_and_a_resumed_one_goes_on_with_it(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch._dynamo  # as every optimizer does when it is made: here once, and not in each fork
 import torch.distributed.run
-from helpers import FULL, LAUNCHER, TEXT, as_options
+from helpers import FULL, LAUNCHER, TEXT, as_options, wait_until
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from common import ROOT
@@ -187,9 +187,5 @@ def hold_after(patch, step: int, file: Path) -> Path:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    end = time.time() + 60
-    while time.time() < end:
-        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} within a minute")
+    file = folder / "metrics.jsonl"
+    wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= step, f"step {step}")

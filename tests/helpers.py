@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -250,6 +251,14 @@ def when_inside(function: str, then) -> None:
         then()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def wait_until(is_so: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
+    """Returns when `is_so()` is true; fails, with what has not come, where that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"no {what} within {seconds:g} s"
+        time.sleep(0.02)
 
 
 def impatient(seconds: float) -> None:

@@ -7,12 +7,11 @@ import json
 import os
 import signal
 import socket
-import time
 from contextlib import suppress
 
 import pytest
 from forks import hold_after, ranks_of, torchrun, wait_for_step
-from helpers import FULL, SMALL, as_options, configure, metrics, numbers, train
+from helpers import FULL, SMALL, as_options, configure, metrics, numbers, train, wait_until
 
 from common import ROOT
 from common.lab.launch import free_port, launch
@@ -43,25 +42,19 @@ def agents(nodes: str, folder) -> list:
         process = torchrun(
             *(f"--nnodes={nodes}", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=job"),
             *(f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", f"--rdzv_conf={QUICK}"),
-            *(
-                "--monitor_interval=0.2",
-                ROOT / "distributed_training.py",
-                "--distributed",
-                "--run-dir=run",
-                *as_options(SETTINGS),
-            ),
+            *("--monitor_interval=0.2", ROOT / "distributed_training.py", "--distributed", "--run-dir=run"),
+            *as_options(SETTINGS),
             cwd=folder,
             env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # pytorch#135712: see docs/cluster.md
         )
         started.append(process)
-        deadline = time.monotonic() + 60
-        while len(started) == 1 and time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
+        wait_until(lambda: listens(port), "store")
     return started
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.weekly  # two programs; one torchrun whose rank is killed: test_loading.py
@@ -114,26 +107,19 @@ while True:
 """
 
 
-def wait_for(file, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not file.exists():
-        assert time.monotonic() < deadline, f"no file '{file.name}'"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("seconds, saved", [(1, False), (600, True)])
 def test_a_rank_may_save_for_as_long_as_torchrun_is_told(seconds, saved, tmp_path):
     """--shutdown-timeout, in launch/ and on the page on checkpoints: without it a rank has 30 seconds after SIGTERM."""
     (tmp_path / "saves.py").write_text(SAVES)
     process = torchrun(f"--shutdown-timeout={seconds}", "--standalone", tmp_path / "saves.py", cwd=tmp_path)
-    wait_for(tmp_path / "trains")
+    wait_until((tmp_path / "trains").exists, "training")
     (rank,) = ranks_of(process)
     os.kill(process.pid, signal.SIGTERM)
     with suppress(AssertionError):
-        wait_for(tmp_path / "saving", 20)
+        wait_until((tmp_path / "saving").exists, "saving", 20)
     if not (tmp_path / "saving").exists():  # seen once: torchrun's handler raises, which whoever catches it may drop
         os.kill(process.pid, signal.SIGTERM)
-    wait_for(tmp_path / "saving")
+    wait_until((tmp_path / "saving").exists, "saving")
     if saved:
         (tmp_path / "may end").touch()
     output = process.communicate(timeout=120)

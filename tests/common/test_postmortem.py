@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers import arrive, time_is_up_when_all_have_arrived, when_inside
+from helpers import arrive, time_is_up_when_all_have_arrived, wait_until, when_inside
 
 from common import ranks
 from common.lab import launch as launching
@@ -36,15 +36,10 @@ def folder() -> Path:
     return Path(inner.path).parent
 
 
-def wait_until(is_so):
-    while not is_so():
-        time.sleep(0.01)
-
-
 def raise_one_after_the_other(first: int):
     if dist.get_rank() == first:
         raise ValueError("the cause")
-    wait_until(Path(folder(), f"error-{first}").exists)
+    wait_until(Path(folder(), f"error-{first}").exists, "error of the first")
     time.sleep(2 * postmortem.AT_ONCE)
     raise KeyError("its consequence")
 
@@ -222,7 +217,7 @@ def test_a_death_comes_before_the_errors_it_causes(late, heard, monkeypatch):
             store().set("process", str(os.getpid()))
             os._exit(7)
         process = psutil.Process(int(store().get("process")))
-        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "death")
         raise ValueError("a consequence")
 
     with pytest.raises(RankFailed, match="rank 1 of 2: died with exit code 7\n"):
@@ -233,7 +228,7 @@ def test_an_error_comes_before_a_later_death(heard):
     def work():
         if dist.get_rank() == 1:
             raise ValueError("the cause")
-        wait_until(Path(folder(), "error-1").exists)
+        wait_until(Path(folder(), "error-1").exists, "error of rank 1")
         time.sleep(2 * postmortem.AT_ONCE)
         os._exit(7)
 
@@ -247,7 +242,7 @@ def test_a_rank_at_work_is_named_before_those_that_wait_for_it(impatient, monkey
     time_is_up_when_all_have_arrived(monkeypatch, tmp_path)
 
     def leave(store, *args, **options):  # rank 0, once the others are where they stay
-        wait_until(lambda: all((tmp_path / f"arrived-{rank}").exists() for rank in (1, 2)))
+        wait_until(lambda: all((tmp_path / f"arrived-{rank}").exists() for rank in (1, 2)), "other ranks")
         if impatient == "launch":
             arrive(tmp_path)
             time.sleep(600)

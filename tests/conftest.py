@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("accelerate", "lightning", "deepspeed", "transformers", "datasets", "peft", "bitsandbytes")
 LACKING = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 collect_ignore = ["strategies/test_engines.py"] if LACKING else []  # not even skipped: a skip looks like a pass
+
+# Examples are the same in every run, and no clock has a say: by itself, hypothesis gives each of them 0.2 seconds.
+settings.register_profile("course", deadline=None, derandomize=True, database=None, suppress_health_check=[
+    HealthCheck.too_slow, HealthCheck.function_scoped_fixture
+])  # fmt: skip
+settings.load_profile("course")
 
 
 def pytest_report_header():

@@ -71,7 +71,7 @@ def test_what_is_planted_is_named(calm, monkeypatch):
     assert len(wrong) == 5, f"and nothing else:\n{said}"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 2), min_size=10, max_size=10), st.sampled_from([-7200, 0.5, 7200]))
 def test_clocks_are_compared_as_well_as_the_quickest_answer_allows(ways, ahead):
     """Each way there and back takes its time: off by half of how much longer the one took than the other."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import SMALL, NoFigure, configure, refused, train
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 from other_tools import MEGATRON, NANOTRON, QWEN
 
@@ -40,8 +40,7 @@ from planner.layout import make_layout
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 MANY = int(os.environ.get("DAMAGES", 0))
-damaged = settings(max_examples=MANY or 17, deadline=None, derandomize=not MANY, database=None, phases=[Phase.generate],
-                   suppress_health_check=list(HealthCheck))  # fmt: skip
+damaged = settings(max_examples=MANY or 17, derandomize=not MANY, phases=[Phase.generate])
 STEP = "checkpoint-000001"
 FILES = ("config.json", "metrics.jsonl", f"{STEP}/manifest.json", f"{STEP}/__0_0.distcp")
 ODD = some.sampled_from([

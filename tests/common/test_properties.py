@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from helpers import configure, refused
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from common import manifest, stored
@@ -22,8 +22,7 @@ from common.learning_rate import learning_rate
 from common.pieces import boxes, pieces_of
 from common.state import Where, interval, whole
 
-few = settings(max_examples=40, deadline=None, derandomize=True, database=None,
-               suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])  # fmt: skip
+few = settings(max_examples=40)
 sizes = some.dictionaries(some.sampled_from(AXES), some.integers(1, 8), min_size=1)
 shapes = some.lists(some.integers(1, 5), max_size=4).map(tuple)
 

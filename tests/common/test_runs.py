@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import SMALL, configure, metrics, refused, saved, train
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ from common.lab.launch import launch
 
 # --- every number, against one that is worked out here, of runs that are drawn -------------------------------------
 
-few = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=30)
+few = settings(max_examples=30)
 losses, seconds = some.floats(0.25, 9), some.sampled_from([0.125, 0.25, 0.5, 1.0, 3.0, 7.0])
 
 

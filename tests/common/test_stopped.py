@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from forks import Fork
 from helpers import FULL, SMALL, as_options, draw_masks
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 
 from common import ROOT, checkpoint, generate, manifest, run_dir, runs
@@ -28,8 +28,7 @@ from course.ddp.loading import LOADING
 from course.strategies import STRATEGIES
 
 SCRIPT = ROOT / "distributed_training.py"
-drawn = settings(max_examples=100 if FULL else 5, deadline=None, derandomize=True, database=None,
-                 phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
+drawn = settings(max_examples=100 if FULL else 5, phases=[Phase.generate])
 ROWS = [(size, name, kind) for name, entry in STRATEGIES.items() for kind in entry.implementations
         for size in (1, 2) if size in entry.sizes(kind) and name != "mesh"]  # fmt: skip
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells have it
+OUTLIVES = 120  # seconds: torchrun lets a rank end for so long, or less, when another has died (--shutdown-timeout)
 
 
 class UserError(Exception):
@@ -110,10 +111,10 @@ def into_report(line: str) -> bool:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return False
-    # torchrun calls the earliest failure the root cause and puts it last. If another process has died, this rank may
-    # know it before torchrun does, but the clock of the report counts whole seconds: without the second that is taken
-    # off, a rank that was killed, of which there is nothing to say, stands last in about half of the cases.
-    about = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+    # torchrun calls the earliest failure the root cause and puts it last. If another process has died, torchrun may
+    # know it before this rank does. Without what is taken off, a rank that was killed, of which there is nothing to
+    # say, would then stand last.
+    about = {"py_callstack": line, "timestamp": str(int(time.time()) - OUTLIVES)}
     try:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": about}}))
     except OSError:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from forks import ranks_of, start, wait_for_step
 from helpers import FULL, TEXT, configure, impatient, metrics, numbers, train
 
-from common import manifest
+from common import errors, manifest
 from common.errors import UserError
 from common.lab.launch import RankFailed, launch
 from common.record import Record
@@ -94,21 +94,23 @@ def test_who_is_asked_to_stop_leaves_a_usable_checkpoint(nproc, stop, tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, done + 2))
 
 
-def test_a_rank_that_is_killed_ends_them_all(tmp_path):
-    """Processes that load data, too, and in silence."""
+def test_a_rank_that_is_killed_ends_them_all(tmp_path, monkeypatch):
+    """Processes that load data, too, and in silence; what rank 0 has to say stands last, however late it says it."""
+    into_report = errors.into_report
+    monkeypatch.setattr(errors, "into_report", lambda line: time.sleep(3) or into_report(line))
     line = ["--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers"]
     process = start(*line, nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)
     everyone = family(process)
     assert len(everyone) == 1 + 2 + 2 * WORKERS
     ranks_of(process)[1].kill()
-    _, errors = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert "rank      : 1" in errors and "SIGKILL" in errors
-    (line,) = (line for line in errors.splitlines() if "error: another rank has died" in line)
+    assert "rank      : 1" in said and "SIGKILL" in said
+    (line,) = (line for line in said.splitlines() if "error: another rank has died" in line)
     assert re.search(r"\(Connection (closed|reset) by peer\).* go on with --resume --run-dir run$", line)
-    assert line.startswith("  traceback : error: ") and set(errors[errors.index(line) :].split("\n")[1]) == {"="}
-    assert "RuntimeError" not in errors and "DataLoader worker" not in errors  # one line, and no traceback
+    assert line.startswith("  traceback : error: ") and set(said[said.index(line) :].split("\n")[1]) == {"="}
+    assert "RuntimeError" not in said and "DataLoader worker" not in said  # one line, and no traceback
     assert psutil.wait_procs(everyone, timeout=100)[1] == []
     newest = manifest.checkpoints(tmp_path / "run")[-1]
     assert manifest.step_of(newest) >= 2 and manifest.damage(newest) == ""

@@ -23,7 +23,6 @@ from common import ROOT, checkpoint, generate, manifest, run_dir, runs
 from common.errors import INTERRUPTED, UserError
 from common.lab.launch import free_port
 from common.record import Record
-from common.run import Run
 from course.ddp.loading import LOADING
 from course.strategies import STRATEGIES
 

@@ -40,7 +40,7 @@ def difference(expected, got) -> tuple[str, str] | None:
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
             return kind(expected), kind(got)
         wrong = (~torch.isclose(got, expected, rtol=1e-5, atol=0, equal_nan=True)).nonzero().tolist()
-        if wrong and expected.numel() > 12:
+        if wrong and expected.numel() > SHOWN:
             at, place = tuple(wrong[0]), f" at element {wrong[0][0] if len(wrong[0]) == 1 else wrong[0]}"
             return show(expected[at]) + place, f"{show(got[at])} ({len(wrong)} of {got.numel()} elements differ)"
         same = not wrong
@@ -77,7 +77,7 @@ def kind(value) -> str:
 
 def show(value) -> str:
     if isinstance(value, torch.Tensor):
-        return show(value.tolist())
+        return show(value.tolist()) if value.numel() <= SHOWN else kind(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(show, value)) + "]"
     return f"{value:.8g}" if isinstance(value, float) else str(value)

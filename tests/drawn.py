@@ -58,15 +58,39 @@ def kinds(ax, x=None, y=None) -> list[list[tuple[float, float]]]:
     return sorted(map(sorted, found.values()))
 
 
+def by_row(ax) -> dict[str, list[list[tuple[float, float]]]]:
+    """Label at the axis on the left -> `kinds` of its row."""
+    return {label.get_text(): kinds(ax, y=y) for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
+
+
+def stripes(ax, x, y, reach=0.5) -> list[str]:
+    """The looks, from the left, of the areas beside a point that end within `reach` of it."""
+    near = [(low, look) for look, low, high in cut(ax, y=y) if x - reach - 1e-6 < low and high < x + reach + 1e-6]
+    return [look for _, look in sorted(near, key=lambda one: one[0])]
+
+
 def look_at(ax, x, y) -> str:
-    """The look of the last area over a point; empty where there is none."""
-    return next((look for look, low, high in reversed(cut(ax, x=x)) if low < y < high), "")
+    """The look of the last area over a point, where areas meet of one of them; empty where there is none."""
+    return next((look for look, low, high in reversed(cut(ax, x=x + 1e-6)) if low < y + 1e-6 < high), "")
 
 
 def said(ax, pattern: str = "(.*)") -> list[tuple[str, float, float]]:
-    """(what the pattern's group has found, x, y) of each text of the axes that has it."""
+    """(what the pattern's group has found, x, y) of each text of the axes that has it, row by row from the top, and
+    from the left in a row."""
     found = [(re.search(pattern, text.get_text(), re.DOTALL), text.get_position()) for text in ax.texts]
-    return [(match[1], *map(float, place)) for match, place in found if match]
+    down = 1 if ax.yaxis_inverted() else -1
+    words = [(match[1], *map(float, place)) for match, place in found if match]
+    return sorted(words, key=lambda word: (round(down * word[2], 3), word[1]))
+
+
+def placed(ax, pattern: str) -> dict[int, tuple[float, float]]:
+    """Number in a text -> where it stands."""
+    return {int(number): place for number, *place in said(ax, pattern)}
+
+
+def looks_of(ax, pattern: str) -> list[tuple[str, str]]:
+    """(what the pattern's group has found, look of the ground) of each such text, in the order of `said`."""
+    return [(text, look_at(ax, *place)) for text, *place in said(ax, pattern)]
 
 
 def numbers(text: str) -> list[float]:
@@ -80,10 +104,10 @@ def arrows(ax, places: dict) -> list[tuple]:
     return [tuple(nearest(end, places) for end in both) for both in [*ends, *((note.xyann, note.xy) for note in notes)]]
 
 
-def framed(ax) -> list:
-    """The boxes that are a thick frame and no more."""
-    empty = [patch for patch in ax.patches if not (patch.get_fill() and patch.get_facecolor()[3])]
-    return [patch for patch in empty if patch.get_linewidth() > 2]
+def framed(ax, pattern: str = "(.*)") -> list[bool]:
+    """Whether each such text, in the order of `said`, stands in a box with a thick edge."""
+    thick = [box.get_bbox() for box in ax.patches if isinstance(box, Rectangle) and box.get_linewidth() > 2]
+    return [any(box.contains(*place) for box in thick) for _, *place in said(ax, pattern)]
 
 
 def nearest(place, places: dict):

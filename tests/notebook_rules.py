@@ -13,9 +13,6 @@ from links import dead_links
 
 from tools.facts import reading_minutes
 
-# What pages still owe, to be paid when they are rewritten. Entries become fewer, and none is added: a page that has
-# paid must leave the list.
-UNCOMPARED = {}  # cells, each with its reason
 MOST_MINUTES = 40
 
 # As ipykernel installs it, and JupyterLab stores it.
@@ -40,10 +37,6 @@ def name(cell):
 
 def tags(cell):
     return cell.metadata.get("tags", [])
-
-
-def key(path):
-    return f"{path.parent.name}/{path.name}"
 
 
 def output_texts(cell):
@@ -93,15 +86,11 @@ def has_no_unmeant_error(notebook, path):
 
 
 def is_compared(notebook, path):
-    """Cells whose output is not compared are those of the list, each with its reason."""
-    allowed = UNCOMPARED.get(key(path), {})
     for cell in code(notebook):
         ways_out = [tag for tag in tags(cell) if "nbval" in tag.lower()]
         ways_out += re.findall(r"#\s*((?:NBVAL|PYTEST_VALIDATE)_\w+)", cell.source)
-        if ways_out and cell.id not in allowed:
+        if ways_out:
             yield f"{name(cell)} has {ways_out[0]}: write ~ before what is measured (tests/sanitize.cfg), and compare"
-    present = {cell.id for cell in code(notebook) if "nbval-ignore-output" in tags(cell)}
-    yield from (f"cell {cell} is compared by now: take it out of UNCOMPARED" for cell in allowed.keys() - present)
 
 
 def stores_no_warnings(notebook, path):

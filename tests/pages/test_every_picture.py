@@ -5,17 +5,20 @@ import ast
 import itertools
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace as Some
 
+import drawn as picture
 import IPython.display
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from drawn import areas_of, arrows, bars, cut, framed, kinds, look_at, numbers, points, readable, said, same
+from drawn import arrows, bars, by_row, cut, framed, kinds, look_at, looks_of, numbers, placed, points, said, same
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
+from matplotlib.path import Path
 
 from common import ROOT
 from common.constants import GIB, MEBIBYTE
@@ -48,41 +51,47 @@ def stacked(sizes) -> list[tuple[float, float]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def placed(ax, pattern: str) -> dict[int, tuple[float, float]]:
-    """Number in a text -> where it stands."""
-    return {int(number): place for number, *place in said(ax, pattern)}
+def by_kind(events, first=0.0, unit=1e3) -> list[list[tuple[float, float]]]:
+    """(kind, from, to) in seconds as `kinds` has it, in milliseconds since `first`."""
+    names = {kind for kind, *_ in events}
+    spans = [(name, unit * (begin - first), unit * (end - first)) for name, begin, end in events]
+    return sorted(sorted(tuple(span) for kind, *span in spans if kind == name) for name in names)
+
+
+def stations(ax) -> dict[int, list[list[float]]]:
+    """Rank -> the numbers in each line of what it holds, which stands below its name."""
+    lines = said(ax, "^(queries.*|keys.*|gradients.*)")
+    return {rank: [numbers(text) for text, x, y in lines if x == at and 0 < top - y < 1]
+            for rank, (at, top) in placed(ax, r"^rank (\d)$").items()}  # fmt: skip
 
 
 def everywhere(r) -> Found:
     draw = plotting.collective
     states = [[[r.choice([None, 1, 20, 300, 1011, 4300]) for _ in range(size)] for _ in range(4)] for size in (2, 3)]
     ax = draw(states, ("one", "other")).axes[0]
-    labels = sorted((int(y), x, text) for text, x, y in said(ax, r"^(\d+)$"))
-    yield draw, [text for *_, text in labels], [str(n) for k in range(4) for state in states for n in state[k] if n]
-    for row, x, text in labels:
-        stripes = [look for look, low, high in cut(ax, y=row + 0.15) if x - 0.5 < low < x + 0.5]
+    labels = said(ax, r"^(\d+)$")
+    yield draw, [text for text, *_ in labels], [str(n) for k in range(4) for state in states for n in state[k] if n]
+    for text, *place in labels:
         ranks = [rank for rank, digit in enumerate(reversed(text)) if digit != "0"]
-        yield draw, stripes, [plotting.PALETTE[rank].lower() for rank in ranks]
+        yield draw, picture.stripes(ax, *place), [plotting.PALETTE[rank].lower() for rank in ranks]
     draw = plotting.timeline
     for names in ([0, 1, 2], ["stream 7", "host", "stream 40"]):
         events = [(name, kind, *span) for name in names for kind in "ab" for span in spans(r, 2)]
         r.shuffle(events)
         ax, first = draw(events).axes[0], min(start for _, _, start, _ in events)
-        for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True):
-            own = [event[1:] for event in events if str(event[0]) == label.get_text().removeprefix("rank ")]
-            ways = [sorted((1e3 * (a - first), 1e3 * (b - first)) for kind, a, b in own if kind == one) for one in "ab"]
-            yield draw, kinds(ax, y=y), sorted(ways)
+        own = {name: by_kind([event[1:] for event in events if event[0] == name], first) for name in names}
+        yield draw, by_row(ax), {f"rank {name}" if name in (0, 1, 2) else name: spans for name, spans in own.items()}
     draw, times = plotting.pipeline, simulator.Times(*(r.uniform(1, 2) for _ in range(3)), r.uniform(0, 1))
     runs = {name: simulator.simulate(schedules.build(name, 2, 3), times) for name in ("1f1b", "zbv")}
     for memory, follow in ((True, None), (False, 0), (False, 2)):
         shares = []
         for ax, run in zip(draw(runs, memory=memory, follow=follow, columns=2).axes, runs.values(), strict=True):
+            shown = [event for own in run.ranks for event in own if follow in (None, event.action.microbatch)]
+            labels = [(x, int(n)) for n, x, _ in said(ax, r"^(\d+)$")]
+            yield draw, labels, [((a + b) / 2, action.microbatch) for a, b, action in shown]
             for rank, own in enumerate(run.ranks):
                 boxes = [tuple(box) for look, *box in cut(ax, y=rank + 0.3) if look != to_hex(plotting.IDLE)]
                 yield draw, boxes, [event[:2] for event in own]
-                shown = [event for event in own if follow in (None, event.action.microbatch)]
-                labels = sorted((x, int(n)) for n, x, y in said(ax, r"^(\d+)$") if int(y) == rank)
-                yield draw, labels, [((a + b) / 2, action.microbatch) for a, b, action in shown]
                 stages, changes = len({event.action.stage for event in own}), [*run.stored(rank), (run.makespan, 0)]
                 most = f" {max(held for _, held in changes)}" + f"/{stages}" * (stages > 1)
                 yield draw, most in [text for text, *_ in said(ax)], memory
@@ -113,47 +122,50 @@ def intro(r) -> Found:
     for count, fig in enumerate(draw(rows, "777", "333")):
         ax, third = fig.axes[0], {3: ["777"] * 2, 4: ["333"] * 2}.get(count, [row[2] for row in rows])
         held = [[*row[:2], third[rank], row[3]][: (1, 2, 3, 3, 4)[count]] for rank, row in enumerate(rows)]
+        columns = len(held[0])
         yield draw, [text for text, *_ in said(ax, r"^(\d+)$")], sum(held, [])
-        yield draw, len(framed(ax)), 4 if count == 4 else 2
-        colours = [[look_at(ax, x, y) for x in (2.6, 4.8, 5.6)] for y in (0.3, 2.2)]
-        for rank, (one, left, right) in enumerate(colours if count > 1 else []):
-            yield draw, (left, right), (one, one) if count == 2 else (colours[0][0], colours[1][0])
-            yield draw, one == colours[1 - rank][0], False
+        new = [column in ((columns - 1,) if count < 3 else (2, 3)) for column in range(columns)]
+        yield draw, framed(ax, r"^(\d+)$"), 2 * new
+        colours = [picture.stripes(ax, x, y, 0.8) for _, x, y in said(ax, r"^(\d+)$")]
+        own = [colours[1], colours[columns + 1]] if count else []
+        for rank, one in enumerate(own if count > 1 else []):
+            gradient = one if count == 2 else sum(own, [])  # that of one rank, or of both
+            yield draw, (colours[columns * rank + 2], own[0] == own[1]), (gradient, False)
     draw, nodes, each = overview.ranks_on_nodes, r.randint(2, 3), r.randint(2, 5)
     ax = draw(nodes, each).axes[0]
     ranks, edges = placed(ax, r"^rank (\d+)"), [x for _, x, _ in said(ax, r"node rank (\d+)")]
-    yield draw, [rank for rank in sorted(ranks, key=ranks.get)], [*range(nodes * each)]
+    yield draw, [*ranks], [*range(nodes * each)]
     yield draw, [sum(edge < x for edge in edges) - 1 for x, _ in ranks.values()], [rank // each for rank in ranks]
     for what in ("local rank", "GPU"):
         yield draw, [int(n) for n, *_ in said(ax, rf"{what} (\d+)")], [rank % each for rank in ranks]
-    draw, before, after = (
-        rank_pictures.moved,
-        *([[r.choice([None, 1, 43]) for _ in "ab"] for _ in range(4)] for _ in "ab"),
-    )
-    ax = draw("moved", before, after, pairs := r.sample(rank_pictures.ALL, 5), [2]).axes[0]
-    cells = sorted((int(y), x, text) for text, x, y in said(ax, r"^(\d+)$"))
-    yield draw, [text for *_, text in cells], [str(n) for k in range(4) for n in (*before[k], *after[k]) if n]
-    new = {(k, at) for k in (0, 1, 3) for at in (0, 1) if after[k][at] not in (None, before[k][at])}
-    yield draw, {(round(box.get_y() - 0.1), round(box.get_x() - 5.25)) for box in framed(ax)}, new
-    sides = {(side, rank): (x, rank + 0.5) for side, x in enumerate((2, 5)) for rank in range(4)}
+    draw, states = rank_pictures.moved, [[[r.choice([None, 1, 43]) for _ in "ab"] for _ in range(4)] for _ in "ab"]
+    ax = draw("moved", *states, pairs := r.sample(rank_pictures.ALL, 5), [2]).axes[0]
+    cells = [(k, at, side, states[side][k][at]) for k in range(4) for side in (0, 1) for at in (0, 1)]
+    cells = [(k, at, side, n) for k, at, side, n in cells if n]
+    yield draw, [text for text, *_ in said(ax, r"^(\d+)$")], [str(n) for *_, n in cells]
+    yield draw, framed(ax, r"^(\d+)$"), [side == 1 and k != 2 and n != states[0][k][at] for k, at, side, n in cells]
+    (_, left, _), (_, right, _) = said(ax, "(before|after)")
+    sides = {(side, rank): (x, rank + 0.5) for side, x in enumerate((left, right)) for rank in range(4)}
     yield draw, arrows(ax, sides), [((0, a), (1, b)) for a, b in pairs]
     draw, (before, held) = rank_pictures.circle, [[[r.randint(10, 13) for _ in "abc"] for _ in range(4)] for _ in "ab"]
     sent = [(a, b, [r.randint(20, 99) for _ in range(r.randint(1, 3))]) for a, b in r.sample(rank_pictures.ALL, 4)]
     ax = draw(before, held, sent).axes[0]
-    ranks, cells = placed(ax, r"^([0-3])$"), sorted((y < 0, x, int(n)) for n, x, y in said(ax, "^(1[0-3])$"))
+    ranks = placed(ax, r"^([0-3])$")  # in the order of reading
     yield draw, arrows(ax, ranks), [(a, b) for a, b, _ in sent]
     labels = [", ".join(map(str, some)) if len(some) < 3 else f"all {len(some)}" for *_, some in sent]
-    yield draw, [text for text, x, _ in said(ax) if abs(x) < 1.8 and text not in "0123"], labels
-    corners = sorted(ranks, key=lambda rank: (ranks[rank][1] < 0, ranks[rank][0]))  # in the order of reading
-    yield draw, [n for *_, n in cells], [n for rank in corners for n in held[rank]]
-    yield draw, len(framed(ax)), sum(a != b for a, b in zip(sum(before, []), sum(held, []), strict=True))
+    within = 1.01 * math.hypot(*ranks[0])  # the circle
+    found = [text for text, *place in said(ax, r"^([2-9]\d.*|all \d)$") if math.hypot(*place) < within]
+    yield draw, sorted(found), sorted(labels)
+    yield draw, [int(n) for n, *_ in said(ax, "^(1[0-3])$")], [n for rank in ranks for n in held[rank]]
+    new = [a != b for rank in ranks for a, b in zip(before[rank], held[rank], strict=True)]
+    yield draw, framed(ax, "^(1[0-3])$"), new
     for step in range(8):
         draw, told = rank_pictures.ring_and_tree, (step + 1, min(2**step, 8))
         ax = draw(step).axes[0]
         yield draw, [int(have) for have, *_ in said(ax, r"(\d) of 8")], [*told]
         for side, have in zip((-1, 1), told, strict=True):
-            looks = {int(n): look_at(ax, x + 0.2, y + 0.1) for n, x, y in said(ax, r"^(\d)$") if side * x > 0}
-            yield draw, {rank for rank, look in looks.items() if look != "#ffffff"}, set(range(have))
+            lit = {int(n) for n, x, y in said(ax, r"^(\d)$") if side * x > 0 and look_at(ax, x, y) != "#ffffff"}
+            yield draw, lit, set(range(have))
     draw, before, along = rank_pictures.grid, [float(r.randint(1, 99)) for _ in range(4)], {}
     along = {name: [float(r.randint(100, 999)) for _ in range(4)] for name in ("rows", "columns")}
     for ax, sums, groups in zip(draw(("rows", "columns"), before, along).axes, along.values(),
@@ -161,13 +173,11 @@ def intro(r) -> Found:
         yield draw, [numbers(text) for text, *_ in said(ax)], [[n, before[n], sums[n]] for n in range(4)]
         bands, ranks = [box.get_bbox() for box in ax.patches], placed(ax, r"rank (\d)")
         yield draw, sorted([n for n, place in ranks.items() if band.contains(*place)] for band in bands), groups
-        yield draw, sorted(ranks, key=lambda n: (-ranks[n][1], ranks[n][0])), [0, 1, 2, 3]
     draw, calls = rank_pictures.paired, [[r.choice(["one", "two"]) for _ in range(count)] for count in (4, 3)]
     for pairs in range(5):
         ax = draw(calls, pairs, notes := ["1st", "2nd", "3rd", "4th"]).axes[0]
-        yield draw, [text for text, *_ in said(ax, "^(one|two)$")], sum(calls, [])
-        lit = [[look_at(ax, x, at + 0.5) != "#ffffff" for at in range(3)] for x in (0.1, 3.5)]
-        yield draw, lit, [[at < pairs for at in range(3)]] * 2
+        both = [(calls[rank][at], at < pairs) for at in range(4) for rank in (0, 1) if at < len(calls[rank])]
+        yield draw, [(text, look != "#ffffff") for text, look in looks_of(ax, "^(one|two)$")], both
         alike = [calls[0][n] == calls[1][n] for n in range(min(pairs, 3))]
         yield draw, [line.get_linestyle() == "-" for line in ax.lines], alike
         yield draw, [text for text, *_ in said(ax, "([1-4].*)") if text in notes], notes[:pairs]
@@ -179,7 +189,7 @@ def data_parallel(r) -> Found:
     to_home = {"gather": out, "add up": out, "scatter": home, "replicate": home, "backward begins": home}
     for at, move in enumerate(moves):
         ax = draw(move).axes[0]
-        slices = [numbers(text) for text, x, _ in said(ax, r"inputs (.*)") if x > 5]
+        slices = [numbers(text) for text, ground in looks_of(ax, r"^inputs (\[\d+, \d+\])") if ground]  # not those sent
         yield draw, slices, [[2, 3], [4, 5], [6, 7]] * (0 < at < len(moves) - 1)
         results = [n / 10 for text, *_ in said(ax, r"outputs (\[\d+, \d+\])") for n in numbers(text)]
         yield draw, {*results} <= set(range(8)), True
@@ -195,16 +205,16 @@ def data_parallel(r) -> Found:
     yield draw, [float(one[0][0]) for one in starts], launched
     ends = [(row["start_us"] / 1e3, (row["start_us"] + row["duration_us"]) / 1e3) for row in rows]
     inside = [(max(a, begin) - begin, min(b, end) - begin) for a, b in ends if b > begin and a < end]
-    yield draw, bars(ax, y=0.5), inside
+    yield draw, bars(ax, y=ax.get_yticks()[1]), inside
 
 
 def ddp(r) -> Found:
     draw, whats = ddp_pictures.draw_passes, ("computes", "sends, hidden", "sends, exposed")
     runs = {name: [(what, *span) for what in whats for span in spans(r, 2)] for name in ("one", "other")}
     ax, first = draw(runs).axes[0], min(begin for run in runs.values() for _, begin, _ in run)
-    for row, own in enumerate([run for run in runs.values() for _ in "ab"]):
-        of = [sorted((a - first, b - first) for what, a, b in own if what == one) for one in whats]
-        yield draw, kinds(ax, y=ax.get_yticks()[row]), sorted(of[1:] if row % 2 else of[:1])
+    told = {(name, what): [one for one in run if one[0].startswith(what)]
+            for name, run in runs.items() for what in ("computes", "sends")}  # fmt: skip
+    yield draw, by_row(ax), {": ".join(row): by_kind(own, first, 1) for row, own in told.items()}
     draw = ddp_pictures.draw_race
     steps = {ranks: (r.uniform(1, 2), r.uniform(3, 6), [buckets.Sent(1, r.random() * a, a, b) for a, b in spans(r, 4)])
              for ranks in (8, 64)}  # fmt: skip
@@ -220,7 +230,7 @@ def ddp(r) -> Found:
     draw, dealt = ddp_pictures.draw_shares, {t: [[r.randrange(9) for _ in range(n)] for n in (2, 5, 3)] for t in "abc"}
     dealt["d"] = [[0, 3], [1, 4], [2, 5]]
     for ax, shares in zip(draw(dealt, 9).axes, dealt.values(), strict=True):
-        cards = {(int(x), int(y)): (int(n), look_at(ax, x, y + 0.3)) for n, x, y in said(ax, r"^(\d+)$")}
+        cards = {(int(x), int(y)): (int(n), look_at(ax, x, y)) for n, x, y in said(ax, r"^(\d+)$")}
         turns = sorted((turn, rank, card) for rank, share in enumerate(shares) for turn, card in enumerate(share))
         yield draw, [(*at, cards[at][0]) for at in sorted(cards)], turns
         again = [card in [other for *_, other in turns[:n]] for n, (*_, card) in enumerate(turns)]
@@ -232,9 +242,8 @@ def ddp(r) -> Found:
     panels = {title: [[(a, r.uniform(a, b), b) for a, b in spans(r, 3)] for _ in "abc"] for title in "ab"}
     for ax, ranks in zip(draw(panels).axes, panels.values(), strict=True):
         first = min(own[0][0] for own in ranks)
-        for rank, own in enumerate(ranks):
-            work, wait = ([(1e3 * (one[n] - first), 1e3 * (one[n + 1] - first)) for one in own] for n in (0, 1))
-            yield draw, kinds(ax, y=rank), [work, wait]
+        events = [[(n, one[n], one[n + 1]) for one in own for n in (0, 1)] for own in ranks]  # works, waits
+        yield draw, by_row(ax), {f"rank {rank}": by_kind(own, first) for rank, own in enumerate(events)}
     draw = buckets.draw_overlap
     for mib, ms, alpha, rate in ((25, 50, 0.2, 12.5), (400, 200, 1.0, 25.0), (16, 1000, 0.01, 400.0)):
 
@@ -274,27 +283,26 @@ def ddp(r) -> Found:
         best = [min(curve, key=lambda point: point[1]) for curve in curves]
         shown = [points(line) for line in ax.lines if len(line.get_xdata()) in (1, len(each))]
         yield draw, [shown[::2], shown[1::2]], [curves, [[one] for one in best]]
-        yield draw, [number for number, *_ in said(ax, r"^(\d\.\d\d)$")], [f"{y:.2f}" for _, y in best]
+        lowest = sorted((f"{y:.2f}" for _, y in best), reverse=True)
+        yield draw, [number for number, *_ in said(ax, r"^(\d\.\d\d)$")], lowest
         for at in (1, 4):
             bands = [[round(n, 4) for n in one] for one in bars(ax, x=each[at] * rate * (1 + 1e-9))]
             yield draw, bands, sorted([round(table[at][n], 4) for n in (0, -1)] for table in own)
 
 
 def tensors(r) -> Found:
-    draw, names, b = tensor_pictures.draw_f_and_g, ("x", "h", "part", "y", "a"), (31, 32)
+    draw, names, b = tensor_pictures.draw_f_and_g, ("a", "x", "h", "part", "y"), (31, 32)  # a stands above
     values, right = ({place: [float(r.randint(0, 3)) for _ in "ab"] for place in names} for _ in "ab")
     for should in (None, right):
         ax = draw(values, ("nothing", "all-reduce"), should, b).axes[0]
-        for rank, sign in enumerate((1, -1)):
-            here = sorted((abs(y - sign) > 0.1, x, float(n)) for n, x, y in said(ax, r"^(\d)$") if y * sign > 0)
-            yield draw, [n for *_, n in here], [values[place][rank] for place in names]
-            yield draw, [int(n) for n, _, y in said(ax, r"b = (\d+)") if y * sign > 0], [b[rank]]
-            marked = sorted(float(n) for n, _, y in said(ax, r"should be (\d)") if y * sign > 0)
-            wrong = [right[at][rank] for at in names if values[at][rank] != right[at][rank]]
-            yield draw, marked, sorted(wrong) if should else []
+        pairs = [(at, n) for n in (0, 1) for at in names]
+        yield draw, [float(n) for n, *_ in said(ax, r"^(\d)$")], [values[at][n] for at, n in pairs]
+        wrong = [right[at][n] for at, n in pairs if should and values[at][n] != right[at][n]]
+        yield draw, [float(n) for n, *_ in said(ax, r"should be (\d)")], wrong
+        yield draw, [int(n) for n, *_ in said(ax, r"b = (\d+)")], [*b]
         yield draw, len(ax.lines), 1  # of f and g one sends
-        ways = arrows(ax, {"x": (0.35, 0), "f": (1.85, 0), "h": (3.5, 0)})
-        yield draw, ("x", "f") in ways, should is None
+        (_, *x), (_, *f) = said(ax, r"^(\d)$")[1], said(ax, "^(f)$")[0]
+        yield draw, ("x", "f") in arrows(ax, {"x": x, "f": f}), should is None
     draw = tensor_pictures.draw_spans
     for _ in range(4):
         one, message, chunks = r.uniform(1, 3), r.uniform(0.5, 6), r.randint(2, 5)
@@ -313,25 +321,24 @@ def tensors(r) -> Found:
     draw, layer = tensor_pictures.draw_layer, {name: (r.uniform(1, 5), r.uniform(0.5, 5)) for name in "abc"}
     ax = draw(layer, "ms").axes[0]
     yield draw, [bars(ax, x=place) for place in range(3)], [stacked(both) for both in layer.values()]
-    words = [[float(f"{a + b:.2g}"), round(100 * a / (a + b))] for a, b in layer.values()]
-    yield draw, [numbers(text) for text, *_ in said(ax, "(.*busy)")], words
+    words = [(at, [float(f"{a + b:.2g}"), round(100 * a / (a + b))]) for at, (a, b) in enumerate(layer.values())]
+    yield draw, sorted((x, numbers(text)) for text, x, _ in said(ax, "(.*busy)")), words
     for ax, by_tokens in zip(tensor_pictures.draw_ways().axes, (True, False), strict=True):
-        ranks = {n: look_at(ax, x + 1.3, y + 0.7) for n, (x, y) in placed(ax, r"rank (\d)").items()}
+        ranks = {int(n): look for n, look in looks_of(ax, r"rank (\d)")}
         cells = [*itertools.product((0.3, 3.7, 4.5, 7.9), (0.5, 3.5, 4.5, 7.5))]
         owners = [ranks[y > 4 if by_tokens else x > 4.1] for x, y in cells]
-        yield tensor_pictures.draw_ways, [look_at(ax, *cell) for cell in cells] == owners, len({*owners}) == 2
+        yield tensor_pictures.draw_ways, ([look_at(ax, *cell) for cell in cells], len({*owners})), (owners, 2)
     draw = tensor_pictures.draw_block
     for kind, direction in tensor_pictures.WORDS:
-        for ax, labels in zip((fig := draw(kind, direction)).axes, tensor_pictures.HALVES.values(), strict=True):
-            for place in labels:
+        for ax, labels in zip(draw(kind, direction).axes, tensor_pictures.HALVES.values(), strict=True):
+            for place, label in labels.items():
                 across, down, *_ = tensor_pictures.SPLITS[tensor_pictures.split(kind, direction, place)]
-                x = tensor_pictures.PLACES[place] - 0.42
-                _, low, high = cut(ax, x=x + 0.1)[-1]
-                drawn = [b - a for a, b in bars(ax, y=0.95) if x - 0.01 < a < x + 0.8][:1]
-                yield draw, (max(drawn, default=0) / 0.84, high - low), (across, down)
-            sent = [text.replace("\n", "") for text, x, y in said(ax) if y == 0.12]
+                ((_, x, _),) = said(ax, f"^({re.escape(label)})$")
+                boxes = [Path(corners).get_extents() for _, corners in picture.areas_of(ax)]
+                whole, part = (box for box in boxes if box.x0 < x - 0.1 < box.x1)
+                yield draw, (part.width / whole.width, part.height / whole.height), (across, down)
+            sent = [text.replace("\n", "") for text, *_ in said(ax, "^(nothing|all-.*|reduce-.*)$")]
             yield draw, sent, [*tensor_pictures.BLOCK_MESSAGES.get((kind, direction), ())]
-        assert fig
 
 
 def contexts(r) -> Found:
@@ -341,21 +348,14 @@ def contexts(r) -> Found:
         pairs = [(q, k) for q in range(8) for k in range(q + 1)]
         products = [context_pictures.Product(q, k, r.randrange(4), r.randrange(4), q == k) for q, k in pairs]
         left, right = draw(turn, products, owner, causal=True).axes
-        for rank, (at, top) in placed(left, r"^rank (\d)").items():
-            texts = [numbers(text) for text, x, y in said(left, "(queries.*|keys.*)") if x == at and 0 < top - y < 1]
-            yield draw, texts, [[c for c in owner if owner[c] == who] for who in (rank, (rank - turn) % 4)]
+        own = {rank: [c for c in owner if owner[c] == rank] for rank in range(4)}
+        yield draw, stations(left), {rank: [own[rank], own[(rank - turn) % 4]] for rank in own}
         now = {(int(y), int(x)): int(n) for n, x, y in said(right, r"^(\d)$")}
         yield draw, now, {(p.query, p.key): p.rank for p in products if p.turn == turn}
         seen = [look_at(right, p.key + 0.3, p.query + 0.7) == colours[owner[p.key]] for p in products]
         yield draw, seen, [p.turn <= turn for p in products]
         grey = {look_at(right, k + 0.5, q + 0.5) for q in range(8) for k in range(q + 1, 8)}
         yield draw, (grey, len(left.patches) > 24), ({context_pictures.GREY.lower()}, turn < 3)  # arrows
-    draw = context_pictures.draw_backward
-    for turn in range(4):
-        held, parts = r.sample(range(4), 4), [sorted(r.sample(range(4), turn)) for _ in range(4)]
-        for rank, (at, top) in placed(ax := draw(turn, held, parts).axes[0], r"^rank (\d)$").items():
-            texts = [numbers(text) for text, x, y in said(ax, "^(keys.*|gradients.*)") if x == at and 0 < top - y < 1]
-            yield draw, texts, [[held[rank]], [held[rank], *parts[rank]]][: 1 + (turn > 0)]
     draw, dealt = context_pictures.draw_deals, r.sample(range(8), 8)
     ax = draw({title: lambda rank, _: dealt[2 * rank : 2 * rank + 2] for title in "ab"}).axes[1]
     ranks = {int(y): int(n) for n, _, y in said(ax, r"rank (\d)")}
@@ -376,8 +376,7 @@ def contexts(r) -> Found:
         yield draw, [int(n) for n, *_ in said(below, r"^(\d+)$")], pairs
     draw, tables = context_pictures.draw_exchange, [[[r.randrange(4) for _ in range(3)] for _ in "ab"] for _ in "ab"]
     for ax, table in zip(draw(*tables).axes[::2], tables, strict=True):
-        told = sorted((int(y), int(x), int(n), look_at(ax, x, y - 0.3)) for n, x, y in said(ax, r"rank (\d)"))
-        yield draw, told, [(t, h, rank, colours[rank]) for t, row in enumerate(table) for h, rank in enumerate(row)]
+        yield draw, looks_of(ax, r"rank (\d)"), [(str(rank), colours[rank]) for row in table for rank in row]
     draw = context_pictures.ContextLab.draw
     for ranks, share in itertools.product((2, 8, 32), (0.25, 1.0)):
         own, rate, speed, width = 2 ** r.randint(9, 15), r.uniform(1e14, 1e15), r.uniform(1e10, 4e11), 4096
@@ -395,7 +394,7 @@ def experts(r) -> Found:
     draw, chosen = moe_pictures.draw_capacity, [r.randint(0, 9) for _ in range(6)]
     ax = draw(chosen, 4, 1.5).axes[0]
     yield draw, [bars(ax, x=at) for at in range(6)], [stacked([n for n in (min(n, 4), n - 4) if n > 0]) for n in chosen]
-    dropped = [(round(x), int(n)) for n, x, _ in said(ax, r"(\d+) dropped")]
+    dropped = sorted((round(x), int(n)) for n, x, _ in said(ax, r"(\d+) dropped"))
     yield draw, (dropped, points(ax.lines[0])[0][1]), ([(at, n - 4) for at, n in enumerate(chosen) if n > 4], 4)
     draw, expert = moe_pictures.draw_tokens, {name: r.randrange(6) for name in "abcdefgh"}
     sides = [[[(name, expert[name]) for name in order[at : at + 3]] for at in (0, 3, 6)]
@@ -403,7 +402,7 @@ def experts(r) -> Found:
     ax = draw(*sides, ("one", "other")).axes[0]
     found = sorted((x, y, text[0], int(text[-1])) for text, x, y in said(ax, r"^(\w, expert \d)"))
     yield draw, [token[2:] for token in found], [token for side in sides for rank in side for token in rank]
-    looks = {(number // 2, look_at(ax, x + 0.9, y)) for x, y, _, number in found}
+    looks = {(number // 2, look_at(ax, x, y)) for x, y, _, number in found}
     yield draw, len(looks), len({look for _, look in looks}) * (len({rank for rank, _ in looks}) == len(looks))
     ends = {(x, name): ((2.05, 4.55)[x > 2], y) for x, y, name, _ in found}
     yield draw, sorted(one + other for (_, one), (_, other) in arrows(ax, ends)), [2 * name for name in "abcdefgh"]
@@ -441,18 +440,16 @@ def pipelines(r) -> Found:
         yield draw, [frame.time for frame in frames], [f"{now:g}" for now in moments]
         for now, fig in zip(moments, figures, strict=True):
             yield draw, points((ax := fig.axes[0]).lines[-1])[0][0], now
-            for rank, own in enumerate(run.ranks):
-                begun = [event for event in own if event.start <= now]
-                boxes = [(look, a, b) for look, a, b in cut(ax, y=rank + 0.05) if look != to_hex(plotting.IDLE)]
-                yield draw, boxes, [(to_hex(plotting.ACTIONS[e.action.kind][1]), e.start, e.end) for e in begun]
-                labels = sorted((x, int(n)) for n, x, y in said(ax, r"^(\d+)$") if int(y) == rank)
-                yield draw, [n for _, n in labels], [event.action.microbatch for event in begun]
-                held = {e.action[::2] for e in begun if e.action.kind == "F"}
-                held -= {e.action[::2] for e in begun if e.action.kind in "BW" and e.end <= now}
-                stores = [{*numbers(text)} for text, _, y in said(ax, r"stores (.*)") if int(y) == rank]
-                yield draw, stores, [{m for _, m in held}]
-                thick = [box.get_x() for box in ax.patches if box.get_linewidth() > 2 and box.get_y() == rank]
-                yield draw, thick, [event.start for event in begun if event.end > now]
+            begun, held = [[event for event in own if event.start <= now] for own in run.ranks], []
+            for y, events in zip(ax.get_yticks(), begun, strict=True):
+                boxes = [(look, a, b) for look, a, b in cut(ax, y=y) if look != to_hex(plotting.IDLE)]
+                yield draw, boxes, [(to_hex(plotting.ACTIONS[e.action.kind][1]), e.start, e.end) for e in events]
+                over = {e.action[::2] for e in events if e.action.kind in "BW" and e.end <= now}
+                held.append({e.action.microbatch for e in events if e.action.kind == "F" and e.action[::2] not in over})
+            labels = [int(n) for n, *_ in said(ax, r"^(\d+)$")], framed(ax, r"^(\d+)$")
+            wanted = [(event.action.microbatch, event.end > now) for events in begun for event in events]
+            yield draw, [*zip(*labels, strict=True)], wanted
+            yield draw, [{*numbers(text)} for text, *_ in said(ax, "stores (.*)")], held
     draw, seconds = pipeline_pictures.stage_times, [r.uniform(1, 3) for _ in range(9)]  # embedding, blocks, output
     cuts = {title: [*sorted(r.sample(range(1, 9), 2)), 9] for title in "ab"}
     for ax, ends in zip(draw(cuts, seconds).axes, cuts.values(), strict=True):
@@ -496,13 +493,13 @@ def pipelines(r) -> Found:
         yield draw, (len(looks), rows), (2, sorted({action.stage for action in order}))
         yield draw, numbers(ax.get_title().partition(":")[2]), [gathers, len(rows), gathers / len(rows)]
     draw, full = pipeline_pictures.meeting, simulator.with_messages(schedules.build("1f1b", 2, 2))
-    place = {action: (at + 0.5, 2.4 * rank) for rank, own in enumerate(full) for at, action in enumerate(own)}
     for moment in [one for blocking in (True, False) for one in pipeline_pictures.moments(full, blocking)]:
-        ax = draw(full, moment).axes[0]
-        for rank, (own, done) in enumerate(zip(full, moment.done, strict=True)):
-            filled = [look_at(ax, at + 0.1, 2 * rank + 0.1) != "#ffffff" for at in range(len(own))]
-            thick = [round(box.get_x()) for box in ax.patches if box.get_linewidth() > 2 and box.get_y() == 2 * rank]
-            yield draw, (filled, thick), ([at <= done for at in range(len(own))], [done] * (done < len(own)))
+        ax, told = draw(full, moment).axes[0], []
+        for own, done in zip(full, moment.done, strict=True):  # and in words, which have no ground
+            told += [(action, at <= done, at == done) for at, action in enumerate(own)] + [("words", False, False)]
+        filled = [look not in ("#ffffff", "") for _, look in looks_of(ax, "(.+)")]
+        yield draw, [*zip(filled, framed(ax, "(.+)"), strict=True)], [marks for _, *marks in told]
+        place = {box[0]: spot for box, (_, *spot) in zip(told, said(ax, "(.+)"), strict=True) if box[0] != "words"}
         for one, other in arrows(ax, place):
             yield draw, (one.kind, other), (f"SEND_{one.kind[-1]}", simulator.counterpart(one))
 
@@ -512,11 +509,12 @@ def sharding(r) -> Found:
     panels = {title: sharding_pictures.simulate(fill(), fill(), fill(), r.randint(0, 2)) for title in "ab"}
     for ax, own in zip(draw(panels).axes, panels.values(), strict=True):
         end = max(span.end for span in own)
-        for y, names in ((0.5, ("forward", "backward")), (1.5, ("gather", "reduce"))):
-            wanted = [sorted((1e3 * s.start, 1e3 * s.end) for s in own if s.kind == name) for name in names]
-            yield draw, [kind for kind in kinds(ax, y=y) if not same(kind, [(0, 1e3 * end)])], sorted(wanted)
-            labels = sorted((x, int(n)) for n, x, at in said(ax, r"^(\d)$") if abs(at - y) < 0.2)
-            yield draw, labels, sorted((500 * (s.start + s.end), s.unit + 1) for s in own if s.kind in names)
+        labels = []
+        for y, names in zip(ax.get_yticks(), (("forward", "backward"), ("gather", "reduce")), strict=True):
+            wanted = by_kind([(s.kind, s.start, s.end) for s in own if s.kind in names])
+            yield draw, [kind for kind in kinds(ax, y=y) if not same(kind, [(0, 1e3 * end)])], wanted
+            labels += sorted((500 * (s.start + s.end), s.unit + 1) for s in own if s.kind in names)
+        yield draw, [(x, int(n)) for n, x, _ in said(ax, r"^(\d)$")], labels
         idle = end - sum(span.end - span.start for span in own if span.kind in ("forward", "backward"))
         yield draw, numbers(ax.get_title(loc="left")), [round(1e3 * end, 1), round(1e3 * idle, 1)]
         yield draw, points(ax.lines[-1])[0][0], 1e3 * max(span.end for span in own if span.kind == "forward")
@@ -552,21 +550,19 @@ def sharding(r) -> Found:
             }  # fmt: skip
             changes = [change for event in past for change in since.get(event, [])]
             flying, whole, full, sent = ([c > 0 for c in changes if abs(c) == n][-1:] == [True] for n in (1, 2, 3, 4))
-            for y, on, shard in ((0.2, whole, True), (1.45, full, "reduced" in past)):
-                wide = sorted(b - a for a, b in bars(ax, y=y) if 1.25 * unit <= a < 1.25 * unit + 1)
+            ((_, x, _),) = said(ax, f"^({name})$")
+            for y, on, shard in zip(ax.get_yticks(), (whole, full), (True, "reduced" in past), strict=False):
+                wide = sorted(b - a for a, b in bars(ax, y=y) if abs(a + b - 2 * x) < 1)
                 yield draw, wide, [0.25] * shard + [1.0] * (1 + on)
-            texts = [text for text, x, _ in said(ax, "^(gathering|reducing)$") if 1.25 * unit < x < 1.25 * unit + 1]
+            texts = [text for text, at, _ in said(ax, "^(gathering|reducing)$") if abs(at - x) < 0.5]
             yield draw, texts, ["gathering"] * flying + ["reducing"] * sent
             yield draw, (f"{name} is gathered" in words, f"gradients of {name} are" in words), (flying, sent)
     yield draw, shown, len(frames)
     draw, lines = sharding_pictures.draw_snapshot, ("message of a gather", "whole parameters", "whole gradients")
     events = [(line, unit, 100 * a, 100 * b) for line in lines for unit, (a, b) in enumerate(spans(r, 8), 1)]
     ax, (grey,) = draw(events).axes[0], [event[2:] for event in events if event[:2] == (lines[1], 7)]
-    for row, line in enumerate(lines):
-        own = [event[2:] for event in events if event[0] == line]
-        yield draw, bars(ax, y=row), own
-        labels = sorted((x, int(n)) for n, x, y in said(ax, r"^(\d)$") if y == row)
-        yield draw, labels, [((a + b) / 2, unit) for unit, (a, b) in enumerate(own, 1)]
+    yield draw, by_row(ax), {line: [[event[2:] for event in events if event[0] == line]] for line in lines}
+    yield draw, [(x, int(n)) for n, x, _ in said(ax, r"^(\d)$")], [((a + b) / 2, unit) for _, unit, a, b in events]
     yield draw, grey in bars(ax, y=0.5), True  # while unit 7 computes
     draw, names = sharding_pictures.draw_out_of_memory, [*sharding_pictures.BANDS]
     lines = [{name: r.randint(1, 9) * GIB for name in names} | {"asked for": 0} for _ in range(4)]
@@ -590,15 +586,15 @@ def meshes(r) -> Found:
     grid, ranks = axes_pictures.owners((3, 4), held), [[sorted(own)] * 4 for own in rows]
     ax = draw({"one": grid, "other": grid}).axes[1]
     looks = [look.lower() for look in axes_pictures.RANK_COLOURS]
-    stripes = [[[looks.index(look) for look, a, _ in cut(ax, y=i + 0.5) if j - 1e-6 < a < j + 0.99 and look in looks]
-                for j in range(4)] for i in range(3)]  # fmt: skip
-    yield draw, (grid, stripes), (ranks, ranks)
+    drawn = [[[*map(looks.index, picture.stripes(ax, j + 0.5, i + 0.5))] for j in range(4)] for i in range(3)]
+    yield draw, (grid, drawn), (ranks, ranks)
     draw, kept = axes_pictures.nodes, [float(r.randint(1, 99)) for _ in range(32)]
     order = torch.arange(32).reshape(4, 2, 4)
     groups = axes_pictures.groups_of_first({"tensor": 4, "context": 2, "data": 4})  # innermost first
     ax, members = draw(groups, kept).axes[0], [order[0, 0].tolist(), order[0, :, 0].tolist(), order[:, 0, 0].tolist()]
     yield draw, ax.images[0].get_array().tolist(), [[kept[8 * node + gpu] for node in range(4)] for gpu in range(8)]
-    frames = [(box.get_edgecolor(), 8 * round(box.get_x() + 0.42) + round(box.get_y() + 0.4)) for box in ax.patches]
+    frames = [(box.get_edgecolor(), *map(round, box.get_center())) for box in ax.patches]
+    frames = [(look, 8 * node + gpu) for look, node, gpu in frames]
     looks = list(dict.fromkeys(look for look, _ in frames))
     yield draw, [[gpu for other, gpu in frames if other == look] for look in looks], members
     draw, ranks = axes_pictures.eight_ranks, {place: n for n, place in enumerate(itertools.product((0, 1), repeat=3))}
@@ -608,8 +604,8 @@ def meshes(r) -> Found:
         ax = draw(axis, axes_pictures.pairs(axis, some), busy, "words").axes[0]
         places = placed(ax, r"^rank (\d)")
         yield draw, arrows(ax, places), [(ranks[a], ranks[b]) for a, b in zip(some, other, strict=True)]
-        lit = {n for n, (x, y) in places.items() if look_at(ax, x + 0.2, y + 0.2) != "#ffffff"}
-        yield draw, lit, {ranks[one] for one in busy}
+        lit = [int(n) for n, look in looks_of(ax, r"^rank (\d)") if look != "#ffffff"]
+        yield draw, sorted(lit), sorted(ranks[one] for one in busy)
         for n, (x, _) in placed(ax, r"^stage (\d)").items():
             yield draw, [rank for rank, (at, _) in places.items() if abs(at - x) < 1.2], [4 * n + k for k in range(4)]
 
@@ -690,7 +686,8 @@ def series(r) -> Found:
         patch.setattr(rank_pictures, "launch", lambda fn, nproc: [*zip(before, after, strict=True)])
         fig, _ = make("a move", None, pairs := r.sample(rank_pictures.ALL, 3), [1])
     other = rank_pictures.moved("a move", before, after, pairs, [1])
-    yield make, [(areas_of(ax), said(ax)) for ax in fig.axes], [(areas_of(ax), said(ax)) for ax in other.axes]
+    one, two = ([(picture.areas_of(ax), said(ax)) for ax in each.axes] for each in (fig, other))
+    yield make, one, two
     for fig, _, caption in (make := rank_pictures.rings_and_trees)():
         yield make, numbers(caption)[1:], [int(have) for have, *_ in said(fig.axes[0], r"(\d) of 8")]
     for count, (fig, _, _) in enumerate((make := rank_pictures.a_step_skipped)("first sum", "second sum")):
@@ -700,37 +697,33 @@ def series(r) -> Found:
     for number, (fig, _, _) in enumerate(frames := [*make(by_hand.ring)]):
         ways = [(rank, (rank + 1) % 4) for rank in range(4)] if number else []
         yield make, arrows(ax := fig.axes[0], placed(ax, r"^([0-3])$")), ways
-        yield make, len(framed(ax)), len(ways)  # each rank changes one of its chunks
-        held = [int(n) for n, x, _ in said(ax, r"^(\d+)$") if abs(x) > 1.8]
+        yield make, sum(framed(ax)), len(ways)  # each rank changes one of its chunks
+        held = [int(n) for n, look in looks_of(ax, r"^(\d+)$") if look not in ("", "#ffffff")]
         yield make, len(held) == 16 and (sorted(held) == sorted(4 * total)) == (number == len(frames) - 1), True
 
 
 def turns(r) -> Found:
     keys, sums = [0, 1, 2, 3], {key: set() for key in range(4)}
-    both = zip((make := context_pictures.turn_frames)(), (back := context_pictures.backward_frames)(), strict=True)
+    both = zip((make := context_pictures.turn_frames)(), context_pictures.backward_frames(), strict=True)
     for turn, ((fig, _, caption), (behind, _, _)) in enumerate(both):
         now = {(int(y), int(x)): int(n) for n, x, y in said(fig.axes[1], r"^(\d)$")}
         yield make, now, {(rank, key): rank for rank, key in enumerate(keys)}
         yield make, numbers(caption), [turn, *(n for pair in enumerate(keys) for n in pair)]
         for rank, key in enumerate(keys):
             sums[key] |= {rank} if turn else set()
-            (x, y) = placed(behind.axes[0], r"^rank (\d)$")[rank]
-            texts = [
-                text for text, at, low in said(behind.axes[0], "^(keys.*|gradients.*)") if at == x and 0 < y - low < 1
-            ]
-            yield back, [numbers(text) for text in texts], [[key], [key, *sorted(sums[key])]][: 1 + (turn > 0)]
+        told = [[[key], [key, *sorted(sums[key])]][: 1 + (turn > 0)] for key in keys]
+        yield context_pictures.draw_backward, stations(behind.axes[0]), dict(enumerate(told))
         keys = keys[-1:] + keys[:-1]  # each rank hands its keys on to the next
-    make, places = tensor_pictures.f_and_g_frames, ("x", "h", "part", "y", "a")
+    make, places = tensor_pictures.f_and_g_frames, ("a", "x", "h", "part", "y")  # as one reads them
     found = [[(None, {place: float(r.randint(0, 9)) for place in places}) for _ in "ab"] for _ in "ab"]
     a, x = torch.tensor([2.0, 3.0], requires_grad=True), torch.tensor(1.0, requires_grad=True)
     part = (h := (x * a).relu()) * torch.tensor([4.0, 1.0])
-    wanted = torch.autograd.grad(part.sum(), (x, h, part, a))
-    right = [*((n.expand(2) + 0).tolist() for n in wanted[:3]), [1, 1], wanted[3].tolist()]
-    rows = [[n.expand(2).tolist() for n in (x, h, part, part.sum(), a)]]
+    right = [[*n.expand(2).tolist()] for n in torch.autograd.grad(part.sum(), (a, x, h, part))] + [[1, 1]]
+    rows = [[n.expand(2).tolist() for n in (a, x, h, part, part.sum())]]
     rows += [[[rank[place] for _, rank in results] for place in places] for results in found] + [right]
     for (fig, _, _), row in zip(make(*found), rows, strict=True):
-        boxes = [(y < 0, abs(abs(y) - 1) > 0.1, x, float(n)) for n, x, y in said(fig.axes[0], r"^(\d+)$")]
-        yield make, [n for *_, n in sorted(boxes)], [numbers[rank] for rank in (0, 1) for numbers in row]
+        boxes = [float(n) for n, *_ in said(fig.axes[0], r"^(\d+)$")]
+        yield make, boxes, [numbers[rank] for rank in (0, 1) for numbers in row]
     bits = {"tensor": 1, "data": 2, "pipeline": 4}
     for fig, _ in (make := axes_pictures.step_frames)():
         (label, *_) = max(said(fig.axes[0], "^((?!rank|stage|replica).*)"), key=lambda one: len(one[0]))
@@ -791,14 +784,14 @@ def test_what_is_drawn_is_what_was_given(room):
         assert same(drawn, given), f"{function.__qualname__}, pair {number}: {drawn} is drawn of {given}"
         if plt.get_fignums():
             first.setdefault(function, plt.gcf())
-    unreadable = {function.__qualname__: why for function, fig in first.items() if (why := readable(fig))}
+    unreadable = {function.__qualname__: why for function, fig in first.items() if (why := picture.readable(fig))}
     plt.close("all")
     assert not unreadable
 
 
 @pytest.mark.parametrize("draw", ALWAYS_THE_SAME)
 def test_what_is_always_the_same_can_be_read(draw):
-    assert readable(draw()) == ""
+    assert picture.readable(draw()) == ""
     plt.close("all")
 
 

@@ -38,6 +38,8 @@ class Framework:
     foreach:       its optimizer is PyTorch's default on CUDA, which takes a temporary of the parameters' size
     fused_attention: attention by Transformer Engine (cuDNN) where the GPU has it
     fp8_overlaps:  where products have 8 bit or fewer, messages along "tensor" overlap with them
+    expert_tensors: of a token at each of its experts, those of the model's width that it keeps: what goes in, and what
+                   comes out where the router's weights are multiplied after the experts (or what goes in before them)
     node_dispatch: a token goes to each node of its experts once, where an all-to-all sends it to each of them
     stops_early:   it recomputes by torch.utils.checkpoint, not reentrant, which ends where nothing more is needed
     fp8_gradients: bytes per value of the gradients that it keeps and sends where products have 8 bit, up to stage 2
@@ -54,6 +56,7 @@ class Framework:
     foreach: bool = False
     fused_attention: bool = False
     fp8_overlaps: bool = False
+    expert_tensors: int = 2
     node_dispatch: bool = False
     stops_early: bool = False
     fp8_gradients: int = 4
@@ -81,13 +84,15 @@ FRAMEWORKS: dict[str, Framework] = {
     ),
     "megatron": Framework(
         loss_copies=1.5, fused_attention=True, constant=4 * GIB, fp8_gradients=2, fp8_overlaps=True, node_dispatch=True,
+        expert_tensors=1,
         source="Narayanan et al. 2021, Korthikanti et al. 2022, vTrain and NeMo for the time; for the constant "
         "nothing: between torchtitan's and Megatron-DeepSpeed's; 16-bit gradients beside 8-bit products are those of "
         "NVIDIA's performance recipes (Megatron-Bridge, scripts/performance/configs: ddp.grad_reduce_in_fp32 = False), "
         "and so are messages along 'tensor' that overlap, and DeepEP and HybridEP for tokens (at 067f987d, "
         "src/megatron/bridge/recipes: tp_comm_overlap of llama and gpt, moe_flex_dispatcher_backend of qwen, gpt_oss "
         "and deepseek); its loss works in place on one float32 copy beside the 16-bit logits (at d98e8a64, "
-        "tensor_parallel/cross_entropy.py; Korthikanti et al. 2022 count 4sbv)",
+        "tensor_parallel/cross_entropy.py; Korthikanti et al. 2022 count 4sbv); there, too, the router's weights are "
+        "multiplied in the experts' activation (transformer/moe/experts.py), so that what comes out is not kept",
     ),
     "nanotron": Framework(
         gradient_copy=2, buckets=2, loss_copies=2.0,

@@ -37,7 +37,7 @@ class Memory:
 
 @lru_cache(maxsize=20_000)
 def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dropout: bool, fused: bool, cut: bool,
-           itemsize: int) -> float:  # fmt: skip
+           itemsize: int, expert_tensors: int) -> float:  # fmt: skip
     """Bytes per token that a layer keeps, on average over dense layers and mixtures."""
     gated = (3 if fused else 4) if model.mlp == "swiglu" else 0
 
@@ -46,7 +46,7 @@ def _layer(model: Model, tensor: int, sequence: int, kept: str, flash: bool, dro
         args = (model.width, model.query, model.key, mlp_width, gated, dropout, kept, tensor, cut, itemsize)
         found = layer_bytes(*args)
         if kept != "full":
-            found += 2 * itemsize * copies * model.width / tensor  # tokens at experts, as they come and go back
+            found += expert_tensors * itemsize * copies * model.width / tensor
         return found
 
     dense, moe = model.layers - model.moe_layers, model.moe_layers
@@ -62,7 +62,7 @@ def layer_memory(model: Model, layout: Layout, kept: str | None = None) -> float
 
     def per_layer(how):
         return _layer(model, layout.tensor, layout.sequence, how, layout.flash, layout.dropout, layout.fused,
-                      layout.sequence_parallel, itemsize)  # fmt: skip
+                      layout.sequence_parallel, itemsize, frameworks.of(layout).expert_tensors)  # fmt: skip
 
     share = 0.0 if kept else layout.whole_again
     rest = kept or ("none" if share else layout.kept)

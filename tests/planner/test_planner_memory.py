@@ -68,6 +68,18 @@ def test_activations_are_korthikantis(tensor, cut, recompute, formula):
     assert memory.layer_memory(model, one) == pytest.approx(3 * s * h * formula(a, h, s)), "bytes of a layer"
 
 
+@pytest.mark.parametrize("framework, tensors", [("megatron", 1), ("torch", 2), ("course", 2)])
+@pytest.mark.parametrize("width", [24, 32, 48])  # of an expert; with 32, a token's experts are as wide as a usual MLP
+def test_a_mixture_keeps_tokens_at_their_experts(framework, tensors, width):
+    """Beside what an MLP as wide as a token's two experts keeps: of 2 bytes, what goes in and (but for Megatron-LM)
+    what comes out, for each of the two."""
+    one = Layout((("data", 1),), 1, sequence=8, framework=framework)
+    mixture = models.Model("mixture", 1, 16, 2, 99, experts=4, top_k=2, expert_width=width)
+    dense = models.Model("dense", 1, 16, 2, 99, mlp_width=2 * width)
+    more = memory.layer_memory(mixture, one) - memory.layer_memory(dense, one)
+    assert more == 8 * 2 * 2 * 16 * tensors
+
+
 def test_bytes_of_a_layer_of_which_some_is_computed_again():
     """Of width 10, queries 8, keys 4, an MLP of 20, on two ranks."""
     sizes = {"width": 10, "query": 8, "key": 4, "mlp_width": 20, "tensor": 2}

@@ -49,8 +49,17 @@ def require_divisible(inputs, microbatches: int) -> None:
         raise UserError(f"{len(inputs)} examples cannot be cut into {microbatches} equal micro-batches")
 
 
-def require_in_torch(name: str, ranks: int, microbatches: int) -> None:
-    """Raise UserError for numbers of micro-batches that PyTorch's schedules do not take, and ours do."""
+def require_in_torch(chosen: PipelineOptions, ranks: int) -> None:
+    """Raise UserError for what PyTorch's schedules do not do, or not well, and ours do."""
+    name, microbatches = chosen.schedule, chosen.microbatches
+    # A backward in two halves asks autograd once for the inputs' gradients and then once for each group of weights
+    # (stage_backward_weight in torch/distributed/pipelining/_backward.py), and a checkpoint is computed again each time
+    # that it is asked. With four blocks in a stage, each is then computed 19 times under zb-h1, and by hand twice.
+    if chosen.recompute == "full" and any(action.kind == "W" for own in chosen.build(ranks) for action in own):
+        raise UserError(
+            f"--recompute full --schedule {name}: PyTorch's would compute a stage again for each of its weights' "
+            f"gradients; take --schedule 1f1b or interleaved, or add --by-hand"
+        )
     if name == "1f1b" and microbatches < ranks:
         raise UserError(
             f"--schedule 1f1b: PyTorch's wants a micro-batch for each of {ranks} ranks, not {microbatches}; make "

@@ -28,7 +28,7 @@ class InStages(Strategy):
     def require(cls, config, axes):
         super().require(config, axes)
         pipeline_options.require(config, axes)
-        pipeline_options.require_in_torch(config.options.schedule, axes.get("pipeline", 1), config.options.microbatches)
+        pipeline_options.require_in_torch(config.options, axes.get("pipeline", 1))
 
     def __init__(self, model, setup):
         super().__init__(setup)

@@ -62,7 +62,7 @@ class MeshParallel(Strategy):
         require_tensor(config, axes.get("tensor", 1))
         if "pipeline" in axes:
             pipeline_options.require(config, axes)
-            pipeline_options.require_in_torch(config.options.schedule, axes["pipeline"], config.options.microbatches)
+            pipeline_options.require_in_torch(config.options, axes["pipeline"])
             require_for_fsdp(config.options.schedule)
 
     def __init__(self, model, make_optimizer, setup):

@@ -114,6 +114,7 @@ ddp => ddp
 --strategy mesh --mesh expert=1 => --mesh expert=1 pipeline,
 --strategy hsdp --mesh 1x2 @4 => --mesh 1x2 data=1,shard=2
 --dry-run --mesh data=99999999 => --mesh data=99999999 1000000
+--strategy pipeline --schedule zbv --recompute full --layers 2 => --recompute full --schedule zbv 1f1b --by-hand
 --strategy pipeline --microbatches 99999999999 => --batch-size --microbatches 99999999999
 --dry-run --mesh data=2 @4 => --mesh data=2 2 4
 --offload=yes => --offload single

@@ -328,11 +328,14 @@ def torchtitan(found: Estimate) -> Emitted:
         local = layout.batch_size // layout.readers
         parallelism["pipeline_parallel_schedule"] = among(layout.schedule, TITAN_SCHEDULES, "schedule")
         parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
+        for end in ("first", "last"):  # by default it counts the embedding and the output layer as a layer each
+            parallelism[f"pipeline_parallel_{end}_stage_less_layers"] = int(layout.ends)
         if layout.stages_per_rank > 1:
-            # it counts the embedding and the output layer as a layer each, and fills one stage after the other
-            each = -(-(model.layers + 2) // layout.stages)
-            if -(-(model.layers + 2) // each) != layout.stages:
-                raise UserError(f"{model.layers} layers and both ends, {each} to each stage, are fewer stages than "
+            dealt = model.layers + 2 * layout.ends  # to one stage after the other
+            each = -(-dealt // layout.stages)
+            if -(-dealt // each) != layout.stages:
+                ends = " and both ends" if layout.ends else ""
+                raise UserError(f"{model.layers} layers{ends}, {each} to each stage, are fewer stages than "
                                 f"{layout.stages}; take another --stages-per-rank")  # fmt: skip
             parallelism["pipeline_parallel_layers_per_stage"] = each
     compiled = ["model"] * layout.fused + ["loss"] * layout.fused_loss
@@ -512,6 +515,8 @@ def nanotron(found: Estimate) -> Emitted:
         "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": 42}}],
     }  # fmt: skip
     command = f"{torchrun_words(cluster)} run_train.py --config-file nanotron.yaml"
+    if layout.tensor > 1:  # its messages overlap in the order in which they are started (tensor_parallel/functional.py)
+        command = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {command}"
     notes = ["it trains on random tokens (dataset: null); run_train.py is that of a checkout of huggingface/nanotron"]
     return Emitted(command, {"nanotron.yaml": f"# {predicted(found)}\n{in_yaml(settings)}"}, notes)
 

@@ -166,8 +166,11 @@ def torchtitan(table: dict) -> Config:
         schedule = str(parallel.get("pipeline_parallel_schedule", "1F1B"))
         layout["schedule"] = TITAN_SCHEDULE.get(schedule.lower(), schedule.lower())
         each = number(parallel, "pipeline_parallel_layers_per_stage")
+        names = (f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+        ends = sum(number(parallel, name, 1, least=0) or 0 for name in names)  # layers for which both ends count
+        layout["ends"] = ends > 0
         if each and model:
-            layout["stages_per_rank"] = max(1, -(-(model.layers + 2) // each) // degree["pipeline"])
+            layout["stages_per_rank"] = max(1, -(-(model.layers + ends) // each) // degree["pipeline"])
         elif layout["schedule"] not in ("1f1b", "gpipe"):
             layout["stages_per_rank"] = 2
     if expert > 1:  # ranks of "shard" are those of "expert" too; -1 is what these leave

@@ -249,9 +249,11 @@ def torchtitan(command: str, files: dict[str, str], folder: Path) -> dict:
         schedule = parallel["pipeline_parallel_schedule"]
         each = parallel.get("pipeline_parallel_layers_per_stage")
         layers = {"8B": 32, "70B": 80, "405B": 126, "671B": 61, "32B": 64}[said["model"]["flavor"]]
-        stages = -(-(layers + 2) // each) if each else degree["pipeline"]  # embedding and output count as a layer each
+        end = parallel["pipeline_parallel_first_stage_less_layers"]  # 1: embedding and output count as a layer each
+        assert end in (0, 1) and end == parallel["pipeline_parallel_last_stage_less_layers"]
+        stages = -(-(layers + 2 * end) // each) if each else degree["pipeline"]
         assert training["local_batch_size"] * readers == training["global_batch_size"]
-        found |= {"micro_batch": parallel["pipeline_parallel_microbatch_size"], "stages": stages,
+        found |= {"micro_batch": parallel["pipeline_parallel_microbatch_size"], "stages": stages, "ends": end == 1,
                   "schedule": {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble":
                                "zbv"}[schedule]}  # fmt: skip
     return found | started(command)
@@ -333,6 +335,7 @@ def nanotron(command: str, files: dict[str, str], folder: Path) -> dict:
     where = started(command)
     assert where["world"] == math.prod(parallel[name] for name in ("dp", "pp", "tp", "context_parallel_size"))
     assert options(command)["config-file"] == "nanotron.yaml"
+    assert command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun") == (parallel["tp"] > 1)
     kind = said["model"]["dtype"], optimizer["accumulate_grad_in_fp32"]
     return where | {
         "mesh": {"shard" if stage else "data": parallel["dp"] // expert, "pipeline": parallel["pp"], "tensor":

@@ -95,7 +95,10 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
     *[("titan.toml", {"parallelism.fsdp_reshard_after_forward": when}, {"zero_stage": stage})
       for when, stage in (("always", 3), ("never", 2), ("default", 3))],
     ("titan.toml", {"parallelism.pipeline_parallel_degree": 2}, {
-        "pipeline": 2, "schedule": "1f1b", "micro_batch": 1, "micro_batches": 2, "stages_per_rank": 1}),
+        "pipeline": 2, "schedule": "1f1b", "micro_batch": 1, "micro_batches": 2, "stages_per_rank": 1, "ends": True}),
+    ("titan.toml", {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 8,
+                                    **{f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}}},
+     {"stages_per_rank": 2, "ends": False}),
     *[("titan.toml", {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": name}, {
         "schedule": "interleaved", "stages_per_rank": 2}) for name in ("Interleaved1F1B", "interleaved1f1b")],
     # embedding and output count as a layer each, beside 32

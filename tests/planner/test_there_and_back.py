@@ -130,7 +130,7 @@ def asked(one: Estimate, tool: str) -> dict:
         mesh |= {"data": mesh["data"] * mesh["shard"], "shard": 1}
     names = ("micro_batch", "micro_batches", "batch_size", "sequence", "precision", "offload", "fused", "fused_loss",
              "async_tensor", "dropout", "flash", "overlap_gradients", "schedule", "stages",
-             "stages_per_rank")  # fmt: skip
+             "stages_per_rank", "ends")  # fmt: skip
     each = round(layout.recompute_share * model.layers / layout.stages)
     return {name: getattr(layout, name) for name in names} | {
         "mesh": mesh, "zero_stage": layout.zero_stage if layout.shards > 1 else None, "recompute": again(layout, tool),
@@ -188,7 +188,7 @@ def plain(layout: Layout, tool: str) -> dict:
         mesh |= {"data": mesh["data"] * mesh["shard"], "shard": 1}
     return {name: getattr(layout, name) for name in SAME} | {
         "mesh": mesh, "divided": divided, "schedule": layout.pipeline > 1 and layout.schedule,
-        "kept": again(layout, tool), "ends": layout.ends and tool != "torchtitan",  # which always counts them
+        "kept": again(layout, tool), "ends": layout.ends,
         "whole_experts": layout.whole_experts and layout.tensor > 1,
     }  # fmt: skip
 

@@ -5,7 +5,6 @@ import cProfile
 import functools
 import json
 import os
-import pdb
 import pickle
 import re
 import runpy
@@ -20,7 +19,7 @@ from pathlib import Path
 import jedi
 import pytest
 from forks import Fork, forget_the_course
-from helpers import FULL, SMALL, as_options, first_line_of
+from helpers import FULL, SMALL, as_options
 
 from common import ROOT, declared
 from course import CHAPTERS as CHAPTER_FOLDERS
@@ -154,21 +153,6 @@ def alone(function, *arguments, cwd: Path = ROOT) -> str:
     written, errors = process.communicate(timeout=300)
     assert process.returncode == 0, written + errors
     return written
-
-
-def debug(arguments):
-    words, *sys.argv = arguments
-    sys.stdin = open(words)
-    pdb.main()
-
-
-def test_a_breakpoint_is_hit_under_the_name_that_the_reader_has_open(tmp_path):
-    """In the program that is started, and in a class of it. (In a file that it imports: test_debugger.py.)"""
-    script, words = ROOT / "03_ddp" / "distributed_training.py", tmp_path / "words"
-    stops = [f"break {script}:{first_line_of(script, function)}" for function in ("main", "step")]
-    words.write_text("\n".join([*stops, *["continue", "print('FILE', __file__)"] * 2, "quit\n"]))
-    told = alone(debug, words, "pdb", script, *OPTIONS, f"--run-dir={tmp_path / 'run'}")
-    assert told.count(f"FILE {script}") == 2, told
 
 
 def run_and_tell(arguments):

@@ -113,11 +113,9 @@ def in_yaml(settings: dict) -> str:
 
 
 def in_toml(tables: dict[str, dict]) -> str:
-    """Values of JSON's kinds, which are written alike in both."""
-    return "\n".join(
-        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
-        for table, settings in tables.items()
-    )
+    import msgspec  # by tomli-w
+
+    return msgspec.toml.encode(tables).decode()
 
 
 # --- the tools ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import sys
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import patch
 
+import pytest
 import torch
 import yaml
 from helpers import configure
@@ -132,15 +132,16 @@ def trained(folder: Path) -> dict:
         "deepspeed.utils": {"groups": groups}, "deepspeed.ops": {},
         "deepspeed.ops.adam": {"DeepSpeedCPUAdam": type("DeepSpeedCPUAdam", (torch.optim.AdamW,), {})},
     }  # fmt: skip
-    modules = {name: ModuleType(name) for name in has}
-    for name, module in modules.items():
-        vars(module).update(has[name])
     (folder / "text").write_bytes(b"0123456789" * 20_000)
     words = ["train.py", f"--data={folder / 'text'}", "--steps=2"]
     if "import deepspeed" in (folder / "train.py").read_text():
         words.append(f"--deepspeed_config={folder / 'deepspeed.json'}")
-    with patch.dict(sys.modules, modules), patch.object(sys, "argv", words), redirect_stdout(io.StringIO()), \
-            patch.object(torch.distributed, "destroy_process_group", lambda: None):  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        for name, its in has.items():
+            patch.setitem(sys.modules, name, ModuleType(name))
+            vars(sys.modules[name]).update(its)
+        patch.setattr(sys, "argv", words)
+        patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         runpy.run_path(str(folder / "train.py"))
     told = engine.told
     assert told.pop("saved"), "what was trained is kept"

@@ -1,6 +1,7 @@
 """--strategy auto: what the planner picks is a strategy of the course on the processes that there are, and trains."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from common.lab.launch import launch
 from course import auto
 from course.auto import choose, with_layout
 from course.strategies import BY_AXES, STRATEGIES
+from planner import constants
 from planner.constants import PRIOR
 from planner.estimate import estimate
 from planner.hardware import cluster
@@ -32,8 +34,10 @@ def elsewhere(tmp_path, monkeypatch):
 
 def measured(folder, **changes) -> None:
     """A file as calibrate writes it."""
-    constants = {"matmul": 1.0, "link": 1.0, "kernel": HERE["kernel"], "alpha_link": HERE["alpha_link"]}
-    (folder / "constants.json").write_text(json.dumps({"constants": constants, "here": HERE | changes}))
+    here = HERE | changes
+    found = {"matmul": 1.0, "link": 1.0, "kernel": here["kernel"], "alpha_link": here["alpha_link"]}
+    (folder / "constants.json").write_text(json.dumps({"constants": found, "here": here}))
+    constants.load.cache_clear()
 
 
 def picked(line: str, size: int):
@@ -60,6 +64,14 @@ def test_a_model_that_no_process_can_hold_is_sharded(tmp_path, capsys):
     assert "by constants.json: " in capsys.readouterr().out
     measured(tmp_path, memory=8 * 2**30)
     assert picked("--layers 4 --width 512 --heads 8 --batch-size 8", 4).axes.get("tensor", 1) == 1
+
+
+def test_constants_that_were_measured_count(tmp_path, capsys):
+    """By these, each message takes ten seconds."""
+    measured(tmp_path, alpha_link=10.0)
+    picked("--batch-size 8", 2)
+    (milliseconds,) = re.findall(r": ([\d,.e+]+) ms a step", capsys.readouterr().out)
+    assert float(milliseconds.replace(",", "")) >= 10_000
 
 
 def test_a_batch_that_cannot_be_divided_leaves_the_model():

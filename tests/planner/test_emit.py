@@ -43,7 +43,8 @@ def test_what_does_not_fit_is_not_emitted():
 
 
 def test_a_job_has_one_task_a_node_which_starts_the_others(tmp_path):
-    one = emitted("slurm", 16, {"data": 2, "shard": 8}, zero_stage=3)
+    one = emitted("slurm", 32, {"data": 4, "shard": 8}, zero_stage=3)
+    assert "#SBATCH --nodes=4\n" in one.files["job.sbatch"]
     by_hand = (ROOT / "launch" / "slurm.sbatch").read_text()
     srun = re.findall(r"^srun (.*) torchrun", one.files["job.sbatch"], re.M)
     assert srun == re.findall(r"^srun (.*) torchrun", by_hand, re.M) != []

@@ -145,7 +145,7 @@ def asked(one: Estimate, tool: str) -> dict:
 @pytest.mark.parametrize("tool", emit.FORMATS)
 def test_it_means_what_was_asked_for(tool, tmp_path):
     found = [(one, files) for one, files in draw(tool) if not isinstance(files, UserError)]
-    for number, (one, files) in enumerate(found[:: 4 if tool == "slurm" else 1]):  # whose settings are torchrun's
+    for number, (one, files) in enumerate(found[-12:] if tool == "slurm" else found):  # whose settings are torchrun's
         folder = tmp_path / str(number)
         folder.mkdir()
         for name, text in files.files.items():

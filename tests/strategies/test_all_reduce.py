@@ -8,8 +8,9 @@ from course.intro import by_hand
 from course.intro.classroom import bugs
 from course.intro.classroom import check_all_reduce as proof
 
-# 6 ranks = 4 and two extra ones: the folding step of recursive doubling with more than one helper.
-CASES = [(name, size) for name in by_hand.ALGORITHMS for size in (1, 2, 3, 4)] + [("recursive_doubling", 6)]
+# Of 4 ranks it is proved on a group of three as well. 6 = 4 and two extra ones: the folding step of recursive doubling
+# with more than one helper.
+CASES = [(name, size) for name in by_hand.ALGORITHMS for size in (1, 2, 4)] + [("recursive_doubling", 6)]
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)

@@ -165,36 +165,30 @@ def test_function_that_ends_its_process_or_never_ends_spoils_no_other(tmp_path, 
     write(
         tmp_path,
         bad=RING_SHIFT
-        + "import sys, time, torch, torch.distributed as dist\n"
+        + "import os, sys, time, torch, torch.distributed as dist\n"
         + "def global_mean(values):\n    if dist.get_rank():\n        return dist.recv(torch.empty(1), 0)\n"
         + "    dist.send(torch.ones(999), 1)\n    dist.barrier()\n"
         + "def ring_bytes(*a):\n    while True:\n        time.sleep(0.01)\n"
         + "def all_reduce_seconds(*a):\n    sys.exit(0)\n"
+        + "def inner_axis(*a):\n    dist.get_rank() and os._exit(0)\n"  # as if all were well
         + "def all_to_all(parts, lengths):\n    return [lambda: 1]\n"
         + "def tree_broadcast(tensor, root):\n    raise NotImplementedError('in part')\n"
         + "def repaired_training(*a):\n    if dist.get_rank():\n        raise NotImplementedError\n",
     )
     got = {verdict.exercise.name: verdict for verdict in check.verdicts("01_intro", tmp_path / "bad.py")}
     assert got["ring_shift"].status == "right"
-    wrong = ("global_mean", "ring_bytes", "all_reduce_seconds", "all_to_all", "tree_broadcast", "repaired_training")
+    wrong = {"global_mean", "ring_bytes", "all_reduce_seconds", "inner_axis", "all_to_all", "tree_broadcast",
+             "repaired_training"}  # fmt: skip
     assert {got[name].status for name in wrong} == {"wrong"}
     assert {verdict.status for name, verdict in got.items() if name not in (*wrong, "ring_shift")} == {"not attempted"}
     assert "rank 1" in got["global_mean"].got and "SIGABRT" in got["global_mean"].got
     assert "terminate called" not in "".join(capfd.readouterr()), "what C++ writes then is not for a learner"
     for name, words in {"ring_bytes": "3 s time.sleep(0.01)", "all_reduce_seconds": "SystemExit 0 sys.exit(0)",
-                        "all_to_all": "lambda", "tree_broadcast": "NotImplementedError in part line",
+                        "inner_axis": "rank 1", "all_to_all": "lambda",
+                        "tree_broadcast": "NotImplementedError in part line",
                         "repaired_training": "NotImplementedError line"}.items():  # fmt: skip
         assert not [word for word in words.split() if word not in got[name].got], f"{name}: {got[name].got}"
     assert got["repaired_training"].where.endswith("rank 1")
-
-
-def test_rank_that_leaves_as_if_all_were_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(grading, "CALL_LIMIT", 1.0)
-    write(tmp_path, bad="import os, torch.distributed as dist\ndef f(tensor):\n    dist.get_rank() and os._exit(0)\n")
-    exercise = INTRO[0]
-    (verdict,) = grading.grade([(exercise, "f")], tmp_path / "bad.py")
-    assert verdict.status == "wrong"
-    assert "rank 1" in verdict.got
 
 
 def all_gone(pids) -> bool:

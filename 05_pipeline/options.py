@@ -55,7 +55,7 @@ def require_in_torch(chosen: PipelineOptions, ranks: int) -> None:
     # A backward in two halves asks autograd once for the inputs' gradients and then once for each group of weights
     # (stage_backward_weight in torch/distributed/pipelining/_backward.py), and a checkpoint is computed again each time
     # that it is asked. With four blocks in a stage, each is then computed 19 times under zb-h1, and by hand twice.
-    if chosen.recompute == "full" and any(action.kind == "W" for own in chosen.build(ranks) for action in own):
+    if chosen.recompute == "full" and schedules.in_halves(chosen.build(ranks)):
         raise UserError(
             f"--recompute full --schedule {name}: PyTorch's would compute a stage again for each of its weights' "
             f"gradients; take --schedule 1f1b or interleaved, or add --by-hand"

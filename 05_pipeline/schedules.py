@@ -216,6 +216,11 @@ SCHEDULES = {
 }
 
 
+def in_halves(schedule: Schedule) -> bool:
+    """Whether the gradients of weights are computed apart from those of inputs."""
+    return any(action.kind == "W" for own in schedule for action in own)
+
+
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule of that name. stages_per_rank: by default as many as the schedule needs, 2 where it can be chosen.
 

@@ -2,6 +2,7 @@
 
 from common.constants import VOCABULARY
 from common.errors import UserError
+from course.pipeline import schedules
 from planner.layout import Layout
 from planner.models import Model
 
@@ -40,7 +41,11 @@ def settings(model: Model, layout: Layout) -> dict:
     found |= {"batch-size": layout.batch_size, "precision": PRECISION[layout.precision]}
     if layout.pipeline > 1:
         found |= {"microbatches": layout.micro_batches, "schedule": layout.schedule}
-        found |= {"stages-per-rank": layout.stages_per_rank} if layout.stages_per_rank > 1 else {}
+        stages = layout.stages_per_rank if layout.stages_per_rank > 1 else None
+        found |= {"stages-per-rank": stages} if stages else {}
+        lists = schedules.build(layout.schedule, layout.pipeline, layout.micro_batches, stages)
+        if layout.recompute == "full" and "shard" not in axes and schedules.in_halves(lists):
+            found["by-hand"] = True  # PyTorch's would compute each stage many times
     elif layout.micro_batches > 1:
         found["accumulation-steps"] = layout.micro_batches
     if layout.recompute != "none":

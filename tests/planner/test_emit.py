@@ -79,6 +79,12 @@ def test_the_head_of_a_file_says_what_was_predicted():
     assert f"{found.memory.expected / GIB:.1f}" != f"{found.memory.needed / GIB:.1f}", "what the allocator adds shows"
 
 
+def test_by_hand_where_pytorchs_schedule_would_compute_a_stage_many_times():
+    for schedule, by_hand in (("zb-h1", True), ("1f1b", None)):
+        found = estimated(2, {"pipeline": 2}, schedule=schedule, recompute="full")
+        assert yaml.safe_load(emit.emit(found, "torchrun").files["course.yaml"]).get("by-hand") is by_hand
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 LLAMA = "--model llama-3-8b --gpu h100-80gb --batch-size 64 --sequence 4096 --recompute full --gpus-per-node 8"

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.axes import parse_axes
-from common.command_line import by_mesh, find, implementation_of, with_preset
 from common.config import shared
 from common.errors import UserError
-from course.strategies import BY_AXES, STRATEGIES
 from planner import models
 from planner.emit import TITAN_SCHEDULES
 from planner.models import Model
@@ -427,6 +425,10 @@ def course(table: dict) -> Config:
     """What the file leaves out is what the command line takes where it is left out there."""
     chosen = {name: table.get(name.replace("_", "-")) for name in ("strategy", "implementation", "by_hand")}
     chosen["mesh"] = str(table.get("mesh", ""))
+    # Here, since in a browser, which has no msgspec and no PyTorch, only what others wrote is read.
+    from common.command_line import by_mesh, find, implementation_of, with_preset
+    from course.strategies import BY_AXES, STRATEGIES
+
     name = chosen["strategy"] or by_mesh(chosen, STRATEGIES, BY_AXES, None) or "ddp"
     entry = find(STRATEGIES, name)
     kind = entry.declared(implementation_of(name, entry, chosen))

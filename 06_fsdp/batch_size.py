@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common.constants import GIB
 from common.data import OwnStream
 from common.errors import UserError
+from common.lab.layouts import forget_layouts
 from common.mesh import make_mesh
 from common.ranks import environment
 from common.strategy import Setup
@@ -32,6 +33,7 @@ def pretend(ranks: int):
         yield
     finally:
         dist.destroy_process_group()
+        forget_layouts()
 
 
 def predict(config, ranks: int, examples: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.lab.launch import launch
+from common.lab.layouts import forget_layouts
 from common.lab.ledger import Ledger
 from common.mesh import make_mesh
 from common.model import GPT, cross_entropy
@@ -141,10 +142,13 @@ def kept_and_sent(version, precision="fp32"):
 @contextmanager
 def pretend(ranks):
     """In this block, this process is rank 0 of so many ranks that are not there: calls, sizes and types are right, the
-    numbers are not. 8 or more: ranks that `launch` starts inherit what DTensor has cached for meshes."""
+    numbers are not."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_layouts()
 
 
 def counted(model):

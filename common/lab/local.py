@@ -30,13 +30,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import _c10d as operations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from common.errors import UserError
+from common.lab.layouts import forget_layouts
 from common.lab.ring_order import reduced
 
 INSTEAD = "run it on processes, with how='processes'"
@@ -48,7 +49,7 @@ def run(fn: Callable, nproc: int, args: tuple) -> list:
     Raises UserError where the function does what needs ranks that go their own ways: branches on the rank, counts or
     indexes a list by it, uses DistributedDataParallel or fully_shard, or receives what nobody has sent.
     """
-    _forget_layouts()
+    forget_layouts()
     dist.init_process_group("fake", rank=0, world_size=nproc, store=FakeStore())
     try:
         with torch.random.fork_rng(devices=[]), _patched(Messages()), _Mode(nproc):
@@ -63,14 +64,7 @@ def run(fn: Callable, nproc: int, args: tuple) -> list:
         raise UserError(f"how='local': {error}; {INSTEAD}") from None
     finally:
         dist.destroy_process_group()
-        _forget_layouts()
-
-
-def _forget_layouts() -> None:
-    """DTensor keeps what it has worked out for a mesh, with the sizes of all ranks and the names of groups, which real
-    ranks, forked later from this process, would take for theirs."""
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+        forget_layouts()
 
 
 _WAYS = f"the rank {{}}, but all ranks take one way through the program; {INSTEAD}"

@@ -20,6 +20,7 @@ from common.recompute import RECOMPUTE
 from common.strategy import Setup
 from common.task import make_task
 from course.fsdp import batch_size, fsdp_setup, memory
+from course.fsdp.compare import pretend
 from course.fsdp.hsdp import SyncOnce
 from course.strategies import load
 
@@ -215,12 +216,16 @@ def measured(config: Config, examples: int) -> int:
     ],
 )
 def test_memory_is_foretold(options, tmp_path):
-    """PyTorch's tracker, on fake tensors and one rank, against a count of what two ranks really hold."""
+    """PyTorch's tracker, on fake tensors and one rank, against a count of what two ranks really hold. And ranks
+    that are started afterwards train as ever: they inherit nothing of those that were not there."""
     settings = {"strategy": "fsdp", "layers": 2, "width": 64, "context": 64, "run_dir": tmp_path / "run"}
     config = configure(size=2, **(settings | options))
     foretold = batch_size.predict(config, 2, 6)
     assert foretold["Total"] == pytest.approx(launch(measured, 2, (config, 6))[0], rel=0.01)
     assert foretold["Activation"] > 0 and foretold["OptState"] > 0
+    with pretend(2):
+        make(load("fsdp"), equality.tied(), equality.adamw).step(micro_batches())
+    assert equality.prove(load("fsdp"), 2, cases=equality.COVERING[1:2])
 
 
 def test_the_largest_batch(monkeypatch, capsys):

@@ -223,6 +223,7 @@ def test_memory_is_foretold(options, tmp_path):
     foretold = batch_size.predict(config, 2, 6)
     assert foretold["Total"] == pytest.approx(launch(measured, 2, (config, 6))[0], rel=0.01)
     assert foretold["Activation"] > 0 and foretold["OptState"] > 0
+    assert equality.prove(load("fsdp"), 2, cases=equality.COVERING[1:2])
     with pretend(2):
         make(load("fsdp"), equality.tied(), equality.adamw).step(micro_batches())
     assert equality.prove(load("fsdp"), 2, cases=equality.COVERING[1:2])

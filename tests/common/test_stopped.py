@@ -170,11 +170,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def said_of(lines: list[str], folder: Path, after: int) -> list[str]:
-    """What is printed of the steps after one, and at the end, without speeds and the folder's name."""
-    found = []
+    """What is printed of the steps after one, and at the end, without speeds, who is slow, and the folder's name."""
+    found, other = [], r"(\w+ on \d+ process|going on|done:|starting|warning: rank \d+ on \S+ is a straggler)"
     for line in (line.replace(str(folder), "RUN") for line in lines):
         step = re.match(r"step (\d+)/", line)
-        if not re.match(r"(\w+ on \d+ process|going on|done:|starting)", line) and (not step or int(step[1]) > after):
+        if not re.match(other, line) and (not step or int(step[1]) > after):
             found.append(re.sub(r"  [\d,]+ \w+/s$", "", line))
     return found
 

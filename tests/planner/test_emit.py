@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from emitted_files import READERS
+from emitted_files import READERS, options
 from forks import torchrun
 from helpers import metrics, refused
 from planner_cases import say, say_json
@@ -68,6 +68,11 @@ def test_a_job_in_another_folder_starts_the_courses_own_script(tmp_path):
         assert str(folder / "course.yaml") in out and f"cd {folder} && " in out
     job = shlex.split((folder / "job.sbatch").read_text(), comments=True)
     assert str(ROOT / "distributed_training.py") in job and "distributed_training.py" not in job
+
+
+def test_layers_that_are_computed_again_are_those_of_each_of_a_ranks_stages():
+    one = emitted("megatron", 2, {"pipeline": 2}, stages_per_rank=2, recompute="full", recompute_layers=3)
+    assert options(one.files["megatron.sh"])["recompute-num-layers"] == "3"
 
 
 def test_the_head_of_a_file_says_what_was_predicted():

@@ -18,6 +18,10 @@ class UserError(Exception):
     """One line that names what is wrong and what to do."""
 
 
+class LostPeer(UserError):
+    """Another rank has died, or does not answer. Of its own it has nothing to say, or nothing so useful."""
+
+
 class Parser(argparse.ArgumentParser):
     """A command line whose errors are one line, as all others are."""
 
@@ -68,7 +72,7 @@ def one_line_errors():
             # Most likely rank 0 of this node says the same at this moment, and torchrun ends the others as
             # soon as it exits. Whoever is still here afterwards had an error of its own.
             time.sleep(3)
-        _report(f"error: {line}")
+        _report(f"error: {line}", isinstance(error, LostPeer) or bool(lost_peer(error)))
         sys.exit(2)
 
 
@@ -91,14 +95,14 @@ def lost_peer(error: BaseException | None) -> str | None:
     return f"another rank has died ({lost[0]}): see its message, or torchrun's report, for the cause" if lost else None
 
 
-def _report(line: str) -> None:
+def _report(line: str, of_another: bool) -> None:
     """Put `line` where it will be the last thing to be read.
 
     Under torchrun that is the file from which torchrun's report takes what it calls the traceback of a rank: what a
     rank itself writes to stderr stands some forty lines above. With --max-restarts the report comes after the last
     attempt only, and those before it say their line themselves.
     """
-    reported = into_report(line)
+    reported = into_report(line, of_another)
     attempts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
         os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     )
@@ -106,15 +110,16 @@ def _report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def into_report(line: str) -> bool:
-    """Have torchrun's report, if there is one to come, say `line` for this rank. False without torchrun."""
+def into_report(line: str, of_another: bool = False) -> bool:
+    """Have torchrun's report, if there is one to come, say `line` for this rank. False without torchrun.
+
+    of_another: it is about another rank's death, and has to stand where torchrun puts what it calls the root cause: the
+    earliest failure, at the end. torchrun may know of the death before this rank does, so its time is put back."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return False
-    # torchrun calls the earliest failure the root cause and puts it last. If another process has died, torchrun may
-    # know it before this rank does. Without what is taken off, a rank that was killed, of which there is nothing to
-    # say, would then stand last.
-    about = {"py_callstack": line, "timestamp": str(int(time.time()) - OUTLIVES)}
+    # Whole seconds: what is taken off an error of this rank's own puts it before what the others say of its end.
+    about = {"py_callstack": line, "timestamp": str(int(time.time()) - (OUTLIVES if of_another else 1))}
     try:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": about}}))
     except OSError:

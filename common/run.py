@@ -12,7 +12,9 @@ The loop itself is in each chapter's script:
 """
 
 import contextlib
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from common import data, stored
 from common.compiled import compile_blocks
 from common.config import Config
-from common.errors import INTERRUPTED, UserError, into_report, lost_peer
+from common.errors import INTERRUPTED, LostPeer, into_report, lost_peer
 from common.keeper import Keeper
 from common.learning_rate import learning_rate
 from common.profiled import profiler
@@ -107,10 +109,13 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         self.record.close()
         self.loaders.close()
-        self.progress.close()
         explained = explanation(error, self.config.timeout)
+        if explained and "TORCHELASTIC_ERROR_FILE" in os.environ and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            # torchrun has seen as well that a rank has died, and ends the others: this one first has something to say
+            self.progress.handlers[signal.SIGTERM] = signal.SIG_IGN
+        self.progress.close()
         if explained:
-            raise UserError(f"{explained}; then {self.keeper.how_to_resume()}") from None
+            raise LostPeer(f"{explained}; then {self.keeper.how_to_resume()}") from None
         if error is None:
             self._end()
 

@@ -97,7 +97,7 @@ def test_who_is_asked_to_stop_leaves_a_usable_checkpoint(nproc, stop, tmp_path):
 def test_a_rank_that_is_killed_ends_them_all(tmp_path, monkeypatch):
     """Processes that load data, too, and in silence; what rank 0 has to say stands last, however late it says it."""
     into_report = errors.into_report
-    monkeypatch.setattr(errors, "into_report", lambda line: time.sleep(3) or into_report(line))
+    monkeypatch.setattr(errors, "into_report", lambda *line: time.sleep(3) or into_report(*line))
     line = ["--steps=100000", "--run-dir=run", "--distributed", "--loading=shard-stream-workers"]
     process = start(*line, nproc=2, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3)

@@ -150,7 +150,7 @@ def stops_answering(config) -> None:
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
     config = configure(size=2, **TEXT, strategy="ddp", run_dir=tmp_path / "run", timeout=123)
-    with pytest.raises(RankFailed, match="rank 0 of 2: UserError: rank 1 ") as failure:
+    with pytest.raises(RankFailed, match="rank 0 of 2: LostPeer: rank 1 ") as failure:
         launch(stops_answering, 2, (config,), timeout=100)
     said = str(failure.value)
     assert not [word for word in ("123 s", "--timeout", f"--resume --run-dir {tmp_path}/run") if word not in said], said

@@ -214,13 +214,16 @@ def test_a_lost_rank_and_how_to_go_on(how, tmp_path):
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
-    losses, at_once = iter([3.0, 1.0, 2.0, 2.5]), []
+    losses, at_once = iter([3.0, 1.0, 2.0, 2.5, 1.5, 1.2]), []
     monkeypatch.setattr("common.record.validate", lambda *how: at_once.append(how[2]) or next(losses))
     often = {"steps": 4, "checkpoint_every": 1, "validate_every": 1, "keep": 1, "validate_batch_size": 5}
     with alone(tmp_path / "run", keep_best=True, **often) as run:
         train(run)
     assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [2, 4]
-    assert at_once == [5] * 4
+    with alone(tmp_path / "run", keep_best=True, resume=True, **often | {"steps": 6}) as run:
+        train(run, losses=[1.0] * 6)
+    assert [manifest.step_of(path) for path in manifest.checkpoints(tmp_path / "run")] == [2, 6], "still the best"
+    assert at_once == [5] * 6
 
 
 def test_a_run_of_epochs_has_their_whole_batches_as_steps(tmp_path):

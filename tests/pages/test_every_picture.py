@@ -173,7 +173,7 @@ def intro(r) -> Found:
         yield draw, [numbers(text) for text, *_ in said(ax)], [[n, before[n], sums[n]] for n in range(4)]
         bands, ranks = [box.get_bbox() for box in ax.patches], placed(ax, r"rank (\d)")
         yield draw, sorted([n for n, place in ranks.items() if band.contains(*place)] for band in bands), groups
-    draw, calls = rank_pictures.paired, [[r.choice(["one", "two"]) for _ in range(count)] for count in (4, 3)]
+    draw, calls = rank_pictures.paired, [r.sample(["one", "two"], 2) * 2, ["one", "one", "two"]]
     for pairs in range(5):
         ax = draw(calls, pairs, notes := ["1st", "2nd", "3rd", "4th"]).axes[0]
         both = [(calls[rank][at], at < pairs) for at in range(4) for rank in (0, 1) if at < len(calls[rank])]

@@ -22,7 +22,7 @@ from common.task import make_task
 from course.fsdp import batch_size, fsdp_setup, memory
 from course.fsdp.compare import pretend
 from course.fsdp.hsdp import SyncOnce
-from course.strategies import load
+from course.strategies import STRATEGIES, load
 
 
 def make(kind, model: nn.Module, make_optimizer, axes=None, options=None, **kwargs):
@@ -248,6 +248,9 @@ def test_the_largest_batch(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     batch_size.find(config)
     assert capsys.readouterr().out == ""
+    options = {name: {*entry.declared(next(iter(entry.places))).names} for name, entry in STRATEGIES.items()}
+    having = {STRATEGIES[name].main for name, names in options.items() if "find_batch_size" in names}
+    assert having == {batch_size.main}, "whoever has the option does as it says"
     called = []
     monkeypatch.setattr(batch_size, "find", lambda config: called.append("find"))
     monkeypatch.setattr(batch_size.distributed_training, "main", lambda config: called.append("train"))

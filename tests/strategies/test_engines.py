@@ -3,6 +3,7 @@
 Needs requirements-engines.txt; without it the file is not collected (tests/conftest.py). `make test-engines` runs it.
 """
 
+import itertools
 import json
 import os
 import re
@@ -444,6 +445,12 @@ def test_what_is_read_goes_on_in_mid_epoch_on_another_number_of_ranks(llama, tmp
     own_run(tmp_path / "half", "your_llama.py", data, size=1, **how | {"steps": 2})
     half, _ = own_run(tmp_path / "half", "your_llama.py", size=2, line="--resume --steps 4")
     assert half == pytest.approx(whole, rel=2e-5)
+    if data:
+        rows, orders = own.module_of(str(ROOT / "docs" / "your_llama.py")).stream()[0], []
+        for epoch in (0, 1, 0):
+            rows.set_epoch(epoch)
+            orders.append([inputs.tolist() for inputs, _ in itertools.islice(rows, 8)])
+        assert orders[0] == orders[2] != orders[1], "each epoch is shuffled anew"
 
 
 def test_what_is_not_made_for_each_other_gets_one_line(llama, tmp_path, monkeypatch):

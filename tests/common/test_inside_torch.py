@@ -159,7 +159,7 @@ INSIDE: dict[str, tuple[str | Callable[[], object], str | None]] = {
 NAMES_ELSEWHERE = {
     "_C", "_c10d", "_distributed_c10d", "_local_tensor", "_pytree", "_redistribute", "_dynamo", "torch._dynamo",
     "_exit", "_getframe", "_option_string_actions", "_has_ops", "_hp_mapping", "_precision",
-    "_dump_nccl_trace_json", "_dir", "_parallel_degree", "_per_second", "_site", "_size",
+    "_dump_nccl_trace_json", "_dir", "_site",
     "_reassign_or_swap_out_partitioned_parameters", "_validate_launch_command",
 }  # fmt: skip
 
@@ -184,11 +184,9 @@ def test_nothing_else_of_the_inside_is_used():
     made = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     made |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
-    read |= {
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_[A-Za-z]\w+", node.value)
-    }
+    ends = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}  # of a name: no name
+    quoted = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in ends]
+    read |= {text for text in quoted if isinstance(text, str) and re.fullmatch(r"_[A-Za-z]\w+", text)}
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             path = (getattr(node, "module", None) or "").split(".")

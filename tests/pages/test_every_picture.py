@@ -779,6 +779,7 @@ ALWAYS_THE_SAME = (
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_what_is_drawn_is_what_was_given(room):
+    plt.close("all")  # what other tests have left
     first: dict[Callable, plt.Figure] = {}
     for number, (function, drawn, given) in enumerate(room(random.Random(room.__name__))):
         assert same(drawn, given), f"{function.__qualname__}, pair {number}: {drawn} is drawn of {given}"

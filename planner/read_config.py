@@ -423,10 +423,11 @@ def trainer(table: dict) -> Config:
 
 def course(table: dict) -> Config:
     """What the file leaves out is what the command line takes where it is left out there."""
-    chosen = {name: table.get(name.replace("_", "-")) for name in ("strategy", "implementation", "by_hand")}
-    chosen["mesh"] = str(table.get("mesh", ""))
+    chosen: dict[str, Any] = {name: str(table.get(name) or "") for name in ("strategy", "implementation", "mesh")}
+    chosen["by_hand"] = table.get("by-hand")
     # Here, since in a browser, which has no msgspec and no PyTorch, only what others wrote is read.
     from common.command_line import by_mesh, find, implementation_of, with_preset
+    from course.pipeline import schedules
     from course.strategies import BY_AXES, STRATEGIES
 
     name = chosen["strategy"] or by_mesh(chosen, STRATEGIES, BY_AXES, None) or "ddp"
@@ -434,13 +435,19 @@ def course(table: dict) -> Config:
     kind = entry.declared(implementation_of(name, entry, chosen))
     table = {item.name.replace("_", "-"): item.default for item in (*shared(), *fields(kind.Options))} | table
     axes = with_preset(parse_axes(chosen["mesh"]) if chosen["mesh"] else {}, kind.preset)
+    precisions = {"fp32": "float32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+    if str(table["precision"]) not in precisions:
+        raise UserError(f"precision: expected one of {', '.join(precisions)}, got {table['precision']!r}")
+    schedule, needed = str(table.get("schedule", "")), None
+    if schedule in schedules.SCHEDULES:  # stages on each of, say, two ranks
+        needed = len({action.stage for own in schedules.build(schedule, 2, 4) for action in own}) // 2
     kept, again = str(table.get("recompute", "none")), {"selective": "products"}  # as common/recompute.py has it
     layout = known(
         zero_stage={"zero1": 1, "zero2": 2}.get(name, 3 if axes.get("shard", 1) != 1 else 0),
         batch_size=number(table, "batch-size"), sequence=number(table, "context"), recompute=again.get(kept, kept),
-        schedule=table.get("schedule"), offload=table.get("offload"),
-        stages_per_rank=number(table, "stages-per-rank") if table.get("stages-per-rank") else None,
-        precision={"bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(str(table["precision"]), "float32"),
+        schedule=schedule or None, offload=table.get("offload"),
+        stages_per_rank=number(table, "stages-per-rank", least=0) or needed,
+        precision=precisions[str(table["precision"])],
         sequence_parallel=name == "sequence", framework="course", shard_context=False,
     )  # fmt: skip
     model = models.course_gpt(*(number(table, what) or 1 for what in ("layers", "width", "heads", "context")))

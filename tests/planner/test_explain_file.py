@@ -65,6 +65,8 @@ def test_the_nearest_published_runs_are_as_many_as_are_asked_for_and_of_differen
         ("a.toml", "[parallelism]\ntensor_parallel_degree = 0.5", "tensor_parallel_degree 0.5"),
         ("a.yaml", "distributed_type: TPU", "distributed_type TPU"),
         ("a.yaml", "- 1", ""),
+        ("a.yaml", "strategy: [tensor]", "strategy tensor"),
+        ("a.yaml", "strategy: ddp\nprecision: fp8", "precision fp8 bf16"),
         ("a.sh", "echo hello", ""),
         ("a.sh", "--num-layers two", "num-layers two"),
     ],

@@ -177,6 +177,8 @@ SETTINGS = [  # file, what is changed in it (None: it is missing), and what of t
     *[("course.yaml", {"mesh": None, "batch-size": None, "strategy": name}, {  # as distributed_training.py has them
         "batch_size": 32, "sequence": 128, "zero_stage": stage, axis: 8}) for name, stage, axis in (
         ("ddp", 0, "data"), ("fsdp", 3, "shard"), ("zero2", 2, "shard"), ("tensor", 0, "tensor"))],
+    *[("course.yaml", {"mesh": "pipeline=8", "schedule": name} | more, {"stages_per_rank": stages, "schedule": name})
+      for name, more, stages in (("1f1b", {}, 1), ("zbv", {}, 2), ("interleaved", {"stages-per-rank": 4}, 4))],
     ("course.yaml", {"mesh": None, "strategy": "pipeline+ddp"}, {"data": 2, "pipeline": 4, "micro_batches": 4}),
     ("course.yaml", {"mesh": "pipeline=2,data=4", "microbatches": 4, "schedule": "gpipe"}, {
         "micro_batch": 4, "micro_batches": 4, "schedule": "gpipe"}),
